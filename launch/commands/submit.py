@@ -14,7 +14,8 @@ from pathlib import Path
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.plan import own_python_path
+from realsys.launch.launchers.slurm import steps_as_text
+from realsys.launch.plan import agent_command, own_python_path
 from realsys.launch.prepare import examine
 from realsys.launch.run import RunOptions, own_words, plan_run, show_plan, words_again
 from realsys.launch.screen.log_tail import LogTail
@@ -45,7 +46,8 @@ def submit_trial(overrides: Sequence[str], options: SubmitOptions) -> int:
     script = render(config, _job(overrides, config, paths, options.run))
     if options.run.dry_run:
         show_plan(planned)
-        print(f"batch script:\n{script}", end="")
+        print(f"batch script:\n{script}")
+        print("\n".join(steps_as_text(config, paths, agent_command(paths, os.environ.get("PYTHONPATH", "")))))
         return 0
     examined = examine(config, paths)
     for line in (*planned.chosen, *examined.lines, *planned.placement):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -87,12 +88,12 @@ class SlurmLauncher(Launcher):
         allocation = _allocation()
         if allocation is None:
             raise RealsysError("cluster.launcher=slurm: this process is not in an allocation")
-        no_coordinator = self.paths.job.with_name(f"no-coordinator-{allocation.job}-{allocation.restarts}")
-        no_coordinator.parent.mkdir(exist_ok=True)
-        no_coordinator.unlink(missing_ok=True)
+        file = _no_coordinator(self.paths, allocation)
+        file.parent.mkdir(exist_ok=True)
+        file.unlink(missing_ok=True)
         self._log.parent.mkdir(exist_ok=True)
-        guards = guard_command(self.config, no_coordinator)
-        agents = srun_command(self.config, allocation, [str(no_coordinator), *agent], self.paths.logs)
+        guards = guard_command(self.config, file)
+        agents = srun_command(self.config, allocation, [str(file), *agent], self.paths.logs)
         with self._log.open("ab") as output:
             try:
                 self._guards = ChildProcess(guards, os.environ, output, on_exit=self._on_guards_exit)
@@ -153,6 +154,27 @@ def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], l
 def guard_command(config: Config, file: Path) -> list[str]:
     """Return the command that runs guard.sh once per node, which waits for ``file``. Pure."""
     return [*_step(config, _GUARDS), "--output=/dev/null", *_script("guard"), str(file)]
+
+
+def steps_as_text(config: Config, paths: TrialPaths, agent: Sequence[str]) -> list[str]:
+    """Return the steps of a job, each with its script, for a dry run: the number of the job is not known yet. Pure."""
+    allocation = Allocation("JOB", [], config.cluster.cpus_per_node)
+    file = _no_coordinator(paths, allocation)
+    steps = {
+        "agent": srun_command(config, allocation, [str(file), *agent], paths.logs),
+        "guard": guard_command(config, file),
+    }
+    texts = []
+    for name, command in steps.items():
+        script = command.index("bash") + 2
+        line = shlex.join([*command[:script], f"{name}.sh", *command[script + 1 :]])
+        texts.append(f"{line}\n{name}.sh:\n{command[script]}")
+    return texts
+
+
+def _no_coordinator(paths: TrialPaths, allocation: Allocation) -> Path:
+    """Return the file that an agent writes when it finds no coordinator."""
+    return paths.job.with_name(f"no-coordinator-{allocation.job}-{allocation.restarts}")
 
 
 def _step(config: Config, name: str) -> list[str]:

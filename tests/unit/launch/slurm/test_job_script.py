@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.config.schema_slurm import ContainerConfig, SlurmConfig
-from realsys.launch.launchers.slurm import guard_command, srun_command
+from realsys.launch.launchers.slurm import guard_command, srun_command, steps_as_text
 from realsys.launch.nodes.base import EXIT_NO_MACHINE
 from realsys.launch.slurm.hosts import Allocation
 from realsys.launch.slurm.job_script import Job, render
@@ -110,6 +111,14 @@ def test_pyxis_takes_options_of_srun() -> None:
     command = srun(ContainerConfig(image="r#i:1", runtime="pyxis", mounts=["/shared"], args=["--container-remap-root"]))
     assert {"--container-image=r#i:1", "--container-mounts=/shared", "--container-remap-root"} < set(command)
     assert "apptainer" not in command
+
+
+def test_dry_run_shows_every_script() -> None:
+    config = Config(cluster=ClusterConfig(nodes=2, cpus_per_node=8))
+    agents, guards = steps_as_text(config, TrialPaths(Path("/r/t")), ["python", "agent"])
+    for part in ("srun --job-name=agents", "--cpus-per-task=8", "bash -c agent.sh agent /r/t/job/no-coordinator-JOB-0"):
+        assert part in agents.splitlines()[0]
+    assert "REALSYS_SHIELDED" in agents and "scontrol requeue" in guards
 
 
 def run_agent(tmp_path: Path, code: int) -> Path:
