@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.needs(program) for program in ("slurmctld", "slurmd", 
 BARE = ("warmup.steps=0", "evaluation.problems=0", "checkpoint.every_steps=2", "cluster.lease_s=8")
 LONG = ("train.total_steps=4000", *BARE)
 MEDIUM = ("train.total_steps=20", *BARE)
-FREED_S = 60.0  # from the end of a run to the end of its job
+FREED_S = 60.0  # bound on the time from the end of a run to the end of its job
 
 
 #: The RolloutWorkers hold back all tickets after the last batch, so the final evaluation waits for the file "go".
@@ -60,7 +60,7 @@ def side_by_side(shared_slurm: VirtualSlurm, tmp_path_factory: pytest.TempPathFa
         wide.until_steps(1)
         live, listed = realsys("status", str(wide.root)).stdout, realsys("list", str(folder)).stdout
         small.until(lambda: small.log.count("phase evaluate") == 2, "the final evaluation")
-        slurm.call("scancel", "--batch", "--signal=USR1", small.job)  # as SLURM does near the time limit
+        slurm.call("scancel", "--batch", "--signal=USR1", small.job)  # SLURM does the same near the time limit
         master = small.paths.logs / "master_worker-0.log"
         small.until(lambda: "exit 143" in master.read_text(), "the end of the MasterWorker")
         (folder / "go").touch()

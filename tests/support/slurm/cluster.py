@@ -202,11 +202,10 @@ class VirtualSlurm:
         """End all jobs and restore all nodes. Returns the pids of the daemons."""
         self.call("scancel", "--full", "--signal=KILL", f"--user={getpass.getuser()}", check=False)
         self.call("scancel", f"--user={getpass.getuser()}", check=False)
-        for node in self.nodes:
-            if self._daemons[node].poll() is not None:
-                for task in self.tasks(node):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        task.kill()
+        lost = [node for node in self.nodes if self._daemons[node].poll() is not None]
+        for task in (task for node in lost for task in self.tasks(node)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                task.kill()
         for node in self.nodes:
             self.restore(node)
         self.until(lambda: not self.call("squeue", "-h").strip(), "no jobs")

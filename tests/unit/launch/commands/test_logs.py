@@ -24,7 +24,7 @@ def paths(tmp_path: Path) -> TrialPaths:
     paths.logs.mkdir(parents=True)
     (paths.logs / "model_worker-0.log").write_text("one\ntwo\nthree\n")
     (paths.logs / "srun.log").write_text("")
-    paths.summary.write_text("{}")  # of an earlier run
+    paths.summary.write_text("{}")  # an earlier run has written it
     return paths
 
 
