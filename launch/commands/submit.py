@@ -47,7 +47,7 @@ def submit_trial(overrides: Sequence[str], options: SubmitOptions) -> int:
     if options.run.dry_run:
         show_plan(planned)
         print(f"batch script:\n{script}")
-        print("\n".join(steps_as_text(config, paths, agent_command(paths, os.environ.get("PYTHONPATH", "")))))
+        print(f"steps:\n{steps_as_text(config, paths, agent_command(paths, os.environ.get('PYTHONPATH', '')))}", end="")
         return 0
     examined = examine(config, paths)
     for line in (*planned.chosen, *examined.lines, *planned.placement):

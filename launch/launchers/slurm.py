@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shlex
 import signal
@@ -46,8 +47,8 @@ class SlurmLauncher(Launcher):
     def __init__(self, config: Config, paths: TrialPaths) -> None:
         super().__init__(config, paths)
         self._log = paths.logs / "srun.log"
-        self._srun: ChildProcess | None = None
-        self._guards: ChildProcess | None = None
+        self._agents: list[ChildProcess] = []  # one srun for each component of the job
+        self._guards: list[ChildProcess] = []
         self._ended = ""
 
     @classmethod
@@ -58,22 +59,23 @@ class SlurmLauncher(Launcher):
 
     @classmethod
     def check_start(cls, config: Config) -> None:
-        allocation, cluster = _allocation(), config.cluster
+        parts, cluster = _components(), config.cluster
         wanted = cluster.nodes + cluster.spare_nodes
-        if allocation is None:
+        if not parts:
             problem = (
                 "starts agents in an allocation, and this is none: use realsys submit with the same words, or salloc"
             )
             raise ConfigError("cluster.launcher", "slurm", problem)
-        if len(allocation.hosts) < wanted:
-            problem = f"and {cluster.spare_nodes} spare nodes do not fit job {allocation.job}"
-            raise ConfigError("cluster.nodes", cluster.nodes, f"{problem}: it has {len(allocation.hosts)} nodes")
+        if (there := sum(len(part.hosts) for part in parts)) < wanted:
+            problem = f"and {cluster.spare_nodes} spare nodes do not fit job {parts[0].job}"
+            raise ConfigError("cluster.nodes", cluster.nodes, f"{problem}: it has {there} nodes")
 
     @classmethod
     def settings(cls, config: Config) -> Mapping[str, tuple[Any, str]]:
-        allocation = _allocation()
-        if allocation is None:
+        parts = _components()
+        if len(parts) != 1:  # of nodes of two kinds only the user knows which are which
             return {}
+        [allocation] = parts
         nodes = len(allocation.hosts) - config.cluster.spare_nodes
         reason = f"job {allocation.job} has {len(allocation.hosts)} nodes"
         values: dict[str, tuple[Any, str]] = {"cluster.nodes": (nodes, reason)} if nodes > 0 else {}
@@ -85,46 +87,47 @@ class SlurmLauncher(Launcher):
         return values
 
     async def start(self, agent: Sequence[str], say: Callable[[str], None]) -> None:
-        allocation = _allocation()
-        if allocation is None:
+        parts = _components()
+        if not parts:
             raise RealsysError("cluster.launcher=slurm: this process is not in an allocation")
-        file = _no_coordinator(self.paths, allocation)
+        file = _no_coordinator(self.paths, parts[0])
         file.parent.mkdir(exist_ok=True)
         file.unlink(missing_ok=True)
         self._log.parent.mkdir(exist_ok=True)
-        guards = guard_command(self.config, file)
-        agents = srun_command(self.config, allocation, [str(file), *agent], self.paths.logs)
         with self._log.open("ab") as output:
-            try:
-                self._guards = ChildProcess(guards, os.environ, output, on_exit=self._on_guards_exit)
-                self._srun = ChildProcess(agents, os.environ, output, on_exit=self._on_exit)
-            except OSError as exc:
-                raise RealsysError(f"srun cannot be started: {exc.strerror}: it must be on the PATH") from None
-        say(f"job {allocation.job}: agents on {', '.join(allocation.hosts)}")
+            for part in parts:
+                guards = guard_command(self.config, part, file)
+                agents = srun_command(self.config, part, [str(file), *agent], self.paths.logs)
+                try:
+                    self._guards.append(ChildProcess(guards, os.environ, output))
+                    ended = functools.partial(self._on_exit, len(self._agents))
+                    self._agents.append(ChildProcess(agents, os.environ, output, on_exit=ended))
+                except OSError as exc:
+                    raise RealsysError(f"srun cannot be started: {exc.strerror}: it must be on the PATH") from None
+        say(f"job {parts[0].job}: agents on {', '.join(host for part in parts for host in part.hosts)}")
 
     def problem(self) -> str:
         return self._ended
 
     async def stop(self) -> None:
-        if self._guards is not None:
-            self._guards.signal(signal.SIGTERM)  # srun ends its tasks
-        if self._srun is not None and not await self._srun.exits_within(_STOP_S):
+        for srun in self._guards:
+            srun.signal(signal.SIGTERM)  # srun ends its tasks
+        if not await _exit_within(_STOP_S, self._agents):
             # Not by a signal to srun, which would kill the agents: they would have no time to end their processes.
             with contextlib.suppress(SlurmError):
                 await asyncio.to_thread(signal_steps, os.environ[JOB], _STEP, "TERM")
-        for srun in filter(None, (self._srun, self._guards)):
-            await srun.exits_within(_STOP_S)
+        await _exit_within(_STOP_S, [*self._agents, *self._guards])
+        for srun in (*self._agents, *self._guards):
             srun.kill()
             srun.reap()
 
-    def _on_exit(self) -> None:
-        assert self._srun is not None
-        code = self._srun.reap()
+    def _on_exit(self, number: int) -> None:
+        code = self._agents[number].reap()
         self._ended = f"srun {how_it_ended(code)}: {_last_line(self._log)}"
 
-    def _on_guards_exit(self) -> None:
-        assert self._guards is not None
-        self._guards.reap()
+
+async def _exit_within(timeout_s: float, processes: Sequence[ChildProcess]) -> bool:
+    return all(await asyncio.gather(*(process.exits_within(timeout_s) for process in processes)))
 
 
 def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], logs: Path) -> list[str]:
@@ -134,7 +137,8 @@ def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], l
     """
     container = config.cluster.slurm.container
     # Written on each node: the agents outlive the srun of a lost first node.
-    command = [*_step(config, _STEP), f"--output={escaped(logs)}/agent-%n.log", "--open-mode=append"]
+    log = "agent-%n.log" if allocation.group is None else f"agent-{allocation.group}.%n.log"
+    command = [*_step(config, allocation, _STEP), f"--output={escaped(logs)}/{log}", "--open-mode=append"]
     if allocation.cpus:
         command += [f"--cpus-per-task={allocation.cpus}", "--cpu-bind=none"]
     command += config.cluster.slurm.srun
@@ -151,25 +155,27 @@ def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], l
     return [*command, *_script("agent"), file, *words]
 
 
-def guard_command(config: Config, file: Path) -> list[str]:
+def guard_command(config: Config, allocation: Allocation, file: Path) -> list[str]:
     """Return the command that runs guard.sh once per node, which waits for ``file``. Pure."""
-    return [*_step(config, _GUARDS), "--output=/dev/null", *_script("guard"), str(file)]
+    return [*_step(config, allocation, _GUARDS), "--output=/dev/null", *_script("guard"), str(file), allocation.job]
 
 
-def steps_as_text(config: Config, paths: TrialPaths, agent: Sequence[str]) -> list[str]:
-    """Return the steps of a job, each with its script, for a dry run: the number of the job is not known yet. Pure."""
-    allocation = Allocation("JOB", [], config.cluster.cpus_per_node)
-    file = _no_coordinator(paths, allocation)
-    steps = {
-        "agent": srun_command(config, allocation, [str(file), *agent], paths.logs),
-        "guard": guard_command(config, file),
-    }
-    texts = []
-    for name, command in steps.items():
-        script = command.index("bash") + 2
-        line = shlex.join([*command[:script], f"{name}.sh", *command[script + 1 :]])
-        texts.append(f"{line}\n{name}.sh:\n{command[script]}")
-    return texts
+def steps_as_text(config: Config, paths: TrialPaths, agent: Sequence[str]) -> str:
+    """Return the steps of a job and their scripts, for a dry run: the number of the job is not known yet. Pure."""
+    cluster = config.cluster
+    parts = [Allocation("JOB", [], cluster.cpus_per_node, group=1 if cluster.cpu_nodes else None)]
+    if cluster.cpu_nodes:
+        parts.insert(0, Allocation("JOB", [], cluster.cpus_per_cpu_node, group=0))
+    file = _no_coordinator(paths, parts[0])
+    commands = [srun_command(config, part, [str(file), *agent], paths.logs) for part in parts]
+    commands += [guard_command(config, part, file) for part in parts]
+    lines, scripts = [], {}
+    for command in commands:
+        at = command.index("bash") + 2  # bash -c SCRIPT NAME ...
+        name = f"{command[at + 1]}.sh"
+        lines.append(shlex.join([*command[:at], name, *command[at + 1 :]]))
+        scripts[name] = command[at]
+    return "\n".join([*lines, *(f"\n{name}:\n{text}" for name, text in scripts.items())])
 
 
 def _no_coordinator(paths: TrialPaths, allocation: Allocation) -> Path:
@@ -177,10 +183,13 @@ def _no_coordinator(paths: TrialPaths, allocation: Allocation) -> Path:
     return paths.job.with_name(f"no-coordinator-{allocation.job}-{allocation.restarts}")
 
 
-def _step(config: Config, name: str) -> list[str]:
-    """Return the start of an srun command with one task per node."""
-    nodes = config.cluster.nodes + config.cluster.spare_nodes
-    command = ["srun", f"--job-name={name}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+def _step(config: Config, allocation: Allocation, name: str) -> list[str]:
+    """Return the start of an srun command with one task per node of the allocation."""
+    cluster, group = config.cluster, allocation.group
+    light = 0 if group is None else cluster.cpu_nodes
+    nodes = light if group == 0 else cluster.nodes - light + cluster.spare_nodes
+    command = ["srun", *([] if group is None else [f"--het-group={group}"]), f"--job-name={name}"]
+    command += [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     # A task on a lost node, or one that fails, is no reason to end the others; other steps may share the nodes.
     return [*command, "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--overlap"]
 
@@ -190,12 +199,13 @@ def _script(name: str) -> list[str]:
     return ["bash", "-c", text, name]
 
 
-def _allocation() -> Allocation | None:
+def _components() -> list[Allocation]:
     try:
-        return Allocation.read(os.environ)
-    except ValueError as exc:
-        names = ("SLURM_JOB_NODELIST", "SLURM_JOB_CPUS_PER_NODE")
-        value = {name: os.environ.get(name) for name in names}
+        return Allocation.components(os.environ)
+    except (ValueError, KeyError) as exc:
+        value = {
+            name: text for name, text in os.environ.items() if name.startswith(("SLURM_JOB_NODE", "SLURM_JOB_CPUS"))
+        }
         raise ConfigError("environment", value, f"cannot be read: {exc}") from None
 
 

@@ -1,6 +1,7 @@
 """Which machine has which node of the plan. Pure: no I/O, no clock.
 
-    machine joins ──> the node that bears its name, else the node that it had, else the first free node that it fits
+    machine joins ──> the node that bears its name, else the node that it had, else the first free node that it fits,
+                  │   of those that need GPUs if it has any
                   └─> a spare, if no node is free
     machine lost  ──> its node is free ──> the first spare that fits takes it, else the next machine that joins
 
@@ -82,4 +83,5 @@ class Binding:
         if machine.name in self.needs:
             return [machine.name]
         fitting = [node for node, needs in self.needs.items() if not needs.problem(machine)]
-        return sorted(fitting, key=lambda node: node != self._last.get(machine.name))
+        # A machine with GPUs must not take a node that needs none while another one needs them.
+        return sorted(fitting, key=lambda node: (node != self._last.get(machine.name), not self.needs[node].gpus))

@@ -65,7 +65,8 @@ def job_states(jobs: Iterable[str]) -> dict[str, JobState]:
     command = ["squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--format={fields}"]
     states = {}
     for line in _call(command).splitlines():
-        job, state, reason, host, start = line.split("|", 4)
+        number, state, reason, host, start = line.split("|", 4)
+        job = number.removesuffix("+0")  # the first component of a heterogeneous job has the batch script
         if job in wanted:
             states[job] = JobState(state, reason, host if host != "n/a" else "", start if start != "N/A" else "")
     return states
@@ -79,7 +80,8 @@ def job_state(job: str) -> JobState | None:
         if "nvalid job id" in str(error):
             return None
         raise
-    found = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+    batch, *_ = shown.splitlines()  # a heterogeneous job has one line per component, the first with the batch script
+    found = dict(word.split("=", 1) for word in batch.split() if "=" in word)
     code, _, signum = found.get("ExitCode", "").partition(":")
     start = found.get("StartTime", "")
     return JobState(

@@ -13,7 +13,7 @@ from realsys.errors import ConfigError
 SECTION = "cluster.slurm"
 #: exit code of a run that SLURM stopped shortly before the time limit
 REQUEUE_CODE = 128 + signal.SIGUSR1
-_WORDS = ("partition", "account", "qos", "reservation", "constraint", "gpu_type")
+_WORDS = ("partition", "cpu_partition", "account", "qos", "reservation", "constraint", "gpu_type")
 _TIMES = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 
 
@@ -29,7 +29,7 @@ def check_slurm(config: Config) -> None:
     for name, text in _lines(config):
         if not text.isprintable():
             raise ConfigError(f"{SECTION}.{name}", text, "must be one line: write one entry per line")
-    for option in (*slurm.options, *slurm.srun):
+    for option in (*slurm.options, *slurm.cpu_options, *slurm.srun):
         if not option.startswith("-"):
             raise ConfigError(f"{SECTION}.options", option, "must begin with -: write --name=value")
     if slurm.time and seconds_of(slurm.time) <= slurm.signal_s:

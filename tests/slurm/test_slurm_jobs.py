@@ -14,14 +14,13 @@ import pytest
 from tests.support.faults.plan import Fault, environment
 from tests.support.jobs.jobs import processes_of
 from tests.support.slurm.cluster import VirtualSlurm
-from tests.support.slurm.trials import SlurmTrial, realsys
+from tests.support.slurm.trials import FREED_S, SlurmTrial, realsys
 
 pytestmark = [pytest.mark.needs(program) for program in ("slurmctld", "slurmd", "etcd")]
 
 BARE = ("warmup.steps=0", "evaluation.problems=0", "checkpoint.every_steps=2", "cluster.lease_s=8")
 LONG = ("train.total_steps=4000", *BARE)
 MEDIUM = ("train.total_steps=20", *BARE)
-FREED_S = 60.0  # bound on the time from the end of a run to the end of its job
 
 
 #: The RolloutWorkers hold back all tickets after the last batch, so the final evaluation waits for the file "go".
@@ -48,12 +47,13 @@ class SideBySide:
 
 @pytest.fixture(scope="module")
 def side_by_side(shared_slurm: VirtualSlurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SideBySide]:
-    """One has three nodes, the other one has the fourth."""
+    """One is heterogeneous, with one light node and two others; the other one has the fourth node."""
     folder, slurm = tmp_path_factory.mktemp("side_by_side"), shared_slurm
     with pytest.MonkeyPatch.context() as patch:
         for name, value in slurm.env.items():
             patch.setenv(name, value)
-        wide = SlurmTrial(slurm, folder, "wide", "cluster.nodes=3", "allocation=serve.d2+d2", "train.total_steps=12")
+        kinds = ("cluster.nodes=3", "cluster.cpu_nodes=1", "cluster.slurm.cpu_partition=cpu")
+        wide = SlurmTrial(slurm, folder, "wide", *kinds, "allocation=serve.d2+d2", "train.total_steps=12")
         small = SlurmTrial(slurm, folder, "small", "cluster.nodes=1")
         wide.submit()
         small.submit(env=environment(HELD_EVALUATION, folder))

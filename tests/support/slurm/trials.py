@@ -22,6 +22,7 @@ from tests.support.processes.ports import lasting_ports
 from tests.support.slurm.cluster import VirtualSlurm
 
 BOUND_S = 150.0
+FREED_S = 60.0  # bound on the time from the end of a run to the end of its job
 
 
 def own_interface() -> str:
@@ -97,8 +98,7 @@ class SlurmTrial:
 
     def started(self) -> float:
         """Return when the job started, in unix seconds."""
-        text = self._slurm.call("squeue", "-h", "-j", self.job, "-o", "%S").strip()
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+        return time.mktime(time.strptime(self._slurm.first_line(self.job, "%S"), "%Y-%m-%dT%H:%M:%S"))
 
     def freed_s(self) -> float:
         """Return the seconds from the end of the run to the end of its job, in which SLURM has all of its nodes again.
@@ -111,7 +111,7 @@ class SlurmTrial:
 
     def first_node(self) -> str:
         """Return the node with the batch script."""
-        return self._slurm.call("squeue", "-h", "-j", self.job, "-o", "%B").strip()
+        return self._slurm.first_line(self.job, "%B")
 
     def node_of(self, module: str) -> str:
         """Return the virtual node on which the first process of this module runs."""

@@ -50,6 +50,11 @@ def test_spare_takes_the_node_of_a_lost_machine() -> None:
     assert binding.leave("b") == ("node1", "") and binding.free == ["node1"]
 
 
+def test_machine_with_gpus_leaves_light_nodes_free() -> None:
+    binding = Binding({"node0": SMALL, "node1": LARGE})
+    assert [binding.join(machine("g", gpus=8)), binding.join(machine("c", gpus=0))] == ["node1", "node0"]
+
+
 def test_lost_machine_gets_its_node_again() -> None:
     binding = two_nodes()
     for name in ("a", "b"):

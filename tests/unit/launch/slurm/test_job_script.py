@@ -45,6 +45,22 @@ CLUSTERS = {
             setup=["module load cuda/12.8", "source ~/env/bin/activate"],
         ),
     ),
+    "two_kinds": ClusterConfig(
+        nodes=6,
+        cpu_nodes=2,
+        spare_nodes=1,
+        gpus_per_node=8,
+        cpus_per_cpu_node=64,
+        slurm=SlurmConfig(
+            partition="gpu",
+            account="a1",
+            time="1-00:00:00",
+            constraint="ib",
+            options=["--mail-type=END"],
+            cpu_partition="cpu",
+            cpu_options=["--constraint=amd"],
+        ),
+    ),
 }
 
 
@@ -113,12 +129,21 @@ def test_pyxis_takes_options_of_srun() -> None:
     assert "apptainer" not in command
 
 
+def test_each_component_has_its_own_steps() -> None:
+    config = Config(cluster=CLUSTERS["two_kinds"])
+    light, heavy = (Allocation("7", [], cpus, group=group) for group, cpus in enumerate((64, 16)))
+    for part, words in ((light, {"--het-group=0", "--nodes=2"}), (heavy, {"--het-group=1", "--nodes=5"})):
+        agents = srun_command(config, part, ["/lost", "agent"], Path("/t"))
+        assert words | {f"--cpus-per-task={part.cpus}", f"--output=/t/agent-{part.group}.%n.log"} < set(agents)
+        assert words < set(guard_command(config, part, Path("/lost")))
+
+
 def test_dry_run_shows_every_script() -> None:
     config = Config(cluster=ClusterConfig(nodes=2, cpus_per_node=8))
-    agents, guards = steps_as_text(config, TrialPaths(Path("/r/t")), ["python", "agent"])
+    text = steps_as_text(config, TrialPaths(Path("/r/t")), ["python", "agent"])
     for part in ("srun --job-name=agents", "--cpus-per-task=8", "bash -c agent.sh agent /r/t/job/no-coordinator-JOB-0"):
-        assert part in agents.splitlines()[0]
-    assert "REALSYS_SHIELDED" in agents and "scontrol requeue" in guards
+        assert part in text.splitlines()[0]
+    assert "REALSYS_SHIELDED" in text and "scontrol requeue" in text
 
 
 def run_agent(tmp_path: Path, code: int) -> Path:
@@ -144,9 +169,9 @@ def test_guard_queues_the_job_again(requeues: bool, tmp_path: Path) -> None:
     for program, code in (("scontrol", 0 if requeues else 1), ("scancel", 0)):
         (tmp_path / program).write_text(f'#!/bin/sh\necho {program} "$@" >> {tmp_path}/calls\nexit {code}\n')
         (tmp_path / program).chmod(0o755)
-    command = guard_command(Config(cluster=CLUSTERS["plain"]), run_agent(tmp_path, 3))
+    command = guard_command(Config(cluster=CLUSTERS["plain"]), Allocation("7", []), run_agent(tmp_path, 3))
     assert "--container-image" not in " ".join(command) and "--nodes=5" in command
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     subprocess.run(command[command.index("bash") :], env=env, timeout=60, check=True)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls == (["scontrol requeue 7"] if requeues else ["scontrol requeue 7", "scancel 7"])
