@@ -101,7 +101,7 @@ def test_ended_run_frees_all_nodes_soon(side_by_side: SideBySide) -> None:
 
 def test_time_limit_saves_and_queues_again(slurm: VirtualSlurm, tmp_path: Path) -> None:
     """SLURM itself sends the signal, which it looks for every 30 s. The limit comes near when the run has begun."""
-    limit = ("cluster.slurm.time=01:00:00", "cluster.slurm.signal_s=120", "cluster.nodes=2")
+    limit = ("cluster.slurm.time=01:00:00", "cluster.slurm.signal_s=120", "cluster.nodes=2", "cluster.cpu_nodes=1")
     trial = SlurmTrial(slurm, tmp_path, "limit", *LONG, *limit)
     trial.submit()
     trial.until_steps(2)
