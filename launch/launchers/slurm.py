@@ -73,7 +73,7 @@ class SlurmLauncher(Launcher):
     @classmethod
     def settings(cls, config: Config) -> Mapping[str, tuple[Any, str]]:
         parts = _components()
-        if len(parts) != 1:  # of nodes of two kinds only the user knows which are which
+        if len(parts) != 1:  # only the user knows the kinds of the nodes
             return {}
         [allocation] = parts
         nodes = len(allocation.hosts) - config.cluster.spare_nodes
@@ -131,7 +131,7 @@ async def _exit_within(timeout_s: float, processes: Sequence[ChildProcess]) -> b
 
 
 def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], logs: Path) -> list[str]:
-    """Return the command that runs agent.sh once per node, each with a log of its own in ``logs``. Pure.
+    """Return the command that runs agent.sh once per node, with one log per node in ``logs``. Pure.
 
     ``agent``: the words for agent.sh, a file and the command of an agent.
     """

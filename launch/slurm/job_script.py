@@ -57,7 +57,7 @@ def render(config: Config, job: Job) -> str:
 
 
 def _directives(config: Config, job: Job) -> Iterator[str]:
-    """Yield the options of sbatch. Those of the batch script stand in the first component."""
+    """Yield the options of sbatch. The first component has those of the batch script."""
     cluster, slurm = config.cluster, config.cluster.slurm
     heavy = cluster.nodes - cluster.cpu_nodes + cluster.spare_nodes
     kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""

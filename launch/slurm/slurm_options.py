@@ -50,7 +50,7 @@ def check_network(config: Config) -> None:
 
 def _lines(config: Config) -> Iterator[tuple[str, str]]:
     slurm = config.cluster.slurm
-    for name in ("options", "setup", "srun"):
+    for name in ("options", "cpu_options", "setup", "srun"):
         yield from ((name, text) for text in getattr(slurm, name))
     for name in ("image", "python"):
         yield f"container.{name}", getattr(slurm.container, name)

@@ -169,7 +169,7 @@ def _place_block(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]
 
 
 def _of_its_kind(block: Block, used: Sequence[_Used]) -> Sequence[_Used]:
-    """Return the nodes that a block may have: light ones, if there are any, are for all but ranks and servers."""
+    """Return the nodes that a block may have: if some are light, these are for all but ranks and servers."""
     light = block.kind not in (RANK, SERVER)
     return [each for each in used if each.node.light == light] or used
 
