@@ -1,5 +1,12 @@
-# One task per node, outside of the container, which ends with the job: bash -c "$(cat guard.sh)" guard FILE JOB
+# One task per node, outside of the container, which ends with the job:
+#     bash -c "$(cat guard.sh)" guard FILE JOB RESTARTS
 # An agent that finds no launcher writes FILE. SLURM keeps such a job, because it was submitted with --no-kill.
+file=$1 job=$2 restarts=$3
 trap '' HUP  # as in agent.sh
-while [ ! -e "$1" ]; do sleep 1; done
-scontrol requeue "$2" || scancel "$2"
+# Succeeds if the job runs, and neither SLURM nor another guard has queued it again.
+is_left() {
+  until shown=$(scontrol --oneliner show job "$job"); do sleep 5; done
+  case "${shown%%$'\n'*}" in *" JobState=RUNNING "*" Restarts=$restarts "*) return 0 ;; *) return 1 ;; esac
+}
+while [ ! -e "$file" ]; do sleep 1; done
+if is_left && ! scontrol requeue "$job" && is_left; then scancel "$job"; fi

@@ -157,7 +157,8 @@ def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], l
 
 def guard_command(config: Config, allocation: Allocation, file: Path) -> list[str]:
     """Return the command that runs guard.sh once per node, which waits for ``file``. Pure."""
-    return [*_step(config, allocation, _GUARDS), "--output=/dev/null", *_script("guard"), str(file), allocation.job]
+    words = [str(file), allocation.job, str(allocation.restarts)]
+    return [*_step(config, allocation, _GUARDS), "--output=/dev/null", *_script("guard"), *words]
 
 
 def steps_as_text(config: Config, paths: TrialPaths, agent: Sequence[str]) -> str:
