@@ -24,11 +24,13 @@ WORKER = WITH_PARENT + FOREVER
 SHOWN = WITH_PARENT + READY + "print(os.getpid(), flush=True); ready(); signal.pause()"
 
 
-def start_agent(root: Path, node: str, output: Path, wait_s: float = BOUND_S) -> subprocess.Popen[bytes]:
+def start_agent(root: Path, node: str, output: Path, wait_s: float = BOUND_S, *options: str) -> subprocess.Popen[bytes]:
     """Start ``realsys node-agent``; its output goes to the end of ``output``."""
     argv = [sys.executable, "-m", "realsys.launch.cli", "node-agent", "--trial-dir", str(root), "--node", node]
     with output.open("ab") as file:
-        return subprocess.Popen([*argv, "--wait", str(wait_s)], stdout=file, stderr=file, env=dict(os.environ))
+        return subprocess.Popen(
+            [*argv, "--wait", str(wait_s), *options], stdout=file, stderr=file, env=dict(os.environ)
+        )
 
 
 class AgentTrial(Trial):

@@ -114,13 +114,13 @@ def test_srun_starts_one_agent_per_node() -> None:
     command = srun(ContainerConfig())
     assert {"--nodes=3", "--ntasks=3", "--no-kill", "--kill-on-bad-exit=0", "--cpus-per-task=16", "--x"} < set(command)
     assert "--output=/t%%/agent-%n.log" in command
-    assert command[-8:] == ["agent", "/lost", "env", "A=b", "python", "agent", "--wait", "20"]
+    assert command[-9:] == ["agent", "/lost", "env", "A=b", "python", "agent", "--once", "--wait", "20"]
 
 
 def test_apptainer_wraps_the_agent() -> None:
     command = srun(ContainerConfig(image="i.sif", mounts=["/shared", "/a:/b"]))
     wrapped = ["apptainer", "exec", "--nv", "--bind", "/shared,/a:/b", "i.sif"]
-    assert command[-13:-6] == ["/lost", *wrapped]
+    assert command[-14:-7] == ["/lost", *wrapped]
 
 
 def test_pyxis_takes_options_of_srun() -> None:
