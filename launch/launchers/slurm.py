@@ -20,6 +20,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,7 @@ class SlurmLauncher(Launcher):
         parts = _components()
         if not parts:
             raise RealsysError("cluster.launcher=slurm: this process is not in an allocation")
-        file = _no_coordinator(self.paths, parts[0])
-        file.parent.mkdir(exist_ok=True)
-        file.unlink(missing_ok=True)
+        file = self._released(parts[0])
         self._log.parent.mkdir(exist_ok=True)
         with self._log.open("ab") as output:
             for part in parts:
@@ -120,6 +119,18 @@ class SlurmLauncher(Launcher):
         for srun in (*self._agents, *self._guards):
             srun.kill()
             srun.reap()
+
+    def _released(self, allocation: Allocation) -> Path:
+        """Return the file for this run. Guards of earlier runs of the job that SLURM has not ended now look, and end."""
+        files = [
+            _no_coordinator(self.paths, replace(allocation, restarts=number))
+            for number in range(allocation.restarts + 1)
+        ]
+        files[-1].parent.mkdir(exist_ok=True)
+        files[-1].unlink(missing_ok=True)
+        for earlier in files[:-1]:
+            earlier.touch()
+        return files[-1]
 
     def _on_exit(self, number: int) -> None:
         code = self._agents[number].reap()
