@@ -121,7 +121,7 @@ class SlurmLauncher(Launcher):
             srun.reap()
 
     def _released(self, allocation: Allocation) -> Path:
-        """Return the file for this run. Guards of earlier runs of the job that SLURM has not ended now look, and end."""
+        """Return the file for this run. Guards of earlier runs of the job, which SLURM may have left, end by theirs."""
         files = [
             _no_coordinator(self.paths, replace(allocation, restarts=number))
             for number in range(allocation.restarts + 1)

@@ -13,6 +13,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.launch.launchers.slurm import SlurmLauncher
+from tests.support.jobs.jobs import poll
 
 #: the step of the agents ends at once, that of the guards lasts
 SRUN = """#!/bin/sh
@@ -41,9 +42,8 @@ def test_run_ends_its_guards_and_earlier_ones(launcher: SlurmLauncher, tmp_path:
 
     async def body() -> None:
         await launcher.start(["agent"], said.append)
-        async with asyncio.timeout(60.0):
-            while not (launcher.problem() and (tmp_path / "guards").exists()):
-                await asyncio.sleep(0.01)
+        await asyncio.to_thread(poll, launcher.problem, "the end of the agents", str, 60.0)
+        await asyncio.to_thread(poll, (tmp_path / "guards").exists, "the guards", str, 60.0)
         await launcher.stop()
 
     asyncio.run(body())
