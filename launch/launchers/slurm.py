@@ -153,7 +153,7 @@ def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], l
     if allocation.cpus:
         command += [f"--cpus-per-task={allocation.cpus}", "--cpu-bind=none"]
     command += config.cluster.slurm.srun
-    file, *words = [*agent, "--once", "--wait", str(_AGENT_WAIT_S)]
+    file, words = agent[0], [*agent[1:], "--once", "--wait", str(_AGENT_WAIT_S)]
     if container.image:
         words = [container.python if word == sys.executable else word for word in words]
         mounts = ",".join(container.mounts)
