@@ -105,6 +105,9 @@ class SlurmLauncher(Launcher):
                     raise RealsysError(f"srun cannot be started: {exc.strerror}: it must be on the PATH") from None
         say(f"job {parts[0].job}: agents on {', '.join(host for part in parts for host in part.hosts)}")
 
+    def own_machine(self) -> str:
+        return os.environ.get("SLURMD_NODENAME", "")  # not set on a login node
+
     def problem(self) -> str:
         return self._ended
 

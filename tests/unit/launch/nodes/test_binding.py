@@ -40,6 +40,13 @@ def test_machines_get_the_nodes_in_their_order() -> None:
     assert not binding.free and binding.node_of("a") == "node1" and list(binding.spares) == ["b"]
 
 
+def test_machine_of_the_launcher_gets_the_first_node() -> None:
+    """Also if it joins last; once it is lost, another machine may have its node."""
+    binding = Binding({"node0": LARGE, "node1": LARGE}, first="c")
+    assert [binding.join(machine(name)) for name in ("a", "b", "c")] == ["node1", "", "node0"]
+    assert binding.leave("c") == ("node0", "b")
+
+
 def test_spare_takes_the_node_of_a_lost_machine() -> None:
     binding = two_nodes()
     for name in ("a", "b", "c", "d"):
