@@ -8,5 +8,6 @@ is_left() {
   until shown=$(scontrol --oneliner show job "$job"); do sleep 5; done
   case "${shown%%$'\n'*}" in *" JobState=RUNNING "*" Restarts=$restarts "*) return 0 ;; *) return 1 ;; esac
 }
-while [ ! -e "$file" ]; do sleep 1; done
+exec {never}<> <(:)  # a pipe without a writer: to wait on it starts no process, as sleep does every second
+while [ ! -e "$file" ]; do read -rt 1 -u "$never"; done
 if is_left && ! scontrol requeue "$job" && is_left; then scancel "$job"; fi
