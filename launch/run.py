@@ -266,7 +266,9 @@ async def _supervise(
         log_bytes=int(cluster.log_mb * 2**20),
     )
     agents = (cluster.host, cluster.interface, cluster.machines)
-    terms = Terms(host_of_launcher(config), cluster.lease_s, bounds.join_s, agents, launcher.problem)
+    terms = Terms(
+        host_of_launcher(config), cluster.lease_s, bounds.join_s, agents, launcher.problem, launcher.own_machine()
+    )
     outcome, trouble = Outcome("failed", "the display could not be opened"), None
     with _reported("show the run"), view:
         watching = asyncio.create_task(monitor.run())

@@ -8,7 +8,8 @@ whole-group  a block has neighbouring GPUs of one node: the ranks of a tensor-pa
 all-placed   every process has a seat, or the plan is refused
 
 Blocks are placed in their order, each on the first node with room: training ranks fill the nodes from the first one on,
-servers get the rest. A block without GPUs goes to the node with the least work per CPU core.
+servers get the rest. A block without GPUs goes to the node with the least work per CPU core. If there are light nodes,
+blocks other than ranks and servers go there.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ FIRST_INIT_PORT = 25000
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Resources of one machine. ``memory`` is free bytes; 0 cores or bytes: not known."""
+    """Resources of one machine. ``memory`` is free bytes; 0 cores or bytes: not known.
+
+    light  it has the processes other than training ranks and servers, and no other node has them
+    """
 
     name: str
     cpus: int
     memory: int
     gpus: int
+    light: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +157,7 @@ def _check_sum(used: Sequence[_Used], blocks: Sequence[Block], share: bool) -> N
 
 
 def _place_block(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]:
+    used = _of_its_kind(block, used)
     if not block.gpus:
         target = used[0] if block.on_first else min(used, key=lambda each: each.load)
         return [target.sit(block, index, ()) for index in block.indexes]
@@ -159,6 +165,12 @@ def _place_block(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]
         return _place_server(block, used, share)
     [(target, first)] = _find(block.name, len(block.indexes), 1, used, share=False)
     return [target.sit(block, index, (first + number,)) for number, index in enumerate(block.indexes)]
+
+
+def _of_its_kind(block: Block, used: Sequence[_Used]) -> Sequence[_Used]:
+    """Return the nodes that a block may have: if some are light, these are for all but ranks and servers."""
+    light = block.kind not in (RANK, SERVER)
+    return [each for each in used if each.node.light == light] or used
 
 
 def _place_server(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]:

@@ -68,6 +68,7 @@ def test_given_nodes_win_over_those_of_the_launcher() -> None:
         (config_of("Unfinished"), "is not a launcher: the class lacks start"),
         (config_of("Refusing"), "there is no allocation"),
         (Config(cluster=ClusterConfig(launcher="slrum")), "unknown launcher: use one of local"),
+        (Config(cluster=ClusterConfig(launcher="ray", nodes=2, cpu_nodes=1)), "the nodes of a Ray trial are equal"),
         (Config(cluster=ClusterConfig(spare_nodes=1)), "there are no other machines: set cluster.nodes too"),
         (
             Config(cluster=ClusterConfig(nodes=1, spare_nodes=1, name_store=NameStoreConfig(backend="etcd"))),

@@ -40,6 +40,13 @@ def test_machines_get_the_nodes_in_their_order() -> None:
     assert not binding.free and binding.node_of("a") == "node1" and list(binding.spares) == ["b"]
 
 
+def test_machine_of_the_launcher_gets_the_first_node() -> None:
+    """Also if it joins last; once it is lost, another machine may have its node."""
+    binding = Binding({"node0": LARGE, "node1": LARGE}, first="c")
+    assert [binding.join(machine(name)) for name in ("a", "b", "c")] == ["node1", "", "node0"]
+    assert binding.leave("c") == ("node0", "b")
+
+
 def test_spare_takes_the_node_of_a_lost_machine() -> None:
     binding = two_nodes()
     for name in ("a", "b", "c", "d"):
@@ -48,6 +55,11 @@ def test_spare_takes_the_node_of_a_lost_machine() -> None:
     assert binding.machine_of == {"node0": "c", "node1": "b"} and list(binding.spares) == ["d"]
     assert binding.leave("d") == ("", "")
     assert binding.leave("b") == ("node1", "") and binding.free == ["node1"]
+
+
+def test_machine_with_gpus_leaves_light_nodes_free() -> None:
+    binding = Binding({"node0": SMALL, "node1": LARGE})
+    assert [binding.join(machine("g", gpus=8)), binding.join(machine("c", gpus=0))] == ["node1", "node0"]
 
 
 def test_lost_machine_gets_its_node_again() -> None:
