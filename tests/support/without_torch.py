@@ -1,0 +1,45 @@
+"""pytest plugin for an interpreter without torch: tests that import torch are skipped by name.
+
+    python3.12 -m pytest -p tests.support.without_torch tests/unit
+
+Used by ``make python-test``. Any other failure stays a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+_PACKAGES = ("torch", "megatron")
+_MESSAGES = tuple(f"No module named '{package}" for package in _PACKAGES)
+_REASON = "needs torch, which this Python does not have"
+
+
+def is_about_torch(error: BaseException | None) -> bool:
+    """Return True if an import of torch is the cause of ``error``, also in a process that the test has started."""
+    while error is not None:
+        if any(message in str(error) for message in _MESSAGES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.failed and any(message in report.longreprtext for message in _MESSAGES):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, _REASON)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and call.excinfo is not None and is_about_torch(call.excinfo.value):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, _REASON)
+    return report
