@@ -54,14 +54,8 @@ class Item:
         # Without pyproject.toml: its options need plugins that a borrowed machine may lack.
         options = ["-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-q", "-rs"]
         report = [f"--junitxml={out / f'{self.name}.xml'}"]
-        return [
-            sys.executable,
-            "-m",
-            "pytest",
-            *options,
-            *report,
-            *(str(ROOT / "tests" / "gpu" / name) for name in self.tests),
-        ]
+        files = [str(ROOT / "tests" / "gpu" / name) for name in self.tests]
+        return [sys.executable, "-m", "pytest", *options, *report, *files]
 
 
 ITEMS = (

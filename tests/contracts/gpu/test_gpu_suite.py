@@ -1,4 +1,4 @@
-"""The command that runs everything that needs a GPU, on a machine without one: skipped, or with the CPU in its place."""
+"""The command that runs everything that needs a GPU, on a machine without one: skipped, or on the CPU."""
 
 from __future__ import annotations
 
