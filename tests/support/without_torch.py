@@ -1,15 +1,22 @@
-"""pytest plugin for an interpreter without torch: tests that import torch are skipped by name.
+"""Checks on an interpreter without torch (``make python-test``): what needs torch is skipped by name.
 
-    python3.12 -m pytest -p tests.support.without_torch tests/unit
+    python3.12 -m tests.support.without_torch                                   import every module
+    python3.12 -m pytest -p tests.support.without_torch tests/unit              pytest plugin
 
-Used by ``make python-test``. Any other failure stays a failure.
+Any other failure stays a failure.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+import platform
+import sys
 from collections.abc import Generator
 
 import pytest
+
+import realsys
 
 _PACKAGES = ("torch", "megatron")
 _MESSAGES = tuple(f"No module named '{package}" for package in _PACKAGES)
@@ -43,3 +50,26 @@ def pytest_runtest_makereport(
     if report.failed and call.excinfo is not None and is_about_torch(call.excinfo.value):
         report.outcome, report.longrepr = "skipped", (str(item.path), 0, _REASON)
     return report
+
+
+def main() -> int:
+    """Import every module of realsys. Returns 1 if one fails for another reason than torch."""
+    imported, waiting, failed = 0, 0, 0
+    for module in pkgutil.walk_packages(realsys.__path__, "realsys.", onerror=lambda name: None):
+        if "cpu_support" in module.name or module.name.endswith("__main__"):
+            continue
+        try:
+            importlib.import_module(module.name)
+            imported += 1
+        except ImportError as error:
+            if is_about_torch(error):
+                waiting += 1
+                continue
+            print(f"{module.name}: {error}")
+            failed += 1
+    print(f"Python {platform.python_version()}: {imported} modules imported, {waiting} need torch, {failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
