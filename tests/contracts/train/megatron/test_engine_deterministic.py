@@ -1,4 +1,4 @@
-"""``train.deterministic``: a step runs no operation that torch refuses on CUDA, which has no deterministic kernel for it."""
+"""``train.deterministic``: a step runs no operation that torch refuses on CUDA because its kernel has no fixed order."""
 
 from __future__ import annotations
 
