@@ -30,7 +30,7 @@ _SCALE = 0.02
 
 
 def require_gpu() -> None:
-    """End this process with the exit code SKIPPED if there is no GPU, unless a CPU stands in for it."""
+    """End this process with the exit code SKIPPED if there is no GPU. With STAND_IN, prepare for the CPU."""
     if STAND_IN:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.cuda.max_memory_allocated = lambda *_: 0

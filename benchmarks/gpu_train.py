@@ -117,7 +117,7 @@ def measure(model: str, folder: Path, case: Case, options: argparse.Namespace, d
 
 
 def problem_of(row: dict[str, Any], case: Case, stats: dict[str, float]) -> str:
-    """Return what is wrong with the numbers of a row; "" if nothing is."""
+    """Return the faults in the numbers of a row; "" if there are none."""
     problems = []
     if not all(math.isfinite(value) for value in stats.values()):
         problems.append(f"not finite: {', '.join(name for name, value in stats.items() if not math.isfinite(value))}")

@@ -51,7 +51,7 @@ def choose_kernel(varlen_attn: Callable[..., Any], version: str = torch.__versio
         arguments = (query, key, value, ends, ends, longest, longest)
         out = varlen_attn(*arguments, scale=scale, window_size=_CAUSAL, **grouped)
         assert isinstance(out, torch.Tensor)
-        return out[..., :width] if missing else out  # a slice would have a backward pass of its own
+        return out[..., :width] if missing else out  # the backward pass of a slice costs a copy
 
     return attend
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gpu.suite import check_on_cpu, gpu_all
+from tests.support.gpu.gpu_all_run import check_on_cpu, gpu_all
 
 
 def test_every_row_says_that_there_is_no_gpu(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gpu.suite import check_on_cpu
+from tests.support.gpu.gpu_all_run import check_on_cpu
 
 pytestmark = pytest.mark.system
 JOB = 4

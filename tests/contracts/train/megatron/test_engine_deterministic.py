@@ -1,4 +1,4 @@
-"""``train.deterministic``: a step runs no operation that torch refuses on CUDA because its kernel has no fixed order."""
+"""``train.deterministic``: no operation of a step is one that torch refuses on CUDA, as its kernel has no fixed order."""
 
 from __future__ import annotations
 
