@@ -1,4 +1,4 @@
-"""``train.deterministic``: no operation of a step is one that torch refuses on CUDA, as its kernel has no fixed order."""
+"""``train.deterministic``: no operation of a step is one that torch refuses on CUDA for its lack of a fixed order."""
 
 from __future__ import annotations
 
