@@ -11,7 +11,7 @@ SGLANG_CPU  := realsys/generation/sglang/cpu_support
 # waits for the rest. Tests that read one job run in one process (tests/conftest.py), those marked `alone` one after the other.
 TESTS_OF_PARTS     := tests/unit tests/contracts
 TESTS_OF_JOBS      := tests/chaos tests/system
-TESTS_WITHOUT_TORCH := $(addprefix tests/unit/,buffer cluster config data hf launch manager master rollout stream)
+TESTS_WITHOUT_TORCH := $(addprefix tests/unit/,buffer config data hf rollout storage telemetry)
 SIDE_BY_SIDE       := -n auto --maxprocesses 4 --dist worksteal
 JOBS_SIDE_BY_SIDE  := -n auto --maxprocesses 4 --dist loadscope
 TESTS  ?=
