@@ -31,6 +31,7 @@ from realsys.config.compose import compose, given_fields, quoted
 from realsys.config.devices.device_plan import as_lines
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.doors import LOSS
+from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.memory_check import place_of
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.backend_rules import backend_rules
@@ -91,7 +92,7 @@ def plan_run(overrides: Sequence[str], options: RunOptions) -> Planned:
     given = [*overrides, *([] if options.trial is None else [f"trial={quoted(options.trial)}"])]
     machine = Machine.here()
     config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
-    config, chosen = fit(config, given_fields(given), machine)
+    config, chosen = fit(config, given_fields(given, config_dir=options.config_dir), machine)
     check(config, machine)
     os.environ[PORTS] = config.cluster.ports  # for the socket to which the agents connect
     check_launcher(config)
@@ -273,7 +274,8 @@ async def _supervise(
     with _reported("show the run"), view:
         watching = asyncio.create_task(monitor.run())
         try:
-            async with open_nodes(needs_of(specs), paths, terms, inherit=[ready.lock.fd]) as nodes:
+            needs = needs_of(specs, int(cluster.gpu_memory_gb * GIB))
+            async with open_nodes(needs, paths, terms, inherit=[ready.lock.fd]) as nodes:
                 supervisor = Supervisor(specs, bounds, hooks, nodes)
                 asked = functools.partial(_stop_asked, supervisor, say)
                 outcome = await run_beside(supervisor.run(), watch_requests(paths.stop_request, asked))

@@ -96,7 +96,8 @@ class _Agent(Session):
     @property
     def machine(self) -> device_plan.Node:
         joined = self.joined
-        return device_plan.Node(joined.name, joined.cpus, joined.memory, joined.gpus)
+        sizes = (joined.cpus, joined.memory, joined.gpus)
+        return device_plan.Node(joined.name, *sizes, gpu_memory=joined.gpu_memory)
 
     def ask(self, message: msgspec.Struct, kind: type[Reply], timeout_s: float | None = None) -> asyncio.Future[Reply]:
         timeout_s = _ORDER_S if timeout_s is None else timeout_s

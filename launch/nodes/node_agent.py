@@ -33,7 +33,7 @@ from realsys.cluster.network import interfaces, own_addresses
 from realsys.cluster.prctl import die_with_parent
 from realsys.cluster.process import PARENT_PID, configure_logging
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.free_memory import free_host_bytes
+from realsys.config.rules.free_memory import free_host_bytes, gpu_bytes
 from realsys.config.rules.machine import own_gpus
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, DecodeError, Fenced, RealsysError, StreamError, WaitTimeout
@@ -304,6 +304,7 @@ async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignal
     ``wait_s``. Raises WaitTimeout, and Fenced if another agent has the place.
     """
     deadline, served = Lease.now() + wait_s, ""
+    gpu_memory = await asyncio.to_thread(_gpu_memory)  # the driver may take seconds to answer
     async with open_executor() as executor:
         while (address := await _find(paths.coordinator, deadline, signals)) is not None:
             if once and served not in ("", address.coordinator):
@@ -312,7 +313,7 @@ async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignal
             lease = Lease()
             keys = load_keys(paths.keys)
             endpoint = AgentEndpoint(orders.index_of(name), address.address, keys=keys, check_alive=lease.check)
-            endpoint.notify("Joined", _introduction(name, endpoint, address))
+            endpoint.notify("Joined", _introduction(name, endpoint, address, gpu_memory))
             agent = signals.agent = Agent(executor, endpoint, lease)
             await agent.run(wanted)
             signals.agent = None
@@ -329,7 +330,15 @@ async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignal
     return 128 + signals.asked
 
 
-def _introduction(name: str, endpoint: WorkerEndpoint, address: orders.Address) -> orders.Joined:
+def _gpu_memory() -> int:
+    """Return the bytes of the smallest GPU of this process; 0 if they are not known."""
+    try:
+        return gpu_bytes(own_gpus())
+    except ConfigError:  # part of the introduction
+        return 0
+
+
+def _introduction(name: str, endpoint: WorkerEndpoint, address: orders.Address, gpu_memory: int) -> orders.Joined:
     """Describe this machine."""
     reached, problem = "", ""
     gpus: tuple[str, ...] = ()
@@ -340,7 +349,7 @@ def _introduction(name: str, endpoint: WorkerEndpoint, address: orders.Address) 
     except ConfigError as error:
         problem = f"{name}: {error}"
     cpus = len(os.sched_getaffinity(0))
-    machine = (socket.gethostname(), reached, cpus, free_host_bytes(), len(gpus))
+    machine = (socket.gethostname(), reached, cpus, free_host_bytes(), len(gpus), gpu_memory)
     return orders.Joined(endpoint.index, endpoint.incarnation, name, *machine, problem)
 
 

@@ -35,7 +35,8 @@ FIRST_INIT_PORT = 25000
 class Node:
     """Resources of one machine. ``memory`` is free bytes; 0 cores or bytes: not known.
 
-    light  it has the processes other than training ranks and servers, and no other node has them
+    light       it has the processes other than training ranks and servers, and no other node has them
+    gpu_memory  bytes of its smallest GPU
     """
 
     name: str
@@ -43,6 +44,7 @@ class Node:
     memory: int
     gpus: int
     light: bool = False
+    gpu_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,18 +209,19 @@ def _find(name: str, width: int, count: int, used: Sequence[_Used], *, share: bo
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Needs of the processes of a node: their number, GPUs, bytes of host memory."""
+    """Needs of the processes of a node: their number, GPUs, bytes of host memory, bytes of each GPU (0: any)."""
 
     processes: int
     gpus: int
     memory: int
+    gpu_memory: int = 0
 
     @classmethod
-    def of(cls, seats: Iterable[NeedsRoom]) -> Needs:
-        """Return the needs of the processes on one node."""
+    def of(cls, seats: Iterable[NeedsRoom], gpu_memory: int = 0) -> Needs:
+        """Return the needs of the processes on one node. ``gpu_memory``: bytes of a GPU for which they were planned."""
         there = list(seats)
         gpus = 1 + max((gpu for seat in there for gpu in seat.gpus), default=-1)
-        return cls(len(there), gpus, sum(seat.memory for seat in there))
+        return cls(len(there), gpus, sum(seat.memory for seat in there), gpu_memory if gpus else 0)
 
     def problem(self, node: Node) -> str:
         """Return why ``node`` cannot hold the processes; "" if it can."""
@@ -229,6 +232,9 @@ class Needs:
             return f"{self.processes} processes are too many for {node.cpus} CPU cores; at most {most}"
         if node.memory and self.memory > node.memory:
             return f"its processes need about {self.memory / _GIB:.1f} GiB, {node.memory / _GIB:.1f} GiB are free"
+        if node.gpu_memory and self.gpu_memory > node.gpu_memory:
+            planned, there = self.gpu_memory / _GIB, node.gpu_memory / _GIB
+            return f"its GPUs have {there:.1f} GiB, and the plan is for cluster.gpu_memory_gb={planned:g}"
         return ""
 
 
