@@ -27,6 +27,7 @@ RANK: Kind = "model_worker"
 SERVER: Kind = "generation_server"
 
 _GIB = 1 << 30
+_OF_NOMINAL = 0.98  # a GPU that is sold with 80 GB reports 79.6 GiB
 _FEWEST_PROCESSES, _PROCESSES_PER_CORE = 32, 8  # bound on the processes of a node
 FIRST_INIT_PORT = 25000
 
@@ -232,7 +233,7 @@ class Needs:
             return f"{self.processes} processes are too many for {node.cpus} CPU cores; at most {most}"
         if node.memory and self.memory > node.memory:
             return f"its processes need about {self.memory / _GIB:.1f} GiB, {node.memory / _GIB:.1f} GiB are free"
-        if node.gpu_memory and self.gpu_memory > node.gpu_memory:
+        if node.gpu_memory and _OF_NOMINAL * self.gpu_memory > node.gpu_memory:
             planned, there = self.gpu_memory / _GIB, node.gpu_memory / _GIB
             return f"its GPUs have {there:.1f} GiB, and the plan is for cluster.gpu_memory_gb={planned:g}"
         return ""

@@ -103,6 +103,12 @@ def test_misfit_is_named_with_the_numbers(sizes: dict[str, int], problem: str) -
     assert binding.misfit(machine("node0", **sizes)) == f"node0 cannot be node0: {problem}"
 
 
+def test_gpu_with_its_nominal_memory_is_enough() -> None:
+    needs = Needs.of([Process((0,))], gpu_memory=80 * _GIB)
+    assert not needs.problem(machine("a", gpu_memory=81559 << 20))
+    assert needs.problem(machine("a", gpu_memory=76 * _GIB))
+
+
 def test_unknown_gpu_memory_refuses_no_machine() -> None:
     """A part of a GPU (MIG), or a machine without nvidia-smi."""
     assert not two_nodes().misfit(machine("a", gpu_memory=0))
