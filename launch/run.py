@@ -224,6 +224,12 @@ def own_command() -> list[str]:
     return ["realsys"] if on_path and Path(on_path).resolve() == script.resolve() else [str(script)]
 
 
+def _terms(config: Config, launcher: Launcher) -> Terms:
+    cluster = config.cluster
+    agents, first = (cluster.host, cluster.interface, cluster.machines), launcher.own_machine()
+    return Terms(host_of_launcher(config), cluster.lease_s, launcher.join_timeout_s(), agents, launcher.problem, first)
+
+
 async def _supervise(
     config: Config, ready: Ready, specs: Sequence[ProcessSpec], console: Console, *, plain: bool
 ) -> Outcome:
@@ -266,10 +272,7 @@ async def _supervise(
         join_s=launcher.join_timeout_s(),
         log_bytes=int(cluster.log_mb * 2**20),
     )
-    agents = (cluster.host, cluster.interface, cluster.machines)
-    terms = Terms(
-        host_of_launcher(config), cluster.lease_s, bounds.join_s, agents, launcher.problem, launcher.own_machine()
-    )
+    terms = _terms(config, launcher)
     outcome, trouble = Outcome("failed", "the display could not be opened"), None
     with _reported("show the run"), view:
         watching = asyncio.create_task(monitor.run())

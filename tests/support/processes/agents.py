@@ -98,7 +98,7 @@ class FakeAgent:
         assert address is not None
         self.index = orders.index_of(NAME)
         self.endpoint = AgentEndpoint(self.index, address.address, keys=load_keys(paths.keys))
-        about = (self.index, self.endpoint.incarnation, NAME, NAME, "127.0.0.1", 2, 1 << 40, 0)
+        about = (self.index, self.endpoint.incarnation, NAME, NAME, "127.0.0.1", 2, 1 << 40, 0, 0)
         self.endpoint.notify("Joined", orders.Joined(*about))
 
     async def answer(self, handler: str, reply: msgspec.Struct) -> None:
