@@ -13,6 +13,7 @@ SGLANG_CPU  := realsys/generation/sglang/cpu_support
 # waits for the rest. Tests that read one job run in one process (tests/conftest.py), those marked `alone` one after the other.
 TESTS_OF_PARTS     := tests/unit tests/contracts
 TESTS_OF_JOBS      := tests/chaos tests/system
+TESTS_WITHOUT_TORCH := $(addprefix tests/unit/,buffer config data hf rollout storage telemetry)
 SIDE_BY_SIDE       := -n auto --maxprocesses 4 --dist worksteal
 JOBS_SIDE_BY_SIDE  := -n auto --maxprocesses 4 --dist loadscope
 TESTS  ?=
@@ -27,7 +28,7 @@ BENCHES ?= microbatch dp_balance train_step step_parts train_throughput memory s
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-cpu run smol test sglang-test multihost-test slurm-test ray-test data-test gpu-test chaos lint format docs bench clean
+.PHONY: help setup sglang-cpu run smol test sglang-test multihost-test slurm-test ray-test data-test python-test gpu-test chaos lint format docs bench clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -93,6 +94,9 @@ data-test: setup  ## run the tests of data sets that need pyarrow, datasets and 
 
 slurm-test: setup  ## run whole jobs on a SLURM of virtual nodes, as root; needs slurmctld, slurmd, slurm-client and etcd
 	$(PY) -m pytest tests/slurm -rs --durations=10 $(ARGS)
+
+python-test:  ## compile, import and test on Python 3.12 and 3.13, where installed, what needs no torch
+	.ci/other_pythons $(TESTS_WITHOUT_TORCH) $(SIDE_BY_SIDE) $(ARGS)
 
 gpu-test: setup  ## run the tests that need a GPU; without one they are skipped by name (docs/gpu.md has more)
 	$(PY) -m pytest tests/gpu -m gpu -rs --durations=10 $(ARGS)

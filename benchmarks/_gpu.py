@@ -18,6 +18,8 @@ from realsys.hf.architecture import ModelSizes
 from realsys.hf.config import read_model
 
 SKIPPED = 77  # exit code of an item that found no GPU
+#: run on the CPU with tiny models: it tests the benchmarks
+STAND_IN = os.environ.get("REALSYS_GPU_STAND_IN") == "1"
 NO_GPU = "no CUDA device"
 #: file to which an item writes its rows; gpu_all sets it
 ROWS = "REALSYS_BENCHMARK_ROWS"
@@ -28,10 +30,28 @@ _SCALE = 0.02
 
 
 def require_gpu() -> None:
-    """End this process with the exit code SKIPPED if there is no GPU."""
-    if not torch.cuda.is_available():
+    """End this process with the exit code SKIPPED if there is no GPU. With STAND_IN, prepare for the CPU."""
+    if STAND_IN:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        torch.cuda.max_memory_allocated = lambda *_: 0
+        torch.cuda.reset_peak_memory_stats = lambda *_: None
+        torch.cuda.get_device_name = lambda *_: "H100 of the stand-in"
+    elif not torch.cuda.is_available():
         print(NO_GPU)
         sys.exit(SKIPPED)
+
+
+def default_models(*names: str) -> list[str]:
+    """Return the models of a benchmark that the command line does not name."""
+    return ["arith"] if STAND_IN else list(names)
+
+
+def fail(rows: Sequence[Mapping[str, Any]]) -> None:
+    """End this process with an error if a row has a ``problem``. Its last line names them."""
+    problems = [f"{row['model']} {row['setting']}: {row['problem']}" for row in rows if row.get("problem")]
+    if problems:
+        print("; ".join(problems))
+        sys.exit(1)
 
 
 def write_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -62,7 +82,7 @@ def random_model(sizes: ModelSizes, folder: Path, *, positions: int = 32768) -> 
         "eos_token_id": 0,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cpu" if STAND_IN else "cuda"
     generator = torch.Generator(device).manual_seed(1)
     tensors = {}
     for name, shape in read_model(folder).tensor_shapes().items():

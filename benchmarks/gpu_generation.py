@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks._gpu import SIZES, random_model, require_gpu, write_rows
+from benchmarks._gpu import SIZES, default_models, random_model, require_gpu, write_rows
 from benchmarks._training import timed
 from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.forward.weights import fuse, read_tensors
@@ -50,7 +50,7 @@ def measure(model: str, folder: Path, counts: list[int], device: Device) -> list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(SIZES), default=["0.5b", "1.5b"])
+    parser.add_argument("--models", nargs="+", choices=list(SIZES), default=default_models("0.5b", "1.5b"))
     parser.add_argument("--concurrent", type=int, nargs="+", default=[1, 8, 64, 256])
     options = parser.parse_args()
     require_gpu()

@@ -5,13 +5,17 @@
 A step is actor_inf (log-probs) and actor_train (loss, backward pass, clipping, AdamW) of random bfloat16 models over
 two full micro-batches. 7b runs actor_inf only: its optimizer state does not fit on one GPU. ``mfu_%`` is model FLOPs
 over the peak of the device's name (realsys.gpu.peak). ``predicted_GiB`` is what realsys.config.memory expects of the
-peak, without libraries. A setting that runs out of memory is a row, too.
+peak, without libraries. ``syncs/microbatch`` is how often the host waits for the device in one more micro-batch.
+
+It fails if a row has a problem (``problem_of``). Running out of memory is one only where the prediction is below what
+the device has.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import tempfile
 import time
@@ -21,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks._gpu import SIZES, random_model, require_gpu, write_rows
+from benchmarks._gpu import SIZES, STAND_IN, default_models, fail, random_model, require_gpu, write_rows
 from benchmarks._training import RAW_ADVANTAGES, make_batch, request, single_rank, timed
 from realsys.buffer.balance import model_flops
 from realsys.config.allocation import parse_allocation
@@ -35,8 +40,12 @@ from realsys.train.calls import Role, find_handler
 from realsys.train.megatron.device import Device, prepare_device
 from realsys.types import SequenceRef
 
-SEQUENCE = 8192  # tokens
-SYNCHRONISATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
+TOKENS = 512 if STAND_IN else 32768  # of a micro-batch
+SEQUENCES = 4  # of a micro-batch
+SYNCHRONISATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+#: limits of ``problem_of``
+MEMORY_ERROR = 0.1
+MOST_SYNCHRONISATIONS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +62,36 @@ BASE = {"head_chunk_tokens": 1024}
 CASES = {
     "0.5b": (Case("base", BASE), Case("foreach AdamW", BASE, fused=False)),
     "1.5b": (
-        Case("base", BASE),
         Case("recompute", BASE | {"recompute": True}),
+        Case("base", BASE),
         Case("chunk 4096", {"head_chunk_tokens": 4096}),
         Case("whole head", {}),
     ),
     "7b": (Case("actor_inf", BASE, inference_only=True),),
+    "arith": (
+        Case("base", BASE),
+        Case("foreach AdamW", BASE, fused=False),
+        Case("actor_inf", BASE, inference_only=True),
+    ),
 }
 
 
-def step(role: Role, refs: list[SequenceRef], case: Case) -> None:
-    find_handler("actor_inf").run(role, request("actor_inf", [refs]))
+def step(role: Role, refs: list[SequenceRef], case: Case) -> dict[str, float]:
+    """Return the statistics of the last call."""
+    stats = find_handler("actor_inf").run(role, request("actor_inf", [refs])).stats
     if not case.inference_only:
-        find_handler("actor_train").run(role, request("actor_train", [refs], lr=1e-9))
+        stats = find_handler("actor_train").run(role, request("actor_train", [refs], lr=1e-9)).stats
+    return stats
 
 
 def measure(model: str, folder: Path, case: Case, options: argparse.Namespace, device: Device) -> dict[str, Any]:
     sizes = SIZES[model]
-    train = {"microbatch_tokens": options.tokens, "ppo": {"advantage": RAW_ADVANTAGES, "minibatches": 1}, **case.train}
-    config = Config.model_validate({"model": {"dtype": "bfloat16", "path": str(folder)}, "train": train})
-    refs, samples = make_batch([SEQUENCE] * (2 * options.tokens // SEQUENCE), sizes.outputs, 1)
+    config = config_of(folder, case, options.tokens)
+    refs, samples = make_batch([options.tokens // SEQUENCES] * 2 * SEQUENCES, sizes.outputs, 1)
     with single_rank(config, folder, device, trainable=not case.inference_only) as role:
         for name, arrays in samples.items():
             role.data.put(name, arrays)
-        step(role, refs, case)  # warms up, and makes the optimizer
+        stats = step(role, refs, case)  # warms up, and makes the optimizer
         if not case.fused:
             unfuse(role)
         torch.cuda.reset_peak_memory_stats()
@@ -84,20 +99,51 @@ def measure(model: str, folder: Path, case: Case, options: argparse.Namespace, d
             timed(partial(step, role, refs, case), time.perf_counter)[0] for _ in range(options.repeats)
         )
         peak_bytes = torch.cuda.max_memory_allocated()
-        synchronisations = profiled(role, refs, case, print_table=options.profile)
+        both, one = (profiled(role, refs[:count], case, options) for count in (2 * SEQUENCES, SEQUENCES))
     lengths, scored = [ref.length for ref in refs], sum(ref.loss_tokens for ref in refs)
     flops = model_flops(sizes, lengths, scored) * (1 / 3 + (0 if case.inference_only else 1))
     peak = peak_flops(torch.cuda.get_device_name())
-    return {
+    row = {
         "model": model,
         "setting": case.name,
         "tokens/s": round(sum(lengths) / seconds),
         "s/step": round(seconds, 3),
         "mfu_%": round(100 * flops / seconds / peak, 1) if peak else "",
-        "peak_GiB": round(peak_bytes / 2**30, 1),
-        "predicted_GiB": "" if case.inference_only else round(predicted_bytes(config) / 2**30, 1),
-        "syncs/microbatch": round(synchronisations / 2, 1),
+        "peak_GiB": round(peak_bytes / 2**30, 2),
+        "predicted_GiB": "" if case.inference_only else round(predicted_bytes(config) / 2**30, 2),
+        "syncs/microbatch": both - one,
     }
+    return row | {"problem": problem_of(row, case, stats)}
+
+
+def problem_of(row: dict[str, Any], case: Case, stats: dict[str, float]) -> str:
+    """Return the faults in the numbers of a row; "" if there are none."""
+    problems = []
+    if not all(math.isfinite(value) for value in stats.values()):
+        problems.append(f"not finite: {', '.join(name for name, value in stats.items() if not math.isfinite(value))}")
+    measured, predicted = row["peak_GiB"], row["predicted_GiB"]
+    # The prediction is that of the fused optimizer.
+    if measured and predicted and case.fused and abs(predicted - measured) > MEMORY_ERROR * measured:
+        problems.append(f"{predicted} GiB were predicted, {measured} GiB are the peak")
+    if row["syncs/microbatch"] > MOST_SYNCHRONISATIONS:
+        problems.append(f"the host waits {row['syncs/microbatch']} times per micro-batch")
+    if row["mfu_%"] == "":
+        problems.append("the peak rate of this GPU is not known")
+    return "; ".join(problems)
+
+
+def out_of_memory(model: str, folder: Path, case: Case, tokens: int) -> dict[str, Any]:
+    """Return the row of a setting that does not fit. It is a problem if it was predicted to fit."""
+    predicted = predicted_bytes(config_of(folder, case, tokens))
+    there = torch.cuda.get_device_properties(0).total_memory
+    row = {"model": model, "setting": case.name, "predicted_GiB": round(predicted / 2**30, 2)}
+    row["problem"] = "out of memory, and predicted to fit" if 1.1 * predicted < there else ""
+    return row | {"note": f"out of memory: the GPU has {there / 2**30:.1f} GiB"}
+
+
+def config_of(folder: Path, case: Case, tokens: int) -> Config:
+    train = {"microbatch_tokens": tokens, "ppo": {"advantage": RAW_ADVANTAGES, "minibatches": 1}, **case.train}
+    return Config.model_validate({"model": {"dtype": "bfloat16", "path": str(folder)}, "train": train})
 
 
 def predicted_bytes(config: Config) -> int:
@@ -111,25 +157,25 @@ def unfuse(role: Role) -> None:
     """Step as torch's AdamW does without ``fused``; the count of steps moves to where that reads it."""
     for part in role.engine.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
-            group["fused"] = False
+            group["fused"], group["foreach"] = False, True
         for state in part.optimizer.state.values():
             state["step"] = state["step"].cpu()
 
 
-def profiled(role: Role, refs: list[SequenceRef], case: Case, *, print_table: bool) -> int:
+def profiled(role: Role, refs: list[SequenceRef], case: Case, options: argparse.Namespace) -> int:
     """Return how often the host waited for the device in one step."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         step(role, refs, case)
     averages = found.key_averages()
-    if print_table:
-        print(averages.table(sort_by="self_cuda_time_total", row_limit=15, max_name_column_width=60))
+    if options.profile:
+        print(averages.table(sort_by="self_device_time_total", row_limit=15, max_name_column_width=60))
     return sum(event.count for event in averages if event.key in SYNCHRONISATIONS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--tokens", type=int, default=32768, help="of a micro-batch")
+    parser.add_argument("--models", nargs="+", choices=list(CASES), default=default_models("0.5b", "1.5b", "7b"))
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a micro-batch")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="print where the time of each step goes")
     options = parser.parse_args()
@@ -142,11 +188,13 @@ def main() -> None:
             for case in CASES[model]:
                 try:
                     rows.append(measure(model, Path(folder), case, options, device))
-                except torch.OutOfMemoryError as error:
-                    rows.append({"model": model, "setting": case.name, "problem": str(error).split(". ")[0]})
+                except torch.OutOfMemoryError:
+                    dist.destroy_process_group()  # single_rank leaves it as it is after an error
+                    rows.append(out_of_memory(model, Path(folder), case, options.tokens))
                 gc.collect()
                 torch.cuda.empty_cache()
                 write_rows("train", rows)  # after each case: the time limit may end this process
+    fail(rows)
 
 
 if __name__ == "__main__":

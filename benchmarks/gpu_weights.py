@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._gpu import SIZES, random_model, require_gpu, write_rows
+from benchmarks._gpu import SIZES, STAND_IN, default_models, random_model, require_gpu, write_rows
 from benchmarks._training import timed
 from benchmarks.weights import Publisher, Tensors, pausing, staging
 from realsys.train.megatron.device import prepare_device
@@ -30,7 +30,7 @@ def to_pinned(tensors: Tensors, host: Tensors) -> None:
 def copies(tensors: Tensors) -> Iterator[dict[str, Any]]:
     """Yield the rates from the device to pageable and to pinned memory."""
     size = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
-    pinned = {name: torch.empty_like(tensor, device="cpu", pin_memory=True) for name, tensor in tensors.items()}
+    pinned = {name: torch.empty_like(tensor, device="cpu", pin_memory=not STAND_IN) for name, tensor in tensors.items()}
     ways: dict[str, Callable[[], Any]] = {
         "device to pageable": lambda: [tensor.cpu() for tensor in tensors.values()],
         "device to pinned": lambda: to_pinned(tensors, pinned),
@@ -54,7 +54,7 @@ def measure(model: str, root: Path, rounds: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(SIZES), default=["1.5b", "7b"])
+    parser.add_argument("--models", nargs="+", choices=list(SIZES), default=default_models("1.5b", "7b"))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--folder", default=tempfile.gettempdir())
     options = parser.parse_args()

@@ -131,6 +131,7 @@ def _add_node_agent(commands: Any) -> None:
     agent.add_argument(
         "--wait", type=float, metavar="S", default=600.0, help="seconds to wait for the launcher (default: %(default)g)"
     )
+    agent.add_argument("--once", action="store_true", help="end when the trial is started again")
 
 
 def _add_data(commands: Any) -> None:
@@ -254,7 +255,7 @@ def _run_command(args: argparse.Namespace) -> int:
     if args.command == "node-agent":
         from realsys.launch.nodes.node_agent import node_agent
 
-        return node_agent(args.trial_dir, args.node, args.wait)
+        return node_agent(args.trial_dir, args.node, args.wait, once=args.once)
     if args.command == "replay":
         from realsys.launch.commands.replay import replay
 

@@ -2,6 +2,7 @@
 
     cluster.nodes, ...                 as the launcher finds them (Launcher.settings)
     generation.backend                 sglang, if there are GPUs
+    train.recompute, ...               what saves memory, if the ranks train on GPUs
     allocation: auto                   a quarter of the GPUs trains, or as many as memory demands, the others generate;
                                        without GPUs, one process each
     cluster.share_gpus                 true, if the allocation is auto and there is one GPU
@@ -13,8 +14,8 @@
     evaluation.every_problems
     weights.storage_readers            2, if servers run on four or more nodes
 
-A setting is left open if the command line does not name it and it has the default of the schema. Every setting that is
-chosen here is shown, and is written to config.json like any other.
+A setting is left open if neither the command line nor a file of the user's choice names it, and it has the default of
+the schema. Every setting that is chosen here is shown, and is written to config.json like any other.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from realsys.config.allocation import parse_allocation
+from realsys.config.dataflow import dataflow_of
 from realsys.config.devices.device_plan import SERVER, owners
 from realsys.config.devices.needs import gpus_of_torch, nodes_of, seats_of
 from realsys.config.doors import BACKEND
 from realsys.config.fields import replaced
+from realsys.config.memory.changes import HEAD_CHUNK
 from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.layouts import smallest_training
 from realsys.config.memory.sharing import largest_rank, server_share
@@ -36,6 +39,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
+from realsys.config.rules.training_rules import can_shard_optimizers
 from realsys.config.schema import Config
 from realsys.config.sections.schema_data import source_problem
 from realsys.hf.config import read_model
@@ -52,17 +56,18 @@ _FEW = 2  # hosts that read a version from the shared storage; not one, because 
 def fit(config: Config, given: Collection[str], machine: Machine) -> tuple[Config, list[str]]:
     """Return the configuration with the open settings chosen, and a line for each.
 
-    ``given``: keys of the command line. Files that do not exist are left to the checks.
+    ``given``: keys of the command line and of chosen files. Data files that do not exist are left to the checks.
     Raises ConfigError, DataError or ModelError.
     """
     config, nodes = _set(config, _surroundings(config, given))
     machine = machine.planned(config.cluster)
     config, backend = _set(config, _backend(config, given, machine))
+    config, memory = _set(config, _memory(config, given, machine))
     config, places = _set(config, _allocation(config, given, machine))
     config, sizes = _set(config, _lengths(config, given) | _evaluations(config, given))
     config, shares = _set(config, _sharing(config, machine))
     config, readers = _set(config, _storage_readers(config, given))
-    return config, nodes + backend + places + sizes + shares + readers
+    return config, nodes + backend + memory + places + sizes + shares + readers
 
 
 def _set(config: Config, chosen: Mapping[str, tuple[Any, str]]) -> tuple[Config, list[str]]:
@@ -90,6 +95,20 @@ def _backend(config: Config, given: Collection[str], machine: Machine) -> dict[s
         return {}
     owner = "the nodes have" if config.cluster.nodes else "this machine has"
     return {_BACKEND: (_GPU_BACKEND, f"{owner} GPUs")}
+
+
+def _memory(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
+    """Save memory on GPUs. Without this, a model of 1.5B with sequences of 28k tokens needs more than 80 GB."""
+    if not gpus_of_torch(config, machine) and not config.cluster.gpu_memory_gb:
+        return {}
+    chosen: dict[str, tuple[Any, str]] = {
+        "train.recompute": (True, "on GPUs, kept activations take most of the memory"),
+        "train.head_chunk_tokens": (HEAD_CHUNK, "on GPUs, the logits of a whole micro-batch take gigabytes"),
+        "train.sequence_parallel": (True, "tensor ranks share what lies between their layers, without cost"),
+    }
+    if can_shard_optimizers(config, dataflow_of(config)):
+        chosen["train.distributed_optimizer"] = (True, "data ranks share the optimizer's state, almost without cost")
+    return {field: choice for field, choice in chosen.items() if _is_open(config, given, field)}
 
 
 def _allocation(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:

@@ -149,10 +149,10 @@ def _part_of_server(seat: Seat) -> dict[str, str]:
     return {NODE_RANK: str(seat.node_rank), NODES: str(seat.nodes)} if seat.nodes > 1 else {}
 
 
-def needs_of(specs: Sequence[ProcessSpec]) -> dict[str, Needs]:
-    """Return node -> what its processes take, in the order of the nodes' names."""
-    names = {spec.node for spec in specs}
-    return {name: Needs.of(spec for spec in specs if spec.node == name) for name in sorted(names, key=_by_number)}
+def needs_of(specs: Sequence[ProcessSpec], gpu_memory: int = 0) -> dict[str, Needs]:
+    """Return node -> what its processes take, in the order of the nodes' names. ``gpu_memory``: bytes of each GPU."""
+    names = sorted({spec.node for spec in specs}, key=_by_number)
+    return {name: Needs.of([spec for spec in specs if spec.node == name], gpu_memory) for name in names}
 
 
 def _by_number(name: str) -> tuple[str, int]:

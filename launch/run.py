@@ -31,6 +31,7 @@ from realsys.config.compose import compose, given_fields, quoted
 from realsys.config.devices.device_plan import as_lines
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.doors import LOSS
+from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.memory_check import place_of
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.backend_rules import backend_rules
@@ -91,7 +92,7 @@ def plan_run(overrides: Sequence[str], options: RunOptions) -> Planned:
     given = [*overrides, *([] if options.trial is None else [f"trial={quoted(options.trial)}"])]
     machine = Machine.here()
     config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
-    config, chosen = fit(config, given_fields(given), machine)
+    config, chosen = fit(config, given_fields(given, config_dir=options.config_dir), machine)
     check(config, machine)
     os.environ[PORTS] = config.cluster.ports  # for the socket to which the agents connect
     check_launcher(config)
@@ -223,6 +224,12 @@ def own_command() -> list[str]:
     return ["realsys"] if on_path and Path(on_path).resolve() == script.resolve() else [str(script)]
 
 
+def _terms(config: Config, launcher: Launcher) -> Terms:
+    cluster = config.cluster
+    agents, first = (cluster.host, cluster.interface, cluster.machines), launcher.own_machine()
+    return Terms(host_of_launcher(config), cluster.lease_s, launcher.join_timeout_s(), agents, launcher.problem, first)
+
+
 async def _supervise(
     config: Config, ready: Ready, specs: Sequence[ProcessSpec], console: Console, *, plain: bool
 ) -> Outcome:
@@ -265,13 +272,13 @@ async def _supervise(
         join_s=launcher.join_timeout_s(),
         log_bytes=int(cluster.log_mb * 2**20),
     )
-    agents = (cluster.host, cluster.interface, cluster.machines)
-    terms = Terms(host_of_launcher(config), cluster.lease_s, bounds.join_s, agents, launcher.problem)
+    terms = _terms(config, launcher)
     outcome, trouble = Outcome("failed", "the display could not be opened"), None
     with _reported("show the run"), view:
         watching = asyncio.create_task(monitor.run())
         try:
-            async with open_nodes(needs_of(specs), paths, terms, inherit=[ready.lock.fd]) as nodes:
+            needs = needs_of(specs, int(cluster.gpu_memory_gb * GIB))
+            async with open_nodes(needs, paths, terms, inherit=[ready.lock.fd]) as nodes:
                 supervisor = Supervisor(specs, bounds, hooks, nodes)
                 asked = functools.partial(_stop_asked, supervisor, say)
                 outcome = await run_beside(supervisor.run(), watch_requests(paths.stop_request, asked))

@@ -1,4 +1,7 @@
-# One task of the srun that starts the agents: bash -c "$(cat agent.sh)" agent COMMAND ...
+# One task of the srun that starts the agents: bash -c "$(cat agent.sh)" agent FILE COMMAND ...
+# It may run in a container, so it calls no program of SLURM.
+no_coordinator=$1
+shift
 # At scancel SLURM sends SIGTERM to every process of a job. The workers must live until the last checkpoint is taken.
 export REALSYS_SHIELDED=1
 # The agent, which is signalled as well, decides when it ends.
@@ -9,6 +12,6 @@ agent=$!
 while kill -0 "$agent" 2>/dev/null; do wait "$agent"; done  # a trap ends `wait` early
 wait "$agent"
 code=$?
-# No launcher is left, as when the first node is lost: SLURM keeps such a job, because it was submitted with --no-kill.
-if [ "$code" -eq 3 ]; then scontrol requeue "$SLURM_JOB_ID" || scancel "$SLURM_JOB_ID"; fi
+# No launcher is left, as when the first node is lost: guard.sh queues the job again.
+if [ "$code" -eq 3 ]; then : > "$no_coordinator"; fi
 exit "$code"

@@ -47,6 +47,7 @@ _TRAINED_WITH = ("allocation", "model", "train", "roles", "warmup", "rollout", "
 _OF_THE_MACHINES = (
     *("name_store", "host", "interface"),
     *("launcher", "nodes", "spare_nodes", "gpus_per_node", "cpus_per_node", "memory_gb_per_node"),
+    *("cpu_nodes", "cpus_per_cpu_node", "memory_gb_per_cpu_node"),
 )
 _HEADS = {
     "plan": "plan",

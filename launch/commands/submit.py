@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,17 +15,17 @@ from pathlib import Path
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.plan import own_python_path
+from realsys.launch.launchers.slurm import steps_as_text
+from realsys.launch.plan import agent_command, own_python_path
 from realsys.launch.prepare import examine
 from realsys.launch.run import RunOptions, own_words, plan_run, show_plan, words_again
 from realsys.launch.screen.log_tail import LogTail
+from realsys.launch.slurm.job_follow import follow_job
 from realsys.launch.slurm.job_script import Job, job_name, render
-from realsys.launch.slurm.job_watch import LIVES, JobWatch
+from realsys.launch.slurm.job_watch import LIVES
 from realsys.launch.slurm.slurm_client import SlurmError, SlurmSilent, job_state, submit
 from realsys.launch.trial_job import TrialJob, describe_job, job_log
 
-_LOOK_S = 1.0
-_SILENT_S = 600.0  # slurmctld may be down for a while: the job continues, and realsys follows it
 _EXIT_CTRL_C = 130
 
 
@@ -49,7 +47,8 @@ def submit_trial(overrides: Sequence[str], options: SubmitOptions) -> int:
     script = render(config, _job(overrides, config, paths, options.run))
     if options.run.dry_run:
         show_plan(planned)
-        print(f"batch script:\n{script}", end="")
+        print(f"batch script:\n{script}")
+        print(f"steps:\n{steps_as_text(config, paths, agent_command(paths, os.environ.get('PYTHONPATH', '')))}", end="")
         return 0
     examined = examine(config, paths)
     for line in (*planned.chosen, *examined.lines, *planned.placement):
@@ -125,30 +124,9 @@ def _hints(paths: TrialPaths) -> str:
 
 def follow(paths: TrialPaths, job: str) -> int:
     """Print the states of a job and the output of its run until it has ended. Returns the exit code of the run."""
-    watch, tail = JobWatch(job), LogTail(job_log(paths, job))
-    answered = time.monotonic()
     try:
-        while not watch.ended:
-            try:
-                line = watch.observe(job_state(job))
-                answered = time.monotonic()
-            except SlurmError as error:
-                if time.monotonic() > answered + _SILENT_S:
-                    raise
-                line = watch.silent(str(error))
-            _show(tail)  # before the line of its end
-            if line:
-                print(line, flush=True)
-            if not watch.ended:
-                threading.Event().wait(_LOOK_S)  # SLURM sends no event
+        code = follow_job(job, LogTail(job_log(paths, job)), lambda line: print(line, flush=True))
     except KeyboardInterrupt:
         print(f"\njob {job} goes on\n{_hints(paths)}")
         return _EXIT_CTRL_C
-    _show(tail)
-    return watch.exit_code if watch.exit_code is not None else 1
-
-
-def _show(tail: LogTail) -> None:
-    while text := tail.read():
-        sys.stdout.write(text)
-    sys.stdout.flush()
+    return 1 if code is None else code

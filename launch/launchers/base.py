@@ -62,6 +62,10 @@ class Launcher(ABC):
         the environment of the machine. ``say`` shows a line to the user. Raises RealsysError.
         """
 
+    def own_machine(self) -> str:
+        """Return the name of the agent on the machine of this process, which gets the first node; "" if it has none."""
+        return ""
+
     def problem(self) -> str:
         """Return why no more agents can come (``srun exited with code 1: ...``); "" if all is well."""
         return ""

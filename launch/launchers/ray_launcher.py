@@ -53,6 +53,8 @@ class RayLauncher(Launcher):
         cluster, address = config.cluster, config.cluster.ray.address
         if not cluster.nodes:
             raise ConfigError("cluster.nodes", 0, "Ray needs the number of nodes: set it, and cluster.gpus_per_node")
+        if cluster.cpu_nodes:
+            raise ConfigError("cluster.cpu_nodes", cluster.cpu_nodes, "must be 0: the nodes of a Ray trial are equal")
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("cluster.launcher", cluster.launcher, "Ray is not installed: pip install 'realsys[ray]'")
         if address.startswith("ray://"):

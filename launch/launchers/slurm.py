@@ -1,19 +1,26 @@
-"""The launcher ``slurm``: inside an allocation, srun starts one agent per node.
+"""The launcher ``slurm``: inside an allocation, srun starts one agent per node, and one guard per node.
 
-    batch script (slurm/job.sh) ── realsys run ── srun ──┬─ agent.sh ── realsys node-agent   on node 1
-                                                         └─ agent.sh ── realsys node-agent   on node 2, ...
+    batch script (slurm/job.sh) ── realsys run ──┬─ srun ──┬─ agent.sh ── realsys node-agent   on node 1
+                                                 │         └─ agent.sh ── realsys node-agent   on node 2, ...
+                                                 └─ srun ──┬─ guard.sh                         on node 1
+                                                           └─ guard.sh                         on node 2, ...
 
 The agents end when the coordinator orders it. When the batch script of a job has ended, SLURM ends everything else
-of the job.
+of the job. If the first node is lost, so is the batch script: then an agent writes a file, and a guard, which is never
+in a container, queues the job again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
+import shlex
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,7 +36,7 @@ from realsys.launch.slurm.job_script import escaped
 from realsys.launch.slurm.slurm_client import SlurmError, signal_steps
 from realsys.launch.slurm.slurm_options import check_network, check_slurm
 
-_STEP = "agents"  # name of the step
+_STEP, _GUARDS = "agents", "guards"  # names of the steps
 _STOP_S = 5.0  # time that srun has to end, before and after a signal
 #: seconds that an agent looks for another coordinator: then the job has none, and is queued again
 _AGENT_WAIT_S = 20
@@ -41,7 +48,8 @@ class SlurmLauncher(Launcher):
     def __init__(self, config: Config, paths: TrialPaths) -> None:
         super().__init__(config, paths)
         self._log = paths.logs / "srun.log"
-        self._srun: ChildProcess | None = None
+        self._agents: list[ChildProcess] = []  # one srun for each component of the job
+        self._guards: list[ChildProcess] = []
         self._ended = ""
 
     @classmethod
@@ -52,22 +60,23 @@ class SlurmLauncher(Launcher):
 
     @classmethod
     def check_start(cls, config: Config) -> None:
-        allocation, cluster = _allocation(), config.cluster
+        parts, cluster = _components(), config.cluster
         wanted = cluster.machines
-        if allocation is None:
+        if not parts:
             problem = (
                 "starts agents in an allocation, and this is none: use realsys submit with the same words, or salloc"
             )
             raise ConfigError("cluster.launcher", "slurm", problem)
-        if len(allocation.hosts) < wanted:
-            problem = f"and {cluster.spare_nodes} spare nodes do not fit job {allocation.job}"
-            raise ConfigError("cluster.nodes", cluster.nodes, f"{problem}: it has {len(allocation.hosts)} nodes")
+        if (there := sum(len(part.hosts) for part in parts)) < wanted:
+            problem = f"and {cluster.spare_nodes} spare nodes do not fit job {parts[0].job}"
+            raise ConfigError("cluster.nodes", cluster.nodes, f"{problem}: it has {there} nodes")
 
     @classmethod
     def settings(cls, config: Config) -> Mapping[str, tuple[Any, str]]:
-        allocation = _allocation()
-        if allocation is None:
+        parts = _components()
+        if len(parts) != 1:  # only the user knows the kinds of the nodes
             return {}
+        [allocation] = parts
         nodes = len(allocation.hosts) - config.cluster.spare_nodes
         reason = f"job {allocation.job} has {len(allocation.hosts)} nodes"
         values: dict[str, tuple[Any, str]] = {"cluster.nodes": (nodes, reason)} if nodes > 0 else {}
@@ -79,53 +88,75 @@ class SlurmLauncher(Launcher):
         return values
 
     async def start(self, agent: Sequence[str], say: Callable[[str], None]) -> None:
-        allocation = _allocation()
-        if allocation is None:
+        parts = _components()
+        if not parts:
             raise RealsysError("cluster.launcher=slurm: this process is not in an allocation")
-        command = srun_command(self.config, allocation, agent, self.paths.logs)
+        file = self._released(parts[0])
         self._log.parent.mkdir(exist_ok=True)
         with self._log.open("ab") as output:
-            try:
-                self._srun = ChildProcess(command, os.environ, output, on_exit=self._on_exit)
-            except OSError as exc:
-                raise RealsysError(f"srun cannot be started: {exc.strerror}: it must be on the PATH") from None
-        say(f"job {allocation.job}: agents on {', '.join(allocation.hosts)}")
+            for part in parts:
+                guards = guard_command(self.config, part, file)
+                agents = srun_command(self.config, part, [str(file), *agent], self.paths.logs)
+                try:
+                    self._guards.append(ChildProcess(guards, os.environ, output))
+                    ended = functools.partial(self._on_exit, len(self._agents))
+                    self._agents.append(ChildProcess(agents, os.environ, output, on_exit=ended))
+                except OSError as exc:
+                    raise RealsysError(f"srun cannot be started: {exc.strerror}: it must be on the PATH") from None
+        say(f"job {parts[0].job}: agents on {', '.join(host for part in parts for host in part.hosts)}")
+
+    def own_machine(self) -> str:
+        return os.environ.get("SLURMD_NODENAME", "")  # not set on a login node
 
     def problem(self) -> str:
         return self._ended
 
     async def stop(self) -> None:
-        if self._srun is None or self._srun.returncode is not None:
-            return
-        if not await self._srun.exits_within(_STOP_S):
+        for srun in self._guards:
+            srun.signal(signal.SIGTERM)  # srun ends its tasks
+        if not await _exit_within(_STOP_S, self._agents):
             # Not by a signal to srun, which would kill the agents: they would have no time to end their processes.
             with contextlib.suppress(SlurmError):
                 await asyncio.to_thread(signal_steps, os.environ[JOB], _STEP, "TERM")
-            await self._srun.exits_within(_STOP_S)
-        if self._srun.returncode is None:
-            self._srun.kill()
-            self._srun.reap()
+        await _exit_within(_STOP_S, [*self._agents, *self._guards])
+        for srun in (*self._agents, *self._guards):
+            srun.kill()
+            srun.reap()
 
-    def _on_exit(self) -> None:
-        assert self._srun is not None
-        code = self._srun.reap()
+    def _released(self, allocation: Allocation) -> Path:
+        """Return the file for this run. Guards of earlier runs of the job, which SLURM may have left, end by theirs."""
+        files = [
+            _no_coordinator(self.paths, replace(allocation, restarts=number))
+            for number in range(allocation.restarts + 1)
+        ]
+        files[-1].parent.mkdir(exist_ok=True)
+        files[-1].unlink(missing_ok=True)
+        for earlier in files[:-1]:
+            earlier.touch()
+        return files[-1]
+
+    def _on_exit(self, number: int) -> None:
+        code = self._agents[number].reap()
         self._ended = f"srun {how_it_ended(code)}: {_last_line(self._log)}"
 
 
+async def _exit_within(timeout_s: float, processes: Sequence[ChildProcess]) -> bool:
+    return all(await asyncio.gather(*(process.exits_within(timeout_s) for process in processes)))
+
+
 def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], logs: Path) -> list[str]:
-    """Return the command that runs ``agent`` once per node, each with a log of its own in ``logs``. Pure."""
-    cluster, slurm = config.cluster, config.cluster.slurm
-    nodes = cluster.machines
-    command = ["srun", f"--job-name={_STEP}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-    # An agent on a lost node, or one that fails, is no reason to end the others; other steps may share the nodes.
-    command += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--overlap"]
+    """Return the command that runs agent.sh once per node, with one log per node in ``logs``. Pure.
+
+    ``agent``: the words for agent.sh, a file and the command of an agent.
+    """
+    container = config.cluster.slurm.container
     # Written on each node: the agents outlive the srun of a lost first node.
-    command += [f"--output={escaped(logs)}/agent-%n.log", "--open-mode=append"]
+    log = "agent-%n.log" if allocation.group is None else f"agent-{allocation.group}.%n.log"
+    command = [*_step(config, allocation, _STEP), f"--output={escaped(logs)}/{log}", "--open-mode=append"]
     if allocation.cpus:
         command += [f"--cpus-per-task={allocation.cpus}", "--cpu-bind=none"]
-    command += slurm.srun
-    words = [*agent, "--wait", str(_AGENT_WAIT_S)]
-    container = slurm.container
+    command += config.cluster.slurm.srun
+    file, words = agent[0], [*agent[1:], "--once", "--wait", str(_AGENT_WAIT_S)]
     if container.image:
         words = [container.python if word == sys.executable else word for word in words]
         mounts = ",".join(container.mounts)
@@ -135,16 +166,61 @@ def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], l
         else:
             bind = ["--bind", mounts] if mounts else []
             words = ["apptainer", "exec", *container.args, *bind, container.image, *words]
-    script = resources.files("realsys.slurm").joinpath("agent.sh").read_text("utf-8")
-    return [*command, "bash", "-c", script, "agent", *words]
+    return [*command, *_script("agent"), file, *words]
 
 
-def _allocation() -> Allocation | None:
+def guard_command(config: Config, allocation: Allocation, file: Path) -> list[str]:
+    """Return the command that runs guard.sh once per node, which waits for ``file``. Pure."""
+    words = [str(file), allocation.job, str(allocation.restarts)]
+    return [*_step(config, allocation, _GUARDS), "--output=/dev/null", *_script("guard"), *words]
+
+
+def steps_as_text(config: Config, paths: TrialPaths, agent: Sequence[str]) -> str:
+    """Return the steps of a job and their scripts, for a dry run: the number of the job is not known yet. Pure."""
+    cluster = config.cluster
+    parts = [Allocation("JOB", [], cluster.cpus_per_node, group=1 if cluster.cpu_nodes else None)]
+    if cluster.cpu_nodes:
+        parts.insert(0, Allocation("JOB", [], cluster.cpus_per_cpu_node, group=0))
+    file = _no_coordinator(paths, parts[0])
+    commands = [srun_command(config, part, [str(file), *agent], paths.logs) for part in parts]
+    commands += [guard_command(config, part, file) for part in parts]
+    lines, scripts = [], {}
+    for command in commands:
+        at = command.index("bash") + 2  # bash -c SCRIPT NAME ...
+        name = f"{command[at + 1]}.sh"
+        lines.append(shlex.join([*command[:at], name, *command[at + 1 :]]))
+        scripts[name] = command[at]
+    return "\n".join([*lines, *(f"\n{name}:\n{text}" for name, text in scripts.items())])
+
+
+def _no_coordinator(paths: TrialPaths, allocation: Allocation) -> Path:
+    """Return the file that an agent writes when it finds no coordinator."""
+    return paths.job.with_name(f"no-coordinator-{allocation.job}-{allocation.restarts}")
+
+
+def _step(config: Config, allocation: Allocation, name: str) -> list[str]:
+    """Return the start of an srun command with one task per node of the allocation."""
+    cluster, group = config.cluster, allocation.group
+    light = 0 if group is None else cluster.cpu_nodes
+    nodes = light if group == 0 else cluster.nodes - light + cluster.spare_nodes
+    command = ["srun", *([] if group is None else [f"--het-group={group}"]), f"--job-name={name}"]
+    command += [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    # A task on a lost node, or one that fails, is no reason to end the others; other steps may share the nodes.
+    return [*command, "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--overlap"]
+
+
+def _script(name: str) -> list[str]:
+    text = resources.files("realsys.slurm").joinpath(f"{name}.sh").read_text("utf-8")
+    return ["bash", "-c", text, name]
+
+
+def _components() -> list[Allocation]:
     try:
-        return Allocation.read(os.environ)
-    except ValueError as exc:
-        names = ("SLURM_JOB_NODELIST", "SLURM_JOB_CPUS_PER_NODE")
-        value = {name: os.environ.get(name) for name in names}
+        return Allocation.components(os.environ)
+    except (ValueError, KeyError) as exc:
+        value = {
+            name: text for name, text in os.environ.items() if name.startswith(("SLURM_JOB_NODE", "SLURM_JOB_CPUS"))
+        }
         raise ConfigError("environment", value, f"cannot be read: {exc}") from None
 
 

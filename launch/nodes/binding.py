@@ -1,10 +1,12 @@
 """Which machine has which node of the plan. Pure: no I/O, no clock.
 
-    machine joins ──> the node that bears its name, else the node that it had, else the first free node that it fits
+    machine joins ──> the node that bears its name, else the node that it had, else the first free node that it fits,
+                  │   of those that need GPUs if it has any
                   └─> a spare, if no node is free
     machine lost  ──> its node is free ──> the first spare that fits takes it, else the next machine that joins
 
 `one-machine`  a node has at most one machine, and a machine at most one node
+`first`        the first node waits for the launcher's own machine until that joins: to lose it ends the run in any case
 `fits`         a machine gets only a node whose processes it can hold
 """
 
@@ -18,9 +20,13 @@ from realsys.config.devices.device_plan import Needs, Node
 
 @dataclass(slots=True)
 class Binding:
-    """Nodes of a plan with their needs, and the machines that have joined."""
+    """Nodes of a plan with their needs, and the machines that have joined.
+
+    ``first``: name of the launcher's machine, for which the first node is kept; "" if there is none, or it has joined.
+    """
 
     needs: Mapping[str, Needs]
+    first: str = ""
     machine_of: dict[str, str] = field(default_factory=dict)  # node -> machine; bound nodes only
     spares: dict[str, Node] = field(default_factory=dict)  # in the order of their joins
     _machines: dict[str, Node] = field(default_factory=dict)
@@ -52,6 +58,9 @@ class Binding:
         """Add a machine that has joined. Returns the node that it gets, "" if it is a spare."""
         assert machine.name not in self._machines, f"{machine.name} has joined already"
         self._machines[machine.name] = machine
+        if machine.name == self.first:
+            self._last[machine.name] = next(iter(self.needs))
+            self.first = ""
         node = next((node for node in self._wishes(machine) if node in self.free), "")
         if node:
             self._bind(node, machine.name)
@@ -81,5 +90,7 @@ class Binding:
         """Nodes that the machine may have, the preferred ones first."""
         if machine.name in self.needs:
             return [machine.name]
-        fitting = [node for node, needs in self.needs.items() if not needs.problem(machine)]
-        return sorted(fitting, key=lambda node: node != self._last.get(machine.name))
+        kept = next(iter(self.needs)) if self.first else ""
+        fitting = [node for node, needs in self.needs.items() if node != kept and not needs.problem(machine)]
+        # A machine with GPUs must not take a node that needs none while another one needs them.
+        return sorted(fitting, key=lambda node: (node != self._last.get(machine.name), not self.needs[node].gpus))

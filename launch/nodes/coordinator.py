@@ -58,6 +58,7 @@ class Terms:
     join_s     time that a process waits for a machine
     agents     ``cluster.host``, ``.interface`` and ``.machines``, from which agents find their addresses
     problem    returns why no more agents can come; "" if they can
+    first      name of the launcher's own machine, if it has an agent: it gets the first node
     """
 
     host: str
@@ -65,6 +66,7 @@ class Terms:
     join_s: float
     agents: tuple[str, str, int] = ("127.0.0.1", "", 0)
     problem: Callable[[], str] = lambda: ""
+    first: str = ""
 
 
 class AgentStream(MasterStream):
@@ -94,7 +96,8 @@ class _Agent(Session):
     @property
     def machine(self) -> device_plan.Node:
         joined = self.joined
-        return device_plan.Node(joined.name, joined.cpus, joined.memory, joined.gpus)
+        sizes = (joined.cpus, joined.memory, joined.gpus)
+        return device_plan.Node(joined.name, *sizes, gpu_memory=joined.gpu_memory)
 
     def ask(self, message: msgspec.Struct, kind: type[Reply], timeout_s: float | None = None) -> asyncio.Future[Reply]:
         timeout_s = _ORDER_S if timeout_s is None else timeout_s
@@ -113,7 +116,7 @@ class Coordinator:
 
     def __init__(self, needs: Mapping[str, Needs], stream: AgentStream, terms: Terms) -> None:
         self.nodes = {name: RemoteNode(name, terms.join_s, self._address_of) for name in needs}
-        self._binding = Binding(needs)
+        self._binding = Binding(needs, terms.first)
         self._stream = stream
         self._terms = terms
         self._agents: dict[int, _Agent] = {}  # index on the stream -> agent

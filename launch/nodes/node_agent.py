@@ -5,7 +5,8 @@
                   └───────────────────────kills everything───────────┴─no Ping for the lease
 
 `agent-ends-first` (coordinator.py): without a coordinator no process of this node lives longer than the lease. A
-coordinator that is started again writes a new file, and the agent joins that one.
+coordinator that is started again writes a new file, and the agent joins that one. With ``once`` it ends instead: the
+launcher starts new agents for each coordinator, and one that is left of an earlier run must not take a node from them.
 
 A batch system sends SIGTERM to all tasks together. The ranks must live on until the MasterWorker has its checkpoint. So
 the agent passes the signal on to the coordinator, which stops the run in the right order, within its own bounds, and
@@ -32,7 +33,7 @@ from realsys.cluster.network import interfaces, own_addresses
 from realsys.cluster.prctl import die_with_parent
 from realsys.cluster.process import PARENT_PID, configure_logging
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.free_memory import free_host_bytes
+from realsys.config.rules.free_memory import free_host_bytes, gpu_bytes
 from realsys.config.rules.machine import own_gpus
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, DecodeError, Fenced, RealsysError, StreamError, WaitTimeout
@@ -252,7 +253,7 @@ class Agent:
 # ---- the command
 
 
-def node_agent(trial_dir: Path, node: str, wait_s: float) -> int:
+def node_agent(trial_dir: Path, node: str, wait_s: float, *, once: bool) -> int:
     """Run the agent of machine ``node`` until the run has ended. Returns the exit code. Raises RealsysError."""
     configure_logging(f"node_agent/{node}")
     failpoint.arm(f"node_agent/{node}")
@@ -265,7 +266,7 @@ def node_agent(trial_dir: Path, node: str, wait_s: float) -> int:
     async def body() -> int:
         signals = NodeSignals()
         with stop_signals(signals.handle):
-            return await serve(paths, node, wait_s, signals)
+            return await serve(paths, node, wait_s, signals, once=once)
 
     return asyncio.run(body())
 
@@ -296,19 +297,23 @@ class NodeSignals:
             self.asked = number
 
 
-async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignals) -> int:
+async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignals, *, once: bool = False) -> int:
     """Serve one coordinator after another, until one of them ends the run. Returns the exit code.
 
-    Each wait for a coordinator is bounded by ``wait_s``. Raises WaitTimeout, and Fenced if another agent has the place.
+    ``once``: serve the first one only, which may be lost and heard again. Each wait for a coordinator is bounded by
+    ``wait_s``. Raises WaitTimeout, and Fenced if another agent has the place.
     """
-    deadline = Lease.now() + wait_s
+    deadline, served = Lease.now() + wait_s, ""
+    gpu_memory = await asyncio.to_thread(_gpu_memory)  # the driver may take seconds to answer
     async with open_executor() as executor:
         while (address := await _find(paths.coordinator, deadline, signals)) is not None:
+            if once and served not in ("", address.coordinator):
+                raise Fenced("another coordinator runs the trial, with agents of its own")
             wanted = functools.partial(_is_valid, paths.coordinator, address, deadline)
             lease = Lease()
             keys = load_keys(paths.keys)
             endpoint = AgentEndpoint(orders.index_of(name), address.address, keys=keys, check_alive=lease.check)
-            endpoint.notify("Joined", _introduction(name, endpoint, address))
+            endpoint.notify("Joined", _introduction(name, endpoint, address, gpu_memory))
             agent = signals.agent = Agent(executor, endpoint, lease)
             await agent.run(wanted)
             signals.agent = None
@@ -319,12 +324,21 @@ async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignal
                 raise Fenced(f"another agent named {name} took this one's place")
             signals.asked = agent.asked
             if agent.joined:
+                served = address.coordinator
                 log.warning("the coordinator is gone: all processes have ended; waiting %g s for another one", wait_s)
                 deadline = Lease.now() + wait_s
     return 128 + signals.asked
 
 
-def _introduction(name: str, endpoint: WorkerEndpoint, address: orders.Address) -> orders.Joined:
+def _gpu_memory() -> int:
+    """Return the bytes of the smallest GPU of this process; 0 if they are not known."""
+    try:
+        return gpu_bytes(own_gpus())
+    except ConfigError:  # part of the introduction
+        return 0
+
+
+def _introduction(name: str, endpoint: WorkerEndpoint, address: orders.Address, gpu_memory: int) -> orders.Joined:
     """Describe this machine."""
     reached, problem = "", ""
     gpus: tuple[str, ...] = ()
@@ -335,7 +349,7 @@ def _introduction(name: str, endpoint: WorkerEndpoint, address: orders.Address) 
     except ConfigError as error:
         problem = f"{name}: {error}"
     cpus = len(os.sched_getaffinity(0))
-    machine = (socket.gethostname(), reached, cpus, free_host_bytes(), len(gpus))
+    machine = (socket.gethostname(), reached, cpus, free_host_bytes(), len(gpus), gpu_memory)
     return orders.Joined(endpoint.index, endpoint.incarnation, name, *machine, problem)
 
 

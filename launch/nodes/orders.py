@@ -70,6 +70,7 @@ class Joined(msgspec.Struct, frozen=True):
     address      at which other machines reach it
     cpus, memory cores, and free bytes
     gpus         number of GPUs that it may use
+    gpu_memory   bytes of the smallest of them; 0: not known
     problem      why its processes could not work; then the run must not use it
     """
 
@@ -81,6 +82,7 @@ class Joined(msgspec.Struct, frozen=True):
     cpus: Serial
     memory: Serial
     gpus: Serial
+    gpu_memory: Serial
     problem: str = ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import sys
 from pathlib import Path
 
 _PART = 1 << 20  # bytes
@@ -41,3 +42,10 @@ class LogTail:
             return ""
         self._offset += len(data)
         return self._decoder.decode(data)
+
+
+def show_new(tail: LogTail) -> None:
+    """Print all text that was added."""
+    while text := tail.read():
+        sys.stdout.write(text)
+    sys.stdout.flush()

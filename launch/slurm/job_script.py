@@ -1,8 +1,8 @@
 """Renders the batch script of a trial. Pure: Config, Job -> text of slurm/job.sh with its places filled.
 
-One job has all nodes of the plan and the spares. Its batch script runs `realsys run` on the first node. That starts one
-agent per node with srun (realsys.launch.launchers.slurm). Everything that depends on the cluster comes from the section
-``cluster.slurm``.
+One job has all nodes of the plan and the spares. With nodes of two kinds it is heterogeneous: the first component has
+the light nodes, the second one the others. The batch script runs `realsys run` on the first node. That starts one agent
+per node with srun (realsys.launch.launchers.slurm). The section ``cluster.slurm`` describes the cluster.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def render(config: Config, job: Job) -> str:
     slurm = config.cluster.slurm
     exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(job.env.items())]
     places = {
-        "directives": "\n".join(f"#SBATCH {option}" for option in _options(config, job)),
+        "directives": "\n".join(f"#SBATCH {option}" for option in _directives(config, job)),
         "setup": "\n".join([*slurm.setup, *exports]),
         "command": shlex.join(job.command),
         "requeue": _REQUEUE if slurm.requeue else _NO_REQUEUE,
@@ -61,32 +61,58 @@ def render(config: Config, job: Job) -> str:
     return text
 
 
-def _options(config: Config, job: Job) -> Iterator[str]:
+def _directives(config: Config, job: Job) -> Iterator[str]:
+    """Yield the options of sbatch. The first component has those of the batch script."""
     cluster, slurm = config.cluster, config.cluster.slurm
-    yield f"--job-name={job_name(config)}"
-    yield f"--nodes={cluster.machines}"
+    heavy = cluster.nodes - cluster.cpu_nodes + cluster.spare_nodes
+    kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
+    gpus = [f"--gpus-per-node={kind}{cluster.gpus_per_node}"] if cluster.gpus_per_node else []
+    sizes = _sizes(heavy, cluster.cpus_per_node, cluster.memory_gb_per_node, exclusive=slurm.exclusive)
+    places = [
+        f"--{name}={value}" for name in ("partition", "reservation", "constraint") if (value := getattr(slurm, name))
+    ]
+    own = [*sizes, *gpus, *places]
+    if cluster.cpu_nodes:
+        light = (cluster.cpu_nodes, cluster.cpus_per_cpu_node, cluster.memory_gb_per_cpu_node)
+        yield from _sizes(*light, exclusive=slurm.exclusive)
+        if partition := slurm.cpu_partition or slurm.partition:
+            yield f"--partition={partition}"
+        yield from [*_common(config), *slurm.cpu_options, *_of_the_script(config, job)]
+        yield "hetjob"
+        yield from [*own, *_common(config), *slurm.options]
+    else:
+        yield from [*own, *_common(config), *_of_the_script(config, job), *slurm.options]
+
+
+def _sizes(nodes: int, cpus: int, memory_gb: float, *, exclusive: bool) -> Iterator[str]:
+    yield f"--nodes={nodes}"
     yield "--ntasks-per-node=1"
-    if cluster.cpus_per_node:
-        yield f"--cpus-per-task={cluster.cpus_per_node}"
-    if cluster.memory_gb_per_node:
-        yield f"--mem={int(cluster.memory_gb_per_node * 1024)}M"
-    elif slurm.exclusive:
+    if cpus:
+        yield f"--cpus-per-task={cpus}"
+    if memory_gb:
+        yield f"--mem={int(memory_gb * 1024)}M"
+    elif exclusive:
         yield "--mem=0"  # all of the node
-    if cluster.gpus_per_node:
-        kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
-        yield f"--gpus-per-node={kind}{cluster.gpus_per_node}"
-    if slurm.exclusive:
+    if exclusive:
         yield "--exclusive"
-    for name in ("partition", "account", "qos", "reservation", "constraint", "time"):
+
+
+def _common(config: Config) -> Iterator[str]:
+    """Yield the options that each component has."""
+    slurm = config.cluster.slurm
+    yield f"--job-name={job_name(config)}"
+    for name in ("account", "qos", "time"):
         if value := getattr(slurm, name):
             yield f"--{name}={value}"
     yield "--no-kill"  # the loss of a node is left to the run: spare nodes take its place
     yield "--requeue" if slurm.requeue else "--no-requeue"
-    yield f"--signal=B:USR1@{slurm.signal_s}"
+
+
+def _of_the_script(config: Config, job: Job) -> Iterator[str]:
+    yield f"--signal=B:USR1@{config.cluster.slurm.signal_s}"
     yield "--open-mode=append"
     yield f"--chdir={_quoted(str(job.cwd))}"
     yield f"--output={_quoted(str(Path(escaped(job.output.parent), job.output.name)))}"
-    yield from slurm.options
 
 
 def escaped(folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,11 @@ class JobState:
     host: str = ""
     start: str = ""
     exit_code: int | None = None
+
+
+def is_here() -> bool:
+    """Return True if this machine has the programs of SLURM."""
+    return shutil.which("scontrol") is not None
 
 
 def submit(config: Config, script: Path) -> str:
@@ -68,7 +74,8 @@ def job_states(jobs: Iterable[str]) -> dict[str, JobState]:
     command = ["squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--format={fields}"]
     states = {}
     for line in _call(command).splitlines():
-        job, state, reason, host, start = line.split("|", 4)
+        number, state, reason, host, start = line.split("|", 4)
+        job = number.removesuffix("+0")  # the first component of a heterogeneous job has the batch script
         if job in wanted:
             states[job] = JobState(state, reason, host if host != "n/a" else "", start if start != "N/A" else "")
     return states
@@ -82,7 +89,8 @@ def job_state(job: str) -> JobState | None:
         if "nvalid job id" in str(error):
             return None
         raise
-    found = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+    batch, *_ = shown.splitlines()  # a heterogeneous job has one line per component, the first with the batch script
+    found = dict(word.split("=", 1) for word in batch.split() if "=" in word)
     code, _, signum = found.get("ExitCode", "").partition(":")
     start = found.get("StartTime", "")
     return JobState(

@@ -13,7 +13,7 @@ from realsys.errors import ConfigError
 SECTION = "cluster.slurm"
 #: exit code of a run that SLURM stopped shortly before the time limit
 REQUEUE_CODE = 128 + signal.SIGUSR1
-_WORDS = ("partition", "account", "qos", "reservation", "constraint", "gpu_type")
+_WORDS = ("partition", "cpu_partition", "account", "qos", "reservation", "constraint", "gpu_type")
 _TIMES = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 
 
@@ -29,7 +29,7 @@ def check_slurm(config: Config) -> None:
     for name, text in _lines(config):
         if not text.isprintable():
             raise ConfigError(f"{SECTION}.{name}", text, "must be one line: write one entry per line")
-    for option in (*slurm.options, *slurm.srun):
+    for option in (*slurm.options, *slurm.cpu_options, *slurm.srun):
         if not option.startswith("-"):
             raise ConfigError(f"{SECTION}.options", option, "must begin with -: write --name=value")
     if slurm.time and seconds_of(slurm.time) <= slurm.signal_s:
@@ -50,7 +50,7 @@ def check_network(config: Config) -> None:
 
 def _lines(config: Config) -> Iterator[tuple[str, str]]:
     slurm = config.cluster.slurm
-    for name in ("options", "setup", "srun"):
+    for name in ("options", "cpu_options", "setup", "srun"):
         yield from ((name, text) for text in getattr(slurm, name))
     for name in ("image", "python"):
         yield f"container.{name}", getattr(slurm.container, name)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -34,8 +34,12 @@ _ROOT = "config"
 _EXPERIMENT = "experiment"
 _PACKAGE = re.compile(r"\s*#\s*@package\b")
 _HEAD = re.compile(r"\s*(#\s*@|$)")  # lines that hydra passes over before it
-#: group with the name of a section -> the field that its option stands for
-_CHOSEN_BY = {"generation": "generation.backend", "cluster": "cluster.launcher"}
+#: group -> the field that its option stands for. Each has a default option, so a file that sets the field is no choice.
+_CHOSEN_BY = {
+    "generation": "generation.backend",
+    "name_store": "cluster.name_store.backend",
+    "cluster": "cluster.launcher",
+}
 
 
 def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Config:
@@ -45,7 +49,8 @@ def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Conf
     searched after the shipped ones. Rules over several fields are in checks.py.
     Raises ConfigError.
     """
-    return validate(_merge(list(overrides), config_dir))
+    # The schema's defaults are a node of the composition, so that interpolations such as ${train.total_steps} resolve.
+    return validate(_merge(list(overrides), config_dir, Config().model_dump()))
 
 
 def validate(tree: object) -> Config:
@@ -80,8 +85,11 @@ def _section_of(annotation: object) -> type[BaseModel] | None:
 # ---- hydra
 
 
-def _merge(overrides: list[str], config_dir: Path | None) -> object:
-    """Let hydra merge the files and the overrides; returns a plain tree of values."""
+def _merge(overrides: list[str], config_dir: Path | None, defaults: dict[str, Any]) -> object:
+    """Let hydra merge the files and the overrides over ``defaults``; returns a plain tree of values.
+
+    Without defaults the values of interpolations stay as they are written.
+    """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
     from hydra.core.config_store import ConfigStore
@@ -94,8 +102,7 @@ def _merge(overrides: list[str], config_dir: Path | None) -> object:
         if not config_dir.is_dir():
             raise ConfigError("--config-dir", str(config_dir), "is not a directory")
         _check_packages(config_dir)
-    # The schema's defaults are a node of the composition, so that interpolations such as ${train.total_steps} resolve.
-    ConfigStore.instance().store(name="schema", node=Config().model_dump(), provider="realsys")
+    ConfigStore.instance().store(name="schema", node=defaults, provider="realsys")
     search = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
     groups = _groups(config_dir)
     prepared = [_prepare(text, groups) for text in overrides]
@@ -104,7 +111,7 @@ def _merge(overrides: list[str], config_dir: Path | None) -> object:
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
         try:
             merged = hydra_compose(_ROOT, overrides=search + prepared)
-            return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+            return OmegaConf.to_container(merged, resolve=bool(defaults), throw_on_missing=True)
         except OmegaConfBaseException as exc:
             raise ConfigError(exc.full_key or "override", "", _first_line(exc)) from None
         except HydraException as exc:
@@ -198,10 +205,23 @@ def quoted(value: str) -> str:
     return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value) + "'"
 
 
-def given_fields(overrides: Sequence[str]) -> set[str]:
-    """Return the keys that the command line sets. A section includes all of its fields. Raises ConfigError."""
+def given_fields(overrides: Sequence[str], *, config_dir: Path | None = None) -> set[str]:
+    """Return the keys that the command line and the chosen files set. A section includes all of its fields.
+
+    Raises ConfigError.
+    """
     keys = {_parse(text).key_or_group for text in overrides}
-    return {_CHOSEN_BY.get(key, key) for key in keys}
+    in_files = set(_leaves(_merge(list(overrides), config_dir, {})))
+    return {_CHOSEN_BY.get(key, key) for key in keys} | (in_files - set(_CHOSEN_BY.values()))
+
+
+def _leaves(tree: object, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted paths of a tree's values."""
+    if isinstance(tree, dict) and tree:
+        for name, value in tree.items():
+            yield from _leaves(value, f"{prefix}{name}.")
+    elif prefix:
+        yield prefix.removesuffix(".")
 
 
 def _first_line(exc: BaseException) -> str:

@@ -26,6 +26,7 @@ AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 
 _NEEDED = frozenset({"scale", "window_size"})
 _CAUSAL = (-1, 0)
+_WIDTH_STEP = 8  # the kernel's backward pass needs heads whose width is a multiple of it
 _HOPPER = 9  # major compute capability of the only devices that FlashAttention 3 supports
 _FA3, _FA3_MODULE = "FA3", "flash_attn_interface"
 _RESTORE = "restore_flash_attention_impl"
@@ -43,10 +44,14 @@ def choose_kernel(varlen_attn: Callable[..., Any], version: str = torch.__versio
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int, scale: float
     ) -> torch.Tensor:
         grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if names_gqa else {}
+        width = query.shape[-1]
+        missing = -width % _WIDTH_STEP
+        if missing:  # zeros add nothing to a score, and the values' zeros are cut off again
+            query, key, value = (torch.nn.functional.pad(each, (0, missing)) for each in (query, key, value))
         arguments = (query, key, value, ends, ends, longest, longest)
         out = varlen_attn(*arguments, scale=scale, window_size=_CAUSAL, **grouped)
         assert isinstance(out, torch.Tensor)
-        return out
+        return out[..., :width] if missing else out  # the backward pass of a slice costs a copy
 
     return attend
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from realsys.config.rules.machine import VISIBLE, Machine
+from realsys.config.rules.machine import VISIBLE
 from realsys.errors import DeviceError
-from realsys.gpu.environment import names_gpu
+from realsys.gpu.environment import is_given_gpu
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -44,13 +44,6 @@ def choose_device(index: int = 0, environment: Mapping[str, str] = os.environ) -
         cause = str(error).strip().partition("\n")[0]
         raise DeviceError(_problem(cause, environment)) from error
     return device
-
-
-def is_given_gpu(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this process must compute on a GPU."""
-    if VISIBLE in environment:
-        return names_gpu(environment)
-    return bool(Machine.here(environment).trainer_gpus)
 
 
 def _problem(cause: str, environment: Mapping[str, str]) -> str:

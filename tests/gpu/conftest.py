@@ -26,6 +26,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
+def two_gpus() -> None:
+    """Skip the test on a machine with one GPU: NCCL refuses two ranks on it."""
+    if not STAND_IN and (there := torch.cuda.device_count()) < 2:
+        pytest.skip(f"needs 2 GPUs, {there} is there")
+
+
+@pytest.fixture
 def compute_on(monkeypatch: pytest.MonkeyPatch) -> ComputeOn:
     def choose(device: str) -> None:
         if device == "cpu" or STAND_IN:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.slurm.cluster import NODES, VirtualSlurm
-from tests.support.slurm.trials import SlurmTrial, realsys
+from tests.support.slurm.trials import FREED_S, SlurmTrial, realsys
 
 pytestmark = [pytest.mark.needs(program) for program in ("slurmctld", "slurmd", "etcd")]
 
@@ -17,7 +17,7 @@ def test_unknown_partition_is_one_line(slurm: VirtualSlurm, tmp_path: Path) -> N
     done = realsys("submit", *trial.words)
     assert done.returncode == 2 and not trial.root.exists()
     [line] = done.stderr.splitlines()
-    assert "cluster.slurm.partition='nope'" in line and "(partitions: main)" in line
+    assert "cluster.slurm.partition='nope'" in line and "(partitions: cpu, main)" in line
 
 
 def test_waiting_job_shows_its_reason_and_stops(slurm: VirtualSlurm, tmp_path: Path) -> None:
@@ -46,10 +46,20 @@ if "realsys.workers" in words:
 
 
 def test_ranks_see_the_gpus_of_the_plan(slurm: VirtualSlurm, tmp_path: Path) -> None:
-    """The devices are /dev/null for SLURM, and counted by a stand-in. No rank can use one, so the run ends."""
+    """The devices are /dev/null for SLURM, and counted by a stand-in. No rank can use one, so the run ends.
+
+    The job is heterogeneous. On its light node the stand-in counts GPUs, too: the node gets none of their users.
+    """
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     shown = tmp_path / "shown.txt"
-    gpus = ("cluster.nodes=2", "cluster.gpus_per_node=2", "allocation=serve.d2+d2", "generation.embedded.on_gpu=true")
+    gpus = (
+        "cluster.nodes=3",
+        "cluster.cpu_nodes=1",
+        "cluster.slurm.cpu_partition=cpu",
+        "cluster.gpus_per_node=2",
+        "allocation=serve.d2+d2",
+        "generation.embedded.on_gpu=true",
+    )
     trial = SlurmTrial(slurm, tmp_path, "gpus", *gpus)
     trial.submit(env={"PYTHONPATH": f"{Path.cwd()}:{tmp_path}", "SHOWN": str(shown)})
     trial.until_state("FAILED")
@@ -57,7 +67,10 @@ def test_ranks_see_the_gpus_of_the_plan(slurm: VirtualSlurm, tmp_path: Path) -> 
     ranks = [tuple(seen[f"model_worker/{index}"]) for index in range(2)]
     servers = [tuple(seen[f"generation_server/{index}"]) for index in range(2)]
     assert len({*ranks, *servers}) == 4 and {gpu for _, gpu in (*ranks, *servers)} == {"0", "1"}, trial.report()
-    assert len(seen["rollout_worker/0"]) == 1, "a process without a GPU sees none"
+    others = [seen[name] for name in ("gserver_manager/0", "rollout_worker/0")]
+    assert all(len(each) == 1 for each in others), "a process without a GPU sees none"
+    assert {node for [node] in others}.isdisjoint(node for node, _ in (*ranks, *servers)), trial.report()
+    assert trial.freed_s() < FREED_S
 
 
 def test_node_without_requested_gpus_is_refused(slurm: VirtualSlurm, tmp_path: Path) -> None:

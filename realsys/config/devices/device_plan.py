@@ -8,7 +8,8 @@ whole-group  a block has neighbouring GPUs of one node: the ranks of a tensor-pa
 all-placed   every process has a seat, or the plan is refused
 
 Blocks are placed in their order, each on the first node with room: training ranks fill the nodes from the first one on,
-servers get the rest. A block without GPUs goes to the node with the least work per CPU core.
+servers get the rest. A block without GPUs goes to the node with the least work per CPU core. If there are light nodes,
+blocks other than ranks and servers go there.
 """
 
 from __future__ import annotations
@@ -26,18 +27,25 @@ RANK: Kind = "model_worker"
 SERVER: Kind = "generation_server"
 
 _GIB = 1 << 30
+_OF_NOMINAL = 0.98  # a GPU that is sold with 80 GB reports 79.6 GiB
 _FEWEST_PROCESSES, _PROCESSES_PER_CORE = 32, 8  # bound on the processes of a node
 FIRST_INIT_PORT = 25000
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Resources of one machine. ``memory`` is free bytes; 0 cores or bytes: not known."""
+    """Resources of one machine. ``memory`` is free bytes; 0 cores or bytes: not known.
+
+    light       it has the processes other than training ranks and servers, and no other node has them
+    gpu_memory  bytes of its smallest GPU
+    """
 
     name: str
     cpus: int
     memory: int
     gpus: int
+    light: bool = False
+    gpu_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +160,7 @@ def _check_sum(used: Sequence[_Used], blocks: Sequence[Block], share: bool) -> N
 
 
 def _place_block(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]:
+    used = _of_its_kind(block, used)
     if not block.gpus:
         target = used[0] if block.on_first else min(used, key=lambda each: each.load)
         return [target.sit(block, index, ()) for index in block.indexes]
@@ -159,6 +168,12 @@ def _place_block(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]
         return _place_server(block, used, share)
     [(target, first)] = _find(block.name, len(block.indexes), 1, used, share=False)
     return [target.sit(block, index, (first + number,)) for number, index in enumerate(block.indexes)]
+
+
+def _of_its_kind(block: Block, used: Sequence[_Used]) -> Sequence[_Used]:
+    """Return the nodes that a block may have: if some are light, these are for all but ranks and servers."""
+    light = block.kind not in (RANK, SERVER)
+    return [each for each in used if each.node.light == light] or used
 
 
 def _place_server(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]:
@@ -195,18 +210,19 @@ def _find(name: str, width: int, count: int, used: Sequence[_Used], *, share: bo
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Needs of the processes of a node: their number, GPUs, bytes of host memory."""
+    """Needs of the processes of a node: their number, GPUs, bytes of host memory, bytes of each GPU (0: any)."""
 
     processes: int
     gpus: int
     memory: int
+    gpu_memory: int = 0
 
     @classmethod
-    def of(cls, seats: Iterable[NeedsRoom]) -> Needs:
-        """Return the needs of the processes on one node."""
+    def of(cls, seats: Iterable[NeedsRoom], gpu_memory: int = 0) -> Needs:
+        """Return the needs of the processes on one node. ``gpu_memory``: bytes of a GPU for which they were planned."""
         there = list(seats)
         gpus = 1 + max((gpu for seat in there for gpu in seat.gpus), default=-1)
-        return cls(len(there), gpus, sum(seat.memory for seat in there))
+        return cls(len(there), gpus, sum(seat.memory for seat in there), gpu_memory if gpus else 0)
 
     def problem(self, node: Node) -> str:
         """Return why ``node`` cannot hold the processes; "" if it can."""
@@ -217,6 +233,9 @@ class Needs:
             return f"{self.processes} processes are too many for {node.cpus} CPU cores; at most {most}"
         if node.memory and self.memory > node.memory:
             return f"its processes need about {self.memory / _GIB:.1f} GiB, {node.memory / _GIB:.1f} GiB are free"
+        if node.gpu_memory and _OF_NOMINAL * self.gpu_memory > node.gpu_memory:
+            planned, there = self.gpu_memory / _GIB, node.gpu_memory / _GIB
+            return f"its GPUs have {there:.1f} GiB, and the plan is for cluster.gpu_memory_gb={planned:g}"
         return ""
 
 

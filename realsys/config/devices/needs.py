@@ -22,17 +22,25 @@ def nodes_of(config: Config, machine: Machine) -> list[Node]:
     """Return the nodes that the configuration describes; without them, ``machine`` alone. Raises ConfigError."""
     cluster = config.cluster
     if not cluster.nodes:
-        for field in ("gpus_per_node", "cpus_per_node", "memory_gb_per_node"):
+        for field in ("gpus_per_node", "cpus_per_node", "memory_gb_per_node", "cpu_nodes"):
             if value := getattr(cluster, field):
                 raise ConfigError(f"cluster.{field}", value, "describes other machines: set cluster.nodes too")
         return [machine.node()]
-    memory = int(cluster.memory_gb_per_node * GIB)
-    return [Node(f"node{n}", cluster.cpus_per_node, memory, cluster.gpus_per_node) for n in range(cluster.nodes)]
+    light = cluster.cpu_nodes
+    if light >= cluster.nodes:
+        problem = f"are among the nodes, and leave none for trainers and servers: cluster.nodes is {cluster.nodes}"
+        raise ConfigError("cluster.cpu_nodes", light, problem)
+    memory, light_memory = int(cluster.memory_gb_per_node * GIB), int(cluster.memory_gb_per_cpu_node * GIB)
+    nodes = [Node(f"node{n}", cluster.cpus_per_cpu_node, light_memory, 0, light=True) for n in range(light)]
+    heavy = range(light, cluster.nodes)
+    return nodes + [Node(f"node{n}", cluster.cpus_per_node, memory, cluster.gpus_per_node) for n in heavy]
 
 
 def gpus_of_torch(config: Config, machine: Machine) -> int:
     """Return on how many GPUs the nodes can train. The torch of other machines is taken to be a CUDA build."""
-    return config.cluster.nodes * config.cluster.gpus_per_node if config.cluster.nodes else len(machine.trainer_gpus)
+    cluster = config.cluster
+    heavy = cluster.nodes - cluster.cpu_nodes
+    return heavy * cluster.gpus_per_node if cluster.nodes else len(machine.trainer_gpus)
 
 
 def servers_use_gpus(config: Config, machine: Machine, backend: BackendRules) -> bool:
@@ -47,7 +55,7 @@ def seats_of(
 
     ``kinds``: place only these; None: all.
     """
-    blocks = [block for block in _blocks(config, machine, nodes[0]) if kinds is None or block.kind in kinds]
+    blocks = [block for block in _blocks(config, machine, nodes[-1]) if kinds is None or block.kind in kinds]
     blocks.sort(key=lambda block: (block.kind != RANK, block.kind != SERVER, not block.on_first))
     seats = place(nodes, blocks, config.allocation, share=config.cluster.share_gpus)
     order: list[Kind] = ["name_store", "gserver_manager", SERVER, RANK, "rollout_worker", "master_worker"]

@@ -17,6 +17,7 @@ from realsys.config.fields import replaced
 from realsys.config.memory.models import model_of
 from realsys.config.roles import role_field, role_settings
 from realsys.config.rules.lengths import longest_sequence
+from realsys.config.rules.training_rules import can_shard_optimizers
 from realsys.config.schema import Config
 from realsys.hf.architecture import HfModel, splits_over
 
@@ -67,9 +68,7 @@ def _switches(config: Config, allocation: Allocation) -> Iterator[Change]:
     train, flow, layout = config.train, dataflow_of(config), allocation.actor
     if layout.tensor > 1 and not train.sequence_parallel:
         yield Change(0.0, {"train.sequence_parallel": True})
-    optimizers = [role_settings(config, role).optimizer for role in flow.trained_roles]
-    can_shard = all(each.name == "adam" and each.decoupled_weight_decay for each in optimizers)
-    if layout.data > 1 and can_shard and not train.distributed_optimizer:
+    if layout.data > 1 and not train.distributed_optimizer and can_shard_optimizers(config, flow):
         yield Change(0.5, {"train.distributed_optimizer": True})
     if train.inference_microbatch_tokens > train.microbatch_tokens:
         yield Change(1.0, {"train.inference_microbatch_tokens": 0})

@@ -74,7 +74,7 @@ def place_of(config: Config, allocation: Allocation, backend: BackendRules, mach
         ranks=allocation.workers,
         servers=allocation.inference.data,
         others=config.rollout.workers + 2,
-        engine=0 if elsewhere else int(backend.memory_bytes(nodes[0])),
+        engine=0 if elsewhere else int(backend.memory_bytes(nodes[-1])),
         ranks_on_gpu=on_gpus or gpus_of_torch(config, machine) > 0,
         servers_on_gpu=on_gpus or servers_use_gpus(config, machine, backend),
     )
@@ -83,7 +83,7 @@ def place_of(config: Config, allocation: Allocation, backend: BackendRules, mach
     if cluster.nodes:
         host_bytes = int(cluster.memory_gb_per_node * GIB)
         kinds = Counter((seat.node, seat.kind) for seat in seats_of(config, machine, nodes))
-        for node in nodes:
+        for node in (node for node in nodes if not node.light):  # light nodes load no model: the plan has checked them
             ranks, servers = kinds.pop((node.name, RANK), 0), kinds.pop((node.name, SERVER), 0)
             others = sum(count for (name, _), count in kinds.items() if name == node.name)
             on_nodes[node.name] = replace(here, ranks=ranks, servers=servers, others=others)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from realsys.config.allocation import ACTOR, Allocation
 from realsys.config.dataflow import Dataflow, token_level_advantages
 from realsys.config.doors import LOSS
@@ -32,19 +34,31 @@ def _check_batch(config: Config, allocation: Allocation, flow: Dataflow) -> None
                 f"{minibatches} minibatches x {data} data-parallel ranks of the {role}"
             )
             raise ConfigError("train.batch_groups", config.train.batch_groups, problem)
-    if config.warmup.steps:
-        _check_distributed(config, "warmup.optimizer", config.warmup.optimizer)
     if config.warmup.steps and config.warmup.batch < allocation.actor.data:
         problem = f"must be at least the {allocation.actor.data} data-parallel ranks"
         raise ConfigError("warmup.batch", config.warmup.batch, problem)
 
 
+def can_shard_optimizers(config: Config, flow: Dataflow) -> bool:
+    """Return True if ``train.distributed_optimizer`` is possible: Megatron shards AdamW only."""
+    return all(each.name == "adam" and each.decoupled_weight_decay for _, each in _optimizers(config, flow))
+
+
+def _optimizers(config: Config, flow: Dataflow) -> Iterator[tuple[str, OptimizerConfig]]:
+    """Yield the sections of all optimizers of a trial."""
+    if config.warmup.steps:
+        yield "warmup.optimizer", config.warmup.optimizer
+    for role in flow.trained_roles:
+        section = "train" if role == ACTOR else role_field(role)
+        yield f"{section}.optimizer", role_settings(config, role).optimizer
+
+
 def _check_parallel(config: Config, flow: Dataflow) -> None:
+    if config.train.distributed_optimizer:
+        for field, optimizer in _optimizers(config, flow):
+            _check_sharded(field, optimizer)
     for role in flow.roles:
         settings = role_settings(config, role)
-        if role in flow.trained_roles:
-            field = "train.optimizer" if role == ACTOR else f"{role_field(role)}.optimizer"
-            _check_distributed(config, field, settings.optimizer)
         if role in flow.trained_roles or role == ACTOR:
             continue
         if settings.offload == "optimizer":
@@ -52,10 +66,8 @@ def _check_parallel(config: Config, flow: Dataflow) -> None:
             raise ConfigError(f"{role_field(role)}.offload", "optimizer", problem)
 
 
-def _check_distributed(config: Config, field: str, optimizer: OptimizerConfig) -> None:
-    """Refuse other optimizers than AdamW if their state is to be sharded, because Megatron shards AdamW only."""
-    if not config.train.distributed_optimizer:
-        return
+def _check_sharded(field: str, optimizer: OptimizerConfig) -> None:
+    """Refuse other optimizers than AdamW, whose state is to be sharded."""
     if optimizer.name != "adam":
         problem = "must be adam with train.distributed_optimizer, which cannot shard other optimizers"
         raise ConfigError(f"{field}.name", optimizer.name, problem)

@@ -69,8 +69,17 @@ class ClusterConfig(Section):
         0, description="machines of the trial (docs/allocation.md); 0: this machine, with what it has"
     )
     ray: RayConfig = RayConfig()
+    cpu_nodes: NonNegative = Field(
+        0,
+        description="with nodes: how many of them are of a second kind, without GPUs, for the processes that need none"
+        " (docs/allocation.md)",
+    )
+    cpus_per_cpu_node: NonNegative = Field(0, description="with cpu_nodes: CPU cores of each; 0: not known")
+    memory_gb_per_cpu_node: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="with cpu_nodes: host memory of each in GiB; 0: not known"
+    )
     spare_nodes: NonNegative = Field(0, description="with nodes: further machines, which take the place of lost ones")
-    gpus_per_node: NonNegative = Field(0, description="with nodes: GPUs of each")
+    gpus_per_node: NonNegative = Field(0, description="with nodes: GPUs of each, but for cpu_nodes")
     cpus_per_node: NonNegative = Field(0, description="with nodes: CPU cores of each; 0: not known, not checked")
     memory_gb_per_node: Annotated[float, Field(ge=0)] = Field(
         0.0, description="with nodes: host memory of each in GiB; 0: not known, not checked"

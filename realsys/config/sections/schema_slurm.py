@@ -42,5 +42,7 @@ class SlurmConfig(Section):
     requeue: bool = Field(True, description="queue the job again at its time limit, and if it loses its first node")
     options: list[str] = Field([], description="further options of sbatch (`--mail-type=END`), one per entry")
     setup: list[str] = Field([], description="lines of the batch script before the run (`module load cuda/12.4`)")
+    cpu_partition: str = Field("", description="partition of the nodes without GPUs (cluster.cpu_nodes)")
+    cpu_options: list[str] = Field([], description="further options of sbatch for them (`--constraint=amd`)")
     srun: list[str] = Field([], description="further options of the srun that starts the agents")
     container: ContainerConfig = ContainerConfig()

@@ -1,23 +1,12 @@
-"""The command that runs everything that needs a GPU, on a machine without one."""
+"""The command that runs everything that needs a GPU, on a machine without one: skipped, or on the CPU."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+import pytest
 
-
-def gpu_all(out: Path, *options: str) -> tuple[int, str, list[dict[str, Any]]]:
-    """Run it from another folder with PYTHONPATH alone; return exit code, output and rows."""
-    command = [sys.executable, "-m", "benchmarks.gpu_all", "--out", str(out), *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=out.parent, env=environment, capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout, json.loads((out / "gpu_all.json").read_text())
+from tests.support.gpu.gpu_all_run import check_on_cpu, gpu_all
 
 
 def test_every_row_says_that_there_is_no_gpu(tmp_path: Path) -> None:
@@ -34,3 +23,9 @@ def test_every_row_says_that_there_is_no_gpu(tmp_path: Path) -> None:
 def test_item_out_of_time_is_a_row(tmp_path: Path) -> None:
     code, _, rows = gpu_all(tmp_path / "out", "--budget", "0.1", "--items", "0", "1")
     assert [row["result"] for row in rows] == ["out of time", "not run"] and code == 1
+
+
+@pytest.mark.parametrize("item", [0, 1, 2, 3, 5, 6, 7])
+def test_item_runs_on_the_cpu(item: int, tmp_path: Path) -> None:
+    """A typo must not wait for a GPU."""
+    check_on_cpu(item, tmp_path / "out")

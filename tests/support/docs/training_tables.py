@@ -143,15 +143,20 @@ def control_plane() -> str:
         "transfer, ms": "transfer ms",
         "call, ms": "mfc ms",
         "empty, ms": "empty ms",
+        "bare, ms": "bare ms",
         "transfer, loop ms": "transfer loop ms",
         "call, loop ms": "mfc loop ms",
+        "empty, loop ms": "empty loop ms",
+        "bare, loop ms": "bare loop ms",
         "planning, ms": "moves ms",
     }
     before = {row["workers"]: row for row in load("control_plane_before")["rows"]}
     rows = []
     for row in load("control_plane")["rows"]:
-        pairs = [(before[row["workers"]][column], row[column]) for column in list(columns.values())[1:]]
-        rows.append([f"{row['workers']}", *(f"{_rounded(old)} -> {_rounded(new)}" for old, new in pairs)])
+        old = before[row["workers"]]
+        pairs = [(old.get(column), row[column]) for column in list(columns.values())[1:]]
+        changes = [("" if was is None else f"{_rounded(was)} -> ") + _rounded(now) for was, now in pairs]
+        rows.append([f"{row['workers']}", *changes])
     return table(list(columns), rows)
 
 

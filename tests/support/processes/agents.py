@@ -31,13 +31,18 @@ SHOWN = WITH_PARENT + READY + "print(os.getpid(), flush=True); ready(); signal.p
 
 
 def start_agent(
-    root: Path, node: str, output: Path, wait_s: float = BOUND_S, env: Mapping[str, str] | None = None
+    root: Path,
+    node: str,
+    output: Path,
+    wait_s: float = BOUND_S,
+    *options: str,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start ``realsys node-agent`` with ``env`` over our environment; its output goes to the end of ``output``."""
     argv = [sys.executable, "-m", "realsys.launch.cli", "node-agent", "--trial-dir", str(root), "--node", node]
     with output.open("ab") as file:
         return subprocess.Popen(
-            [*argv, "--wait", str(wait_s)],
+            [*argv, "--wait", str(wait_s), *options],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -93,7 +98,7 @@ class FakeAgent:
         assert address is not None
         self.index = orders.index_of(NAME)
         self.endpoint = AgentEndpoint(self.index, address.address, keys=load_keys(paths.keys))
-        about = (self.index, self.endpoint.incarnation, NAME, NAME, "127.0.0.1", 2, 1 << 40, 0)
+        about = (self.index, self.endpoint.incarnation, NAME, NAME, "127.0.0.1", 2, 1 << 40, 0, 0)
         self.endpoint.notify("Joined", orders.Joined(*about))
 
     async def answer(self, handler: str, reply: msgspec.Struct) -> None:

@@ -60,6 +60,7 @@ SlurmdTimeout=30
 NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} CPUs={cpus} Boards=1 SocketsPerBoard=1 \
 CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory={memory} Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=cpu Nodes=ALL MaxTime=INFINITE State=UP
 """
 
 
@@ -128,7 +129,12 @@ class VirtualSlurm:
 
     def state(self, job: str) -> str:
         """Return the state of a job; "" if SLURM does not know it."""
-        return self.call("squeue", "-h", "-t", "all", "-j", job, "-o", "%T", check=False).strip()
+        return self.first_line(job, "%T")
+
+    def first_line(self, job: str, fields: str) -> str:
+        """Return what squeue shows of a job, of its first component if it is heterogeneous."""
+        shown = self.call("squeue", "-h", "-t", "all", "-j", job, "-o", fields, check=False).splitlines()
+        return shown[0].strip() if shown else ""
 
     def until(self, condition: object, what: str, timeout_s: float = BOUND_S) -> None:
         """Poll until ``condition()`` is true."""
@@ -202,11 +208,10 @@ class VirtualSlurm:
         """End all jobs and restore all nodes. Returns the pids of the daemons."""
         self.call("scancel", "--full", "--signal=KILL", f"--user={getpass.getuser()}", check=False)
         self.call("scancel", f"--user={getpass.getuser()}", check=False)
-        for node in self.nodes:
-            if self._daemons[node].poll() is not None:
-                for task in self.tasks(node):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        task.kill()
+        lost = [node for node in self.nodes if self._daemons[node].poll() is not None]
+        for task in (task for node in lost for task in self.tasks(node)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                task.kill()
         for node in self.nodes:
             self.restore(node)
         self.until(lambda: not self.call("squeue", "-h").strip(), "no jobs")

@@ -16,12 +16,13 @@ from realsys.cluster.network import interfaces, is_loopback
 from realsys.config.paths import TrialPaths
 from realsys.errors import LedgerError
 from realsys.launch.commands.audit import audit_trial
-from realsys.telemetry.steps import StepTail
+from realsys.telemetry.steps import StepTail, surviving_steps
 from tests.support.jobs.jobs import SMALL, processes_of
 from tests.support.processes.ports import lasting_ports
 from tests.support.slurm.cluster import VirtualSlurm
 
 BOUND_S = 150.0
+FREED_S = 60.0  # bound on the time from the end of a run to the end of its job
 
 
 def own_interface() -> str:
@@ -72,6 +73,10 @@ class SlurmTrial:
         """Return the train steps of the step log, also those that were undone."""
         return [int(record["step"]) for record in StepTail(self.paths.steps).read() if record["kind"] == "train"]
 
+    def surviving_steps(self) -> list[int]:
+        """Return the train steps that no later recovery has undone."""
+        return [int(record["step"]) for record in surviving_steps(self.paths.steps) if record["kind"] == "train"]
+
     def until(self, condition: Callable[[], object], what: str, timeout_s: float = BOUND_S) -> float:
         """Poll until the condition is true; returns the seconds that it took."""
         began = time.monotonic()
@@ -93,12 +98,20 @@ class SlurmTrial:
 
     def started(self) -> float:
         """Return when the job started, in unix seconds."""
-        text = self._slurm.call("squeue", "-h", "-j", self.job, "-o", "%S").strip()
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+        return time.mktime(time.strptime(self._slurm.first_line(self.job, "%S"), "%Y-%m-%dT%H:%M:%S"))
+
+    def freed_s(self) -> float:
+        """Return the seconds from the end of the run to the end of its job, in which SLURM has all of its nodes again.
+
+        SLURM tells the end in whole seconds.
+        """
+        shown = self._slurm.call("scontrol", "show", "job", self.job)
+        ended = time.mktime(time.strptime(shown.split("EndTime=")[1].split()[0], "%Y-%m-%dT%H:%M:%S"))
+        return max(0.0, ended - self.paths.summary.stat().st_mtime)
 
     def first_node(self) -> str:
         """Return the node with the batch script."""
-        return self._slurm.call("squeue", "-h", "-j", self.job, "-o", "%B").strip()
+        return self._slurm.first_line(self.job, "%B")
 
     def node_of(self, module: str) -> str:
         """Return the virtual node on which the first process of this module runs."""

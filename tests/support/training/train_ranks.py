@@ -21,6 +21,7 @@ from realsys.cluster.network import take_address
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
+from realsys.gpu.environment import prepare_environment
 from realsys.train.calls import Role
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device, prepare_device
@@ -87,8 +88,10 @@ def _fork(rank: int, config: Config, group: _World | None, body: Body, folder: P
     code = 1
     try:
         warnings.simplefilter("ignore")
-        take_address(config)  # as a worker does when it starts
-        device = prepare_device(rank, 1)
+        # as a worker does when it starts
+        prepare_environment(os.environ, deterministic=config.train.deterministic)
+        take_address(config)
+        device = prepare_device(rank, 1, deterministic=config.train.deterministic)
         result = group.run(rank, body, device) if group is not None else body(rank, device)
         (folder / f"{rank}.pickle").write_bytes(pickle.dumps(result))
         code = 0

@@ -130,7 +130,7 @@ def test_backend_states_how_many_gpus_a_server_needs() -> None:
 def test_backend_sets_its_share_of_a_shared_gpu() -> None:
     gpus = Machine(cpus=8, memory_bytes=200 << 30, gpus=("0", "1"), torch_has_cuda=True)
     config = changed("generation.backend=own_backends:Mine", "allocation=serve.d1+d2", "cluster.share_gpus=true")
-    config, lines = fit(config, set(), gpus)
+    config, lines = fit(config, {"train"}, gpus)
     assert config.generation.threads == 45
     assert lines == ["set generation.threads=45: up to 2 processes share a GPU"]
 

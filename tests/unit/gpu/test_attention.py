@@ -54,6 +54,28 @@ def test_kernel_path_equals_bucket_path(
         torch.testing.assert_close(ours, expected, atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("size", [12, 20])
+def test_kernel_gets_heads_of_a_multiple_of_eight(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are refused by its backward pass. The padding changes neither outputs nor gradients."""
+    torch.manual_seed(3)
+    tensors = random_tensors(4, 2, size)
+    widths = []
+
+    def padded(**arguments: Any) -> torch.Tensor:
+        widths.extend(arguments[name].shape[-1] % 8 for name in ("query", "key", "value"))
+        found: torch.Tensor = reference(**arguments)
+        return found
+
+    monkeypatch.setattr(spec, "attention_kernel", lambda: choose_kernel(recorded("2.13", padded), "2.13"))
+    outputs = [attend(kernel, tensors, 4, 2) for kernel in (True, False)]
+    slope = torch.randn_like(outputs[0])
+    gradients = [torch.autograd.grad(output, tensors, slope) for output in outputs]
+    assert widths == [0, 0, 0]
+    torch.testing.assert_close(outputs[0], outputs[1], atol=2e-6, rtol=1e-5)
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected, atol=5e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("version", "named"), [("2.11", False), ("2.12", True), ("2.13", True)])
 def test_grouped_heads_are_named_where_known(version: str, named: bool) -> None:
     calls: list[dict[str, Any]] = []

@@ -12,8 +12,8 @@ from realsys.config.rules import machine
 from realsys.config.rules.machine import visible_gpus
 from realsys.errors import DeviceError
 from realsys.gpu import devices
-from realsys.gpu.devices import choose_device, is_given_gpu
-from realsys.gpu.environment import prepare_environment
+from realsys.gpu.devices import choose_device
+from realsys.gpu.environment import is_given_gpu, prepare_environment
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,10 @@ def test_process_with_an_id_was_given_a_gpu(
 ) -> None:
     monkeypatch.setattr(machine, "_torch_has_cuda", lambda: cuda_build)
     monkeypatch.setattr(machine, "_present_gpus", lambda: present)
-    assert is_given_gpu({} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}) is given
+    environment = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
+    assert is_given_gpu(environment) is given
+    prepare_environment(environment, deterministic=True)  # without CUBLAS_WORKSPACE_CONFIG the first product fails
+    assert ("CUBLAS_WORKSPACE_CONFIG" in environment) is ("PYTORCH_ALLOC_CONF" in environment) is given
 
 
 def test_process_without_gpu_computes_on_the_cpu() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from realsys.config.compose import compose, given_fields
 from realsys.config.memory.sharing import largest_rank
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config, GenerationConfig, SglangConfig
@@ -24,7 +26,7 @@ def machine(gpus: int) -> Machine:
     [(0, "serve.d1+d1"), (1, "serve.d1+d1"), (2, "serve.d1+d1"), (4, "serve.d3+d1"), (8, "serve.d6+d2")],
 )
 def test_automatic_allocation_divides_the_gpus(gpus: int, allocation: str) -> None:
-    config, lines = fit(Config(allocation="auto"), {"generation"}, machine(gpus))
+    config, lines = fit(Config(allocation="auto"), {"generation", "train"}, machine(gpus))
     assert config.allocation == allocation
     assert lines[0].startswith(f"set allocation={allocation}: this machine has ")
     assert lines[1:] == (["set cluster.share_gpus=True: this machine has 1 GPU for torch"] if gpus == 1 else [])
@@ -32,7 +34,7 @@ def test_automatic_allocation_divides_the_gpus(gpus: int, allocation: str) -> No
 
 def test_automatic_allocation_divides_the_gpus_of_all_nodes() -> None:
     cluster = ClusterConfig(nodes=4, gpus_per_node=8)
-    _, lines = fit(Config(allocation="auto", cluster=cluster), {"generation.backend"}, machine(0))
+    _, lines = fit(Config(allocation="auto", cluster=cluster), {"generation.backend", "train"}, machine(0))
     assert lines[0] == "set allocation=serve.d24+d8: the 4 nodes have 32 GPUs"
 
 
@@ -98,12 +100,12 @@ def test_server_gets_what_the_rank_leaves(tmp_path: Path) -> None:
 def test_gpu_with_one_owner_is_not_split() -> None:
     generation, cluster = GenerationConfig(backend="sglang"), ClusterConfig(share_gpus=True)
     config = Config(allocation="serve.d1+d1", generation=generation, cluster=cluster)
-    assert fit(config, set(), machine(2)) == (config, [])
+    assert fit(config, {"train"}, machine(2)) == (config, [])
 
 
 def test_other_allocations_stay_as_they_are() -> None:
     config = Config(allocation="serve.d1+d2")
-    assert fit(config, {"generation"}, machine(8)) == (config, [])
+    assert fit(config, {"generation", "train"}, machine(8)) == (config, [])
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,47 @@ def test_other_allocations_stay_as_they_are() -> None:
 )
 def test_open_engine_on_gpus_is_sglang(gpus: int, given: set[str], embedded: dict[str, bool], backend: str) -> None:
     config = Config.model_validate({"generation": {"embedded": embedded}})
-    config, lines = fit(config, given, machine(gpus))
+    config, lines = fit(config, given | {"train"}, machine(gpus))
     assert config.generation.backend == backend
     assert lines == (["set generation.backend=sglang: this machine has GPUs"] if backend == "sglang" else [])
+
+
+SAVED = {"recompute": True, "distributed_optimizer": True, "sequence_parallel": True, "head_chunk_tokens": 2048}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cluster", "train", "given", "saved"),
+    [
+        (2, {}, {}, set(), SAVED),
+        (0, {}, {}, set(), {}),
+        (0, {"nodes": 2, "gpus_per_node": 8}, {}, set(), SAVED),
+        (0, {"gpu_memory_gb": 79}, {}, set(), SAVED),
+        (2, {}, {}, {"train.recompute"}, {**SAVED, "recompute": False}),
+        (2, {}, {"head_chunk_tokens": 64}, set(), {**SAVED, "head_chunk_tokens": 64}),
+        (2, {}, {"optimizer": {"name": "sgd"}}, set(), {**SAVED, "distributed_optimizer": False}),
+    ],
+)
+def test_training_on_gpus_saves_memory(
+    gpus: int, cluster: dict[str, int], train: dict[str, Any], given: set[str], saved: dict[str, Any]
+) -> None:
+    """In every experiment, unless the user has chosen or the optimizer cannot be sharded."""
+    config = Config.model_validate({"cluster": cluster, "train": train, "allocation": "serve.d1+d1"})
+    fitted, lines = fit(config, given | {"generation"}, machine(gpus))
+    defaults = Config().train
+    assert {name: getattr(fitted.train, name) for name in SAVED} == {
+        name: saved.get(name, getattr(defaults, name)) for name in SAVED
+    }
+    changed = [name for name in SAVED if getattr(fitted.train, name) != getattr(config.train, name)]
+    assert sorted(line.partition("=")[0] for line in lines) == sorted(f"set train.{name}" for name in changed)
+
+
+def test_choice_in_a_file_is_not_open(tmp_path: Path) -> None:
+    """Also if it is the default of the schema."""
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults:\n  - arith\nexperiment: ours\ntrain:\n  recompute: false\n"
+    (tmp_path / "experiment" / "ours.yaml").write_text(text)
+    overrides = ["experiment=ours"]
+    given = given_fields(overrides, config_dir=tmp_path)
+    config, lines = fit(compose(overrides, config_dir=tmp_path), given, machine(1))
+    assert not config.train.recompute and config.train.head_chunk_tokens == 2048
+    assert not any("recompute=" in line for line in lines)

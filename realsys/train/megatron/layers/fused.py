@@ -123,10 +123,9 @@ class _Select(torch.autograd.Function):
         inverse[rows] = torch.arange(len(rows), device=grad.device)
         if not len(rows):
             return grad.new_zeros(ctx.size, *grad.shape[1:]), None
-        missing = inverse < 0
+        missing = (inverse < 0).view(-1, *(1 for _ in grad.shape[1:]))
         out = grad.index_select(0, inverse.clamp_(min=0))
-        out[missing] = 0
-        return out, None
+        return out.masked_fill_(missing, 0), None
 
 
 def apply(function: Any, *inputs: Any) -> torch.Tensor:

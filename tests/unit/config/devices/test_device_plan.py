@@ -27,8 +27,9 @@ PLANS = sorted(Path(__file__).with_name("device_plans").glob("*.txt"))
 
 
 def nodes_from(text: str) -> list[Node]:
-    gpus = [int(size) for part in text.split(",") for count, size in [part.split("x")] for _ in range(int(count))]
-    return [Node(f"node{number}", 16, 256 * GIB, each) for number, each in enumerate(gpus)]
+    """Read `COUNTxGPUS,...`; with 0l GPUs the nodes are light."""
+    sizes = [size for part in text.split(",") for count, size in [part.split("x")] for _ in range(int(count))]
+    return [Node(f"node{n}", 16, 256 * GIB, int(size.rstrip("l")), light="l" in size) for n, size in enumerate(sizes)]
 
 
 def planned(line: str) -> list[str]:
@@ -142,5 +143,15 @@ def test_nodes_are_those_of_the_configuration() -> None:
         Node("node0", 96, 1000 * GIB, 8),
         Node("node1", 96, 1000 * GIB, 8),
     ]
+    light = ["cluster.cpu_nodes=1", "cluster.cpus_per_cpu_node=64", "cluster.memory_gb_per_cpu_node=500"]
+    assert nodes_of(changed("cluster.nodes=2", *sizes, *light), MACHINE) == [
+        Node("node0", 64, 500 * GIB, 0, light=True),
+        Node("node1", 96, 1000 * GIB, 8),
+    ]
     [here] = nodes_of(changed(), MACHINE)
     assert (here.name, here.cpus, here.memory, here.gpus) == ("this machine", 8, 64 * GIB, 0)
+
+
+def test_light_nodes_leave_room_for_others() -> None:
+    with pytest.raises(ConfigError, match="cluster.cpu_nodes=2: are among the nodes.* cluster.nodes is 2"):
+        nodes_of(changed("cluster.nodes=2", "cluster.cpu_nodes=2"), MACHINE)

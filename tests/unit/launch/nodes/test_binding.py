@@ -18,12 +18,12 @@ class Process:
     memory: int = _GIB
 
 
-LARGE = Needs.of([Process((0, 1)), Process((7,)), Process()])
-SMALL = Needs.of([Process()])
+LARGE = Needs.of([Process((0, 1)), Process((7,)), Process()], gpu_memory=79 * _GIB)
+SMALL = Needs.of([Process()], gpu_memory=79 * _GIB)
 
 
-def machine(name: str, gpus: int = 8, cpus: int = 16, memory: int = 64 * _GIB) -> Node:
-    return Node(name, cpus, memory, gpus)
+def machine(name: str, gpus: int = 8, cpus: int = 16, memory: int = 64 * _GIB, gpu_memory: int = 80 * _GIB) -> Node:
+    return Node(name, cpus, memory, gpus, gpu_memory=gpu_memory)
 
 
 def two_nodes() -> Binding:
@@ -31,13 +31,21 @@ def two_nodes() -> Binding:
 
 
 def test_needs_are_the_sum_of_the_processes() -> None:
-    assert Needs(processes=3, gpus=8, memory=3 * _GIB) == LARGE and Needs(1, 0, _GIB) == SMALL
+    assert Needs(processes=3, gpus=8, memory=3 * _GIB, gpu_memory=79 * _GIB) == LARGE
+    assert Needs(1, 0, _GIB) == SMALL
 
 
 def test_machines_get_the_nodes_in_their_order() -> None:
     binding = two_nodes()
     assert [binding.join(machine(name)) for name in ("c", "a", "b")] == ["node0", "node1", ""]
     assert not binding.free and binding.node_of("a") == "node1" and list(binding.spares) == ["b"]
+
+
+def test_machine_of_the_launcher_gets_the_first_node() -> None:
+    """Also if it joins last; once it is lost, another machine may have its node."""
+    binding = Binding({"node0": LARGE, "node1": LARGE}, first="c")
+    assert [binding.join(machine(name)) for name in ("a", "b", "c")] == ["node1", "", "node0"]
+    assert binding.leave("c") == ("node0", "b")
 
 
 def test_spare_takes_the_node_of_a_lost_machine() -> None:
@@ -48,6 +56,11 @@ def test_spare_takes_the_node_of_a_lost_machine() -> None:
     assert binding.machine_of == {"node0": "c", "node1": "b"} and list(binding.spares) == ["d"]
     assert binding.leave("d") == ("", "")
     assert binding.leave("b") == ("node1", "") and binding.free == ["node1"]
+
+
+def test_machine_with_gpus_leaves_light_nodes_free() -> None:
+    binding = Binding({"node0": SMALL, "node1": LARGE})
+    assert [binding.join(machine("g", gpus=8)), binding.join(machine("c", gpus=0))] == ["node1", "node0"]
 
 
 def test_lost_machine_gets_its_node_again() -> None:
@@ -79,6 +92,7 @@ def test_machine_gets_a_node_that_it_fits() -> None:
     [
         ({"gpus": 4}, "its processes need 8 GPUs, 4 are there"),
         ({"memory": 2 * _GIB}, "its processes need about 3.0 GiB, 2.0 GiB are free"),
+        ({"gpu_memory": 40 * _GIB}, "its GPUs have 40.0 GiB, and the plan is for cluster.gpu_memory_gb=79"),
     ],
 )
 def test_misfit_is_named_with_the_numbers(sizes: dict[str, int], problem: str) -> None:
@@ -87,3 +101,14 @@ def test_misfit_is_named_with_the_numbers(sizes: dict[str, int], problem: str) -
     assert not binding.misfit(machine("b"))
     assert binding.misfit(machine("b", **sizes)) == f"b cannot be node1: {problem}"
     assert binding.misfit(machine("node0", **sizes)) == f"node0 cannot be node0: {problem}"
+
+
+def test_gpu_with_its_nominal_memory_is_enough() -> None:
+    needs = Needs.of([Process((0,))], gpu_memory=80 * _GIB)
+    assert not needs.problem(machine("a", gpu_memory=81559 << 20))
+    assert needs.problem(machine("a", gpu_memory=76 * _GIB))
+
+
+def test_unknown_gpu_memory_refuses_no_machine() -> None:
+    """A part of a GPU (MIG), or a machine without nvidia-smi."""
+    assert not two_nodes().misfit(machine("a", gpu_memory=0))

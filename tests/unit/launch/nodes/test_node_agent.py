@@ -18,6 +18,7 @@ from realsys.launch.nodes.orders import Address, write_address
 from realsys.launch.plan import ProcessSpec
 from realsys.launch.processes.supervisor import Supervisor
 from realsys.stream.security import ensure_keys
+from tests.support.jobs.jobs import poll
 from tests.support.processes.agents import BOUND_S, SHOWN, WORKER, AgentTrial, start_agent
 from tests.support.processes.supervised import log, stop, waits_for
 
@@ -206,6 +207,24 @@ def test_processes_end_with_their_coordinator(tmp_path: Path) -> None:
             process.kill()
             process.wait(BOUND_S)
     assert "the coordinator is gone: all processes have ended" in output.read_text()
+
+
+def test_agent_of_one_run_leaves_the_next(tmp_path: Path) -> None:
+    """With --once: an agent that SLURM did not end must not take a node in the next run of its job."""
+    output = tmp_path / "agent.txt"
+    argv = [sys.executable, "-c", COORDINATOR, str(tmp_path), str(tmp_path / "log"), SHOWN, str(LEASE_S)]
+    coordinator = subprocess.Popen(argv)
+    agent = start_agent(tmp_path, "b", output, BOUND_S, "--once")
+    try:
+        poll((tmp_path / "log").exists, "a process of the agent", lambda: "", BOUND_S)
+        coordinator.kill()
+        write_address(tmp_path / "coordinator.json", Address("tcp://127.0.0.1:1", "next", LEASE_S, "127.0.0.1", "", 1))
+        assert agent.wait(BOUND_S) == 1
+    finally:
+        for process in (coordinator, agent):
+            process.kill()
+            process.wait(BOUND_S)
+    assert "another coordinator runs the trial" in output.read_text()
 
 
 def test_agent_without_a_run_names_what_it_waits_for(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from realsys.config.devices.device_plan import Needs
 from realsys.config.paths import TrialPaths
+from realsys.config.rules.free_memory import smallest_gpu
 from realsys.config.rules.machine import VISIBLE
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.nodes import orders
@@ -56,6 +57,22 @@ def test_machine_without_the_gpus_is_refused(tmp_path: Path) -> None:
                 await nodes["node0"].ready(60.0)
 
     asyncio.run(body())
+
+
+def test_machine_with_smaller_gpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent reports the smallest GPU that it may use."""
+    listed = "0, GPU-a, 81559\n1, GPU-b, 40960\n"
+    monkeypatch.setattr("realsys.config.rules.machine._present_gpus", lambda: 2)
+    monkeypatch.setattr("realsys.launch.nodes.node_agent.gpu_bytes", lambda gpus: smallest_gpu(listed, gpus))
+
+    async def body(visible: str) -> None:
+        monkeypatch.setenv(VISIBLE, visible)
+        async with nodes_with_agents(tmp_path, {"node0": Needs(1, 1, 0, 79 << 30)}, ["hosta"]) as nodes:
+            await nodes["node0"].ready(60.0)
+
+    asyncio.run(body("0"))
+    with pytest.raises(ConfigError, match=r"its GPUs have 40.0 GiB, and the plan is for cluster.gpu_memory_gb=79"):
+        asyncio.run(body("0,1"))
 
 
 def test_agent_on_loopback_is_refused_among_several_nodes(tmp_path: Path) -> None:

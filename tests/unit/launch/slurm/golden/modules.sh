@@ -1,11 +1,11 @@
 #!/bin/bash
-#SBATCH --job-name=math-t
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=32
 #SBATCH --mem=123392M
 #SBATCH --reservation=r
 #SBATCH --constraint=ib&a100
+#SBATCH --job-name=math-t
 #SBATCH --no-kill
 #SBATCH --no-requeue
 #SBATCH --signal=B:USR1@120

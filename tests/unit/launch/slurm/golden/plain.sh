@@ -1,11 +1,11 @@
 #!/bin/bash
-#SBATCH --job-name=math-t
 #SBATCH --nodes=5
 #SBATCH --ntasks-per-node=1
 #SBATCH --mem=0
-#SBATCH --gpus-per-node=h100:8
 #SBATCH --exclusive
+#SBATCH --gpus-per-node=h100:8
 #SBATCH --partition=gpu
+#SBATCH --job-name=math-t
 #SBATCH --account=a1
 #SBATCH --qos=high
 #SBATCH --time=1-00:00:00

@@ -1,0 +1,42 @@
+"""Output of SLURM's programs as it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import pytest
+
+from realsys.launch.slurm import slurm_client
+from realsys.launch.slurm.slurm_client import JobState, job_state, job_states
+
+#: job 1 is heterogeneous
+SQUEUE = """\
+1+0|PENDING|Resources|n/a|2026-01-02T03:04:05
+1+1|PENDING|None|n/a|N/A
+3|RUNNING|None|a1|2026-01-02T03:04:05
+"""
+SCONTROL = """\
+JobId=1 HetJobOffset=0 JobState=RUNNING Reason=None ExitCode=0:0 StartTime=2026-01-02T03:04:05 BatchHost=c1
+JobId=2 HetJobOffset=1 JobState=COMPLETING Reason=None ExitCode=0:9 StartTime=Unknown BatchHost=g1
+"""
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(command: Sequence[str]) -> str:
+        return SQUEUE if command[0] == "squeue" else SCONTROL
+
+    monkeypatch.setattr(slurm_client, "_call", call)
+
+
+def test_first_component_stands_for_a_job() -> None:
+    found = job_states(["1", "3", "9"])
+    assert found["1"] == JobState("PENDING", "Resources", start="2026-01-02T03:04:05")
+    assert sorted(found) == ["1", "3"] and found["3"].host == "a1"
+    assert job_state("1") == JobState("RUNNING", "", "c1", "2026-01-02T03:04:05", 0)
+
+
+def test_machine_without_the_programs_has_no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "PATH", "/nowhere")
+    assert not slurm_client.is_here()
