@@ -15,7 +15,7 @@ from realsys.algorithm import dataflows
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import Dataflow, FunctionCall, dataflow_of
 from realsys.config.rules.checks import check, check_made_model, check_models
-from realsys.config.rules.machine import Machine, visible_gpus
+from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError
 from tests.support.processes.config_trees import changed
@@ -383,30 +383,3 @@ def test_linear_scaling_adds_positions_llama3_does_not(tmp_path: Path) -> None:
     hf_model(tmp_path, max_position_embeddings=128, rope_scaling=llama3)
     with pytest.raises(ConfigError, match="128 positions"):
         check(config, CPU)
-
-
-def test_machine_describes_this_one() -> None:
-    here = Machine.here({"CUDA_VISIBLE_DEVICES": ""})
-    assert here.cpus >= 1 and here.memory_bytes > 1 << 20
-    assert here.gpus == () and here.node().gpus == 0
-
-
-@pytest.mark.parametrize(
-    ("chosen", "gpus"),
-    [
-        (None, "0 1 2"),
-        ("2,0", "2 0"),
-        ("-1", ""),
-        ("NoDevFiles", ""),
-        ("1,-1,2", "1"),
-        ("0,7", "0"),
-        ("GPU-ab", "GPU-ab"),
-    ],
-)
-def test_visible_gpus_are_those_that_cuda_shows(chosen: str | None, gpus: str) -> None:
-    assert visible_gpus(chosen, present=3) == tuple(gpus.split())
-
-
-def test_gpu_that_is_visible_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='0,0': names a GPU twice"):
-        visible_gpus("0,0", present=1)

@@ -320,7 +320,7 @@ BAD = [
     (["run", "experiment=arith", "train.ppo.algorithm=json:no_such"], "train.ppo.algorithm"),
     (["run", "experiment=arith", "train.ppo.algorithm=tests.unit.config.test_checks:misspelt_hook"], "dataflow"),
     (["run", "experiment=arith", "plugins.train=[mine]"], "plugins"),
-    (["status", "/no/such/trial"], "config.json"),
+    (["status", "/no/such/trial"], "TRIAL_DIR"),
 ]
 
 

@@ -23,6 +23,7 @@ def paths(tmp_path: Path) -> TrialPaths:
     paths = TrialPaths(tmp_path / "math" / "a")
     paths.logs.mkdir(parents=True)
     (paths.logs / "model_worker-0.log").write_text("one\ntwo\nthree\n")
+    paths.config.write_text("{}")
     (paths.logs / "srun.log").write_text("")
     paths.summary.write_text("{}")  # an earlier run has written it
     return paths
