@@ -153,6 +153,7 @@ def coordinator() -> Iterator[Target]:
         return AgentStream()
 
     stream = loop.run_until_complete(start())
+    stream.on_unreadable = lambda worker, error: stream.lose(worker, str(error))  # as the coordinator does
     notices = {"Joined": orders.Joined, "Exited": orders.Exited, "StopAsked": orders.StopAsked}
     for name, kind in notices.items():
         stream.on_notice(name, kind, lambda notice: None)
