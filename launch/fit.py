@@ -36,7 +36,7 @@ from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.layouts import smallest_training
 from realsys.config.memory.sharing import largest_rank, server_share
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.backend_rules import backend_rules
+from realsys.config.rules.backend_rules import backend_rules, sizes_of
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
 from realsys.config.rules.training_rules import can_shard_optimizers
@@ -121,8 +121,9 @@ def _allocation(config: Config, given: Collection[str], machine: Machine) -> dic
             found = smallest_training(config, gpus, gpu_bytes)
             if found is not None:
                 return {"allocation": (found, f"{reason} of {gpu_bytes / GIB:.0f} GiB")}
-        training = max(1, gpus // 4)
-        return {"allocation": (f"serve.d{gpus - training}+d{training}", reason)}
+        width = sizes_of(config, parse_allocation("serve.d1+d1")).gpus
+        servers = max(1, (gpus - max(1, gpus // 4)) // width)
+        return {"allocation": (f"serve.d{servers}+d{max(1, gpus - servers * width)}", reason)}
     chosen: dict[str, tuple[Any, str]] = {"allocation": ("serve.d1+d1", reason)}
     if gpus == 1 and _is_open(config, given, "cluster.share_gpus"):
         chosen["cluster.share_gpus"] = (True, reason)

@@ -13,7 +13,7 @@ from realsys.config.memory.device_memory import rank_uses, server_use
 from realsys.config.memory.models import model_of
 from realsys.config.memory.shard import BYTES, FP32, StateSettings, shard_of, states_of
 from realsys.config.roles import role_settings
-from realsys.config.rules.backend_rules import backend_rules
+from realsys.config.rules.backend_rules import backend_rules, sizes_of
 from realsys.config.schema import Config
 
 _TORCH_PROCESS = 600 << 20  # resident memory of a process that has imported torch and Megatron
@@ -86,7 +86,7 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
     if not here.ranks_on_gpu:
         ranks = sum(use.total * count for use, count in rank_uses(config, allocation, flow, on_gpu=False))
     if not here.servers_on_gpu:
-        servers = server_use(config, allocation, on_gpu=False).total * allocation.inference.tensor
+        servers = server_use(config, allocation, on_gpu=False).total * sizes_of(config, allocation).gpus
     return HostUse(
         processes=here.processes,
         snapshot=int(_snapshot_bytes(config, allocation) * min(1.0, trainer * allocation.actor.data) * pinned),
@@ -136,7 +136,7 @@ def _checkpoint_bytes(config: Config, flow: Dataflow) -> int:
         role, model = role_settings(config, name), model_of(config, name)
         shard, trained = shard_of(model, whole, 0), name in flow.trained_roles
         states = states_of(model, shard, whole, role, StateSettings(config.model.dtype, trained, False, False))
-        masters = states.gradients if weight == FP32 else 0  # in bf16 they are part of the optimizer
+        masters = states.gradients if weight == FP32 else 0  # bf16 counts them with the optimizer
         frozen = shard.parameters * weight if role.lora.rank or not trained else 0
         total += states.optimizer + masters + frozen
     return total

@@ -19,7 +19,7 @@ from realsys.config.memory.hosts import HostUse, OnHost, host_use
 from realsys.config.memory.layouts import ranks_fit, smallest_training
 from realsys.config.memory.models import model_of
 from realsys.config.memory.sharing import largest_rank
-from realsys.config.rules.backend_rules import BackendRules
+from realsys.config.rules.backend_rules import BackendRules, sizes_of
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
@@ -116,18 +116,22 @@ def _check_ranks(config: Config, allocation: Allocation, flow: Dataflow, place: 
 
 def _other_allocation(config: Config, allocation: Allocation, place: Place) -> str:
     """Return what to do if no setting is enough: more of the same GPUs for training, or a smaller run."""
-    gpus = allocation.workers + allocation.inference.world_size
+    gpus = _gpus_of(config, allocation)
     text = None if len(allocation.roles) > 1 else smallest_training(config, gpus, place.gpu_bytes)
     if text is None:
         return "no setting is enough: use more GPUs with a larger m or p, train.lora.rank, or a smaller model"
     return f"no setting is enough for this number of training ranks: set allocation={text}"
 
 
+def _gpus_of(config: Config, allocation: Allocation) -> int:
+    return allocation.workers + allocation.inference.data * sizes_of(config, allocation).gpus
+
+
 def _check_servers(config: Config, allocation: Allocation, flow: Dataflow, place: Place) -> None:
     """Check a server's device, and the rank on it if there are too few GPUs for both."""
     use, usable = server_use(config, allocation, on_gpu=True), usable_bytes(config, place.gpu_bytes, server=True)
     shared = 0
-    if place.here.ranks_on_gpu and 0 < place.gpus < allocation.workers + allocation.inference.world_size:
+    if place.here.ranks_on_gpu and 0 < place.gpus < _gpus_of(config, allocation):
         shared = largest_rank(config)
         usable = min(usable, usable_bytes(config, place.gpu_bytes, server=False) - shared)
     if use.total <= usable:

@@ -80,5 +80,12 @@ def test_without_gpus_the_models_are_in_host_memory() -> None:
     assert (found.snapshot, found.offload) == (0, 0)
 
 
+def test_all_parts_of_a_server_are_on_its_host(tmp_path: Path) -> None:
+    given = ["generation.backend=sglang", "allocation=serve.d1+d1"]
+    one = use(math_config(tmp_path, "7B", *given), OnHost(1, 1, 4))
+    two = use(math_config(tmp_path, "7B", *given, "generation.sglang.args={dp-size: 2}"), OnHost(1, 1, 4))
+    assert two.servers == 2 * one.servers > 0
+
+
 def test_engine_of_its_own_adds_to_the_processes() -> None:
     assert OnHost(1, 2, 3, engine=7).processes - OnHost(1, 2, 3).processes == 14

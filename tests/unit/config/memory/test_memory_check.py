@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from realsys.config.allocation import parse_allocation
+from realsys.config.fields import replaced
 from realsys.config.memory.changes import Change
 from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.hosts import OnHost
@@ -101,6 +103,21 @@ def test_other_allocation_is_named_if_settings_fail(tmp_path: Path) -> None:
     config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d7+d1")
     error = refusal(config, gpus(config))
     assert error.field == "allocation" and "set allocation=serve.d6+d1m2" in str(error)
+
+
+def test_stages_of_a_server_fit_small_gpus(tmp_path: Path) -> None:
+    """32B on four GPUs of 39 GiB: each has a quarter of the weights."""
+    config = math_config(tmp_path, "32B", *SGLANG, "allocation=serve.d1+d8", "generation.sglang.args.pp-size=4")
+    place = replace(gpus(config, count=12), gpu_bytes=39 * GIB, host_bytes=0)
+    check_memory(config, replace(place, here=replace(place.here, ranks_on_gpu=False)))
+
+
+def test_other_allocation_counts_gpus_of_servers(tmp_path: Path) -> None:
+    """Three servers of two GPUs each, and two ranks: the other allocation has 8 GPUs, too."""
+    config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d3+d2", "generation.sglang.args.tp-size=2")
+    config = replaced(config, ["train", "distributed_optimizer"], value=False)
+    small = replace(gpus(config), gpu_bytes=60 * GIB)
+    assert "set allocation=serve.d2+d1m4" in str(refusal(config, small))
 
 
 def test_too_large_a_model_says_so(tmp_path: Path) -> None:
