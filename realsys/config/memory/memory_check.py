@@ -6,7 +6,7 @@ One mechanism for both: without GPUs the "devices" are parts of the host's memor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from realsys.config.allocation import Allocation, parse_allocation
@@ -18,7 +18,7 @@ from realsys.config.memory.device_memory import GIB, DeviceUse, cache_bytes, ran
 from realsys.config.memory.hosts import HostUse, OnHost, host_use
 from realsys.config.memory.layouts import ranks_fit, smallest_training
 from realsys.config.memory.models import model_of
-from realsys.config.memory.sharing import largest_rank
+from realsys.config.memory.sharing import largest_rank, owners_beside_servers
 from realsys.config.rules.backend_rules import BackendRules, sizes_of
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.rules.machine import Machine
@@ -42,13 +42,14 @@ class Place:
     host_bytes  free memory of a host, 0 if unknown
     here        all processes of the trial
     nodes       the processes of each node, if there are several; else ``here`` are on one host
+    owners      numbers of training ranks and of servers on the GPUs that servers have
     """
 
-    gpus: int
     gpu_bytes: int
     host_bytes: int
     here: OnHost
     nodes: Mapping[str, OnHost] = field(default_factory=dict)
+    owners: Collection[tuple[int, int]] = ((0, 1),)
 
     def fullest_host(self, config: Config) -> tuple[str, HostUse]:
         """Return the node with the greatest use of host memory, "" without nodes, and its use. Raises ModelError."""
@@ -87,7 +88,9 @@ def place_of(config: Config, allocation: Allocation, backend: BackendRules, mach
             ranks, servers = kinds.pop((node.name, RANK), 0), kinds.pop((node.name, SERVER), 0)
             others = sum(count for (name, _), count in kinds.items() if name == node.name)
             on_nodes[node.name] = replace(here, ranks=ranks, servers=servers, others=others)
-    return Place(sum(node.gpus for node in nodes), gpu_bytes, host_bytes, here, on_nodes)
+    place = Place(gpu_bytes, host_bytes, here, on_nodes)
+    shared = owners_beside_servers(seats_of(config, machine, nodes)) if cluster.share_gpus else ()
+    return replace(place, owners=shared) if shared else place
 
 
 def check_memory(config: Config, place: Place) -> None:
@@ -96,7 +99,7 @@ def check_memory(config: Config, place: Place) -> None:
     if place.here.ranks_on_gpu and place.gpu_bytes:
         _check_ranks(config, allocation, flow, place)
     if place.here.servers_on_gpu and place.gpu_bytes:
-        _check_servers(config, allocation, flow, place)
+        _check_servers(config, allocation, place)
     if place.host_bytes:
         _check_host(config, place)
 
@@ -116,27 +119,25 @@ def _check_ranks(config: Config, allocation: Allocation, flow: Dataflow, place: 
 
 def _other_allocation(config: Config, allocation: Allocation, place: Place) -> str:
     """Return what to do if no setting is enough: more of the same GPUs for training, or a smaller run."""
-    gpus = _gpus_of(config, allocation)
+    gpus = allocation.workers + allocation.inference.data * sizes_of(config, allocation).gpus
     text = None if len(allocation.roles) > 1 else smallest_training(config, gpus, place.gpu_bytes)
     if text is None:
         return "no setting is enough: use more GPUs with a larger m or p, train.lora.rank, or a smaller model"
     return f"no setting is enough for this number of training ranks: set allocation={text}"
 
 
-def _gpus_of(config: Config, allocation: Allocation) -> int:
-    return allocation.workers + allocation.inference.data * sizes_of(config, allocation).gpus
-
-
-def _check_servers(config: Config, allocation: Allocation, flow: Dataflow, place: Place) -> None:
-    """Check a server's device, and the rank on it if there are too few GPUs for both."""
+def _check_servers(config: Config, allocation: Allocation, place: Place) -> None:
+    """Check a server's share of its device: a training rank and other servers may be on it, too."""
     use, usable = server_use(config, allocation, on_gpu=True), usable_bytes(config, place.gpu_bytes, server=True)
-    shared = 0
-    if place.here.ranks_on_gpu and 0 < place.gpus < _gpus_of(config, allocation):
-        shared = largest_rank(config)
-        usable = min(usable, usable_bytes(config, place.gpu_bytes, server=False) - shared)
+    rank, whole = largest_rank(config), usable_bytes(config, place.gpu_bytes, server=False)
+    shares = {pair: (whole - pair[0] * rank) // pair[1] for pair in place.owners}
+    ranks, servers = min(shares, key=lambda pair: shares[pair])
+    usable = min(usable, shares[ranks, servers])
     if use.total <= usable:
         return
-    beside = f" beside a training rank with {_gib(shared)}" if shared else ""
+    others = [f"a training rank with {_gib(rank)}"] * ranks
+    others += [f"{servers - 1} other server{'s' * (servers > 2)}"] * (servers > 1)
+    beside = f" beside {' and '.join(others)}" if others else ""
     problem = f"{use.owner} needs about {_gib(use.total)} of GPU memory{beside}, {_gib(max(0, usable))} are usable"
     problem += f" ({parts_text(use)})"
     if config.generation.backend != "embedded":
