@@ -50,7 +50,7 @@ def ranks_fit(config: Config, gpu_bytes: int) -> bool:
 def _server_width(config: Config, gpu_bytes: int) -> tuple[int, int] | None:
     """Return m and the GPUs of one server: as few as hold the model and some sequences, else as few as hold one.
 
-    The backend may set sizes of its own, which replace m or multiply it.
+    The options of the backend may replace m, or multiply the GPUs.
     """
     usable, model = usable_bytes(config, gpu_bytes, server=True), model_of(config)
     tensors = (1,) if config.generation.backend == "embedded" else _TENSORS

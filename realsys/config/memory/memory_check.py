@@ -13,7 +13,7 @@ from realsys.config.allocation import Allocation, parse_allocation
 from realsys.config.dataflow import Dataflow, dataflow_of
 from realsys.config.devices.device_plan import RANK, SERVER
 from realsys.config.devices.needs import gpus_of_torch, nodes_of, seats_of, servers_use_gpus
-from realsys.config.memory.changes import Change, cheapest_change
+from realsys.config.memory.changes import Change, cheapest_change, cheapest_host_change
 from realsys.config.memory.device_memory import GIB, DeviceUse, cache_bytes, rank_uses, server_use, usable_bytes
 from realsys.config.memory.hosts import HostUse, OnHost, host_use
 from realsys.config.memory.layouts import ranks_fit, smallest_training
@@ -129,13 +129,12 @@ def _other_allocation(config: Config, allocation: Allocation, place: Place) -> s
 def _check_servers(config: Config, allocation: Allocation, place: Place) -> None:
     """Check a server's share of its device: a training rank and other servers may be on it, too."""
     use, usable = server_use(config, allocation, on_gpu=True), usable_bytes(config, place.gpu_bytes, server=True)
-    rank, whole = largest_rank(config), usable_bytes(config, place.gpu_bytes, server=False)
-    shares = {pair: (whole - pair[0] * rank) // pair[1] for pair in place.owners}
+    shares = _server_shares(config, place)
     ranks, servers = min(shares, key=lambda pair: shares[pair])
     usable = min(usable, shares[ranks, servers])
     if use.total <= usable:
         return
-    others = [f"a training rank with {_gib(rank)}"] * ranks
+    others = [f"a training rank with {_gib(largest_rank(config))}"] * ranks
     others += [f"{servers - 1} other server{'s' * (servers > 2)}"] * (servers > 1)
     beside = f" beside {' and '.join(others)}" if others else ""
     problem = f"{use.owner} needs about {_gib(use.total)} of GPU memory{beside}, {_gib(max(0, usable))} are usable"
@@ -148,6 +147,12 @@ def _check_servers(config: Config, allocation: Allocation, place: Place) -> None
         raise ConfigError("generation.backend", "embedded", f"{problem}: use generation=sglang, which splits a model")
     field = "generation.embedded.max_running"
     raise ConfigError(field, config.generation.embedded.max_running, f"{problem}: set {field}={running} at most")
+
+
+def _server_shares(config: Config, place: Place) -> dict[tuple[int, int], int]:
+    """Return the bytes for each server of a GPU, by the numbers of ranks and servers on it."""
+    rank, whole = largest_rank(config), usable_bytes(config, place.gpu_bytes, server=False)
+    return {(ranks, servers): (whole - ranks * rank) // servers for ranks, servers in place.owners}
 
 
 def _running_that_fit(config: Config, missing: int) -> int:
@@ -167,11 +172,22 @@ def _check_host(config: Config, place: Place) -> None:
     def needs(changed: Config) -> int:
         return place.fullest_host(changed)[1].total
 
-    change = None if place.here.ranks_on_gpu else cheapest_change(config, lambda c: needs(c) <= place.host_bytes)
+    def fits(changed: Config) -> bool:
+        return needs(changed) <= place.host_bytes and _gpus_fit(changed, place)
+
+    change = (cheapest_host_change if place.here.ranks_on_gpu else cheapest_change)(config, fits)
     if change is not None:
         raise _refusal(config, problem, change, needs(change.apply(config)))
     remedy = "use more nodes" if place.nodes else "use a smaller model or fewer ranks and servers"
     raise ConfigError("allocation", config.allocation, f"{problem}: {remedy}")
+
+
+def _gpus_fit(config: Config, place: Place) -> bool:
+    """Return True if the GPUs hold the ranks and, where they are shared, the servers. Servers alone are checked before."""
+    if not (place.here.ranks_on_gpu and place.gpu_bytes):
+        return True
+    use = server_use(config, parse_allocation(config.allocation), on_gpu=True)
+    return ranks_fit(config, place.gpu_bytes) and use.total <= min(_server_shares(config, place).values())
 
 
 def _refusal(config: Config, problem: str, change: Change, after: int) -> ConfigError:

@@ -179,6 +179,32 @@ def test_host_memory_names_its_parts() -> None:
     assert "of host memory, 2.2 GiB are free" in str(error) and "processes" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("free", "changes"),
+    [
+        (285, "agreement.sample_tokens=0"),
+        (270, "agreement.sample_tokens=0 weights.delta=off"),
+        (200, "train.offload=none"),
+        (150, "agreement.sample_tokens=0 weights.delta=off train.offload=none"),
+    ],
+)
+def test_host_of_gpus_names_a_change(free: int, changes: str, tmp_path: Path) -> None:
+    """7B on 8 GPUs: snapshot 20 GiB, copies of deltas 14, offloaded optimizer 123, and 144 without these."""
+    given = ["allocation=serve.d4+d2m2", "weights.delta=auto", "train.offload=optimizer"]
+    config = math_config(tmp_path, "7B", *SGLANG, *given)
+    place = replace(gpus(config), host_bytes=free * GIB)
+    assert f": set {changes}, then it needs" in str(refusal(config, place))
+
+
+def test_named_change_must_fit_the_gpus(tmp_path: Path) -> None:
+    """Without offload of the reference a rank needs 60 GiB, with it 54."""
+    given = ["allocation=serve.d4+d2m2", "train.ppo.kl.coef=0.1", "roles.ref.offload=all"]
+    config = math_config(tmp_path, "7B", *SGLANG, *given)
+    large = replace(gpus(config), host_bytes=170 * GIB)
+    assert ": set roles.ref.offload=none, then it needs" in str(refusal(config, large))
+    assert "use a smaller model" in str(refusal(config, replace(large, gpu_bytes=57 * GIB)))
+
+
 def test_logits_on_a_cpu_are_chunked(tmp_path: Path) -> None:
     """Without GPUs the same changes are tried against the memory of the host."""
     config = math_config(tmp_path, "1.5B", *OFF, "allocation=serve.d1+d1", "train.microbatch_tokens=28672")
