@@ -183,7 +183,7 @@ def _check_host(config: Config, place: Place) -> None:
 
 
 def _gpus_fit(config: Config, place: Place) -> bool:
-    """Return True if the GPUs hold the ranks and, where they are shared, the servers. Servers alone are checked before."""
+    """Return True if the GPUs hold the ranks and, if they are shared, the servers. Servers alone are checked before."""
     if not (place.here.ranks_on_gpu and place.gpu_bytes):
         return True
     use = server_use(config, parse_allocation(config.allocation), on_gpu=True)
