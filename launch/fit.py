@@ -27,16 +27,15 @@ from typing import Any
 
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.devices.device_plan import SERVER, owners
 from realsys.config.devices.needs import gpus_of_torch, nodes_of, seats_of
 from realsys.config.doors import BACKEND
 from realsys.config.fields import replaced
 from realsys.config.memory.changes import HEAD_CHUNK
 from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.layouts import smallest_training
-from realsys.config.memory.sharing import largest_rank, server_share
+from realsys.config.memory.sharing import largest_rank, owners_beside_servers, server_share
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.backend_rules import backend_rules
+from realsys.config.rules.backend_rules import backend_rules, sizes_of
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
 from realsys.config.rules.training_rules import can_shard_optimizers
@@ -122,8 +121,9 @@ def _allocation(config: Config, given: Collection[str], machine: Machine) -> dic
             found = smallest_training(config, gpus, gpu_bytes)
             if found is not None:
                 return {"allocation": (found, f"{reason} of {gpu_bytes / GIB:.0f} GiB")}
-        training = max(1, gpus // 4)
-        return {"allocation": (f"serve.d{gpus - training}+d{training}", reason)}
+        width = sizes_of(config, parse_allocation("serve.d1+d1")).gpus
+        servers = max(1, (gpus - max(1, gpus // 4)) // width)
+        return {"allocation": (f"serve.d{servers}+d{max(1, gpus - servers * width)}", reason)}
     chosen: dict[str, tuple[Any, str]] = {"allocation": ("serve.d1+d1", reason)}
     if gpus == 1 and _is_open(config, given, "cluster.share_gpus"):
         chosen["cluster.share_gpus"] = (True, reason)
@@ -141,16 +141,15 @@ def _sharing(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:
     """Bound what the backend takes of a GPU that its server shares."""
     if not config.cluster.share_gpus:
         return {}
-    seats = seats_of(config, machine, nodes_of(config, machine))
-    count, served = owners(seats), owners([seat for seat in seats if seat.kind == SERVER])
-    most = max((count[gpu] for gpu in served), default=1)
+    gpus = owners_beside_servers(seats_of(config, machine, nodes_of(config, machine)))
+    most = max(map(sum, gpus), default=1)
     if most < 2:
         return {}
     reason, rank_share = f"up to {most} processes share a GPU", None
     if (gpu_bytes := _gpu_bytes(config, machine)) and gpus_of_torch(config, machine):
         rank_share = (rank := largest_rank(config)) / gpu_bytes
         reason += f"; a rank needs about {rank / GIB:.1f} of {gpu_bytes / GIB:.0f} GiB"
-    share = server_share([(count[gpu] - number, number) for gpu, number in served.items()], rank_share)
+    share = server_share(gpus, rank_share)
     with BACKEND.guard(config.generation.backend, "sharing raised"):
         values = backend_rules(config).sharing(share)
     return {field: (value, reason) for field, value in values.items()}

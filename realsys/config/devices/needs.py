@@ -89,7 +89,7 @@ def _server(
     with BACKEND.guard(config.generation.backend, "sizes or memory_bytes raised"):
         sizes = backend.sizes(allocation)
         memory = OnHost(0, 1, 0, int(backend.memory_bytes(node)), servers_on_gpu=uses_gpus).processes
-    gpus = sizes.tensor * sizes.pipeline * sizes.data if uses_gpus else 0
+    gpus = sizes.gpus if uses_gpus else 0
     return gpus, config.generation.threads, memory, 1 if sizes.data > 1 else sizes.pipeline
 
 

@@ -1,4 +1,4 @@
-"""Changes that make a training rank smaller, and the cheapest of them that is enough.
+"""Changes that make a training rank smaller, or its host's memory, and the cheapest of them that is enough.
 
 Costs are rough, in percent of a train step: only their order matters. Every set of changes is tried, cheapest first.
 """
@@ -44,8 +44,17 @@ class Change:
 
 
 def cheapest_change(config: Config, fits: Callable[[Config], bool]) -> Change | None:
-    """Return the cheapest change after which ``fits`` holds; None if no change is enough."""
-    for change in sorted(_combinations(config), key=lambda change: (change.cost, len(change.values))):
+    """Return the cheapest change of a rank after which ``fits`` holds; None if no change is enough."""
+    return _cheapest(config, _combinations(config), fits)
+
+
+def cheapest_host_change(config: Config, fits: Callable[[Config], bool]) -> Change | None:
+    """Return the cheapest change of a host with GPUs after which ``fits`` holds; None if no change is enough."""
+    return _cheapest(config, _sets(Change(), _host_switches(config)), fits)
+
+
+def _cheapest(config: Config, changes: Iterator[Change], fits: Callable[[Config], bool]) -> Change | None:
+    for change in sorted(changes, key=lambda change: (change.cost, len(change.values))):
         if fits(change.apply(config)):
             return change
     return None
@@ -55,12 +64,27 @@ def _combinations(config: Config) -> Iterator[Change]:
     """Yield every set of changes: at most one of each kind."""
     for tensor in _tensor_ranks(config):
         changed = tensor.apply(config)
-        kinds = [[Change(), change] for change in _switches(changed, parse_allocation(changed.allocation))]
-        for chosen in itertools.product(*kinds):
-            values: dict[str, Any] = {}
-            for change in (tensor, *chosen):
-                values |= change.values
-            yield Change(tensor.cost + sum(change.cost for change in chosen), values)
+        yield from _sets(tensor, _switches(changed, parse_allocation(changed.allocation)))
+
+
+def _sets(first: Change, changes: Iterator[Change]) -> Iterator[Change]:
+    """Yield ``first`` with every subset of ``changes``."""
+    for chosen in itertools.product(*([Change(), change] for change in changes)):
+        values: dict[str, Any] = {}
+        for change in (first, *chosen):
+            values |= change.values
+        yield Change(first.cost + sum(change.cost for change in chosen), values)
+
+
+def _host_switches(config: Config) -> Iterator[Change]:
+    """Yield what takes host memory and can be off. Without offload the GPUs need more."""
+    if config.agreement.sample_tokens:
+        yield Change(1.0, {"agreement.sample_tokens": 0})
+    if config.weights.delta != "off":
+        yield Change(2.0, {"weights.delta": "off"})
+    for role in dataflow_of(config).roles:
+        if role_settings(config, role).offload != "none":
+            yield Change(4.0, {f"{_section(role)}.offload": "none"})
 
 
 def _switches(config: Config, allocation: Allocation) -> Iterator[Change]:
@@ -90,8 +114,11 @@ def _offloads(config: Config, flow: Dataflow) -> Iterator[Change]:
     for role in flow.roles:
         if role_settings(config, role).offload == "none":
             kind = "optimizer" if role in flow.trained_roles else "all"
-            name = "train" if role == ACTOR else role_field(role)
-            yield Change(8.0 if role in flow.trained_roles else 3.0, {f"{name}.offload": kind})
+            yield Change(8.0 if role in flow.trained_roles else 3.0, {f"{_section(role)}.offload": kind})
+
+
+def _section(role: str) -> str:
+    return "train" if role == ACTOR else role_field(role)
 
 
 def _tensor_ranks(config: Config) -> Iterator[Change]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from realsys.config.allocation import ACTOR, Allocation
+from realsys.config.allocation import ACTOR, Allocation, ParallelLayout
 from realsys.config.dataflow import Dataflow
 from realsys.config.memory.activations import StepSettings, Work, inference_work, training_work
 from realsys.config.memory.models import batch_tokens, model_of
 from realsys.config.memory.shard import BYTES, FP32, States, StateSettings, shard_of, states_of
 from realsys.config.roles import RoleSettings, role_settings
+from realsys.config.rules.backend_rules import sizes_of
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.rules.sglang import options
 from realsys.config.schema import Config
@@ -154,7 +155,8 @@ def server_use(config: Config, allocation: Allocation, *, on_gpu: bool) -> Devic
     """Return the use of each device of a server. Raises ModelError.
 
     The embedded engine allocates its whole cache at start: max_running + 1 rows of the longest sequence, 2 layers
-    kv_heads head_dim w bytes per position. Any other engine is counted with the cache of one sequence, its least.
+    kv_heads head_dim w bytes per position. Any other engine is counted with the cache of one sequence, its least, on
+    the GPU that has most of the model.
     """
     model, count = model_of(config), allocation.inference.data
     owner = "generation_server/0" + (f"-{count - 1}" if count > 1 else "")
@@ -162,8 +164,13 @@ def server_use(config: Config, allocation: Allocation, *, on_gpu: bool) -> Devic
     position, weights = cache_bytes(config, model), model.parameters * BYTES[config.model.dtype]
     longest = longest_sequence(config)
     if config.generation.backend != "embedded":
-        tensor = allocation.inference.tensor
-        return DeviceUse(owner, weights // tensor, cache=longest * position // tensor, libraries=libraries)
+        sizes = sizes_of(config, allocation)
+        layout = ParallelLayout(1, sizes.pipeline, sizes.tensor)
+        shards = [shard_of(model, layout, stage) for stage in range(sizes.pipeline)]
+        fullest = max(shards, key=lambda shard: shard.parameters)
+        weights = fullest.parameters * BYTES[config.model.dtype]
+        cache = longest * position * fullest.layers // (model.layers * sizes.tensor)
+        return DeviceUse(owner, weights, cache=cache, libraries=libraries)
     embedded = config.generation.embedded
     context = embedded.context_length or longest
     weights += _head_copy(config, model)

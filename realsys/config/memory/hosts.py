@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from realsys.config.allocation import ACTOR, Allocation
-from realsys.config.dataflow import Dataflow
+from realsys.config.allocation import ACTOR, Allocation, ParallelLayout
+from realsys.config.dataflow import Dataflow, saved_roles
 from realsys.config.memory.device_memory import rank_uses, server_use
 from realsys.config.memory.models import model_of
 from realsys.config.memory.shard import BYTES, FP32, StateSettings, shard_of, states_of
 from realsys.config.roles import role_settings
-from realsys.config.rules.backend_rules import backend_rules
+from realsys.config.rules.backend_rules import backend_rules, sizes_of
 from realsys.config.schema import Config
 
 _TORCH_PROCESS = 600 << 20  # resident memory of a process that has imported torch and Megatron
@@ -30,6 +30,7 @@ class HostUse:
     processes   before they load a model, and the engine's own need
     snapshot    weights of an earlier version, to compare log-probs (agreement.sample_tokens)
     offload     what roles move to the host between their calls
+    checkpoint  copy of the saved roles until it is on disk
     published   the rank's share of a version that it writes
     staged      the copy of the weights that the servers share, and what each makes of it
     ranks       models of the training ranks, if these have no GPU
@@ -39,6 +40,7 @@ class HostUse:
     processes: int = 0
     snapshot: int = 0
     offload: int = 0
+    checkpoint: int = 0
     published: int = 0
     staged: int = 0
     ranks: int = 0
@@ -84,11 +86,12 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
     if not here.ranks_on_gpu:
         ranks = sum(use.total * count for use, count in rank_uses(config, allocation, flow, on_gpu=False))
     if not here.servers_on_gpu:
-        servers = server_use(config, allocation, on_gpu=False).total * allocation.inference.tensor
+        servers = server_use(config, allocation, on_gpu=False).total * sizes_of(config, allocation).gpus
     return HostUse(
         processes=here.processes,
         snapshot=int(_snapshot_bytes(config, allocation) * min(1.0, trainer * allocation.actor.data) * pinned),
         offload=int(_offloaded_bytes(config, allocation, flow, on_gpu=here.ranks_on_gpu) * trainer),
+        checkpoint=int(_checkpoint_bytes(config, flow) * trainer),
         published=int(weights * (pinned + (config.weights.delta == "auto")) * trainer),
         staged=min(1, here.servers) * weights + here.servers * fused,
         ranks=int(ranks * trainer),
@@ -118,3 +121,22 @@ def _offloaded_bytes(config: Config, allocation: Allocation, flow: Dataflow, *, 
             states = states_of(model, shard_of(model, layout, stage), layout, settings, how)
             total += layout.data * layout.tensor * states.moved(settings.offload)
     return int(total * _PINNED) if on_gpu else total
+
+
+def _checkpoint_bytes(config: Config, flow: Dataflow) -> int:
+    """Return the copy of all saved roles. In any layout one rank copies each part of a parameter and its optimizer.
+
+    A trained parameter is copied as its fp32 master with its moments, a frozen one as it is.
+    """
+    settings = config.checkpoint
+    if not (settings.every_steps or settings.at_end or settings.on_stop):
+        return 0
+    total, weight, whole = 0, BYTES[config.model.dtype], ParallelLayout()
+    for name in saved_roles(config, flow):
+        role, model = role_settings(config, name), model_of(config, name)
+        shard, trained = shard_of(model, whole, 0), name in flow.trained_roles
+        states = states_of(model, shard, whole, role, StateSettings(config.model.dtype, trained, False, False))
+        masters = states.gradients if weight == FP32 else 0  # bf16 counts them with the optimizer
+        frozen = shard.parameters * weight if role.lora.rank or not trained else 0
+        total += states.optimizer + masters + frozen
+    return total

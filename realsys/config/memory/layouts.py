@@ -11,6 +11,7 @@ from realsys.config.fields import replaced
 from realsys.config.memory.changes import MOST_TENSOR, allocation_text, divides, layout_cost
 from realsys.config.memory.device_memory import rank_uses, server_use, usable_bytes
 from realsys.config.memory.models import model_of
+from realsys.config.rules.backend_rules import sizes_of
 from realsys.config.schema import Config
 
 #: pipeline stages: three only if no other number fits, because few numbers of ranks divide by it
@@ -25,12 +26,13 @@ def smallest_training(config: Config, gpus: int, gpu_bytes: int) -> str | None:
 
     Of several layouts of the same ranks, the one with the least communication is chosen. Raises ModelError.
     """
-    width = _server_width(config, gpu_bytes)
-    if width is None:
+    server = _server_width(config, gpu_bytes)
+    if server is None:
         return None
+    tensor, width = server
     numbers = [ranks for ranks in range(max(1, gpus // 4), gpus - width + 1) if (gpus - ranks) % width == 0]
     for stages, ranks in itertools.product(_STAGES, numbers):
-        inference = ParallelLayout((gpus - ranks) // width, 1, width)
+        inference = ParallelLayout((gpus - ranks) // width, 1, tensor)
         for layout in sorted(_layouts(config, ranks, stages), key=layout_cost):
             text = allocation_text(inference, layout)
             if ranks_fit(replaced(config, ["allocation"], text), gpu_bytes):
@@ -45,17 +47,21 @@ def ranks_fit(config: Config, gpu_bytes: int) -> bool:
     return all(use.total <= usable for use, _ in uses)
 
 
-def _server_width(config: Config, gpu_bytes: int) -> int | None:
-    """Return the GPUs of one server: as few as hold the model and some sequences, else as few as hold one."""
+def _server_width(config: Config, gpu_bytes: int) -> tuple[int, int] | None:
+    """Return m and the GPUs of one server: as few as hold the model and some sequences, else as few as hold one.
+
+    The options of the backend may replace m, or multiply the GPUs.
+    """
     usable, model = usable_bytes(config, gpu_bytes, server=True), model_of(config)
     tensors = (1,) if config.generation.backend == "embedded" else _TENSORS
     for sequences in (_CACHED_SEQUENCES, 1):
         for tensor in (tensor for tensor in tensors if divides(model, tensor)):
             served = replaced(config, ["allocation"], allocation_text(ParallelLayout(1, 1, tensor), ParallelLayout()))
-            use = server_use(served, parse_allocation(served.allocation), on_gpu=True)
+            allocation = parse_allocation(served.allocation)
+            use = server_use(served, allocation, on_gpu=True)
             extra = 0 if config.generation.backend == "embedded" else (sequences - 1) * use.cache
             if use.total + extra <= usable:
-                return tensor
+                return tensor, sizes_of(served, allocation).gpus
     return None
 
 

@@ -6,20 +6,20 @@ One mechanism for both: without GPUs the "devices" are parts of the host's memor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from realsys.config.allocation import Allocation, parse_allocation
 from realsys.config.dataflow import Dataflow, dataflow_of
 from realsys.config.devices.device_plan import RANK, SERVER
 from realsys.config.devices.needs import gpus_of_torch, nodes_of, seats_of, servers_use_gpus
-from realsys.config.memory.changes import Change, cheapest_change
+from realsys.config.memory.changes import Change, cheapest_change, cheapest_host_change
 from realsys.config.memory.device_memory import GIB, DeviceUse, cache_bytes, rank_uses, server_use, usable_bytes
 from realsys.config.memory.hosts import HostUse, OnHost, host_use
 from realsys.config.memory.layouts import ranks_fit, smallest_training
 from realsys.config.memory.models import model_of
-from realsys.config.memory.sharing import largest_rank
-from realsys.config.rules.backend_rules import BackendRules
+from realsys.config.memory.sharing import largest_rank, owners_beside_servers
+from realsys.config.rules.backend_rules import BackendRules, sizes_of
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
@@ -42,13 +42,14 @@ class Place:
     host_bytes  free memory of a host, 0 if unknown
     here        all processes of the trial
     nodes       the processes of each node, if there are several; else ``here`` are on one host
+    owners      numbers of training ranks and of servers on the GPUs that servers have
     """
 
-    gpus: int
     gpu_bytes: int
     host_bytes: int
     here: OnHost
     nodes: Mapping[str, OnHost] = field(default_factory=dict)
+    owners: Collection[tuple[int, int]] = ((0, 1),)
 
     def fullest_host(self, config: Config) -> tuple[str, HostUse]:
         """Return the node with the greatest use of host memory, "" without nodes, and its use. Raises ModelError."""
@@ -87,7 +88,9 @@ def place_of(config: Config, allocation: Allocation, backend: BackendRules, mach
             ranks, servers = kinds.pop((node.name, RANK), 0), kinds.pop((node.name, SERVER), 0)
             others = sum(count for (name, _), count in kinds.items() if name == node.name)
             on_nodes[node.name] = replace(here, ranks=ranks, servers=servers, others=others)
-    return Place(sum(node.gpus for node in nodes), gpu_bytes, host_bytes, here, on_nodes)
+    place = Place(gpu_bytes, host_bytes, here, on_nodes)
+    shared = owners_beside_servers(seats_of(config, machine, nodes)) if cluster.share_gpus else ()
+    return replace(place, owners=shared) if shared else place
 
 
 def check_memory(config: Config, place: Place) -> None:
@@ -96,7 +99,7 @@ def check_memory(config: Config, place: Place) -> None:
     if place.here.ranks_on_gpu and place.gpu_bytes:
         _check_ranks(config, allocation, flow, place)
     if place.here.servers_on_gpu and place.gpu_bytes:
-        _check_servers(config, allocation, flow, place)
+        _check_servers(config, allocation, place)
     if place.host_bytes:
         _check_host(config, place)
 
@@ -116,23 +119,24 @@ def _check_ranks(config: Config, allocation: Allocation, flow: Dataflow, place: 
 
 def _other_allocation(config: Config, allocation: Allocation, place: Place) -> str:
     """Return what to do if no setting is enough: more of the same GPUs for training, or a smaller run."""
-    gpus = allocation.workers + allocation.inference.world_size
+    gpus = allocation.workers + allocation.inference.data * sizes_of(config, allocation).gpus
     text = None if len(allocation.roles) > 1 else smallest_training(config, gpus, place.gpu_bytes)
     if text is None:
         return "no setting is enough: use more GPUs with a larger m or p, train.lora.rank, or a smaller model"
     return f"no setting is enough for this number of training ranks: set allocation={text}"
 
 
-def _check_servers(config: Config, allocation: Allocation, flow: Dataflow, place: Place) -> None:
-    """Check a server's device, and the rank on it if there are too few GPUs for both."""
+def _check_servers(config: Config, allocation: Allocation, place: Place) -> None:
+    """Check a server's share of its device: a training rank and other servers may be on it, too."""
     use, usable = server_use(config, allocation, on_gpu=True), usable_bytes(config, place.gpu_bytes, server=True)
-    shared = 0
-    if place.here.ranks_on_gpu and 0 < place.gpus < allocation.workers + allocation.inference.world_size:
-        shared = largest_rank(config)
-        usable = min(usable, usable_bytes(config, place.gpu_bytes, server=False) - shared)
+    shares = _server_shares(config, place)
+    ranks, servers = min(shares, key=lambda pair: shares[pair])
+    usable = min(usable, shares[ranks, servers])
     if use.total <= usable:
         return
-    beside = f" beside a training rank with {_gib(shared)}" if shared else ""
+    others = [f"a training rank with {_gib(largest_rank(config))}"] * ranks
+    others += [f"{servers - 1} other server{'s' * (servers > 2)}"] * (servers > 1)
+    beside = f" beside {' and '.join(others)}" if others else ""
     problem = f"{use.owner} needs about {_gib(use.total)} of GPU memory{beside}, {_gib(max(0, usable))} are usable"
     problem += f" ({parts_text(use)})"
     if config.generation.backend != "embedded":
@@ -143,6 +147,12 @@ def _check_servers(config: Config, allocation: Allocation, flow: Dataflow, place
         raise ConfigError("generation.backend", "embedded", f"{problem}: use generation=sglang, which splits a model")
     field = "generation.embedded.max_running"
     raise ConfigError(field, config.generation.embedded.max_running, f"{problem}: set {field}={running} at most")
+
+
+def _server_shares(config: Config, place: Place) -> dict[tuple[int, int], int]:
+    """Return the bytes for each server of a GPU, by the numbers of ranks and servers on it."""
+    rank, whole = largest_rank(config), usable_bytes(config, place.gpu_bytes, server=False)
+    return {(ranks, servers): (whole - ranks * rank) // servers for ranks, servers in place.owners}
 
 
 def _running_that_fit(config: Config, missing: int) -> int:
@@ -162,11 +172,22 @@ def _check_host(config: Config, place: Place) -> None:
     def needs(changed: Config) -> int:
         return place.fullest_host(changed)[1].total
 
-    change = None if place.here.ranks_on_gpu else cheapest_change(config, lambda c: needs(c) <= place.host_bytes)
+    def fits(changed: Config) -> bool:
+        return needs(changed) <= place.host_bytes and _gpus_fit(changed, place)
+
+    change = (cheapest_host_change if place.here.ranks_on_gpu else cheapest_change)(config, fits)
     if change is not None:
         raise _refusal(config, problem, change, needs(change.apply(config)))
     remedy = "use more nodes" if place.nodes else "use a smaller model or fewer ranks and servers"
     raise ConfigError("allocation", config.allocation, f"{problem}: {remedy}")
+
+
+def _gpus_fit(config: Config, place: Place) -> bool:
+    """Return True if the GPUs hold the ranks and, if they are shared, the servers. Servers alone are checked before."""
+    if not (place.here.ranks_on_gpu and place.gpu_bytes):
+        return True
+    use = server_use(config, parse_allocation(config.allocation), on_gpu=True)
+    return ranks_fit(config, place.gpu_bytes) and use.total <= min(_server_shares(config, place).values())
 
 
 def _refusal(config: Config, problem: str, change: Change, after: int) -> ConfigError:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
+from realsys.config.devices.device_plan import SERVER, Seat, owners
 from realsys.config.memory.device_memory import rank_uses
 from realsys.config.schema import Config
 
@@ -21,10 +22,16 @@ def largest_rank(config: Config) -> int:
     return max(use.total for use, _ in uses)
 
 
+def owners_beside_servers(seats: Sequence[Seat]) -> set[tuple[int, int]]:
+    """Return the numbers of training ranks and of servers on the GPUs that servers have."""
+    count, served = owners(seats), owners([seat for seat in seats if seat.kind == SERVER])
+    return {(count[gpu] - number, number) for gpu, number in served.items()}
+
+
 def server_share(gpus: Iterable[tuple[int, int]], rank_share: float | None) -> float:
     """Return the share of each server, down to two digits: the least of all GPUs that servers have.
 
-    gpus        number of training ranks and of servers on each of these GPUs
+    gpus        numbers of training ranks and of servers on these GPUs
     rank_share  predicted share that a rank needs; None: not known, the processes of a GPU split it evenly
     """
     free = 1 - _UNPLANNED

@@ -25,11 +25,15 @@ DEFAULT_CAPACITY = 8192
 
 @dataclass(frozen=True, slots=True)
 class ServerSizes:
-    """Parallel sizes of one server: it has ``tensor * pipeline * data`` GPUs. ``data`` counts copies of the model."""
+    """Parallel sizes of one server, whose product is its GPUs. ``data`` counts copies of the model."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.pipeline * self.data
 
 
 class BackendRules:
@@ -80,3 +84,10 @@ def backend_rules(config: Config) -> BackendRules:
     """Make the backend that ``generation.backend`` names. Raises ConfigError."""
     rules: BackendRules = BACKEND.make(config.generation.backend, config, config.generation.backend_args)
     return rules
+
+
+def sizes_of(config: Config, allocation: Allocation) -> ServerSizes:
+    """Return the parallel sizes of one server of ``allocation``. Raises ConfigError."""
+    backend = backend_rules(config)
+    with BACKEND.guard(config.generation.backend, "sizes raised"):
+        return backend.sizes(allocation)

@@ -32,6 +32,14 @@ def test_automatic_allocation_divides_the_gpus(gpus: int, allocation: str) -> No
     assert lines[1:] == (["set cluster.share_gpus=True: this machine has 1 GPU for torch"] if gpus == 1 else [])
 
 
+@pytest.mark.parametrize(("args", "allocation"), [({"tp-size": 2}, "serve.d3+d2"), ({"pp-size": 4}, "serve.d1+d4")])
+def test_servers_of_several_gpus_leave_the_rest(args: dict[str, int], allocation: str) -> None:
+    """Also if the memory of the GPUs is not known."""
+    generation = GenerationConfig(backend="sglang", sglang=SglangConfig(args=args))
+    config, _ = fit(Config(allocation="auto", generation=generation), {"generation", "train"}, machine(8))
+    assert config.allocation == allocation
+
+
 def test_automatic_allocation_divides_the_gpus_of_all_nodes() -> None:
     cluster = ClusterConfig(nodes=4, gpus_per_node=8)
     _, lines = fit(Config(allocation="auto", cluster=cluster), {"generation.backend", "train"}, machine(0))

@@ -87,5 +87,18 @@ def test_embedded_server_allocates_its_whole_cache(tmp_path: Path) -> None:
 def test_other_servers_split_the_model(tmp_path: Path) -> None:
     config = math_config(tmp_path, "32B", "generation.backend=sglang", "allocation=serve.d1m2+d1")
     use = server_use(config, parse_allocation("serve.d1m2+d1"), on_gpu=True)
-    assert use.weights == read_model(tmp_path / "32B").parameters
+    norms = (2 * 64 + 1) * 5120  # whole on each GPU
+    assert use.weights == read_model(tmp_path / "32B").parameters + norms
     assert use.cache == 28672 * 2 * 64 * 8 * 128 * 2 // 2
+
+
+@pytest.mark.parametrize(
+    ("args", "gpus"), [("{tp-size: 2}", 2), ("{pp-size: 4}", 4), ("{pp-size: 2, tp-size: 4}", 8), ("{dp-size: 4}", 1)]
+)
+def test_sizes_of_sglang_split_the_model(args: str, gpus: int, tmp_path: Path) -> None:
+    """Copies do not split it; the last stage has the head, but not the embedding."""
+    given = ["generation.backend=sglang", f"generation.sglang.args={args}"]
+    config, allocation = math_config(tmp_path, "32B", "allocation=serve.d1+d1", *given), parse_allocation("serve.d1+d1")
+    use, model = server_use(config, allocation, on_gpu=True), read_model(tmp_path / "32B")
+    assert use.weights == pytest.approx(2 * model.parameters / gpus, rel=0.08)
+    assert use.cache == 28672 * 2 * 64 * 8 * 128 * 2 // gpus

@@ -47,6 +47,30 @@ def test_half_of_the_ranks_move_half_to_host(tmp_path: Path) -> None:
     assert half.offload == pytest.approx(whole.offload / 2, rel=0.001)
 
 
+@pytest.mark.parametrize("layout", ["d2m2", "d4", "d1p2m2"])
+def test_checkpoint_is_copied_once(layout: str, tmp_path: Path) -> None:
+    """Master weights and two moments in fp32, whatever the layout; half of it if half of the ranks are here."""
+    config = math_config(tmp_path, "7B", f"allocation=serve.d4+{layout}")
+    count = read_model(tmp_path / "7B").parameters
+    assert use(config).checkpoint == 12 * count
+    assert use(config, OnHost(2, 2, 4, ranks_on_gpu=True, servers_on_gpu=True)).checkpoint == 6 * count
+
+
+@pytest.mark.parametrize(
+    ("given", "bytes_each"), [("model.dtype=float32", 12), ("train.optimizer.name=sgd", 8), ("train.lora.rank=1", 2)]
+)
+def test_checkpoint_has_what_is_trained(given: str, bytes_each: int, tmp_path: Path) -> None:
+    config = math_config(tmp_path, "7B", "allocation=serve.d4+d4", given)
+    count = read_model(tmp_path / "7B").parameters
+    assert use(config).checkpoint == pytest.approx(bytes_each * count, rel=0.01)
+
+
+def test_no_copy_without_checkpoints(tmp_path: Path) -> None:
+    off = ["every_steps=0", "at_end=false", "on_stop=false"]
+    config = math_config(tmp_path, "7B", "allocation=serve.d4+d4", *(f"checkpoint.{field}" for field in off))
+    assert use(config).checkpoint == 0
+
+
 def test_without_gpus_the_models_are_in_host_memory() -> None:
     """The arith job: 16 bytes per parameter and rank; the cache of 513 rows of 248 positions, 2 KiB each."""
     config = changed("train.microbatch_tokens=248", "agreement.sample_tokens=0")
@@ -54,6 +78,13 @@ def test_without_gpus_the_models_are_in_host_memory() -> None:
     assert found.ranks > 2 * 16 * 307_328
     assert found.servers > 513 * 248 * 2 * 2 * 2 * 32 * 4
     assert (found.snapshot, found.offload) == (0, 0)
+
+
+def test_all_parts_of_a_server_are_on_its_host(tmp_path: Path) -> None:
+    given = ["generation.backend=sglang", "allocation=serve.d1+d1"]
+    one = use(math_config(tmp_path, "7B", *given), OnHost(1, 1, 4))
+    two = use(math_config(tmp_path, "7B", *given, "generation.sglang.args={dp-size: 2}"), OnHost(1, 1, 4))
+    assert two.servers == 2 * one.servers > 0
 
 
 def test_engine_of_its_own_adds_to_the_processes() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from realsys.config.allocation import parse_allocation
+from realsys.config.fields import replaced
 from realsys.config.memory.changes import Change
-from realsys.config.memory.device_memory import GIB
+from realsys.config.memory.device_memory import GIB, server_use
 from realsys.config.memory.hosts import OnHost
 from realsys.config.memory.layouts import ranks_fit, smallest_training
 from realsys.config.memory.memory_check import Place, check_memory, place_of
+from realsys.config.memory.sharing import largest_rank
 from realsys.config.memory.table import device_lines, host_line
 from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.checks import check
@@ -29,10 +32,10 @@ MORE_TOKENS = "train.microbatch_tokens=49152"
 EIGHT = Machine(64, 1024 * GIB, tuple("01234567"), torch_has_cuda=True, gpu_bytes=H100)
 
 
-def gpus(config: Config, count: int = 8) -> Place:
+def gpus(config: Config, ranks_beside: int = 0) -> Place:
     allocation = parse_allocation(config.allocation)
     here = OnHost(allocation.workers, allocation.inference.data, 4, ranks_on_gpu=True, servers_on_gpu=True)
-    return Place(count, H100, 1024 * GIB, here)
+    return Place(H100, 1024 * GIB, here, owners=[(ranks_beside, 1)])
 
 
 def refusal(config: Config, place: Place) -> ConfigError:
@@ -103,6 +106,21 @@ def test_other_allocation_is_named_if_settings_fail(tmp_path: Path) -> None:
     assert error.field == "allocation" and "set allocation=serve.d6+d1m2" in str(error)
 
 
+def test_stages_of_a_server_fit_small_gpus(tmp_path: Path) -> None:
+    """32B on four GPUs of 39 GiB: each has a quarter of the weights."""
+    config = math_config(tmp_path, "32B", *SGLANG, "allocation=serve.d1+d8", "generation.sglang.args.pp-size=4")
+    place = replace(gpus(config), gpu_bytes=39 * GIB, host_bytes=0)
+    check_memory(config, replace(place, here=replace(place.here, ranks_on_gpu=False)))
+
+
+def test_other_allocation_counts_gpus_of_servers(tmp_path: Path) -> None:
+    """Three servers of two GPUs each, and two ranks: the other allocation has 8 GPUs, too."""
+    config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d3+d2", "generation.sglang.args.tp-size=2")
+    config = replaced(config, ["train", "distributed_optimizer"], value=False)
+    small = replace(gpus(config), gpu_bytes=60 * GIB)
+    assert "set allocation=serve.d2+d1m4" in str(refusal(config, small))
+
+
 def test_too_large_a_model_says_so(tmp_path: Path) -> None:
     config = math_config(tmp_path, "32B", *SGLANG, "allocation=serve.d2m2+d4")
     assert smallest_training(config, 8, H100) is None
@@ -126,25 +144,72 @@ def test_cache_of_the_embedded_engine_is_bounded(tmp_path: Path) -> None:
 def test_server_beside_a_rank_counts_both(tmp_path: Path) -> None:
     """On one GPU a server has what the rank leaves."""
     config = math_config(tmp_path, "1.5B", *SGLANG, "allocation=serve.d1+d1")
-    check_memory(config, gpus(config, count=2))
+    check_memory(config, gpus(config))
     larger = math_config(tmp_path, "14B", *SGLANG, "allocation=serve.d1+d1", *LORA)
-    check_memory(larger, gpus(larger, count=2))
-    assert "beside a training rank" in str(refusal(larger, gpus(larger, count=1)))
+    check_memory(larger, gpus(larger))
+    assert "beside a training rank" in str(refusal(larger, gpus(larger, ranks_beside=1)))
+
+
+@pytest.mark.parametrize("servers", [2, 3])
+def test_servers_of_one_gpu_are_counted(servers: int, tmp_path: Path) -> None:
+    """Each has a part of what the rank leaves; the number of completions that is named fits, and no more does."""
+    one = Machine(64, 1024 * GIB, ("0",), torch_has_cuda=True, gpu_bytes=H100)
+
+    def config(running: int) -> Config:
+        given = ["generation.backend=embedded", f"allocation=serve.d{servers}+d1", "cluster.share_gpus=true"]
+        return math_config(tmp_path, "1.5B", *given, *LORA, f"generation.embedded.max_running={running}")
+
+    def place(config: Config) -> Place:
+        return place_of(config, parse_allocation(config.allocation), backend_rules(config), one)
+
+    error = refusal(wanted := config(64), place(wanted))
+    other = f"{servers - 1} other server" + "s" * (servers > 2)
+    assert f"beside a training rank with {largest_rank(wanted) / GIB:.1f} GiB and {other}, " in str(error)
+    running = int(str(error).partition("set generation.embedded.max_running=")[2].split()[0])
+    check_memory(fitting := config(running), place(fitting))
+    use = server_use(fitting, parse_allocation(fitting.allocation), on_gpu=True)
+    assert 0.9 * H100 < servers * use.total + largest_rank(fitting) <= 0.97 * H100
 
 
 def test_host_memory_names_its_parts() -> None:
     config = changed()
     here = OnHost(2, 1, 4)
-    check_memory(config, Place(0, 0, 8 * GIB, here))
-    error = refusal(config, Place(0, 0, 9 * GIB // 4, here))
+    check_memory(config, Place(0, 8 * GIB, here))
+    error = refusal(config, Place(0, 9 * GIB // 4, here))
     assert "of host memory, 2.2 GiB are free" in str(error) and "processes" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("free", "changes"),
+    [
+        (285, "agreement.sample_tokens=0"),
+        (270, "agreement.sample_tokens=0 weights.delta=off"),
+        (200, "train.offload=none"),
+        (150, "agreement.sample_tokens=0 weights.delta=off train.offload=none"),
+    ],
+)
+def test_host_of_gpus_names_a_change(free: int, changes: str, tmp_path: Path) -> None:
+    """7B on 8 GPUs: snapshot 20 GiB, copies of deltas 14, offloaded optimizer 123, and 144 without these."""
+    given = ["allocation=serve.d4+d2m2", "weights.delta=auto", "train.offload=optimizer"]
+    config = math_config(tmp_path, "7B", *SGLANG, *given)
+    place = replace(gpus(config), host_bytes=free * GIB)
+    assert f": set {changes}, then it needs" in str(refusal(config, place))
+
+
+def test_named_change_must_fit_the_gpus(tmp_path: Path) -> None:
+    """Without offload of the reference a rank needs 60 GiB, with it 54."""
+    given = ["allocation=serve.d4+d2m2", "train.ppo.kl.coef=0.1", "roles.ref.offload=all"]
+    config = math_config(tmp_path, "7B", *SGLANG, *given)
+    large = replace(gpus(config), host_bytes=170 * GIB)
+    assert ": set roles.ref.offload=none, then it needs" in str(refusal(config, large))
+    assert "use a smaller model" in str(refusal(config, replace(large, gpu_bytes=57 * GIB)))
 
 
 def test_logits_on_a_cpu_are_chunked(tmp_path: Path) -> None:
     """Without GPUs the same changes are tried against the memory of the host."""
     config = math_config(tmp_path, "1.5B", *OFF, "allocation=serve.d1+d1", "train.microbatch_tokens=28672")
     config = config.model_copy(update={"generation": changed().generation})
-    error = refusal(config, Place(0, 0, 150 * GIB, OnHost(1, 1, 4)))
+    error = refusal(config, Place(0, 150 * GIB, OnHost(1, 1, 4)))
     assert error.field.startswith("train.") and "then it needs" in str(error)
 
 
