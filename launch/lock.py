@@ -158,6 +158,12 @@ def is_held(path: Path, *, if_unknown: bool = False) -> bool:
     return False
 
 
+def ran_here(path: Path) -> bool:
+    """Return True if the last launcher ran on this machine since its boot: here ``is_held`` tells if it has ended."""
+    signature = _Signature.read(path)
+    return signature is not None and signature.boot == boot_id()
+
+
 def _live_holder(path: Path) -> int | None:
     """Return the pid of the launcher that signed, None if that process has ended."""
     signature = _Signature.read(path)

@@ -1,11 +1,17 @@
 """Finds what ended trials left: keys, half-written folders, weight versions, copies in shared memory.
 
-    folder ──> trials ──> locked, or a worker with a lease? ──yes──> left alone, with the reason
+    folder ──> trials ──> locked, a living job, or a worker with a lease? ──yes, in doubt──> left alone, with a reason
                                  └──no──> leftovers, each with its removal
 
-`never-touch-a-running-trial`: in doubt a trial counts as running. It has ended if no process has
-its lock (the launcher and all workers of this machine do) and no worker has a lease in its name store (those of other
-machines do). A lease that no process renews lapses, so the finder waits for it.
+`never-touch-a-running-trial`: in doubt a trial counts as running. It has ended if
+
+    no process has its lock         the launcher and all workers of this machine do
+    its job lives no longer         a file system may have no locks over several hosts
+    no worker has a lease           those of other machines do
+
+A lease that no process renews lapses, so the finder waits for it. An own etcd that does not answer has ended with its
+trial, or cannot be reached from this machine: then a trial over several nodes has ended only if its launcher wrote a
+summary, its job has ended, or its launcher ran on this machine, whose locks are all known.
 """
 
 from __future__ import annotations
@@ -19,14 +25,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from realsys.cluster.store.base import NameStore, Tree
-from realsys.cluster.store.connect import make_name_store, trial_names
+from realsys.cluster.store.connect import is_known, make_name_store, store_address, trial_names
 from realsys.cluster.store.names import ROOT, Names
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.errors import RealsysError
-from realsys.launch.lock import TrialLock, is_held
+from realsys.errors import ConfigError, RealsysError
+from realsys.launch.lock import TrialLock, is_held, ran_here
 from realsys.launch.recover import half_written, own_stores, remove_path
+from realsys.launch.slurm.job_watch import LIVES
+from realsys.launch.slurm.slurm_client import JobState, SlurmError, job_state
+from realsys.launch.trial_job import TrialJob, describe_job
 from realsys.launch.trial_keys import folder_in, outlives_trials
 from realsys.storage.scratch import MEMBERS, PREFIX
 from realsys.weights.disk.manifest import superfluous
@@ -80,6 +89,7 @@ class Finder:
         self._places = places or (Path("/dev/shm"), Path(tempfile.gettempdir()))
         self._stores: dict[str, NameStore] = {}
         self._unreachable: dict[str, str] = {}  # store -> the reason
+        self._no_slurm = ""  # why SLURM cannot be asked
         self._shared: dict[str, Names] = {}  # stores that outlive trials, with the keys of one trial
 
     def close(self) -> None:
@@ -102,10 +112,8 @@ class Finder:
 
     def _open(self, paths: TrialPaths) -> Trial:
         """Return a trial with its configuration and name store."""
-        trial = Trial(str(paths.root), paths)
+        trial = Trial(str(paths.root), paths, alone=self._why_alone(paths))
         try:
-            if is_held(paths.lock, if_unknown=True):
-                trial.alone = "its lock is held: it runs, or its processes have not ended yet"
             if paths.config.exists():
                 trial.config = read_config(paths.config)
                 trial.names = trial_names(trial.config)
@@ -114,12 +122,53 @@ class Finder:
             trial.alone = trial.alone or f"it may run: {error}"
         return trial
 
+    def _why_alone(self, paths: TrialPaths) -> str:
+        """Return why a trial runs, or may run, by its lock and its job; empty if both have ended."""
+        if is_held(paths.lock, if_unknown=True):
+            return "its lock is held: it runs, or its processes have not ended yet"
+        try:
+            record = TrialJob.read(paths)
+            state = None if record is None else self._job_state(record.job)
+        except SlurmError as error:
+            return "" if _reported_its_end(paths) else f"its job may live: {error}"
+        except ConfigError as error:
+            return f"it may run: {error}"
+        lives = record is not None and state is not None and state.state in LIVES
+        return describe_job(record.job, state) if record is not None and lives else ""
+
+    def _job_state(self, job: str) -> JobState | None:
+        """Return the state of a job; after a first failure SLURM is not called any more. Raises SlurmError."""
+        if self._no_slurm:
+            raise SlurmError(self._no_slurm)
+        try:
+            return job_state(job)
+        except SlurmError as error:
+            self._no_slurm = str(error)
+            raise
+
     def _store(self, config: Config, paths: TrialPaths) -> NameStore | None:
         """Return the name store of a trial; None if it has ended with the trial. Raises RealsysError."""
         settings = config.cluster.name_store
-        if settings.backend == "file" and not (paths.name_store if not settings.root else Path(settings.root)).is_dir():
+        place = Path(settings.root) if settings.root else paths.name_store
+        if settings.backend == "file" and not place.is_dir():
             return None
-        name = f"etcd at {settings.address}" if settings.backend == "etcd" else settings.root or str(paths.name_store)
+        name = str(place) if settings.backend == "file" else f"etcd at {store_address(config, paths)}"
+        if not is_known(config, paths):
+            problem = "its etcd has not told its address"
+        else:
+            problem = self._ask(name, config, paths)
+        if problem and settings.start:
+            if _ended_without_store(config, paths):
+                return None
+            problem += "; if it was killed, run this command on the machine of its launcher, or continue it"
+        if problem:
+            raise RealsysError(problem)
+        if outlives_trials(config):
+            self._shared[name] = trial_names(config)
+        return self._stores[name]
+
+    def _ask(self, name: str, config: Config, paths: TrialPaths) -> str:
+        """Connect to a name store, once for all of its trials. Returns the problem, empty if it answers."""
         if name not in self._stores and name not in self._unreachable:
             store = make_name_store(config, paths, _ANSWER_S)
             try:
@@ -128,13 +177,7 @@ class Finder:
             except RealsysError as error:
                 store.close()
                 self._unreachable[name] = str(error)
-        if name in self._unreachable:
-            if settings.start:  # the etcd of the trial has ended with it
-                return None
-            raise RealsysError(self._unreachable[name])
-        if outlives_trials(config):
-            self._shared[name] = trial_names(config)
-        return self._stores[name]
+        return self._unreachable.get(name, "")
 
     def _without_folder(self, trials: Sequence[Trial]) -> list[Trial]:
         """Return the trials of this user that have keys, and no folder among ``trials``."""
@@ -144,8 +187,25 @@ class Finder:
             ours = {trial.names.root for trial in trials if trial.names and trial.store is self._stores[place]}
             for root in dict.fromkeys("/".join(key.split("/")[:4]) for key in tree):
                 if root not in ours and root.count("/") == 3:
-                    found.append(_of_keys(root, tree, self._stores[place]))
+                    found.append(self._of_keys(root, tree, self._stores[place]))
         return found
+
+    def _of_keys(self, root: str, tree: Tree, store: NameStore) -> Trial:
+        """Return the trial to which the keys below ``root`` belong."""
+        _, user, experiment, name = root.split("/")
+        names = Names(user, experiment, name)
+        trial = Trial(f"{root}/", names=names, store=store)
+        try:
+            folder = folder_in(tree[names.folder]) if names.folder in tree else Path()
+        except ValueError:
+            folder = None
+        if folder is None:
+            trial.alone = f"its folder is not on this machine ({tree[names.folder]:.200}): run this command where it is"
+        elif folder.is_dir() and folder != Path():
+            trial.paths = TrialPaths(folder)
+            reason = self._why_alone(trial.paths)
+            trial.alone = f"{folder}: {reason}" if reason else ""
+        return trial
 
     def _outlive_leases(self, trials: Sequence[Trial]) -> None:
         """Wait, once for all trials, until each lease has been renewed or has lapsed."""
@@ -189,21 +249,19 @@ def _is_trial(folder: Path) -> bool:
     return folder.is_dir() and any((folder / name).exists() for name in ("config.json", "lock"))
 
 
-def _of_keys(root: str, tree: Tree, store: NameStore) -> Trial:
-    """Return the trial to which the keys below ``root`` belong."""
-    _, user, experiment, name = root.split("/")
-    names = Names(user, experiment, name)
-    trial = Trial(f"{root}/", names=names, store=store)
-    try:
-        folder = folder_in(tree[names.folder]) if names.folder in tree else Path()
-    except ValueError:
-        folder = None
-    if folder is None:
-        trial.alone = f"its folder is not on this machine ({tree[names.folder]:.200}): run this command where it is"
-    elif folder.is_dir() and folder != Path():
-        trial.paths = TrialPaths(folder)
-        trial.alone = f"the lock in {folder} is held" if is_held(trial.paths.lock, if_unknown=True) else ""
-    return trial
+def _reported_its_end(paths: TrialPaths) -> bool:
+    """Return True if the newest run of a trial has written its summary. A start writes config.json and removes it."""
+    if not paths.summary.is_file():
+        return False
+    begun = [path.stat().st_mtime for path in (paths.config, paths.job) if path.exists()]
+    return paths.summary.stat().st_mtime >= max(begun, default=0.0)
+
+
+def _ended_without_store(config: Config, paths: TrialPaths) -> bool:
+    """Return True if a trial has ended whose own etcd does not answer, and whose lock and job are free."""
+    cluster = config.cluster
+    by_job = cluster.launcher == "slurm" and paths.job.exists()
+    return not cluster.nodes or by_job or _reported_its_end(paths) or ran_here(paths.lock)
 
 
 def _leftovers(trial: Trial) -> Iterable[Leftover]:

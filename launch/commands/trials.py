@@ -21,7 +21,7 @@ def list_trials(fileroot: Path) -> int:
     if not fileroot.is_dir():
         raise ConfigError("FILEROOT", str(fileroot), "is not a directory: name the folder of the trials")
     trials = trials_in(fileroot.resolve())
-    jobs = {paths.root: record for paths in trials if (record := TrialJob.read(paths)) is not None}
+    jobs = {paths.root: record for paths in trials if (record := _job_of(paths)) is not None}
     try:
         states = job_states(record.job for record in jobs.values())
     except SlurmError:  # not a machine of the cluster: the folders have the rest
@@ -33,6 +33,14 @@ def list_trials(fileroot: Path) -> int:
         table.add_row(*row)
     Console(soft_wrap=True).print(table) if trials else print(f"{fileroot} has no trial")
     return 0
+
+
+def _job_of(paths: TrialPaths) -> TrialJob | None:
+    """Return the newest job of a trial. A damaged job.json must not hide the other trials."""
+    try:
+        return TrialJob.read(paths)
+    except ConfigError:
+        return TrialJob("unreadable", host="", time=0.0)
 
 
 def _rows(

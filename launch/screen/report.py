@@ -121,6 +121,8 @@ def print_summary(console: Console, summary: Summary) -> None:
 def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of every number that was measured; a name occurs once."""
     accuracy, seconds, staleness = summary["accuracy"], summary["seconds"], summary["staleness"]
+    if failure := summary.get("failure"):  # older summaries have none
+        yield "first failure", f"{failure['process']}: {failure['problem']}"
     if limit := summary.get("ended_by"):  # older summaries have none
         yield "ended by", limit
     if accuracy["after"] is not None:

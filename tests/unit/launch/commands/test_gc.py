@@ -23,6 +23,9 @@ from realsys.config.schema import Config
 from realsys.launch.cli import main
 from realsys.launch.commands import leftovers
 from realsys.launch.commands.leftovers import Finder, Leftover, Trial, remove
+from realsys.launch.lock import TrialLock
+from realsys.launch.slurm.slurm_client import JobState, SlurmError
+from realsys.launch.trial_job import TrialJob
 from realsys.launch.trial_keys import claim_keys, remove_keys
 from realsys.storage.scratch import occupy
 
@@ -167,6 +170,116 @@ def test_trial_with_unreachable_etcd_is_left_alone(root, monkeypatch, capsys):
     assert main(["gc", str(root), "--yes"]) == 0
     assert "it may run: name store: cannot" in capsys.readouterr().out
     assert (paths.root / "x.tmp").exists()
+
+
+OWN_ETCD = ("name_store=etcd", "cluster.name_store.start=true", "cluster.nodes=2")
+
+
+def on_own_etcd(root: Path, trial: str, address: str = "127.0.0.1:1", *overrides: str) -> TrialPaths:
+    """A trial over nodes whose etcd is at ``address``, with a folder that its run would use."""
+    _, paths = make(root, *OWN_ETCD, *overrides, trial=trial)
+    paths.store_address.write_text(address)
+    paths.own_etcd.mkdir()
+    return paths
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, JobState]:
+    """Jobs that SLURM knows."""
+    jobs: dict[str, JobState] = {}
+    monkeypatch.setattr(leftovers, "job_state", jobs.get)
+    return jobs
+
+
+@pytest.mark.needs("etcd")
+def test_each_own_etcd_is_asked(root, etcd, etcd_server, capsys):
+    """Both have the default address in their configuration. The etcd of the first one has ended."""
+    ended, living = on_own_etcd(root, "a"), on_own_etcd(root, unique(), etcd_server.address)
+    ended.summary.write_text("{}")
+    beating = worker(etcd, Names(trial_names(compose(["experiment=arith"])).user, "arith", living.root.name))
+    beating.start()
+    try:
+        assert main(["gc", str(root), "--yes"]) == 0
+    finally:
+        beating.stop()
+    assert f"{living.root}: left alone: it runs: " in capsys.readouterr().out
+    assert living.own_etcd.exists() and not ended.own_etcd.exists()
+
+
+def test_silent_own_etcd_without_summary_is_doubt(root, capsys):
+    """It may be out of reach from here, and the lock may be local to another host."""
+    paths, unknown = on_own_etcd(root, "a"), on_own_etcd(root, "b")
+    unknown.store_address.unlink()
+    paths.summary.write_text("{}")
+    os.utime(paths.summary, (1, 1))  # an earlier run wrote it
+    assert main(["gc", str(root), "--yes"]) == 0
+    out = capsys.readouterr().out
+    assert f"{paths.root}: left alone: it may run: name store: cannot" in out and "machine of its launcher" in out
+    assert f"{unknown.root}: left alone: it may run: its etcd has not told its address" in out
+    assert paths.own_etcd.exists() and unknown.own_etcd.exists()
+
+
+def test_killed_launcher_of_this_machine_has_ended(root):
+    paths = on_own_etcd(root, "a")
+    lock = TrialLock(paths.lock, "a", retry_timeout_s=0.0)
+    lock.sign()
+    lock.close()
+    assert main(["gc", str(root), "--yes"]) == 0
+    assert not paths.own_etcd.exists()
+
+
+def test_trial_with_a_living_job_is_left_alone(root, slurm, capsys):
+    """The second one waits, and its folder has only what its submission wrote."""
+    running, waiting = on_own_etcd(root, "a", "127.0.0.1:1", "cluster.launcher=slurm"), TrialPaths(root / "arith" / "b")
+    for paths, job in ((running, "7"), (waiting, "8")):
+        paths.job.parent.mkdir(parents=True)
+        paths.lock.touch()
+        TrialJob.write(paths, job)
+    slurm |= {"7": JobState("RUNNING", host="n1"), "8": JobState("PENDING", "Resources")}
+    assert main(["gc", str(root), "--yes"]) == 0
+    out = capsys.readouterr().out
+    assert f"{running.root}: left alone: job 7 is running on n1" in out
+    assert f"{waiting.root}: left alone: job 8 is pending, Resources" in out
+    assert running.own_etcd.exists() and waiting.job.exists()
+    slurm["7"] = JobState("FAILED")
+    assert main(["gc", str(running.root), "--yes"]) == 0
+    assert not running.own_etcd.exists()
+
+
+def test_job_is_doubt_where_slurm_is_silent(root, slurm, monkeypatch, capsys):
+    asked: list[str] = []
+
+    def silent(job: str) -> JobState | None:
+        asked.append(job)
+        raise SlurmError("there is no program named scontrol")
+
+    monkeypatch.setattr(leftovers, "job_state", silent)
+    doubtful, ended, damaged = (on_own_etcd(root, name, "127.0.0.1:1", "cluster.launcher=slurm") for name in "abc")
+    for paths in (doubtful, ended, damaged):
+        paths.job.parent.mkdir()
+        TrialJob.write(paths, "7")
+    ended.summary.write_text("{}")
+    damaged.job.write_text("{")
+    assert main(["gc", str(root), "--yes"]) == 0
+    out = capsys.readouterr().out
+    assert f"{doubtful.root}: left alone: its job may live: there is no program named scontrol" in out
+    assert f"{damaged.root}: left alone: it may run: config: job.json=" in out
+    assert doubtful.own_etcd.exists() and damaged.own_etcd.exists() and not ended.own_etcd.exists()
+    assert asked == ["7"]
+
+
+@pytest.mark.needs("etcd")
+def test_keys_of_a_living_job_elsewhere_stay(root, slurm, etcd, etcd_server, capsys):
+    on_etcd(root, etcd_server, unique())
+    config, paths = on_etcd(root.with_name("other"), etcd_server, unique())
+    claim_keys(config, paths, print)
+    paths.job.parent.mkdir()
+    TrialJob.write(paths, "7")
+    slurm["7"] = JobState("RUNNING", host="n1")
+    assert main(["gc", str(root), "--yes"]) == 0
+    assert f"{paths.root}: job 7 is running on n1" in capsys.readouterr().out
+    assert etcd.get(trial_names(config).folder)
+    etcd.clear_subtree(trial_names(config).root)
 
 
 def test_stores_in_trial_folder_are_removed(root):
