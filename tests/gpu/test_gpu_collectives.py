@@ -14,8 +14,8 @@ from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.config.schema import Config
 from realsys.model_calls import Transfer, TransferRequest
 from realsys.train.data_manager import DataManager
-from realsys.train.megatron.device import Device
 from realsys.train.megatron.collectives import gather_bytes
+from realsys.train.megatron.device import Device
 from realsys.train.transfer import execute
 from tests.gpu.conftest import STAND_IN, ComputeOn
 from tests.support.training.records import make_ref
