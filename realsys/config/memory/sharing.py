@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.device_memory import rank_uses
+from realsys.config.memory.device_memory import RANK_SHARE, rank_uses
 from realsys.config.schema import Config
 
 #: share of a GPU that is left to kernels and buffers of its processes
@@ -19,6 +19,11 @@ def largest_rank(config: Config) -> int:
     """Return the predicted bytes of the training rank that needs most of its GPU. Raises ModelError."""
     uses = rank_uses(config, parse_allocation(config.allocation), dataflow_of(config), on_gpu=True)
     return max(use.total for use, _ in uses)
+
+
+def smallest_gpu_for_ranks(config: Config) -> int:
+    """Return the bytes of the smallest GPU on which each training rank fits. Raises ModelError."""
+    return math.ceil(largest_rank(config) / RANK_SHARE)
 
 
 def server_share(gpus: Iterable[tuple[int, int]], rank_share: float | None) -> float:
