@@ -140,8 +140,10 @@ class Examined:
     lines: list[str]
 
 
-def examine(config: Config, paths: TrialPaths) -> Examined:
+def examine(config: Config, paths: TrialPaths, *, other_disk: bool = False) -> Examined:
     """Run every check of a start. Files that a new trial would get are made in a temporary folder.
+
+    ``other_disk``: do not check the room on this machine's disk, because the trial is for other machines.
 
     Raises ConfigError, ModelError or DataError.
     """
@@ -152,7 +154,7 @@ def examine(config: Config, paths: TrialPaths) -> Examined:
     with tempfile.TemporaryDirectory(prefix="realsys-") as scratch:
         inputs = TrialPaths(Path(scratch))
         inputs.data.mkdir()
-        check_here(config, paths)
+        check_here(config, paths, other_disk=other_disk)
         _make_inputs(config, inputs)
         return _examine(config, inputs, trial)
 

@@ -46,6 +46,7 @@ from realsys.launch.launchers.build import check_launcher, check_start, make_lau
 from realsys.launch.nodes.base import EXIT_NO_MACHINE
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
+from realsys.launch.preflight import disk_warnings
 from realsys.launch.prepare import Ready, examine, prepare, resolve
 from realsys.launch.processes.failures import FirstFailure, first_failure, full_disk
 from realsys.launch.processes.own_etcd import etcd_answers
@@ -106,10 +107,13 @@ def plan_run(overrides: Sequence[str], options: RunOptions) -> Planned:
 def show_plan(planned: Planned) -> None:
     """Make every check of a start and print the plan: a dry run. Raises RealsysError."""
     config = planned.config
-    examined = examine(config, planned.paths)
+    elsewhere = config.cluster.nodes > 0
+    examined = examine(config, planned.paths, other_disk=elsewhere)
     place = place_of(config, parse_allocation(config.allocation), backend_rules(config), planned.machine)
-    examined = replace(examined, lines=[*planned.chosen, *examined.lines])
-    specs = planned.specs if config.cluster.nodes else on_this_machine(planned.specs, planned.machine)
+    examined = replace(
+        examined, lines=[*planned.chosen, *examined.lines, *(disk_warnings(config, planned.paths) if elsewhere else ())]
+    )
+    specs = planned.specs if elsewhere else on_this_machine(planned.specs, planned.machine)
     print_dry_run(_Terminal(), config, planned.paths, specs, planned.placement, examined, place)
 
 

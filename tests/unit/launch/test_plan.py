@@ -295,6 +295,16 @@ def test_gpus_of_unknown_size_must_hold_a_rank() -> None:
         assert not ranks_known or largest_rank(config) <= usable_bytes(config, needs["node0"].rank_gpu, server=False)
 
 
+def test_dry_run_for_other_machines_warns_of_the_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The disk of this machine may not be theirs."""
+    argv = ["run", "experiment=arith", f"fileroot={tmp_path / 'runs'}", "checkpoint.keep=1000000000", "--dry-run"]
+    assert main(argv) == 2
+    assert "weights and checkpoints need about" in capsys.readouterr().err
+    assert main([*argv, *LARGE]) == 0
+    warning = "warning: if the nodes have the same disk as this machine: config: fileroot="
+    assert capsys.readouterr().out.count(warning) == 1
+
+
 def test_launcher_on_loopback_cannot_have_agents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "experiment=arith", *LARGE, f"fileroot={tmp_path / 'runs'}"]) == 2
     [line] = capsys.readouterr().err.splitlines()
