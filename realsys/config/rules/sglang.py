@@ -17,7 +17,8 @@ from realsys.errors import ConfigError
 _ROOT = Path(realsys.__file__).resolve().parents[1]
 #: `make sglang-cpu` makes it in the root of a checkout
 DEFAULT_VENV = _ROOT / ".venv-sglang"
-TESTED_VERSION = "0.5.21"  # of SGLang
+#: version of SGLang that `make sglang-cpu` installs and the tests use
+TESTED_VERSION = "0.5.21"
 #: options of address, model and device, which realsys sets
 _OURS = frozenset(
     {"host", "port", "model-path", "model", "nnodes", "node-rank", "dist-init-addr", "base-gpu-id", "gpu-id-step"}
