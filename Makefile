@@ -21,8 +21,10 @@ ARGS   ?=
 # For `make setup`. On Linux the default package index has torch for CUDA (several GB). For the CPU build name an index that
 # has it, as PyTorch's installation page does: make setup PIP_ARGS='--extra-index-url URL'
 PIP_ARGS ?=
-BENCHES ?= microbatch dp_balance train_step step_parts train_throughput memory streams weights router control_plane generation prefill interruption \
-	async_vs_sync agreement algorithms fuzz ledger_cost soak
+# All but gpu_* (they need a GPU) and before_after (it needs a second checkout).
+BENCHES ?= microbatch dp_balance train_step step_parts train_throughput memory streams weights weights_fan_out publication host_staging \
+	router manager_load held_allocations heartbeats join control_plane generation prefill interruption simulate \
+	async_vs_sync agreement algorithms slow_prompts staleness fuzz ledger_cost soak
 
 # One thread per process: the processes are the parallelism, in tests as in a run.
 export OMP_NUM_THREADS ?= 1
@@ -119,7 +121,7 @@ docs: setup  ## rewrite the fields in docs/configuration.md, the measured figure
 	$(PY) -m tests.support.docs.figures
 	$(PY) -m tests.support.docs.memory_settings
 
-bench: setup  ## run every benchmark; results go to benchmarks/results/
+bench: setup  ## run every benchmark for CPUs; results go to benchmarks/results/
 	@set -e; for name in $(BENCHES); do echo "== $$name"; $(PY) -m benchmarks.$$name; done
 
 clean:  ## remove caches and build products; .venv and runs/ stay

@@ -12,6 +12,7 @@
     generation.sampling.max_new_tokens
     evaluation.problems,               the held-out problems, if there are fewer
     evaluation.every_problems
+    rollout.workers                    with GPUs: as many as keep the servers busy
     weights.storage_readers            2, if servers run on four or more nodes
 
 A setting is left open if neither the command line nor a file of the user's choice names it, and it has the default of
@@ -21,6 +22,7 @@ the schema. Every setting that is chosen here is shown, and is written to config
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,8 @@ AUTO = "auto"
 _BACKEND, _GPU_BACKEND = "generation.backend", "sglang"
 _PROMPT, _ANSWER = "data.max_prompt_tokens", "generation.sampling.max_new_tokens"
 _EVALUATIONS = ("evaluation.problems", "evaluation.every_problems")
-_READERS = "weights.storage_readers"
+_WORKERS, _READERS = "rollout.workers", "weights.storage_readers"
+_EPISODES = 64  # that keep a server on a GPU busy
 _FEW = 2  # hosts that read a version from the shared storage; not one, because it may hang
 
 
@@ -63,10 +66,11 @@ def fit(config: Config, given: Collection[str], machine: Machine) -> tuple[Confi
     config, backend = _set(config, _backend(config, given, machine))
     config, memory = _set(config, _memory(config, given, machine))
     config, places = _set(config, _allocation(config, given, machine))
+    config, workers = _set(config, _rollout_workers(config, given, machine))
     config, sizes = _set(config, _lengths(config, given) | _evaluations(config, given))
     config, shares = _set(config, _sharing(config, machine))
     config, readers = _set(config, _storage_readers(config, given))
-    return config, nodes + backend + memory + places + sizes + shares + readers
+    return config, nodes + backend + memory + places + workers + sizes + shares + readers
 
 
 def _set(config: Config, chosen: Mapping[str, tuple[Any, str]]) -> tuple[Config, list[str]]:
@@ -153,6 +157,23 @@ def _sharing(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:
     with BACKEND.guard(config.generation.backend, "sharing raised"):
         values = backend_rules(config).sharing(share)
     return {field: (value, reason) for field, value in values.items()}
+
+
+def _rollout_workers(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
+    """Start enough RolloutWorkers to keep all servers on GPUs busy, and no more than admission lets run."""
+    if not machine.gpus or not _is_open(config, given, _WORKERS):
+        return {}
+    rollout, servers = config.rollout, parse_allocation(config.allocation).inference.data
+    size, of_worker = rollout.group_size, rollout.max_concurrent
+    admitted = (config.asynchronous.max_head_offpolicyness + 1) * config.train.batch_groups
+    served = math.ceil(servers * _EPISODES / size)
+    with BACKEND.guard(config.generation.backend, "capacity raised"):
+        held = servers * int(backend_rules(config).capacity()) // (of_worker * size)
+    workers = min(math.ceil(min(admitted, served) / of_worker), held)
+    if workers <= rollout.workers:
+        return {}
+    limit = f"{servers} servers run {_EPISODES} episodes each" if served <= admitted else "staleness admits no more"
+    return {_WORKERS: (workers, f"{min(admitted, served):,} groups of {size}, {of_worker} in a worker; {limit}")}
 
 
 def _lengths(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:

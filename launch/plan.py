@@ -149,10 +149,18 @@ def _part_of_server(seat: Seat) -> dict[str, str]:
     return {NODE_RANK: str(seat.node_rank), NODES: str(seat.nodes)} if seat.nodes > 1 else {}
 
 
-def needs_of(specs: Sequence[ProcessSpec], gpu_memory: int = 0) -> dict[str, Needs]:
-    """Return node -> what its processes take, in the order of the nodes' names. ``gpu_memory``: bytes of each GPU."""
-    names = sorted({spec.node for spec in specs}, key=_by_number)
-    return {name: Needs.of([spec for spec in specs if spec.node == name], gpu_memory) for name in names}
+def needs_of(specs: Sequence[ProcessSpec], gpu_memory: int = 0, rank_gpu: int = 0) -> dict[str, Needs]:
+    """Return node -> what its processes take, in the order of the nodes' names.
+
+    gpu_memory  bytes of each GPU
+    rank_gpu    bytes of the smallest GPU that can have a training rank
+    """
+    needs = {}
+    for name in sorted({spec.node for spec in specs}, key=_by_number):
+        there = [spec for spec in specs if spec.node == name]
+        trains = any(spec.kind == RANK and spec.gpus for spec in there)
+        needs[name] = replace(Needs.of(there, gpu_memory), rank_gpu=rank_gpu if trains else 0)
+    return needs
 
 
 def _by_number(name: str) -> tuple[str, int]:

@@ -26,8 +26,8 @@ _ETCD_TIMEOUT_S = 5.0
 ELECTION_LEASE_S = 60.0
 
 
-def check_here(config: Config, paths: TrialPaths) -> None:
-    """Run all checks of this module. Raises ConfigError or ModelError."""
+def check_here(config: Config, paths: TrialPaths, *, other_disk: bool = False) -> None:
+    """Run all checks of this module; with ``other_disk`` without that of the disk. Raises ConfigError or ModelError."""
     if not config.cluster.nodes:  # else the addresses are those of other machines
         check_addresses(config)
     check_etcd(config, paths)
@@ -35,7 +35,7 @@ def check_here(config: Config, paths: TrialPaths) -> None:
         settings = role_settings(config, role)
         if settings.path:
             check_weights(Path(settings.path), read_model(Path(settings.path), settings.head))
-    if not paths.config.exists():  # else most of it is on the disk already
+    if not other_disk and not paths.config.exists():  # else most of it is on the disk already
         check_disk(config, disk_bytes(config, dataflow_of(config)))
 
 
@@ -83,6 +83,17 @@ def check_disk(config: Config, need: int) -> None:
         sizes = f"weights and checkpoints need about {need / GIB:.2f} GiB, {free / GIB:.2f} GiB are free"
         remedy = "name another disk, or lower checkpoint.keep or weights.keep_versions"
         raise ConfigError("fileroot", config.fileroot, f"{sizes}: {remedy}")
+
+
+def disk_warnings(config: Config, paths: TrialPaths) -> list[str]:
+    """Return a line if a new trial of other machines does not fit on this machine's disk, which may not be theirs."""
+    if paths.config.exists():
+        return []
+    try:
+        check_disk(config, disk_bytes(config, dataflow_of(config)))
+    except ConfigError as error:
+        return [f"warning: if the nodes have the same disk as this machine: {error}"]
+    return []
 
 
 def free_bytes(config: Config) -> int:

@@ -145,8 +145,10 @@ class Examined:
     digest: str
 
 
-def examine(config: Config, paths: TrialPaths) -> Examined:
+def examine(config: Config, paths: TrialPaths, *, other_disk: bool = False) -> Examined:
     """Run every check of a start. Files that a new trial would get are made in a temporary folder.
+
+    ``other_disk``: do not check the room on this machine's disk, because the trial is for other machines.
 
     Raises ConfigError, ModelError or DataError.
     """
@@ -157,7 +159,7 @@ def examine(config: Config, paths: TrialPaths) -> Examined:
     with tempfile.TemporaryDirectory(prefix="realsys-") as scratch:
         inputs = TrialPaths(Path(scratch))
         inputs.data.mkdir()
-        check_here(config, paths)
+        check_here(config, paths, other_disk=other_disk)
         _make_inputs(config, inputs)
         return _examine(config, inputs, trial)
 

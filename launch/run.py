@@ -28,11 +28,12 @@ from realsys.cluster.network import HOST, PORTS, interfaces, is_loopback, join_h
 from realsys.cluster.process import RUN_ID, STORE_ADDRESS
 from realsys.config.allocation import parse_allocation
 from realsys.config.compose import compose, given_fields, quoted
-from realsys.config.devices.device_plan import as_lines
+from realsys.config.devices.device_plan import Needs, as_lines
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.doors import LOSS
 from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.memory_check import place_of
+from realsys.config.memory.sharing import smallest_gpu_for_ranks
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.checks import check
@@ -45,6 +46,7 @@ from realsys.launch.launchers.build import check_launcher, check_start, make_lau
 from realsys.launch.nodes.base import EXIT_NO_MACHINE
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
+from realsys.launch.preflight import disk_warnings
 from realsys.launch.prepare import Ready, examine, prepare, resolve
 from realsys.launch.processes.failures import FirstFailure, first_failure, full_disk
 from realsys.launch.processes.own_etcd import etcd_answers
@@ -105,10 +107,13 @@ def plan_run(overrides: Sequence[str], options: RunOptions) -> Planned:
 def show_plan(planned: Planned) -> None:
     """Make every check of a start and print the plan: a dry run. Raises RealsysError."""
     config = planned.config
-    examined = examine(config, planned.paths)
+    elsewhere = config.cluster.nodes > 0
+    examined = examine(config, planned.paths, other_disk=elsewhere)
     place = place_of(config, parse_allocation(config.allocation), backend_rules(config), planned.machine)
-    examined = replace(examined, lines=[*planned.chosen, *examined.lines])
-    specs = planned.specs if config.cluster.nodes else on_this_machine(planned.specs, planned.machine)
+    examined = replace(
+        examined, lines=[*planned.chosen, *examined.lines, *(disk_warnings(config, planned.paths) if elsewhere else ())]
+    )
+    specs = planned.specs if elsewhere else on_this_machine(planned.specs, planned.machine)
     print_dry_run(_Terminal(), config, planned.paths, specs, planned.placement, examined, place)
 
 
@@ -154,7 +159,7 @@ def _planned(config: Config, paths: TrialPaths, machine: Machine) -> tuple[list[
         remedy = f"set cluster.interface, or {HOST} on each node"
         lines.append(f"warning: other nodes cannot reach cluster.host={cluster.host}: {remedy}")
     if cluster.gpus_per_node and not cluster.gpu_memory_gb:
-        lines.append("warning: the memory of the GPUs is not checked: set cluster.gpu_memory_gb")
+        lines.append("warning: the memory of the GPUs is checked only when they join: set cluster.gpu_memory_gb")
     return specs, lines
 
 
@@ -277,8 +282,7 @@ async def _supervise(
     with _reported("show the run"), view:
         watching = asyncio.create_task(monitor.run())
         try:
-            needs = needs_of(specs, int(cluster.gpu_memory_gb * GIB))
-            async with open_nodes(needs, paths, terms, inherit=[ready.lock.fd]) as nodes:
+            async with open_nodes(node_needs(config, specs), paths, terms, inherit=[ready.lock.fd]) as nodes:
                 supervisor = Supervisor(specs, bounds, hooks, nodes)
                 asked = functools.partial(_stop_asked, supervisor, say)
                 outcome = await run_beside(supervisor.run(), watch_requests(paths.stop_request, asked))
@@ -290,6 +294,14 @@ async def _supervise(
     for exc in [exc for exc in (trouble, *troubles) if isinstance(exc, Exception)][:1]:
         _tell(f"realsys: the display stopped working: {type(exc).__name__}: {exc}")
     return outcome
+
+
+def node_needs(config: Config, specs: Sequence[ProcessSpec]) -> dict[str, Needs]:
+    """Return what each node must have. GPUs of unknown size must hold the largest training rank. Raises ModelError."""
+    cluster = config.cluster
+    is_unknown = cluster.gpus_per_node > 0 and not cluster.gpu_memory_gb
+    rank_gpu = smallest_gpu_for_ranks(config) if is_unknown else 0
+    return needs_of(specs, int(cluster.gpu_memory_gb * GIB), rank_gpu)
 
 
 def _stop_asked(supervisor: Supervisor, say: Callable[[str], None], user: str) -> None:

@@ -110,7 +110,8 @@ class SglangConfig(Section):
     """SGLang's own server, in a child process of each GenerationServer."""
 
     python: str = Field(
-        "", description="interpreter that has sglang; empty: that of .venv-sglang if it exists, else the current one"
+        "",
+        description="interpreter that has sglang; empty: this one, or without GPUs that of .venv-sglang if it exists",
     )
     args: dict[str, Any] = Field(
         {}, description="options of SGLang's command line; true: the flag without a value, false: leave the flag out"

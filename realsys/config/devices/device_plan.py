@@ -210,12 +210,17 @@ def _find(name: str, width: int, count: int, used: Sequence[_Used], *, share: bo
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Needs of the processes of a node: their number, GPUs, bytes of host memory, bytes of each GPU (0: any)."""
+    """Needs of the processes of a node: their number, GPUs and bytes of host memory.
+
+    gpu_memory  bytes of each GPU for which they were planned, 0: any
+    rank_gpu    bytes of the smallest GPU that can have one of its training ranks, 0: any
+    """
 
     processes: int
     gpus: int
     memory: int
     gpu_memory: int = 0
+    rank_gpu: int = 0
 
     @classmethod
     def of(cls, seats: Iterable[NeedsRoom], gpu_memory: int = 0) -> Needs:
@@ -236,6 +241,9 @@ class Needs:
         if node.gpu_memory and _OF_NOMINAL * self.gpu_memory > node.gpu_memory:
             planned, there = self.gpu_memory / _GIB, node.gpu_memory / _GIB
             return f"its GPUs have {there:.1f} GiB, and the plan is for cluster.gpu_memory_gb={planned:g}"
+        if node.gpu_memory and self.rank_gpu > node.gpu_memory:
+            needed, there = self.rank_gpu / _GIB, node.gpu_memory / _GIB
+            return f"its GPUs have {there:.1f} GiB, and a training rank needs one of at least {needed:.1f} GiB"
         return ""
 
 

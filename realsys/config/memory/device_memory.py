@@ -24,6 +24,8 @@ GIB = 1 << 30
 #: CUDA context with its kernels, cuBLAS, and the buffers of NCCL, on each GPU of a process
 LIBRARIES = 3 * GIB // 2
 SGLANG = "sglang"
+#: share of a GPU that training ranks may use
+RANK_SHARE = 0.97
 #: share of a GPU that SGLang's weights and cache have by default; CUDA graphs and activations have the rest
 _SGLANG_SHARE = 0.88
 _STORED_TOKEN = 16  # bytes of token, log-prob and random number of a position in the embedded engine
@@ -201,7 +203,7 @@ def usable_bytes(config: Config, gpu_bytes: int, *, server: bool) -> int:
 
     3 % stay free, because blocks of the allocator never fit exactly. SGLang has the share that its option says.
     """
-    share = 0.97
+    share = RANK_SHARE
     if server and config.generation.backend == SGLANG:
         given = options(config.generation.sglang).get("mem-fraction-static", _SGLANG_SHARE)
         share = float(given) if isinstance(given, int | float) else _SGLANG_SHARE

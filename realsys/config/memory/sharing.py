@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.devices.device_plan import SERVER, Seat, owners
-from realsys.config.memory.device_memory import rank_uses
+from realsys.config.memory.device_memory import RANK_SHARE, rank_uses
 from realsys.config.schema import Config
 
 #: share of a GPU that is left to kernels and buffers of its processes
@@ -26,6 +26,11 @@ def owners_beside_servers(seats: Sequence[Seat]) -> set[tuple[int, int]]:
     """Return the numbers of training ranks and of servers on the GPUs that servers have."""
     count, served = owners(seats), owners([seat for seat in seats if seat.kind == SERVER])
     return {(count[gpu] - number, number) for gpu, number in served.items()}
+
+
+def smallest_gpu_for_ranks(config: Config) -> int:
+    """Return the bytes of the smallest GPU on which each training rank fits. Raises ModelError."""
+    return math.ceil(largest_rank(config) / RANK_SHARE)
 
 
 def server_share(gpus: Iterable[tuple[int, int]], rank_share: float | None) -> float:

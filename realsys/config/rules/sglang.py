@@ -17,6 +17,8 @@ from realsys.errors import ConfigError
 _ROOT = Path(realsys.__file__).resolve().parents[1]
 #: `make sglang-cpu` makes it in the root of a checkout
 DEFAULT_VENV = _ROOT / ".venv-sglang"
+#: version of SGLang that `make sglang-cpu` installs and the tests use
+TESTED_VERSION = "0.5.21"
 #: options of address, model and device, which realsys sets
 _OURS = frozenset(
     {"host", "port", "model-path", "model", "nnodes", "node-rank", "dist-init-addr", "base-gpu-id", "gpu-id-step"}
@@ -33,12 +35,15 @@ _IN_LOGPROBS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "
 _SCALARS = (str, int, float, bool, type(None))
 
 
-def interpreter(settings: SglangConfig, default_venv: Path = DEFAULT_VENV) -> str:
-    """Return the interpreter that runs SGLang: the configured one, else that of ``default_venv``, else this one."""
+def interpreter(settings: SglangConfig, *, gpus: bool, default_venv: Path = DEFAULT_VENV) -> str:
+    """Return the interpreter that runs SGLang: the configured one, else that of ``default_venv``, else this one.
+
+    ``default_venv`` has a torch for CPUs, so servers with ``gpus`` do not use it.
+    """
     if settings.python:
         return settings.python
     python = default_venv / "bin" / "python"
-    return str(python) if python.exists() else sys.executable
+    return str(python) if python.exists() and not gpus else sys.executable
 
 
 def options(settings: SglangConfig) -> dict[str, Any]:
@@ -46,16 +51,22 @@ def options(settings: SglangConfig) -> dict[str, Any]:
     return {_normal(name): value for name, value in settings.args.items()}
 
 
-def check_sglang(settings: SglangConfig, default_venv: Path = DEFAULT_VENV) -> None:
-    """Raise ConfigError for an interpreter that cannot be run and for options that the user must not set."""
-    python = interpreter(settings, default_venv)
+def check_interpreter(settings: SglangConfig, *, gpus: bool, default_venv: Path = DEFAULT_VENV) -> None:
+    """Raise ConfigError for an interpreter that cannot be run or has no SGLang. ``gpus``: True if servers have GPUs."""
+    python = interpreter(settings, gpus=gpus, default_venv=default_venv)
     if settings.python and not os.access(python, os.X_OK):
         raise ConfigError("generation.sglang.python", python, "is not an executable file")
     if python == sys.executable and importlib.util.find_spec("sglang") is None:
         problem = "this interpreter has no sglang: set one that has it"
-        if (_ROOT / "Makefile").exists():  # not in an installation
+        if gpus:
+            problem += f", of a virtual environment of its own with `pip install sglang=={TESTED_VERSION}`"
+        elif (_ROOT / "Makefile").exists():  # not in an installation
             problem += ", or make one for CPU with `make sglang-cpu`"
         raise ConfigError("generation.sglang.python", settings.python, problem)
+
+
+def check_sglang(settings: SglangConfig) -> None:
+    """Raise ConfigError for options that the user must not set."""
     seen: dict[str, str] = {}
     for name, value in settings.args.items():
         field, normal = f"generation.sglang.args.{name}", _normal(name)

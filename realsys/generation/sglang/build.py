@@ -16,6 +16,7 @@ from realsys.config.rules.lengths import longest_sequence
 from realsys.config.rules.machine import Machine
 from realsys.config.rules.sglang import (
     STATIC_SHARE,
+    check_interpreter,
     check_sglang,
     check_sglang_sampling,
     interpreter,
@@ -43,9 +44,13 @@ class SglangBackend(Backend):
     fused_copies = 0  # it loads the files
 
     def check(self, allocation: Allocation) -> None:
-        """Refuse an interpreter that cannot run, options that realsys sets, and sampling that changes the log-probs."""
+        """Refuse options that realsys sets, and sampling that changes the log-probs."""
         check_sglang(self.config.generation.sglang)
         check_sglang_sampling(self.config.generation.sampling)
+
+    def check_machine(self, machine: Machine) -> None:
+        """Refuse an interpreter that cannot run."""
+        check_interpreter(self.config.generation.sglang, gpus=bool(machine.gpus))
 
     def capacity(self) -> int:
         return self.config.generation.sglang.max_answers
@@ -127,9 +132,10 @@ def _tokenizer(model_path: Path, config: Config) -> Tokenizer | None:
 
 def _launch(model_path: Path, config: Config, index: int, span: Span, tokenizer: Tokenizer | None) -> Launch:
     generation, given = config.generation, options(config.generation.sglang)
+    gpus = bool(Machine.here().gpus)
     context = int(given.pop("context-length", 0)) or longest_sequence(config)
     return Launch(
-        python=interpreter(generation.sglang),
+        python=interpreter(generation.sglang, gpus=gpus),
         model_path=model_path,
         dtype=config.model.dtype,
         fp32_head=config.model.head_dtype == "float32",
@@ -137,7 +143,7 @@ def _launch(model_path: Path, config: Config, index: int, span: Span, tokenizer:
         tensor=parse_allocation(config.allocation).inference.tensor,
         seed=config.seed + index,
         threads=generation.threads,
-        gpus=bool(Machine.here().gpus),
+        gpus=gpus,
         options=given,
         tokenizer=tokenizer is not None,
         span=span,

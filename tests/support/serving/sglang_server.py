@@ -40,5 +40,5 @@ def sglang_engine(model: Path, *overrides: str, on_change: Callable = print) -> 
         return FolderWriter(DiskReader(), model).write(locator, version, target)
 
     config = sglang_config(*overrides)
-    assert Path(interpreter(config.generation.sglang)).exists()
+    assert Path(interpreter(config.generation.sglang, gpus=False)).exists()
     return build_sglang_engine(model, config, write, on_change)

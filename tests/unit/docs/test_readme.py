@@ -35,6 +35,14 @@ def test_make_targets_exist() -> None:
     assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
 
 
+def test_make_bench_runs_all_benchmarks_for_cpus() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8").replace("\\\n", " ")
+    listed = re.findall(r"^BENCHES \?= (.*)$", makefile, re.MULTILINE)[0].split()
+    every = {path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")}
+    special = {name for name in every if name.startswith("gpu_")} | {"before_after"}
+    assert sorted(listed) == sorted(every - special)
+
+
 def test_lines_of_the_drawing_meet() -> None:
     """Each vertical piece of a line continues in the row below and the row above."""
     drawing = PAGE.split("```")[1].strip("\n").splitlines()

@@ -60,6 +60,31 @@ def test_few_of_many_hosts_read_the_storage(nodes: int, servers: int, given: str
     assert len(chosen) == (readers > 0)
 
 
+@pytest.mark.parametrize(
+    ("servers", "gpus", "values", "given", "workers", "reason"),
+    [
+        (384, 8, {}, set(), 24, "1,536 groups of 16, 64 in a worker; 384 servers run 64 episodes each"),
+        (384, 8, {"asynchronous": {"max_head_offpolicyness": 0}}, set(), 8, "512 groups of 16, 64 in a worker; stal"),
+        (40, 8, {"generation": {"backend": "sglang", "sglang": {"max_answers": 64}}}, {"generation"}, 2, ""),
+        (6, 8, {}, set(), 2, ""),
+        (384, 8, {}, {"rollout.workers"}, 2, ""),
+        (384, 0, {}, set(), 2, ""),
+    ],
+)
+def test_rollout_workers_keep_many_servers_busy(
+    servers: int, gpus: int, values: dict[str, Any], given: set[str], workers: int, reason: str
+) -> None:
+    """Two workers would give 2,048 episodes to any number of servers."""
+    cluster = {"nodes": 64, "gpus_per_node": gpus}
+    config = Config.model_validate({"allocation": f"serve.d{servers}+d128", "cluster": cluster, **values})
+    config, lines = fit(config, given, machine(0))
+    assert config.rollout.workers == workers
+    chosen = [line for line in lines if "rollout.workers" in line]
+    assert len(chosen) == bool(reason) and all(
+        line.startswith(f"set rollout.workers={workers}: {reason}") for line in chosen
+    )
+
+
 @pytest.mark.parametrize("gpus_here", [0, 1, 8])
 def test_settings_fit_the_described_nodes(gpus_here: int) -> None:
     """A login node has other GPUs than the nodes, or none."""

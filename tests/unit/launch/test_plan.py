@@ -14,6 +14,8 @@ import pytest
 
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.dump import read_config
+from realsys.config.memory.device_memory import usable_bytes
+from realsys.config.memory.sharing import largest_rank
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config, GenerationConfig, RolloutConfig
@@ -21,6 +23,7 @@ from realsys.errors import ConfigError, RealsysError
 from realsys.launch.cli import main
 from realsys.launch.plan import ProcessSpec, on_this_machine, plan
 from realsys.launch.prepare import prepare, resolve
+from realsys.launch.run import node_needs
 
 CPU = Machine(cpus=4, memory_bytes=32 << 30)
 ROOT = Path(__file__).resolve().parents[3]
@@ -276,8 +279,30 @@ def test_dry_run_for_other_machines_prints_the_placement(
     assert "node3: generation_server 16-23 on gpu 0-7" in out
     assert "CUDA_VISIBLE_DEVICES" not in out and sys.executable not in out
     assert "warning: other nodes cannot reach cluster.host=127.0.0.1: set cluster.interface" in out
-    assert "warning: the memory of the GPUs is not checked: set cluster.gpu_memory_gb" in out
+    assert "warning: the memory of the GPUs is checked only when they join: set cluster.gpu_memory_gb" in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_gpus_of_unknown_size_must_hold_a_rank() -> None:
+    """Only on nodes with training ranks. A given size has been checked with the plan."""
+    cluster = {"nodes": 2, "gpus_per_node": 8}
+    for size, ranks_known in ((0, True), (79, False)):
+        config = Config.model_validate({"allocation": "serve.d8+d8", "cluster": {**cluster, "gpu_memory_gb": size}})
+        seats = seats_of(config, CPU, nodes_of(config, CPU))
+        needs = node_needs(config, plan(config, TrialPaths(Path("/runs/x/t")), seats, "run-1"))
+        assert [each.rank_gpu > 0 for each in needs.values()] == [ranks_known, False]
+        assert {each.gpu_memory for each in needs.values()} == {size << 30}
+        assert not ranks_known or largest_rank(config) <= usable_bytes(config, needs["node0"].rank_gpu, server=False)
+
+
+def test_dry_run_for_other_machines_warns_of_the_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The disk of this machine may not be theirs."""
+    argv = ["run", "experiment=arith", f"fileroot={tmp_path / 'runs'}", "checkpoint.keep=1000000000", "--dry-run"]
+    assert main(argv) == 2
+    assert "weights and checkpoints need about" in capsys.readouterr().err
+    assert main([*argv, *LARGE]) == 0
+    warning = "warning: if the nodes have the same disk as this machine: config: fileroot="
+    assert capsys.readouterr().out.count(warning) == 1
 
 
 def test_launcher_on_loopback_cannot_have_agents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

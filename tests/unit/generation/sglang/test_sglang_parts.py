@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from realsys.config.rules.sglang import interpreter, options
+from realsys.config.rules.sglang import TESTED_VERSION, check_interpreter, interpreter, options
 from realsys.config.schema import SamplingConfig, SglangConfig
 from realsys.errors import ConfigError, GenerationError
 from realsys.generation.protocol import SamplingParams
@@ -116,19 +116,29 @@ def test_environment_is_that_of_another_interpreter():
 
 
 def test_interpreter_is_chosen_in_order(tmp_path):
-    assert interpreter(SglangConfig(python="/other/python"), tmp_path) == "/other/python"
-    assert interpreter(SglangConfig(), tmp_path) == sys.executable
+    def chosen(python: str = "") -> str:
+        return interpreter(SglangConfig(python=python), gpus=False, default_venv=tmp_path)
+
+    assert chosen("/other/python") == "/other/python"
+    assert chosen() == sys.executable
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to(os.path.realpath(sys.executable))
-    assert interpreter(SglangConfig(), tmp_path) == str(python)
+    assert chosen() == str(python)
+    assert interpreter(SglangConfig(), gpus=True, default_venv=tmp_path) == sys.executable  # its torch is for CPUs
 
 
 def test_missing_sglang_is_named_with_what_to_do(tmp_path):
-    from realsys.config.rules.sglang import check_sglang
-
     with pytest.raises(ConfigError, match="make sglang-cpu"):
-        check_sglang(SglangConfig(), tmp_path)
+        check_interpreter(SglangConfig(), gpus=False, default_venv=tmp_path)
+    install = f"`pip install sglang=={TESTED_VERSION}`$"
+    with pytest.raises(ConfigError, match=f"of a virtual environment of its own with {install}"):
+        check_interpreter(SglangConfig(), gpus=True, default_venv=tmp_path)
+
+
+def test_tested_version_is_the_pinned_one():
+    pins = (CPU_SUPPORT / "no-deps.txt").read_text("utf-8").splitlines()
+    assert f"sglang=={TESTED_VERSION}" in pins
 
 
 # ---- requests

@@ -33,6 +33,13 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
     return run
 
 
+def test_job_on_loopback_is_refused_before_sbatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [text for text in SETTINGS if not text.startswith("cluster.interface")]
+    assert main(["submit", *settings, "--detach", "cluster.slurm.partition=main", f"fileroot={tmp_path}"]) == 2
+    assert "cluster.interface='': the nodes cannot reach each other on loopback" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 MAY_RUN = "the job may have been submitted: look for it with squeue --name=arith-t before you submit again"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -101,6 +101,13 @@ def test_misfit_is_named_with_the_numbers(sizes: dict[str, int], problem: str) -
     assert not binding.misfit(machine("b"))
     assert binding.misfit(machine("b", **sizes)) == f"b cannot be node1: {problem}"
     assert binding.misfit(machine("node0", **sizes)) == f"node0 cannot be node0: {problem}"
+
+
+def test_gpu_must_hold_a_training_rank() -> None:
+    needs = replace(Needs.of([Process((0,))]), rank_gpu=52 * _GIB)
+    assert not needs.problem(machine("a", gpu_memory=52 * _GIB))
+    problem = "its GPUs have 40.0 GiB, and a training rank needs one of at least 52.0 GiB"
+    assert needs.problem(machine("a", gpu_memory=40 * _GIB)) == problem
 
 
 def test_gpu_with_its_nominal_memory_is_enough() -> None:
