@@ -1,6 +1,7 @@
 """The `realsys` command. Arguments are parsed before heavy imports, so that --help is fast.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input or an unusable file (one line on stderr), 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 1 the run failed, 2 bad input or an unusable file (one line on stderr), 3 an agent found no
+launcher, 4 a lost node got no other machine, 130 Ctrl-C, 138 SIGUSR1 (SLURM's time limit comes near), 143 SIGTERM.
 """
 
 from __future__ import annotations

@@ -125,8 +125,9 @@ def plan(
 
 
 def own_python_path(python_path: str) -> str:
-    """Return a PYTHONPATH with this realsys in front of the user's."""
-    return os.pathsep.join(filter(None, [_SOURCE_ROOT, python_path]))
+    """Return a PYTHONPATH with this realsys in front of the user's, and only there."""
+    others = [folder for folder in python_path.split(os.pathsep) if folder != _SOURCE_ROOT] if python_path else []
+    return os.pathsep.join([_SOURCE_ROOT, *others])
 
 
 def _own_name_store(config: Config, seats: Sequence[Seat]) -> dict[str, NodePort]:

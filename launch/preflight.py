@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from realsys.cluster.network import bind_problem, is_loopback, take_address
 from realsys.cluster.store.connect import check_own_etcd, make_name_store, trial_names
 from realsys.config.dataflow import dataflow_of
 from realsys.config.memory.device_memory import GIB
+from realsys.config.memory.models import model_of
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_settings
 from realsys.config.rules.resources import disk_bytes
@@ -24,6 +26,8 @@ from realsys.hf.weight_headers import check_weights
 _ETCD_TIMEOUT_S = 5.0
 #: Shortest lease with etcd on another host. An election takes seconds, with a lost host or a slow disk tens of seconds.
 ELECTION_LEASE_S = 60.0
+_GPUS = "cluster.gpus_per_node"
+_MOST_ON_CPUS = 100_000_000  # parameters of a model that may train on CPUs unasked
 
 
 def check_here(config: Config, paths: TrialPaths, *, other_disk: bool = False) -> None:
@@ -37,6 +41,21 @@ def check_here(config: Config, paths: TrialPaths, *, other_disk: bool = False) -
             check_weights(Path(settings.path), read_model(Path(settings.path), settings.head))
     if not other_disk and not paths.config.exists():  # else most of it is on the disk already
         check_disk(config, disk_bytes(config, dataflow_of(config)))
+
+
+def check_gpus_are_given(config: Config, given: Collection[str]) -> Iterator[str]:
+    """Yield a warning if nothing tells how many GPUs the nodes have. A large model is refused then.
+
+    ``given``: keys of the command line and of chosen files. Raises ConfigError or ModelError.
+    """
+    cluster = config.cluster
+    if not cluster.nodes or cluster.gpus_per_node or _GPUS in given:
+        return
+    remedy = f"say how many GPUs a node has: {_GPUS}=8, or =0 for CPUs"
+    if (parameters := model_of(config).parameters) > _MOST_ON_CPUS:
+        problem = f"is the default, and a model of {parameters / 1e9:.1f}B parameters would train on CPUs: {remedy}"
+        raise ConfigError(_GPUS, 0, problem)
+    yield f"warning: all processes run on CPUs: {remedy}"
 
 
 def check_addresses(config: Config) -> None:

@@ -46,7 +46,7 @@ from realsys.launch.launchers.build import check_launcher, check_start, make_lau
 from realsys.launch.nodes.base import EXIT_NO_MACHINE
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
-from realsys.launch.preflight import disk_warnings
+from realsys.launch.preflight import check_gpus_are_given, disk_warnings
 from realsys.launch.prepare import Ready, examine, prepare, resolve
 from realsys.launch.processes.failures import FirstFailure, first_failure, full_disk
 from realsys.launch.processes.own_etcd import etcd_answers
@@ -94,7 +94,9 @@ def plan_run(overrides: Sequence[str], options: RunOptions) -> Planned:
     given = [*overrides, *([] if options.trial is None else [f"trial={quoted(options.trial)}"])]
     machine = Machine.here()
     config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
-    config, chosen = fit(config, given_fields(given, config_dir=options.config_dir), machine)
+    named = given_fields(given, config_dir=options.config_dir)
+    config, chosen = fit(config, named, machine)
+    chosen = [*chosen, *check_gpus_are_given(config, named)]
     check(config, machine)
     os.environ[PORTS] = config.cluster.ports  # for the socket to which the agents connect
     check_launcher(config)

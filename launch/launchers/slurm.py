@@ -77,9 +77,11 @@ class SlurmLauncher(Launcher):
         if len(parts) != 1:  # only the user knows the kinds of the nodes
             return {}
         [allocation] = parts
-        nodes = len(allocation.hosts) - config.cluster.spare_nodes
-        reason = f"job {allocation.job} has {len(allocation.hosts)} nodes"
-        values: dict[str, tuple[Any, str]] = {"cluster.nodes": (nodes, reason)} if nodes > 0 else {}
+        there, spares = len(allocation.hosts), config.cluster.spare_nodes
+        reason = f"job {allocation.job} has {there} nodes"
+        if there <= spares and not config.cluster.nodes:
+            raise ConfigError("cluster.spare_nodes", spares, f"leave no node for the trial: {reason}")
+        values: dict[str, tuple[Any, str]] = {"cluster.nodes": (there - spares, reason)}
         if allocation.gpus:
             values["cluster.gpus_per_node"] = (
                 allocation.gpus,

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -196,6 +196,8 @@ def _parse(text: str) -> Override:
         except HydraException:
             continue
     problem = "cannot be read: put a value with spaces or special characters in quotes: field=\"'...'\""
+    if value.startswith("[") or (info is not None and get_origin(info.annotation) is list):
+        problem = f"cannot be read: put each text of the list in quotes: {key}=\"['...','...']\""
     raise ConfigError(key, value, problem)
 
 

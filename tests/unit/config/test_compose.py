@@ -177,6 +177,8 @@ WRONG_OVERRIDES = [
     (["=3"], "override", "names no field"),
     (["seed=1,2"], "seed", "one value only"),
     (["seed={1"], "seed", "cannot be read"),
+    (["cluster.slurm.options=[--mail-type=END]"], "cluster.slurm.options", "cluster.slurm.options=\"['...','...']\""),
+    (["cluster.slurm.options=--mail-type=END"], "cluster.slurm.options", "put each text of the list in quotes"),
     (["seed=${no.such}"], "seed", "not found"),
     (["train.total_steps=???"], "train.total_steps", "issing"),
     (["~train.batch_groups"], "train.batch_groups", "cannot be deleted"),

@@ -21,7 +21,7 @@ from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config, GenerationConfig, RolloutConfig
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.cli import main
-from realsys.launch.plan import ProcessSpec, on_this_machine, plan
+from realsys.launch.plan import ProcessSpec, on_this_machine, own_python_path, plan
 from realsys.launch.prepare import prepare, resolve
 from realsys.launch.run import node_needs
 
@@ -73,6 +73,11 @@ def test_plan_of_one_server_and_one_rank_golden() -> None:
         "REALSYS_RUN_ID": "run-1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+@pytest.mark.parametrize(("given", "others"), [("", ""), ("/a:/b", ":/a:/b"), (f"{ROOT}:/a:{ROOT}", ":/a")])
+def test_python_path_has_this_realsys_once(given: str, others: str) -> None:
+    assert own_python_path(given) == f"{ROOT}{others}"
 
 
 def test_each_kind_has_number_and_restart_policy() -> None:

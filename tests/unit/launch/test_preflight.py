@@ -18,8 +18,10 @@ from realsys.config.schema import Config, TinyModelConfig
 from realsys.data.char_model import make_tiny_model, write_char_tokenizer
 from realsys.errors import ConfigError
 from realsys.launch.cli import main
-from realsys.launch.preflight import check_disk, check_etcd
+from realsys.launch.preflight import check_disk, check_etcd, check_gpus_are_given
+from tests.support.serving.qwen_models import write_qwen
 from tests.support.training.data_models import jsonl
+from tests.unit.config.memory.test_device_memory import math_config
 
 ROOT = Path(__file__).resolve().parents[3]
 PROBLEMS: list[object] = [{"prompt": f"a{k}=", "answer": str(k)} for k in range(40)]
@@ -88,6 +90,30 @@ def test_given_prompt_limit_leaves_rest_to_completion(
     argv = ["run", "experiment=math", f"model.path={model}", f"data.train={data}", f"fileroot={tmp_path / 'runs'}"]
     assert main([*argv, "data.max_prompt_tokens=12", "--dry-run"]) == 0
     assert "set generation.sampling.max_new_tokens=500" in capsys.readouterr().out
+
+
+SLURM = ["cluster=slurm", "cluster.nodes=4", "cluster.interface=ib0", "name_store=etcd"]
+
+
+def test_large_model_needs_number_of_gpus(refused: Refused, tmp_path: Path) -> None:
+    """The folder has no weights: the number is missing first."""
+    line = refused(*SLURM, f"model.path={write_qwen(tmp_path, '7B')}")
+    assert "cluster.gpus_per_node=0: is the default, and a model of 7.6B parameters would train on CPUs" in line
+    assert "say how many GPUs a node has: cluster.gpus_per_node=8, or =0 for CPUs" in line
+
+
+def test_large_model_may_train_on_cpus(tmp_path: Path) -> None:
+    config = math_config(tmp_path, "7B", *SLURM[1:3])
+    assert list(check_gpus_are_given(config, {"cluster.gpus_per_node"})) == []
+
+
+@pytest.mark.parametrize(("more", "warnings"), [([], 1), (["cluster.gpus_per_node=0"], 0)])
+def test_nodes_without_gpus_are_warned_of(
+    more: list[str], warnings: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["run", "experiment=arith", "cluster.nodes=1", *more, "--dry-run", f"fileroot={tmp_path / 'runs'}"]
+    assert main(argv) == 0
+    assert capsys.readouterr().out.count("warning: all processes run on CPUs: say how many GPUs a node has") == warnings
 
 
 def test_home_is_expanded_in_path_settings(

@@ -12,6 +12,7 @@ import pytest
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.errors import ConfigError
 from realsys.launch.launchers.slurm import SlurmLauncher
 from tests.support.jobs.jobs import poll
 
@@ -52,3 +53,11 @@ def test_run_ends_its_guards_and_earlier_ones(launcher: SlurmLauncher, tmp_path:
     files = sorted(path.name for path in launcher.paths.job.parent.glob("no-coordinator-*"))
     assert files == ["no-coordinator-7-0", "no-coordinator-7-1"]
     assert not psutil.pid_exists(int((tmp_path / "guards").read_text()))
+
+
+def test_spares_must_leave_a_node(launcher: SlurmLauncher) -> None:
+    one = Config(cluster=ClusterConfig(spare_nodes=1))
+    assert launcher.settings(one)["cluster.nodes"] == (1, "job 7 has 2 nodes")
+    all_of_them = Config(cluster=ClusterConfig(spare_nodes=2))
+    with pytest.raises(ConfigError, match="cluster.spare_nodes=2: leave no node for the trial: job 7 has 2 nodes"):
+        launcher.settings(all_of_them)
