@@ -194,7 +194,7 @@ def steps_as_text(config: Config, paths: TrialPaths, agent: Sequence[str]) -> st
 
 
 def _no_coordinator(paths: TrialPaths, allocation: Allocation) -> Path:
-    """Return the file that an agent writes when it finds no coordinator."""
+    """Return the file that an agent writes when it has lost its coordinator."""
     return paths.job.with_name(f"no-coordinator-{allocation.job}-{allocation.restarts}")
 
 

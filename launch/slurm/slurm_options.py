@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 from realsys.cluster.network import HOST, is_loopback
 from realsys.config.schema import Config
@@ -37,6 +38,22 @@ def check_slurm(config: Config) -> None:
         raise ConfigError(f"{SECTION}.time", slurm.time, f"{problem}: raise it, or lower signal_s")
     if slurm.signal_s > 65535:
         raise ConfigError(f"{SECTION}.signal_s", slurm.signal_s, "must be at most 65535, the limit of sbatch --signal")
+    _check_mounts(config)
+
+
+def _check_mounts(config: Config) -> None:
+    """Refuse a container that would not see the trial folder under its own path. Raises ConfigError."""
+    container, folder = config.cluster.slurm.container, Path(config.fileroot).resolve()
+    if not container.image:
+        return
+    for mount in container.mounts:
+        outside, _, inside = mount.partition(":")
+        same = not inside or inside.partition(":")[0].rstrip("/") == outside.rstrip("/")
+        # A link outside may be missing inside: the path that the agents get has none.
+        if same and folder.is_relative_to(outside):
+            return
+    problem = f"the container would not see fileroot ({folder}) under its path: add {folder}, or a folder above it"
+    raise ConfigError(f"{SECTION}.container.mounts", container.mounts, problem)
 
 
 def check_network(config: Config) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from realsys.config.schema import Config
@@ -51,6 +53,25 @@ def test_job_needs_a_number_of_nodes() -> None:
 )
 def test_time_limit_is_read_as_sbatch_does(text: str, seconds: int) -> None:
     assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("mounts", "is_seen"),
+    [
+        ([], False),
+        (["/other", "/s"], False),
+        (["/shared/runs:/runs"], False),
+        (["/shared"], True),
+        (["/other", "/shared/:/shared:rw"], True),
+        (["/shared/runs"], True),
+    ],
+)
+def test_container_must_see_the_trial_folder(mounts: list[str], is_seen: bool) -> None:
+    """Else its agents would look for the launcher in vain."""
+    slurm = SlurmConfig(container=ContainerConfig(image="i.sif", mounts=mounts))
+    config = Config(fileroot="/shared/runs", cluster=ClusterConfig(nodes=1, slurm=slurm))
+    with contextlib.nullcontext() if is_seen else pytest.raises(ConfigError, match="mounts=.*: add /shared/runs, or"):
+        check_slurm(config)
 
 
 def test_nodes_of_a_job_need_a_common_network() -> None:
