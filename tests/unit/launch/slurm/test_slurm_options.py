@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
+from realsys.config.compose import compose
 from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.config.sections.schema_slurm import ContainerConfig, SlurmConfig
@@ -72,6 +74,25 @@ def test_container_must_see_the_trial_folder(mounts: list[str], is_seen: bool) -
     config = Config(fileroot="/shared/runs", cluster=ClusterConfig(nodes=1, slurm=slurm))
     with contextlib.nullcontext() if is_seen else pytest.raises(ConfigError, match="mounts=.*: add /shared/runs, or"):
         check_slurm(config)
+
+
+@pytest.mark.parametrize(("word", "text"), [("90", "90"), ("24:00:00", "24:00:00"), ("1-12:30", "1-12:30")])
+def test_time_limit_of_the_command_line(word: str, text: str) -> None:
+    config = compose(["experiment=arith", f"cluster.slurm.time={word}"])
+    assert config.cluster.slurm.time == text
+
+
+@pytest.mark.parametrize("text", ["24:00:00", "1:00:10"])
+def test_time_limit_in_a_file_needs_quotes(text: str, tmp_path: Path) -> None:
+    """YAML reads hours, minutes and seconds as a number of seconds, which sbatch would take as minutes."""
+    (tmp_path / "cluster").mkdir()
+    file = tmp_path / "cluster" / "own.yaml"
+    file.write_text(f"# @package _global_\ncluster:\n  slurm:\n    time: {text}\n")
+    with pytest.raises(ConfigError, match='cluster.slurm.time=.*: write time: "24:00:00" in quotes') as caught:
+        compose(["experiment=arith", "cluster=own"], config_dir=tmp_path)
+    assert "86400" not in caught.value.problem
+    file.write_text(file.read_text().replace(text, f"'{text}'"))
+    assert compose(["experiment=arith", "cluster=own"], config_dir=tmp_path).cluster.slurm.time == text
 
 
 def test_nodes_of_a_job_need_a_common_network() -> None:
