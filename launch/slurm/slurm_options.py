@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from realsys.cluster.network import HOST, is_loopback
@@ -15,6 +15,7 @@ SECTION = "cluster.slurm"
 #: exit code of a run that SLURM stopped shortly before the time limit
 REQUEUE_CODE = 128 + signal.SIGUSR1
 _WORDS = ("partition", "cpu_partition", "account", "qos", "reservation", "constraint", "gpu_type")
+_SETS_HOST = re.compile(rf"\b{HOST}=\S")
 _TIMES = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 
 
@@ -56,11 +57,18 @@ def _check_mounts(config: Config) -> None:
     raise ConfigError(f"{SECTION}.container.mounts", container.mounts, problem)
 
 
-def check_network(config: Config) -> None:
-    """Refuse a job of several nodes that would meet on loopback. Raises ConfigError."""
+def check_network(config: Config, environment: Mapping[str, str]) -> None:
+    """Refuse a job of several nodes that would meet on loopback, or all get one address. Raises ConfigError.
+
+    sbatch and srun hand ``environment`` to every node, and so the variables of the batch script.
+    """
     cluster = config.cluster
-    has_own = cluster.interface or any(HOST in line for line in cluster.slurm.setup)
-    if cluster.machines > 1 and is_loopback(cluster.host) and not has_own:
+    if cluster.machines <= 1:
+        return
+    if given := environment.get(HOST) or next(filter(_SETS_HOST.search, cluster.slurm.setup), ""):
+        problem = f"is handed to all {cluster.machines} nodes, and at most one has that address: unset it"
+        raise ConfigError(HOST, given, f"{problem}, and set cluster.interface to the network that they share")
+    if is_loopback(cluster.host) and not cluster.interface:
         problem = "the nodes cannot reach each other on loopback: name the network that they share (ib0, 10.1.0.0/16)"
         raise ConfigError("cluster.interface", cluster.interface, problem)
 

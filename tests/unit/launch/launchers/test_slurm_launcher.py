@@ -12,6 +12,7 @@ import pytest
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.errors import ConfigError
 from realsys.launch.launchers.slurm import SlurmLauncher
 from tests.support.jobs.jobs import poll
 
@@ -52,3 +53,10 @@ def test_run_ends_its_guards_and_earlier_ones(launcher: SlurmLauncher, tmp_path:
     files = sorted(path.name for path in launcher.paths.job.parent.glob("no-coordinator-*"))
     assert files == ["no-coordinator-7-0", "no-coordinator-7-1"]
     assert not psutil.pid_exists(int((tmp_path / "guards").read_text()))
+
+
+def test_address_of_the_environment_suits_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REALSYS_HOST", "10.0.0.1")
+    SlurmLauncher.check(Config(cluster=ClusterConfig(nodes=1)))
+    with pytest.raises(ConfigError, match="REALSYS_HOST='10.0.0.1': is handed to all 2 nodes"):
+        SlurmLauncher.check(Config(cluster=ClusterConfig(nodes=2)))

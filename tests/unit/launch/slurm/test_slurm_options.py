@@ -97,8 +97,22 @@ def test_time_limit_in_a_file_needs_quotes(text: str, tmp_path: Path) -> None:
 
 def test_nodes_of_a_job_need_a_common_network() -> None:
     with pytest.raises(ConfigError, match="cluster.interface=''.* cannot reach each other on loopback"):
-        check_network(Config(cluster=ClusterConfig(nodes=1, spare_nodes=1)))
-    check_network(Config(cluster=ClusterConfig(nodes=1)))
-    check_network(Config(cluster=ClusterConfig(nodes=2, interface="ib0")))
-    setup = SlurmConfig(setup=["export REALSYS_HOST=$(hostname -i)"])
-    check_network(Config(cluster=ClusterConfig(nodes=2, slurm=setup)))
+        check_network(Config(cluster=ClusterConfig(nodes=1, spare_nodes=1)), {})
+    check_network(Config(cluster=ClusterConfig(nodes=1)), {})
+    check_network(Config(cluster=ClusterConfig(nodes=2, interface="ib0")), {})
+
+
+@pytest.mark.parametrize("interface", ["", "ib0"])
+@pytest.mark.parametrize(
+    ("environment", "setup"),
+    [({"REALSYS_HOST": "10.0.0.1"}, []), ({}, ["module load x", "export REALSYS_HOST=$(hostname -i)"])],
+)
+def test_one_address_is_refused_for_several_nodes(
+    environment: dict[str, str], setup: list[str], interface: str
+) -> None:
+    """The batch script runs on the first node, and srun hands its variables to all."""
+    slurm = SlurmConfig(setup=setup)
+    with pytest.raises(ConfigError, match="REALSYS_HOST=.* is handed to all 2 nodes.* set cluster.interface"):
+        check_network(Config(cluster=ClusterConfig(nodes=2, interface=interface, slurm=slurm)), environment)
+    check_network(Config(cluster=ClusterConfig(nodes=1, interface=interface, slurm=slurm)), environment)
+    check_network(Config(cluster=ClusterConfig(nodes=2, interface="ib0")), {"REALSYS_HOST": ""})
