@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from realsys.cluster.network import HOST, is_loopback
+from realsys.cluster.network import HOST, is_loopback, subnet_of
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
@@ -39,7 +39,26 @@ def check_slurm(config: Config) -> None:
         raise ConfigError(f"{SECTION}.time", slurm.time, f"{problem}: raise it, or lower signal_s")
     if slurm.signal_s > 65535:
         raise ConfigError(f"{SECTION}.signal_s", slurm.signal_s, "must be at most 65535, the limit of sbatch --signal")
+    _check_request(config)
     _check_mounts(config)
+
+
+def _check_request(config: Config) -> None:
+    """Refuse settings of the request that have no effect, or give a node one core. Raises ConfigError."""
+    cluster, slurm = config.cluster, config.cluster.slurm
+    if slurm.cpu_partition and not cluster.cpu_nodes:
+        problem = "has no effect, because all nodes are of one kind: set cluster.cpu_nodes=N, or leave it empty"
+        raise ConfigError(f"{SECTION}.cpu_partition", slurm.cpu_partition, problem)
+    if slurm.gpu_type and not cluster.gpus_per_node:
+        problem = "has no effect, because the job asks for no GPUs: set cluster.gpus_per_node=N, or leave it empty"
+        raise ConfigError(f"{SECTION}.gpu_type", slurm.gpu_type, problem)
+    cores = {"cpus_per_node": cluster.cpus_per_node}
+    if cluster.cpu_nodes:
+        cores["cpus_per_cpu_node"] = cluster.cpus_per_cpu_node
+    for name, count in cores.items():
+        if not slurm.exclusive and not count:
+            problem = f"gives one core of each node: set cluster.{name}=N"
+            raise ConfigError(f"{SECTION}.exclusive", slurm.exclusive, problem)
 
 
 def _check_mounts(config: Config) -> None:
@@ -58,11 +77,14 @@ def _check_mounts(config: Config) -> None:
 
 
 def check_network(config: Config, environment: Mapping[str, str]) -> None:
-    """Refuse a job of several nodes that would meet on loopback, or all get one address. Raises ConfigError.
+    """Refuse a subnet in a wrong form, and several nodes that would meet on loopback or all get one address.
+
+    Raises ConfigError.
 
     sbatch and srun hand ``environment`` to every node, and so the variables of the batch script.
     """
     cluster = config.cluster
+    subnet_of(cluster.interface)
     if cluster.machines <= 1:
         return
     if given := environment.get(HOST) or next(filter(_SETS_HOST.search, cluster.slurm.setup), ""):

@@ -32,6 +32,9 @@ def test_defaults_are_accepted() -> None:
         (SlurmConfig(options=["mail=END"]), "must begin with -"),
         (SlurmConfig(cpu_options=["constraint=a"]), "must begin with -"),
         (SlurmConfig(cpu_options=["--a\nb"]), "cluster.slurm.cpu_options="),
+        (SlurmConfig(cpu_partition="cpu"), "cluster.slurm.cpu_partition='cpu': has no effect"),
+        (SlurmConfig(gpu_type="h100"), "cluster.slurm.gpu_type='h100': has no effect"),
+        (SlurmConfig(exclusive=False), "cluster.slurm.exclusive=False: gives one core of each node: set cluster.cpus_"),
         (SlurmConfig(cpu_partition="a b"), "cluster.slurm.cpu_partition='a b': must be one word"),
         (SlurmConfig(time="soon"), "cluster.slurm.time='soon': cannot be read"),
         (SlurmConfig(time="4"), "leaves no time to train: the run stops 300 s before it"),
@@ -116,3 +119,17 @@ def test_one_address_is_refused_for_several_nodes(
         check_network(Config(cluster=ClusterConfig(nodes=2, interface=interface, slurm=slurm)), environment)
     check_network(Config(cluster=ClusterConfig(nodes=1, interface=interface, slurm=slurm)), environment)
     check_network(Config(cluster=ClusterConfig(nodes=2, interface="ib0")), {"REALSYS_HOST": ""})
+
+
+def test_request_for_cores_of_two_kinds_is_accepted() -> None:
+    slurm = SlurmConfig(exclusive=False, cpu_partition="cpu", gpu_type="h100")
+    cluster = ClusterConfig(nodes=2, cpu_nodes=1, gpus_per_node=1, cpus_per_node=8, cpus_per_cpu_node=8, slurm=slurm)
+    check_slurm(Config(cluster=cluster))
+    with pytest.raises(ConfigError, match="gives one core of each node: set cluster.cpus_per_cpu_node=N"):
+        check_slurm(Config(cluster=cluster.model_copy(update={"cpus_per_cpu_node": 0})))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_subnet_in_a_wrong_form_is_refused(nodes: int) -> None:
+    with pytest.raises(ConfigError, match="cluster.interface='10.1.0.0/99': cannot be read as a subnet"):
+        check_network(Config(cluster=ClusterConfig(nodes=nodes, interface="10.1.0.0/99")), {})
