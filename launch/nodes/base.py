@@ -20,7 +20,7 @@ from realsys.errors import WaitTimeout
 
 LOCAL = "this machine"  # name of the launcher's own node
 CANNOT_START = 127  # return code of a process that could not be started, as of a shell
-EXIT_NO_MACHINE = 4  # of a launcher that lacks a machine, and another start may have one
+EXIT_NO_MACHINE = 4  # exit code of a launcher that lacks a machine: another start may have one
 
 
 class MachineMissing(WaitTimeout):

@@ -59,7 +59,7 @@ class AgentEndpoint(WorkerEndpoint):
 
 
 class LostCoordinator(WaitTimeout):
-    """None came after the coordinator that this agent had. The exit code tells a batch system that the job has none."""
+    """The agent lost its coordinator and found no other. The exit code tells a batch system that its job has none."""
 
     exit_code = 3
 
