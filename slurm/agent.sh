@@ -12,6 +12,6 @@ agent=$!
 while kill -0 "$agent" 2>/dev/null; do wait "$agent"; done  # a trap ends `wait` early
 wait "$agent"
 code=$?
-# No launcher is left, as when the first node is lost: guard.sh queues the job again.
+# The agent had a launcher, and none is left, as when the first node is lost: guard.sh queues the job again.
 if [ "$code" -eq 3 ]; then : > "$no_coordinator"; fi
 exit "$code"

@@ -1,6 +1,6 @@
 # One task per node, outside of the container, which ends with the job:
 #     bash -c "$(cat guard.sh)" guard FILE JOB RESTARTS
-# An agent that finds no launcher writes FILE. SLURM keeps such a job, because it was submitted with --no-kill.
+# An agent that has lost its launcher writes FILE. SLURM keeps such a job, because it was submitted with --no-kill.
 file=$1 job=$2 restarts=$3
 trap '' HUP  # as in agent.sh
 # Succeeds if the job runs, and neither SLURM nor another guard has queued it again.

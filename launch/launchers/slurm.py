@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from realsys.cluster.child_process import ChildProcess, how_it_ended
-from realsys.cluster.network import HOST
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
@@ -55,8 +54,7 @@ class SlurmLauncher(Launcher):
     @classmethod
     def check(cls, config: Config) -> None:
         check_slurm(config)
-        if HOST not in os.environ:  # sbatch hands it to the nodes
-            check_network(config)
+        check_network(config, os.environ)
 
     @classmethod
     def check_start(cls, config: Config) -> None:
@@ -196,7 +194,7 @@ def steps_as_text(config: Config, paths: TrialPaths, agent: Sequence[str]) -> st
 
 
 def _no_coordinator(paths: TrialPaths, allocation: Allocation) -> Path:
-    """Return the file that an agent writes when it finds no coordinator."""
+    """Return the file that an agent writes when it has lost its coordinator."""
     return paths.job.with_name(f"no-coordinator-{allocation.job}-{allocation.restarts}")
 
 

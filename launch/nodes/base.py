@@ -9,15 +9,22 @@ supervisor, which uses all nodes in the same way.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from realsys.errors import WaitTimeout
+
 LOCAL = "this machine"  # name of the launcher's own node
 CANNOT_START = 127  # return code of a process that could not be started, as of a shell
-EXIT_NO_MACHINE = 4  # of a launcher that lost a machine for which no other one came
+EXIT_NO_MACHINE = 4  # exit code of a launcher that lacks a machine: another start may have one
+
+
+class MachineMissing(WaitTimeout):
+    """Some machines joined in time, others did not: the next start may have better ones."""
 
 
 class ProcessId(NamedTuple):
@@ -134,3 +141,25 @@ class Node(ABC):
 
         Returns the names of the descendants that had outlived their process.
         """
+
+
+async def all_ready(nodes: Mapping[str, Node], timeout_s: float) -> None:
+    """Return when all nodes can start processes.
+
+    Raises MachineMissing, WaitTimeout if no machine joined at all (then the next start would fail, too), or another
+    error of a node.
+    """
+    ended = await asyncio.gather(*(node.ready(timeout_s) for node in nodes.values()), return_exceptions=True)
+    for error in ended:
+        if error is not None and not isinstance(error, WaitTimeout):
+            raise error
+    if missing := [name for name, error in zip(nodes, ended, strict=True) if error is not None]:
+        kind = MachineMissing if len(missing) < len(nodes) else WaitTimeout
+        raise kind(no_agent(missing, timeout_s))
+
+
+def no_agent(names: Sequence[str], timeout_s: float) -> str:
+    """Return the message about nodes for which no machine came."""
+    shown = f"node{'s' if len(names) > 1 else ''} {', '.join(names)}"
+    problem = f"no agent for {shown} joined within {timeout_s:g} s (cluster.connect_timeout_s)"
+    return f"{problem}: see the output of the agents"

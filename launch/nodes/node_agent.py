@@ -58,8 +58,8 @@ class AgentEndpoint(WorkerEndpoint):
     kind = "node_agent"
 
 
-class NoCoordinator(WaitTimeout):
-    """No coordinator was found in time. The exit code tells a batch system that the job has none."""
+class LostCoordinator(WaitTimeout):
+    """The agent lost its coordinator and found no other. The exit code tells a batch system that its job has none."""
 
     exit_code = 3
 
@@ -301,12 +301,13 @@ async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignal
     """Serve one coordinator after another, until one of them ends the run. Returns the exit code.
 
     ``once``: serve the first one only, which may be lost and heard again. Each wait for a coordinator is bounded by
-    ``wait_s``. Raises WaitTimeout, and Fenced if another agent has the place.
+    ``wait_s``. Raises WaitTimeout, ConfigError if the folder of the trial is missing, and Fenced if another agent has
+    the place.
     """
     deadline, served = Lease.now() + wait_s, ""
     gpu_memory = await asyncio.to_thread(_gpu_memory)  # the driver may take seconds to answer
     async with open_executor() as executor:
-        while (address := await _find(paths.coordinator, deadline, signals)) is not None:
+        while (address := await _find(paths, deadline, signals, had_one=bool(served))) is not None:
             if once and served not in ("", address.coordinator):
                 raise Fenced("another coordinator runs the trial, with agents of its own")
             wanted = functools.partial(_is_valid, paths.coordinator, address, deadline)
@@ -353,15 +354,30 @@ def _introduction(name: str, endpoint: WorkerEndpoint, address: orders.Address, 
     return orders.Joined(endpoint.index, endpoint.incarnation, name, *machine, problem)
 
 
-async def _find(path: Path, deadline: float, signals: NodeSignals) -> orders.Address | None:
-    """Return the address of the coordinator, None after a signal. Raises WaitTimeout after ``deadline``."""
+async def _find(paths: TrialPaths, deadline: float, signals: NodeSignals, *, had_one: bool) -> orders.Address | None:
+    """Return the address of the coordinator, None after a signal. Raises after ``deadline`` (``_not_found``)."""
     while not signals.asked:
         if Lease.now() > deadline:  # also if there is a file: a coordinator that was killed leaves it
-            raise NoCoordinator(f"no coordinator in {path}: start the run, or correct --trial-dir")
-        if address := orders.read_address(path):
+            raise _not_found(paths, had_one=had_one)
+        if address := orders.read_address(paths.coordinator):
             return address
         await asyncio.sleep(_LOOK_S)
     return None
+
+
+def _not_found(paths: TrialPaths, *, had_one: bool) -> RealsysError:
+    """Return the error of an agent that finds no coordinator.
+
+    Only an agent that had one may report a job without a launcher: else the launcher may live, and the agent cannot
+    see its file or reach it. The job would be queued again for ever.
+    """
+    problem = f"no coordinator in {paths.coordinator}: start the run, or correct --trial-dir"
+    if had_one:
+        return LostCoordinator(problem)
+    if not paths.root.is_dir():
+        remedy = "add it to cluster.slurm.container.mounts, or correct --trial-dir"
+        return ConfigError("--trial-dir", str(paths.root), f"{socket.gethostname()} does not see the folder: {remedy}")
+    return WaitTimeout(problem)
 
 
 def _is_valid(path: Path, address: orders.Address, deadline: float) -> bool:

@@ -20,7 +20,7 @@ import msgspec
 from realsys.cluster.network import join_host_port
 from realsys.errors import DecodeError, RealsysError, WaitTimeout, WorkerLost
 from realsys.launch.nodes import orders
-from realsys.launch.nodes.base import CANNOT_START, Exit, Node, OnExit, Order, Process
+from realsys.launch.nodes.base import CANNOT_START, Exit, Node, OnExit, Order, Process, no_agent
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
@@ -114,13 +114,9 @@ class RemoteNode(Node):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
         except TimeoutError:
-            raise WaitTimeout(self._no_agent(timeout_s)) from None
+            raise WaitTimeout(no_agent([self.name], timeout_s)) from None
         if self._refused is not None:
             raise self._refused
-
-    def _no_agent(self, timeout_s: float) -> str:
-        problem = f"no agent for node {self.name} joined within {timeout_s:g} s (cluster.connect_timeout_s)"
-        return f"{problem}: see the output of the agents"
 
     # ---- processes
 
@@ -129,7 +125,7 @@ class RemoteNode(Node):
         process = self._processes[self._serial] = _RemoteProcess(self, self._serial, order, on_exit)
         self._order(process)
         if not process.ordered:
-            problem = str(self._refused or self._no_agent(self._join_s))
+            problem = str(self._refused or no_agent([self.name], self._join_s))
             ended = Exit(CANNOT_START, time.time(), problem=problem, no_machine=self._refused is None)
             wait_s = 0.0 if self._refused else self._join_s
             process.waits = asyncio.get_running_loop().call_later(wait_s, self._end_of, process.serial, ended)

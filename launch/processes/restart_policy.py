@@ -89,7 +89,7 @@ class Outcome:
     given_up: list[str] = field(default_factory=list)  # names of workers without which the run continued
     killed: list[str] = field(default_factory=list)  # names of processes that did not stop in time
     refused: ConfigError | None = None  # why the run could not begin
-    no_machine: bool = False  # a machine was lost that the run cannot do without: it can continue on another one
+    no_machine: bool = False  # a machine is missing that the run cannot do without: it can continue on another one
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from typing import Concatenate, ParamSpec
 
 from realsys.cluster.process import TRAINING_START
 from realsys.errors import ConfigError, RealsysError
-from realsys.launch.nodes.base import LOCAL, Exit, Listener, Node, Process, ProcessId
+from realsys.launch.nodes.base import LOCAL, Exit, Listener, MachineMissing, Node, Process, ProcessId, all_ready
 from realsys.launch.plan import NAME_STORE, ProcessSpec
 from realsys.launch.processes.children import Child
 from realsys.launch.processes.failures import first_cause, last_error, process_of
@@ -155,12 +155,11 @@ class Supervisor:
     # ---- start
 
     async def _start_all(self) -> None:
-        others = [name for name in self._nodes if name != LOCAL]
+        others = {name: node for name, node in self._nodes.items() if name != LOCAL}
         if others:
             self._hooks.say(f"waiting for the agents of {', '.join(others)} (realsys node-agent)")
             await self._wait_for("the start", self._hooks.launch())
-            joined = asyncio.gather(*(self._nodes[name].ready(self._bounds.join_s) for name in others))
-            await self._wait_for("the start", joined)
+            await self._wait_for("the start", all_ready(others, self._bounds.join_s))
         for child in self._children:
             self._start(child)
             if child.spec.kind == NAME_STORE:
@@ -181,7 +180,7 @@ class Supervisor:
         except ConfigError as error:
             self._end(Outcome("failed", str(error), refused=error))
         except RealsysError as error:
-            self._end(Outcome("failed", f"{name}: {error}"))
+            self._end(Outcome("failed", f"{name}: {error}", no_machine=isinstance(error, MachineMissing)))
         finally:
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
 
 _CALL_S = 60.0  # slurmctld may be busy
+_REFUSED_PARTITION = re.compile(r"invalid partition specified: (?P<name>[^\s;]+)")
 
 
 class SlurmError(RealsysError):
@@ -44,17 +46,27 @@ def submit(config: Config, script: Path) -> str:
 
     Raises ConfigError with the message of sbatch if it refuses, and SlurmSilent if the job may have been submitted.
     """
-    slurm = config.cluster.slurm
     try:
         job = _call(["sbatch", "--parsable", str(script)])
     except SlurmSilent:
         raise
     except SlurmError as error:
         text = str(error)
-        if slurm.partition and "invalid partition" in text:
-            raise ConfigError("cluster.slurm.partition", slurm.partition, f"{text}{_partitions()}") from None
+        if name := _wrong_partition(config, text):
+            value = getattr(config.cluster.slurm, name)
+            raise ConfigError(f"cluster.slurm.{name}", value, f"{text}{_partitions()}") from None
         raise ConfigError("cluster.launcher", "slurm", text) from None
     return job.strip().partition(";")[0]
+
+
+def _wrong_partition(config: Config, text: str) -> str:
+    """Return the field of the partition that sbatch refuses; "" if it refuses something else."""
+    if "invalid partition" not in text:
+        return ""
+    set_ones = [name for name in ("partition", "cpu_partition") if getattr(config.cluster.slurm, name)]
+    refused = _REFUSED_PARTITION.search(text)
+    named = [name for name in set_ones if refused and getattr(config.cluster.slurm, name) == refused["name"]]
+    return next(iter([*named, *set_ones]), "")
 
 
 def _partitions() -> str:

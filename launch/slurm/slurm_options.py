@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from realsys.cluster.network import HOST, is_loopback
+from realsys.cluster.network import HOST, is_loopback, subnet_of
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
@@ -14,6 +15,7 @@ SECTION = "cluster.slurm"
 #: exit code of a run that SLURM stopped shortly before the time limit
 REQUEUE_CODE = 128 + signal.SIGUSR1
 _WORDS = ("partition", "cpu_partition", "account", "qos", "reservation", "constraint", "gpu_type")
+_SETS_HOST = re.compile(rf"\b{HOST}=\S")
 _TIMES = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 
 
@@ -37,13 +39,58 @@ def check_slurm(config: Config) -> None:
         raise ConfigError(f"{SECTION}.time", slurm.time, f"{problem}: raise it, or lower signal_s")
     if slurm.signal_s > 65535:
         raise ConfigError(f"{SECTION}.signal_s", slurm.signal_s, "must be at most 65535, the limit of sbatch --signal")
+    _check_request(config)
+    _check_mounts(config)
 
 
-def check_network(config: Config) -> None:
-    """Refuse a job of several nodes that would meet on loopback. Raises ConfigError."""
+def _check_request(config: Config) -> None:
+    """Refuse settings of the request that have no effect, or give a node one core. Raises ConfigError."""
+    cluster, slurm = config.cluster, config.cluster.slurm
+    if slurm.cpu_partition and not cluster.cpu_nodes:
+        problem = "has no effect, because all nodes are of one kind: set cluster.cpu_nodes=N, or leave it empty"
+        raise ConfigError(f"{SECTION}.cpu_partition", slurm.cpu_partition, problem)
+    if slurm.gpu_type and not cluster.gpus_per_node:
+        problem = "has no effect, because the job asks for no GPUs: set cluster.gpus_per_node=N, or leave it empty"
+        raise ConfigError(f"{SECTION}.gpu_type", slurm.gpu_type, problem)
+    cores = {"cpus_per_node": cluster.cpus_per_node}
+    if cluster.cpu_nodes:
+        cores["cpus_per_cpu_node"] = cluster.cpus_per_cpu_node
+    for name, count in cores.items():
+        if not slurm.exclusive and not count:
+            problem = f"gives one core of each node: set cluster.{name}=N"
+            raise ConfigError(f"{SECTION}.exclusive", slurm.exclusive, problem)
+
+
+def _check_mounts(config: Config) -> None:
+    """Refuse a container that would not see the trial folder under its own path. Raises ConfigError."""
+    container, folder = config.cluster.slurm.container, Path(config.fileroot).resolve()
+    if not container.image:
+        return
+    for mount in container.mounts:
+        outside, _, inside = mount.partition(":")
+        same = not inside or inside.partition(":")[0].rstrip("/") == outside.rstrip("/")
+        # A link outside may be missing inside: the path that the agents get has none.
+        if same and folder.is_relative_to(outside):
+            return
+    problem = f"the container would not see fileroot ({folder}) under its path: add {folder}, or a folder above it"
+    raise ConfigError(f"{SECTION}.container.mounts", container.mounts, problem)
+
+
+def check_network(config: Config, environment: Mapping[str, str]) -> None:
+    """Refuse a subnet in a wrong form, and several nodes that would meet on loopback or all get one address.
+
+    Raises ConfigError.
+
+    sbatch and srun hand ``environment`` to every node, and so the variables of the batch script.
+    """
     cluster = config.cluster
-    has_own = cluster.interface or any(HOST in line for line in cluster.slurm.setup)
-    if cluster.machines > 1 and is_loopback(cluster.host) and not has_own:
+    subnet_of(cluster.interface)
+    if cluster.machines <= 1:
+        return
+    if given := environment.get(HOST) or next(filter(_SETS_HOST.search, cluster.slurm.setup), ""):
+        problem = f"is handed to all {cluster.machines} nodes, and at most one has that address: unset it"
+        raise ConfigError(HOST, given, f"{problem}, and set cluster.interface to the network that they share")
+    if is_loopback(cluster.host) and not cluster.interface:
         problem = "the nodes cannot reach each other on loopback: name the network that they share (ib0, 10.1.0.0/16)"
         raise ConfigError("cluster.interface", cluster.interface, problem)
 

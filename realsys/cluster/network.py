@@ -191,14 +191,20 @@ def interfaces() -> dict[str, list[str]]:
     return there
 
 
-def _matching(interface: str, there: Interfaces) -> list[str]:
-    """Return the addresses of an interface, or those in a subnet. Raises ConfigError for a subnet in another form."""
+def subnet_of(interface: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """Return the subnet; None for the name of an interface. Raises ConfigError for a subnet in another form."""
     if "/" not in interface:
-        return list(there.get(interface, ()))
+        return None
     try:
-        subnet = ipaddress.ip_network(interface, strict=False)
+        return ipaddress.ip_network(interface, strict=False)
     except ValueError as error:
         raise ConfigError("cluster.interface", interface, f"cannot be read as a subnet: {error}") from None
+
+
+def _matching(interface: str, there: Interfaces) -> list[str]:
+    """Return the addresses of an interface, or those in a subnet. Raises ConfigError for a subnet in another form."""
+    if (subnet := subnet_of(interface)) is None:
+        return list(there.get(interface, ()))
     return [each for addresses in there.values() for each in addresses if ipaddress.ip_address(each) in subnet]
 
 

@@ -12,12 +12,19 @@ from tests.support.slurm.trials import FREED_S, SlurmTrial, realsys
 pytestmark = [pytest.mark.needs(program) for program in ("slurmctld", "slurmd", "etcd")]
 
 
-def test_unknown_partition_is_one_line(slurm: VirtualSlurm, tmp_path: Path) -> None:
-    trial = SlurmTrial(slurm, tmp_path, "refused", "cluster.nodes=1", "cluster.slurm.partition=nope")
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("partition", ["cluster.nodes=1"]),
+        ("cpu_partition", ["cluster.nodes=2", "cluster.cpu_nodes=1", "cluster.slurm.partition=main"]),
+    ],
+)
+def test_unknown_partition_is_one_line(field: str, words: list[str], slurm: VirtualSlurm, tmp_path: Path) -> None:
+    trial = SlurmTrial(slurm, tmp_path, "refused", *words, f"cluster.slurm.{field}=nope")
     done = realsys("submit", *trial.words)
     assert done.returncode == 2 and not trial.root.exists()
     [line] = done.stderr.splitlines()
-    assert "cluster.slurm.partition='nope'" in line and "(partitions: cpu, main)" in line
+    assert f"cluster.slurm.{field}='nope'" in line and "(partitions: cpu, main)" in line
 
 
 def test_waiting_job_shows_its_reason_and_stops(slurm: VirtualSlurm, tmp_path: Path) -> None:

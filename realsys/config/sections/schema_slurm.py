@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from realsys.config.fields import Positive, Section
+
+_HOUR_S = 3600  # HH:MM:SS without quotes is at least this number
 
 
 class ContainerConfig(Section):
@@ -33,7 +36,10 @@ class SlurmConfig(Section):
     qos: str = Field("", description="quality of service")
     reservation: str = Field("", description="reservation")
     constraint: str = Field("", description="features that the nodes must have")
-    time: str = Field("", description="time limit, as `D-HH:MM:SS`, `HH:MM:SS` or minutes")
+    time: str = Field(
+        "",
+        description='time limit, as `D-HH:MM:SS`, `HH:MM:SS` (in a file in quotes: `"24:00:00"`), minutes below 3600',
+    )
     exclusive: bool = Field(True, description="whole nodes; false: only what `cluster.*_per_node` says")
     gpu_type: str = Field("", description="type of the GPUs in the request (`h100`); empty: any")
     signal_s: Positive = Field(
@@ -46,3 +52,14 @@ class SlurmConfig(Section):
     cpu_options: list[str] = Field([], description="further options of sbatch for them (`--constraint=amd`)")
     srun: list[str] = Field([], description="further options of the srun that starts the agents")
     container: ContainerConfig = ContainerConfig()
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _minutes(cls, value: object) -> object:
+        """Take a whole number as minutes. YAML reads 24:00:00 without quotes as 86400, a number of seconds."""
+        if not isinstance(value, int) or isinstance(value, bool):
+            return value
+        if value >= _HOUR_S:
+            problem = 'must be a number of minutes below 3600: write time: "24:00:00" in quotes, or D-HH:MM:SS'
+            raise PydanticCustomError("time_limit", problem)
+        return str(value)

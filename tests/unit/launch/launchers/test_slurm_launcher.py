@@ -61,3 +61,10 @@ def test_spares_must_leave_a_node(launcher: SlurmLauncher) -> None:
     all_of_them = Config(cluster=ClusterConfig(spare_nodes=2))
     with pytest.raises(ConfigError, match="cluster.spare_nodes=2: leave no node for the trial: job 7 has 2 nodes"):
         launcher.settings(all_of_them)
+
+
+def test_address_of_the_environment_suits_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REALSYS_HOST", "10.0.0.1")
+    SlurmLauncher.check(Config(cluster=ClusterConfig(nodes=1)))
+    with pytest.raises(ConfigError, match="REALSYS_HOST='10.0.0.1': is handed to all 2 nodes"):
+        SlurmLauncher.check(Config(cluster=ClusterConfig(nodes=2)))

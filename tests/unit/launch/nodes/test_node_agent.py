@@ -230,9 +230,34 @@ def test_agent_of_one_run_leaves_the_next(tmp_path: Path) -> None:
 def test_agent_without_a_run_names_what_it_waits_for(tmp_path: Path) -> None:
     output = tmp_path / "agent.txt"
     agent = start_agent(tmp_path, "b", output, wait_s=0.1)
-    assert agent.wait(BOUND_S) == 3  # a batch system can tell that its job has no coordinator
+    assert agent.wait(BOUND_S) == 1  # a batch system must not queue the job again: the launcher may live
     path = tmp_path / "coordinator.json"
     assert output.read_text() == f"realsys: no coordinator in {path}: start the run, or correct --trial-dir\n"
+
+
+def test_agent_without_the_trial_folder_is_refused(tmp_path: Path) -> None:
+    """As in a container image into which the folder is not mounted."""
+    output, folder = tmp_path / "agent.txt", tmp_path / "missing"
+    agent = start_agent(folder, "b", output, wait_s=0.1)
+    assert agent.wait(BOUND_S) == 2
+    text = output.read_text()
+    assert f"--trial-dir='{folder}'" in text
+    assert "does not see the folder: add it to cluster.slurm.container.mounts" in text
+
+
+def test_agent_that_lost_its_coordinator_says_so(tmp_path: Path) -> None:
+    """The exit code tells a batch system that its job has no launcher."""
+    argv = [sys.executable, "-c", COORDINATOR, str(tmp_path), str(tmp_path / "log"), SHOWN, str(LEASE_S)]
+    coordinator = subprocess.Popen(argv)
+    agent = start_agent(tmp_path, "b", tmp_path / "agent.txt", 10.0, "--once")
+    try:
+        poll((tmp_path / "log").exists, "a process of the agent", lambda: "", BOUND_S)
+        coordinator.kill()
+        assert agent.wait(BOUND_S) == 3
+    finally:
+        for process in (coordinator, agent):
+            process.kill()
+            process.wait(BOUND_S)
 
 
 def test_agent_does_not_wait_for_a_dead_coordinator_for_ever(tmp_path: Path) -> None:
@@ -241,7 +266,7 @@ def test_agent_does_not_wait_for_a_dead_coordinator_for_ever(tmp_path: Path) -> 
     write_address(tmp_path / "coordinator.json", Address("tcp://127.0.0.1:1", "c", LEASE_S, "127.0.0.1", "", 1))
     agent = start_agent(tmp_path, "b", tmp_path / "agent.txt", wait_s=0.5)
     try:
-        assert agent.wait(BOUND_S) == 3
+        assert agent.wait(BOUND_S) == 1
     finally:
         agent.kill()
         agent.wait(BOUND_S)

@@ -14,7 +14,8 @@ SLURM = Path(__file__).parents[4] / "slurm"
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (SLURM / "cluster").glob("*.yaml")))
 def test_settings_of_a_cluster_are_accepted(name: str) -> None:
-    config = compose(["experiment=arith", f"cluster={name}", "cluster.nodes=2"], config_dir=SLURM)
+    words = ["experiment=arith", f"cluster={name}", "cluster.nodes=2", "fileroot=/shared/runs"]
+    config = compose(words, config_dir=SLURM)
     assert config.cluster.launcher == "slurm" and config.cluster.nodes == 2 and config.cluster.name_store.start
     check_slurm(config)
 
