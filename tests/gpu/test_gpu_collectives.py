@@ -38,7 +38,7 @@ def communicate(rank: int, device: Device) -> tuple[str, list[bytes], float, dic
     total = torch.tensor([rank + 1.0], device=device.device)
     dist.all_reduce(total, group=groups.whole)
     ids = [ref.sample_id for ref in REFS]
-    plan = [Transfer(source, world - 1 - source, [ids[source]], ["tokens"]) for source in range(world)]
+    plan = [Transfer(source, [world - 1 - source], [ids[source]], ["tokens"]) for source in range(world)]
     execute(TransferRequest(plan, REFS), data, rank, device)
     everything = gather_bytes(bytes([rank]) * (rank + 1), groups.whole)
     held = {i: data.get(ids[i], "tokens").tolist() for i in range(world)}
@@ -71,7 +71,7 @@ def test_transfers_cross_separate_meshes(compute_on: ComputeOn) -> None:
         data = DataManager(rank)
         if rank == 0:
             data.put(REFS[0].sample_id, {"tokens": tokens(0)})
-        execute(TransferRequest([Transfer(0, 1, [REFS[0].sample_id], ["tokens"])], REFS), data, rank, device)
+        execute(TransferRequest([Transfer(0, [1], [REFS[0].sample_id], ["tokens"])], REFS), data, rank, device)
         return data.get(REFS[0].sample_id, "tokens").tolist()
 
     assert run_ranks(2, body, Config(), meshes=meshes) == [tokens(0).tolist()] * 2
