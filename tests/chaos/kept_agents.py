@@ -40,7 +40,7 @@ class Agents:
 
     def _start(self, machine: str) -> None:
         output = self._folder / f"{machine}.txt"
-        self._agents[machine] = start_agent(self._root, machine, output, _WAIT_S, self._env)
+        self._agents[machine] = start_agent(self._root, machine, output, _WAIT_S, env=self._env)
         self._began[machine] = time.monotonic()
 
     def tend(self) -> None:
