@@ -24,7 +24,8 @@ BOUND_S = 60.0
 AGENT = """
 import os, signal, sys
 from realsys.cluster.prctl import die_with_parent
-die_with_parent(signal.SIGKILL, int(os.environ["REALSYS_PARENT_PID"]))
+if not die_with_parent(signal.SIGKILL, int(os.environ["REALSYS_PARENT_PID"])):
+    sys.exit("the actor ended first")
 print(sys.argv[-1], "may use GPUs", os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
 signal.pause()
 """
