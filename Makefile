@@ -79,7 +79,7 @@ else
 endif
 
 sglang-test: setup sglang-cpu  ## run the tests that need SGLang: the contract of a generation server, and a short job
-	REALSYS_SGLANG=1 $(PY) -m pytest $(SGLANG_TESTS) -ra --durations=10 $(ARGS)
+	REALSYS_PACKAGES=1 $(PY) -m pytest $(SGLANG_TESTS) -ra --durations=10 $(ARGS)
 
 # Side by side: half of the time passes while the network is down.
 multihost-test: setup  ## run jobs over network namespaces whose network fails; needs root, iproute2 and etcd
@@ -87,12 +87,12 @@ multihost-test: setup  ## run jobs over network namespaces whose network fails; 
 
 ray-test: setup  ## run the tests of the Ray launcher, on a Ray cluster of three nodes on this machine
 	@$(PY) -c 'import ray' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,ray]'
-	$(PY) -m pytest tests/ray -ra --durations=5 $(ARGS)
+	REALSYS_PACKAGES=1 $(PY) -m pytest tests/ray -ra --durations=5 $(ARGS)
 
 data-test: setup  ## run the tests of data sets that need pyarrow, datasets and reasoning-gym
 	@$(PY) -c 'import datasets, pyarrow, reasoning_gym' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		-c constraints.txt -e '.[dev,data,reasoning-gym]' datasets
-	$(PY) -m pytest tests/unit/data tests/unit/launch/commands/test_data.py tests/unit/reward/test_reasoning_gym.py -ra $(ARGS)
+	REALSYS_PACKAGES=1 $(PY) -m pytest tests/unit/data tests/unit/launch/commands/test_data.py tests/unit/reward/test_reasoning_gym.py -ra $(ARGS)
 
 slurm-test: setup  ## run whole jobs on a SLURM of virtual nodes, as root; needs slurmctld, slurmd, slurm-client and etcd
 	$(PY) -m pytest tests/slurm -rs --durations=10 $(ARGS)

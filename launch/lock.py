@@ -65,14 +65,13 @@ class TrialLock:
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as exc:
             raise self._unusable("opened for writing", exc) from None
-        try:
-            self._take(retry_timeout_s, say)
-        except OSError as exc:
-            os.close(self.fd)
-            raise self._unusable("locked", exc) from None
-        except BaseException:
-            os.close(self.fd)
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            try:
+                self._take(retry_timeout_s, say)
+            except OSError as exc:
+                raise self._unusable("locked", exc) from None
+            undo.pop_all()
 
     def _take(self, retry_timeout_s: float, say: Callable[[str], None]) -> None:
         deadline, looks = time.monotonic() + retry_timeout_s, 0

@@ -211,23 +211,21 @@ def prepare(config: Config, say: Callable[[str], None]) -> Ready:
     if is_new:
         trial = read_trial(config, paths)
         _make_folder(config, paths)
-    lock = _lock(config, paths, is_new, say)
-    try:
-        if trial is None:  # only now: workers of the last run may have written until the lock was free
-            outlive_agents(paths.coordinator, say)  # workers on other nodes do not hold the lock
-            trial = read_trial(config, paths)
-        if trial.config is not None:
-            _continue(config, paths, trial, say)
-        else:
-            _make(config, paths, trial, say)
-        lock.sign()
-    except OSError as exc:
-        lock.close()
-        problem = f"{paths.root} cannot be made ready: {exc.filename or 'a file in it'}: {exc.strerror}"
-        raise ConfigError("fileroot", config.fileroot, problem) from None
-    except BaseException:
-        lock.close()
-        raise
+    with contextlib.ExitStack() as undo:
+        lock = undo.enter_context(contextlib.closing(_lock(config, paths, is_new, say)))
+        try:
+            if trial is None:  # only now: workers of the last run may have written until the lock was free
+                outlive_agents(paths.coordinator, say)  # workers on other nodes do not hold the lock
+                trial = read_trial(config, paths)
+            if trial.config is not None:
+                _continue(config, paths, trial, say)
+            else:
+                _make(config, paths, trial, say)
+            lock.sign()
+        except OSError as exc:
+            problem = f"{paths.root} cannot be made ready: {exc.filename or 'a file in it'}: {exc.strerror}"
+            raise ConfigError("fileroot", config.fileroot, problem) from None
+        undo.pop_all()
     return Ready(paths, lock, lambda: remove_keys(config, paths, say))
 
 

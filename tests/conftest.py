@@ -1,16 +1,15 @@
 """Fixtures for the whole suite: a real etcd, and the check that no test leaves anything running.
 
 ``@pytest.mark.needs("etcd")`` skips a test on a machine without the program, ``needs("netns")`` on one that cannot make
-network namespaces. With REALSYS_NO_SKIPS=1 (a machine that
-should have everything) the test fails instead. Every test is checked for child processes and threads that it started
-and did not end; the end of the session also checks for orphans, which a mark in their environment identifies.
+network namespaces, ``needs(package="ray")`` without the package (``tests.support.needs``). Every test is checked for
+child processes and threads that it started and did not end; the end of the session also checks for orphans, which a
+mark in their environment identifies.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import threading
@@ -22,8 +21,9 @@ from typing import Any
 
 import pytest
 
-from realsys.errors import NameStoreError
-from tests.support.processes import netns
+from realsys.errors import NameStoreError, WaitTimeout
+from tests.support.needs import need_package, need_program
+from tests.support.polling import poll
 from tests.support.processes.ports import lasting_ports
 
 SETTLE_S = 10.0  # a process or thread that ends within this time is no leftover
@@ -37,22 +37,11 @@ STANDING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forks
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    missing = [problem for mark in item.iter_markers("needs") if (problem := _missing(mark.args[0]))]
-    if not missing:
-        return
-    reason = f"needs {', '.join(missing)}"
-    if os.environ.get("REALSYS_NO_SKIPS") == "1":
-        pytest.fail(f"{reason} (REALSYS_NO_SKIPS=1)", pytrace=False)
-    pytest.skip(reason)
-
-
-@functools.cache
-def _missing(name: str) -> str:
-    """Return why this machine lacks the program, or cannot have several hosts; "" if it has it."""
-    if name == "netns":
-        problem = netns.missing()
-        return f"network namespaces: {problem}" if problem else ""
-    return "" if shutil.which(name) else f"{name}, which is not installed"
+    for mark in item.iter_markers("needs"):
+        for program in mark.args:
+            need_program(program)
+        if "package" in mark.kwargs:
+            need_package(mark.kwargs["package"])
 
 
 # ---- several processes
@@ -165,7 +154,8 @@ def leaves_nothing_running() -> Iterator[None]:
     for thread in set(threading.enumerate()) - threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     left = [f"thread {t.name!r}" for t in set(threading.enumerate()) - threads]
-    left += [f"process {pid} ({_command(pid)})" for pid in _lasting(_children() - children - _shared_servers, deadline)]
+    ours = _children() - children - _shared_servers
+    left += [f"process {pid} ({_command(pid)})" for pid in _lasting(ours, deadline - time.monotonic())]
     if left:
         pytest.fail("left running: " + ", ".join(left), pytrace=False)
 
@@ -191,7 +181,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if _is_worker(session):
         return
     mark = f"{SESSION_MARK}={os.environ[SESSION_MARK]}".encode()
-    left = _lasting({pid for pid in _all_processes() if _is_marked(pid, mark)}, time.monotonic() + SETTLE_S)
+    left = _lasting({pid for pid in _all_processes() if _is_marked(pid, mark)}, SETTLE_S)
     if left:
         print("\nleft running by this session: " + ", ".join(f"{pid} ({_command(pid)})" for pid in left))
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -238,8 +228,8 @@ def _command(pid: int) -> str:
         return "ended"
 
 
-def _lasting(pids: set[int], deadline: float) -> list[int]:
-    """Those that are still there at the deadline. They are not our Popen objects, so there is nothing to wait on."""
-    while (left := [pid for pid in sorted(pids) if _runs(pid)]) and time.monotonic() < deadline:
-        threading.Event().wait(0.02)
-    return left
+def _lasting(pids: set[int], timeout_s: float) -> list[int]:
+    """Those that still run after this time. They are not our Popen objects, so there is nothing to wait on."""
+    with contextlib.suppress(WaitTimeout):
+        poll(lambda: not any(map(_runs, pids)), "the end of the processes", timeout_s)
+    return [pid for pid in sorted(pids) if _runs(pid)]

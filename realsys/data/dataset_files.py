@@ -51,6 +51,5 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
             os.fsync(file.fileno())
         os.chmod(name, 0o644)  # mkstemp makes the file private, but workers of other users may read it
         os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    finally:
+        Path(name).unlink(missing_ok=True)  # it is there only if a line above failed

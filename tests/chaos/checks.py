@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import re
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,7 +16,7 @@ from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
-from realsys.errors import RealsysError
+from realsys.errors import RealsysError, WaitTimeout
 from realsys.launch.commands.audit import audit_trial
 from realsys.manager.ledger.events import RolledBack, Trained
 from realsys.manager.ledger.journal import read_journal
@@ -27,6 +26,7 @@ from realsys.train.records.record_files import read_arrays, read_record, recorde
 from realsys.weights.host.places import MEMBERS, folder_name
 from tests.chaos.live import ChaosRun
 from tests.support.jobs.jobs import Job, processes_of
+from tests.support.polling import poll
 from tests.support.training.records import prompt_len
 
 _SETTLE_S = 3.0  # a process that ends within this time is no leftover
@@ -146,10 +146,10 @@ def leftovers(run: ChaosRun, tmp: Path, before: set[str] | None) -> list[str]:
 
     ``before``: content of shared memory when a run with SGLang began.
     """
-    deadline = time.monotonic() + _SETTLE_S
-    while (alive := processes_of(run.root)) and time.monotonic() < deadline:
-        time.sleep(0.05)
     root = run.root
+    with contextlib.suppress(WaitTimeout):
+        poll(lambda: not processes_of(root), "the end of all processes", _SETTLE_S)
+    alive = processes_of(root)
     left = [f"process left: {line}" for line in alive]
     ours = {int(line.split()[0]) for line in alive}
     left += [f"port left: {address}" for address in sorted(run.addresses) if _listens(address, ours)]

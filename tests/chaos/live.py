@@ -24,7 +24,8 @@ from realsys.config.dump import read_config
 from realsys.telemetry.steps import StepTail
 from tests.chaos.kept_agents import Agents
 from tests.support.faults.plan import note_pid, pid_of
-from tests.support.jobs.jobs import POLL_S, LiveJob, processes_of
+from tests.support.jobs.jobs import LiveJob, processes_of
+from tests.support.polling import poll
 
 _ASK_AGAIN_S = 0.2  # pause between two SIGTERMs to the launcher
 _HURRY_S = 5.0  # after this the launcher gets SIGKILL
@@ -69,27 +70,28 @@ class ChaosRun:
         return self._done
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float) -> Any:
-        """Poll a black box until the condition is true.
+        """Return the value of the condition once it is true.
 
-        Raises Ended, Interrupted, or TimeoutError, which names the condition.
+        Raises Ended, Interrupted, or WaitTimeout, which names the condition.
         """
-        deadline = time.monotonic() + timeout_s
-        while not (value := condition()):
+
+        def look() -> Any:
+            if value := condition():
+                return value
             if self.live.process.poll() is not None:
                 raise Ended(what)
             if self.stop.is_set():
                 raise Interrupted
             self.agents.tend()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not within {timeout_s:g} s: {what}")
-            time.sleep(POLL_S)
-        return value
+            return None
+
+        return poll(look, what, timeout_s)
 
     def until_step(self, step: int, timeout_s: float) -> None:
         self.until(lambda: self.steps() >= step, f"train step {step}", timeout_s)
 
     def until_end(self, timeout_s: float) -> None:
-        """Raises Interrupted, or TimeoutError."""
+        """Raises Interrupted, or WaitTimeout."""
         with contextlib.suppress(Ended):
             self.until(lambda: False, "the end of the run", timeout_s)
 

@@ -1,6 +1,7 @@
 """A chaos suite that is stopped leaves nothing behind."""
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.jobs.jobs import poll
+from tests.support.polling import poll
 
 pytestmark = [pytest.mark.system, pytest.mark.alone, pytest.mark.timeout(300)]
 BEFORE_ANY_STOP_TIMEOUT_S = 30.0  # on a loaded machine; the runs themselves would take minutes
@@ -39,14 +40,10 @@ def test_signal_ends_the_runs_and_leaves_nothing(tmp_path, number):
     try:
         # Wait until it has workers; a worker that waits in a failpoint does not handle signals.
         for name in names:
-            poll(
-                lambda n=name: list(tmp_path.glob(f"*/{n}/faults/pid-master*")),
-                f"a master in {name}",
-                log.read_text,
-                120,
-            )
+            masters = functools.partial(tmp_path.glob, f"*/{name}/faults/pid-master*")
+            poll(lambda pids=masters: list(pids()), f"a master in {name}", 120, log.read_text)
         if os.geteuid() == 0:
-            poll(lambda: str(tmp_path) in Path("/proc/mounts").read_text(), "a disk of its own", log.read_text, 120)
+            poll(lambda: str(tmp_path) in Path("/proc/mounts").read_text(), "a disk of its own", 120, log.read_text)
         chaos.send_signal(number)
         began = time.monotonic()
         assert chaos.wait(120) == 128 + number, log.read_text()

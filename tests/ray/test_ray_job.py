@@ -14,17 +14,17 @@ import pytest
 from realsys.launch.commands.audit import audit_trial
 from realsys.telemetry.steps import surviving_steps
 from tests.conftest import SESSION_MARK
-from tests.support.jobs.jobs import BOUND_S, arith, poll, processes_of, run, running
+from tests.support.jobs.jobs import BOUND_S, arith, processes_of, run, running
 from tests.support.jobs.ledgers import check_staleness
-from tests.support.processes.ray_cluster import RayCluster, need_ray, ray_cluster
+from tests.support.polling import poll
+from tests.support.processes.ray_cluster import RayCluster, ray_cluster
 
 #: alone: on a busy machine Ray takes its own nodes for dead
-pytestmark = [pytest.mark.system, pytest.mark.alone]
+pytestmark = [pytest.mark.system, pytest.mark.alone, pytest.mark.needs(package="ray")]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    need_ray()
     with ray_cluster(3) as cluster:
         yield cluster
 
@@ -80,7 +80,7 @@ def test_stopped_job_leaves_no_process(tmp_path: Path, cluster: RayCluster) -> N
         live.wait(BOUND_S)
     assert live.job.returncode == 143, live.job.report()
     assert not processes_of(root)
-    poll(lambda: not launcher_parts(), "the end of the actors, which Ray kills", str, BOUND_S)
+    poll(lambda: not launcher_parts(), "the end of the actors, which Ray kills", BOUND_S)
 
 
 def test_job_survives_death_of_ray_node(tmp_path: Path, cluster: RayCluster) -> None:

@@ -17,7 +17,9 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.launchers.ray_launcher import RayLauncher
 from tests.support.jobs.jobs import processes_of
-from tests.support.processes.ray_cluster import RayCluster, need_ray, ray_cluster
+from tests.support.processes.ray_cluster import RayCluster, ray_cluster
+
+pytestmark = pytest.mark.needs(package="ray")
 
 BOUND_S = 60.0
 #: in place of `realsys node-agent`: shows its GPUs, ends with its actor
@@ -33,7 +35,6 @@ signal.pause()
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    need_ray()
     with ray_cluster(3) as cluster:
         yield cluster
 

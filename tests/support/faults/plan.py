@@ -24,9 +24,10 @@ from typing import Literal
 import msgspec
 
 from realsys.cluster.failpoint import MODULE
-from realsys.errors import ConfigError, WaitTimeout
+from realsys.errors import ConfigError
 from tests.support.faults.actions import damage, hoard, shift_wall_clock, suspend
 from tests.support.faults.points import POINTS
+from tests.support.polling import poll
 
 FOLDER = "REALSYS_FAILPOINT_FOLDER"
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,7 +49,6 @@ Action = Literal[
 ]
 _BY_CALLER = ("drop", "duplicate", "garbage")
 _HOLD_S = 300.0  # a hold that never ends is a defect of the test: the run must not outlive it
-_POLL_S = 0.01  # interval at which a hold checks for its file
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -159,11 +159,8 @@ class Plan:
         return pid_of(self._folder, fault.victim) if fault.victim else os.getpid()
 
     def _hold(self, fault: Fault) -> None:
-        deadline = time.monotonic() + _HOLD_S
-        while not (self._folder / fault.until).exists():
-            if time.monotonic() > deadline:
-                raise WaitTimeout(f"failpoint {fault.name}: no {self._folder / fault.until} within {_HOLD_S:g} s")
-            time.sleep(_POLL_S)
+        gate = self._folder / fault.until
+        poll(gate.exists, f"{gate} for failpoint {fault.name}", _HOLD_S)
 
 
 def note_pid(folder: Path, worker: str, pid: int) -> None:

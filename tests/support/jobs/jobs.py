@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import psutil
 from realsys.config.paths import TrialPaths
 from realsys.telemetry.steps import read_steps
 from tests.conftest import SESSION_MARK
+from tests.support.polling import poll
 
 SMALL = [
     "experiment=arith",
@@ -41,7 +41,6 @@ SMALL = [
     "train.ppo.advantage.mean=none",
     "train.ppo.advantage.std=none",
 ]
-POLL_S = 0.02  # interval at which a black box is polled
 BOUND_S = 180.0  # limit of every wait; many times the need of a run, for loaded machines
 
 
@@ -93,15 +92,6 @@ def run_arith(fileroot: Path, trial: str, *overrides: str, timeout_s: float = BO
     return run(*arith(fileroot, trial, *overrides), timeout_s=timeout_s)
 
 
-def poll(condition: Callable[[], Any], what: str, report: Callable[[], str], timeout_s: float) -> Any:
-    """Look at a black box, which sends no event, until the condition is true; returns its value."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}\n{report()}"
-        time.sleep(POLL_S)
-    return value
-
-
 class LiveJob:
     """A run under way, as a user with a second terminal sees it."""
 
@@ -129,7 +119,7 @@ class LiveJob:
             assert value or self.process.poll() is None, f"the run ended before {what}\n{self.job.report()}"
             return value
 
-        return poll(found, what, lambda: self.job.report(), timeout_s)
+        return poll(found, what, timeout_s, lambda: self.job.report())
 
     def until_step(self, step: int, timeout_s: float = BOUND_S) -> None:
         self.until(lambda: self.steps_done() >= step, f"train step {step}", timeout_s)

@@ -14,26 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 CPUS, GPUS = 4, 2  # numbers that each node claims to have
 OBJECT_STORE_BYTES = 80 << 20
 STOP_S = 30.0
-
-
-def need_ray() -> None:
-    """Skip the test if Ray is not installed; fail it on a machine that should have everything."""
-    if find_spec("ray") is not None:
-        return
-    reason = "needs the package ray, which is not installed"
-    if os.environ.get("REALSYS_NO_SKIPS") == "1":
-        pytest.fail(f"{reason} (REALSYS_NO_SKIPS=1)", pytrace=False)
-    pytest.skip(reason)
 
 
 class RayCluster:

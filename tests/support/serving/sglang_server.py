@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from realsys.config.rules.sglang import DEFAULT_VENV, interpreter
 from realsys.config.schema import Config
@@ -15,17 +12,14 @@ from realsys.generation.sglang.build import build_sglang_engine
 from realsys.generation.sglang.engine import SglangEngine
 from realsys.weights.disk.stage import DiskReader
 from realsys.weights.folder import FolderWriter
+from tests.support.needs import lacks
 from tests.support.processes.config_trees import changed
 
 
 def needs_sglang() -> None:
     """Skip the test without SGLang; fail it in `make sglang-test`, which promises SGLang."""
-    if (DEFAULT_VENV / "bin" / "python").exists():
-        return
-    reason = "needs .venv-sglang: run `make sglang-cpu`"
-    if os.environ.get("REALSYS_SGLANG") == "1":
-        pytest.fail(f"{reason} (REALSYS_SGLANG=1)", pytrace=False)
-    pytest.skip(reason)
+    if not (DEFAULT_VENV / "bin" / "python").exists():
+        lacks(".venv-sglang: run `make sglang-cpu`", "REALSYS_PACKAGES")
 
 
 def sglang_config(*overrides: str) -> Config:

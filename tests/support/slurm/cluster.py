@@ -13,16 +13,15 @@ import signal
 import socket
 import stat
 import subprocess
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 
+from tests.support.polling import poll
 from tests.support.processes.ports import lasting_ports
 
 BOUND_S = 60.0
-POLL_S = 0.05
 NODES, GPUS, CPUS, MEMORY_MB = 4, 2, 32, 64_000
 CONF = """\
 ClusterName=virtual
@@ -136,13 +135,8 @@ class VirtualSlurm:
         shown = self.call("squeue", "-h", "-t", "all", "-j", job, "-o", fields, check=False).splitlines()
         return shown[0].strip() if shown else ""
 
-    def until(self, condition: object, what: str, timeout_s: float = BOUND_S) -> None:
-        """Poll until ``condition()`` is true."""
-        assert callable(condition)
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}\n{self.report()}"
-            time.sleep(POLL_S)
+    def until(self, condition: Callable[[], object], what: str, timeout_s: float = BOUND_S) -> None:
+        poll(condition, what, timeout_s, self.report)
 
     def report(self) -> str:
         """Everything there is to read about the cluster."""

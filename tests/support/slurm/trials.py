@@ -18,6 +18,7 @@ from realsys.errors import LedgerError
 from realsys.launch.commands.audit import audit_trial
 from realsys.telemetry.steps import StepTail, surviving_steps
 from tests.support.jobs.jobs import SMALL, processes_of
+from tests.support.polling import poll
 from tests.support.processes.ports import lasting_ports
 from tests.support.slurm.cluster import VirtualSlurm
 
@@ -78,11 +79,9 @@ class SlurmTrial:
         return [int(record["step"]) for record in surviving_steps(self.paths.steps) if record["kind"] == "train"]
 
     def until(self, condition: Callable[[], object], what: str, timeout_s: float = BOUND_S) -> float:
-        """Poll until the condition is true; returns the seconds that it took."""
+        """Wait until the condition is true; returns the seconds that it took."""
         began = time.monotonic()
-        while not condition():
-            assert time.monotonic() < began + timeout_s, f"not within {timeout_s} s: {what}\n{self.report()}"
-            time.sleep(0.1)
+        poll(condition, what, timeout_s, self.report)
         return time.monotonic() - began
 
     def until_steps(self, count: int, timeout_s: float = BOUND_S) -> float:

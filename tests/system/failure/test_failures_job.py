@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from realsys.train.records.record_files import recorded_steps
-from tests.support.jobs.jobs import arith, poll, processes_of, run_arith, running
+from tests.support.jobs.jobs import arith, processes_of, run_arith, running
+from tests.support.polling import poll
 from tests.system.conftest import ENDLESS
 
 pytestmark = pytest.mark.system
@@ -33,7 +34,7 @@ def test_dead_launcher_takes_all_workers_with_it(tmp_path):
         live.until_step(1)
         live.process.kill()
         live.wait()
-    poll(lambda: not processes_of(root), "no worker is left", lambda: "\n".join(processes_of(root)), timeout_s=10)
+    poll(lambda: not processes_of(root), "no worker is left", 10, lambda: "\n".join(processes_of(root)))
 
 
 def test_nan_step_is_recorded_and_replayed(tmp_path):

@@ -19,9 +19,9 @@ from realsys.launch.plan import ProcessSpec, plan
 from realsys.launch.prepare import prepare, resolve
 from tests.support.jobs.jobs import BOUND_S, SMALL, Job
 from tests.support.jobs.ledgers import check_ledger, check_staleness
-from tests.support.processes.netns import Hosts, environment, missing
+from tests.support.processes.netns import Hosts, environment
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.needs("netns")]
 
 SETTINGS = [
     *("allocation=serve.d1+d2", "warmup.steps=2", "train.total_steps=2", "evaluation.problems=4"),
@@ -50,8 +50,6 @@ def started(hosts: Hosts, specs: Sequence[ProcessSpec]) -> Iterator[dict[str, su
 
 
 def test_planned_job_runs_over_two_hosts(tmp_path: Path) -> None:
-    if problem := missing():
-        pytest.skip(problem)
     config = resolve(compose([*SMALL, *SETTINGS, f"fileroot={tmp_path}", "trial=t"]), now=datetime.now())
     machine, paths = Machine(cpus=2, memory_bytes=64 << 30), TrialPaths.of(config)
     specs = plan(config, paths, seats_of(config, machine, nodes_of(config, machine)), "two-hosts")

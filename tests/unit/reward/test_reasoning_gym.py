@@ -32,9 +32,9 @@ def test_last_answer_counts(completion, answer):
     assert final_answer(completion) == answer
 
 
+@pytest.mark.needs(package="reasoning_gym")
 @pytest.mark.parametrize("name", ["chain_sum", "rearc", "countdown", "knights_knaves", "word_sorting"])
 def test_reference_is_right_and_others_are_not(name):
-    pytest.importorskip("reasoning_gym")
     for item in items(name, "Let me think.\n<answer>{}</answer>"):
         verdict = verdict_of(reasoning_gym(item))
         assert verdict.correct and verdict.reward == 1.0

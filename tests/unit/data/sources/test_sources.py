@@ -11,6 +11,7 @@ from realsys.config.sections.schema_data import absolute_source, source_problem
 from realsys.data.sources.open import source_files, source_rows
 from realsys.errors import DataError
 from tests.support.data.data_rows import DAPO, GSM8K, VERL
+from tests.support.needs import need_package
 from tests.support.training.data_models import jsonl
 
 ROWS = [{"n": i, "text": f"row {i}", "inner": {"list": [i, None]}} for i in range(150)]
@@ -22,7 +23,10 @@ def read(path, split="train", **arguments):
 
 @pytest.fixture(scope="module")
 def arrow():
-    return pytest.importorskip("pyarrow")
+    need_package("pyarrow")
+    import pyarrow
+
+    return pyarrow
 
 
 def parquet(arrow, path, rows):
@@ -126,8 +130,10 @@ def test_saved_folder_is_read(tmp_path, arrow):
         read(f"{saved}@dev")
 
 
+@pytest.mark.needs(package="datasets")
 def test_saved_folder_written_by_datasets(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # its progress bars start a thread
     datasets.disable_progress_bars()
     both = datasets.DatasetDict(train=datasets.Dataset.from_list([VERL] * 3), test=datasets.Dataset.from_list([DAPO]))
@@ -189,8 +195,8 @@ def test_names_of_sources(tmp_path, monkeypatch):
     assert source_problem("nowhere.jsonl") == "is not a readable file or folder"
 
 
+@pytest.mark.needs(package="reasoning_gym")
 def test_generated_tasks_depend_on_the_seed():
-    pytest.importorskip("reasoning_gym")
     name = "reasoning_gym:chain_sum"
     one, same, other = read(name, size=4), read(name, size=4, seed=0), read(name, size=4, seed=9)
     held_out = read(name, "eval", size=4)
@@ -199,12 +205,12 @@ def test_generated_tasks_depend_on_the_seed():
     assert one[0].where == f"{name}:row 1" and one[0].values["reasoning_gym"]["name"] == "chain_sum"
 
 
+@pytest.mark.needs(package="reasoning_gym")
 @pytest.mark.parametrize(
     ("name", "arguments", "problem"),
     [("no_such", {}, "not registered"), ("chain_sum", {"sise": 1}, "TypeError"), ("composite", {}, "data.mixture")],
 )
 def test_wrong_generated_source_is_one_line(name, arguments, problem):
-    pytest.importorskip("reasoning_gym")
     with pytest.raises(DataError, match=problem) as caught:
         read(f"reasoning_gym:{name}", **arguments)
     assert "\n" not in str(caught.value)

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 from realsys.errors import GenerationError
 from realsys.generation.backend import Change
 from realsys.generation.sglang import keeper as keepers
+from tests.support.polling import poll
 from tests.support.serving.sglang_engines import WAIT_S, Engines, StandIn, ended, engines, generate, helper_of
 
 
@@ -99,10 +99,8 @@ def test_nothing_outlives_a_killed_server(tmp_path):
 def test_shared_memory_of_killed_sglang_is_removed(make, caplog):
     with caplog.at_level(logging.INFO, logger="sglang"):
         _, changes = make("--loads")
-        deadline = time.monotonic() + WAIT_S
-        while not (noted := re.search(r"guard: (/dev/shm/sglang_loads_(\d+)\.shm) goes", caplog.text)):
-            assert time.monotonic() < deadline, caplog.text
-            time.sleep(0.02)  # a line of a log sends no event
+        line = r"guard: (/dev/shm/sglang_loads_(\d+)\.shm) goes"
+        noted = poll(lambda: re.search(line, caplog.text), "a line of the log", WAIT_S, lambda: caplog.text)
         segment = Path(noted[1])
         assert segment.exists()
         os.kill(int(noted[2]), signal.SIGKILL)

@@ -143,8 +143,8 @@ def test_row_that_json_cannot_hold_is_bad(tmp_path, capsys, monkeypatch):
     assert code == 2 and "t.jsonl:1: cannot be written as JSON" in err and err.count("\n") == 1
 
 
+@pytest.mark.needs(package="reasoning_gym")
 def test_generated_tasks_are_checked(capsys):
-    pytest.importorskip("reasoning_gym")
     code, out, err = run(
         capsys, "reasoning_gym:chain_sum", "data.verifier=reasoning_gym", "data.source_args={size: 30}"
     )

@@ -14,7 +14,7 @@ from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError
 from realsys.launch.launchers.slurm import SlurmLauncher
-from tests.support.jobs.jobs import poll
+from tests.support.polling import poll
 
 #: the step of the agents ends at once, that of the guards lasts
 SRUN = """#!/bin/sh
@@ -43,8 +43,8 @@ def test_run_ends_its_guards_and_earlier_ones(launcher: SlurmLauncher, tmp_path:
 
     async def body() -> None:
         await launcher.start(["agent"], said.append)
-        await asyncio.to_thread(poll, launcher.problem, "the end of the agents", str, 60.0)
-        await asyncio.to_thread(poll, (tmp_path / "guards").exists, "the guards", str, 60.0)
+        await asyncio.to_thread(poll, launcher.problem, "the end of the agents", 60.0)
+        await asyncio.to_thread(poll, (tmp_path / "guards").exists, "the guards", 60.0)
         await launcher.stop()
 
     asyncio.run(body())

@@ -18,7 +18,7 @@ from realsys.launch.nodes.orders import Address, write_address
 from realsys.launch.plan import ProcessSpec
 from realsys.launch.processes.supervisor import Supervisor
 from realsys.stream.security import ensure_keys
-from tests.support.jobs.jobs import poll
+from tests.support.polling import poll
 from tests.support.processes.agents import BOUND_S, SHOWN, WORKER, AgentTrial, start_agent
 from tests.support.processes.supervised import log, stop, waits_for
 
@@ -216,7 +216,7 @@ def test_agent_of_one_run_leaves_the_next(tmp_path: Path) -> None:
     coordinator = subprocess.Popen(argv)
     agent = start_agent(tmp_path, "b", output, BOUND_S, "--once")
     try:
-        poll((tmp_path / "log").exists, "a process of the agent", lambda: "", BOUND_S)
+        poll((tmp_path / "log").exists, "a process of the agent", BOUND_S)
         coordinator.kill()
         write_address(tmp_path / "coordinator.json", Address("tcp://127.0.0.1:1", "next", LEASE_S, "127.0.0.1", "", 1))
         assert agent.wait(BOUND_S) == 1
@@ -251,7 +251,7 @@ def test_agent_that_lost_its_coordinator_says_so(tmp_path: Path) -> None:
     coordinator = subprocess.Popen(argv)
     agent = start_agent(tmp_path, "b", tmp_path / "agent.txt", 10.0, "--once")
     try:
-        poll((tmp_path / "log").exists, "a process of the agent", lambda: "", BOUND_S)
+        poll((tmp_path / "log").exists, "a process of the agent", BOUND_S)
         coordinator.kill()
         assert agent.wait(BOUND_S) == 3
     finally:
