@@ -34,7 +34,7 @@ _ROOT = "config"
 _EXPERIMENT = "experiment"
 _PACKAGE = re.compile(r"\s*#\s*@package\b")
 _HEAD = re.compile(r"\s*(#\s*@|$)")  # lines that hydra passes over before it
-#: group -> the field that its option stands for. Each has a default option, so a file that sets the field is no choice.
+#: group -> the field that its options set; its default option sets it, too, and then no user has chosen the value
 _CHOSEN_BY = {
     "generation": "generation.backend",
     "name_store": "cluster.name_store.backend",

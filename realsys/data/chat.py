@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from realsys.data.lines import Message
 from realsys.errors import DataError, ModelError
 
-_MARK = "realsys-completion"  # placeholder for a completion, to find its end in a rendered conversation
+_MARK = "realsys-completion"  # rendered as a completion, to find the end of completions in a conversation
 
 
 class _Generation(Extension):

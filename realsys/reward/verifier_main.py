@@ -104,7 +104,7 @@ Judge = Callable[[Item], Outcome]
 
 
 def verify(verifier: Verifier, item: Item) -> Outcome:
-    """Return the verdict of the verifier. Raises what it raises."""
+    """Return the verdict of the verifier. Raises the exceptions of the verifier."""
     result = verifier(item)
     try:
         return verdict_of(result)

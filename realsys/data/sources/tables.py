@@ -11,7 +11,7 @@ from realsys.errors import DataError
 
 #: Rows that are Python objects at a time. A row may have tests of many MiB.
 _BATCH = 64
-#: Without a buffer a whole column of a row group is read at once, and one row group may be the whole file.
+#: Size of one read. Without a buffer, pyarrow reads a whole column of a row group, and a file may have one row group.
 _BUFFER_BYTES = 1 << 20
 
 

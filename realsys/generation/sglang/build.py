@@ -67,7 +67,8 @@ class SglangBackend(Backend):
     def sharing(self, share: float) -> dict[str, Any]:
         """Bound weights and cache, unless the user does. SGLang would otherwise take nearly all of the GPU.
 
-        It takes its share of what is free at its start: less than planned if the rank has started first.
+        SGLang takes this share of the memory that is free when it starts: less than planned if the rank has started
+        before it.
         """
         args = self.config.generation.sglang.args
         if STATIC_SHARE in options(self.config.generation.sglang):

@@ -21,7 +21,7 @@ class Server:
     target: PublishedVersion | None = None  # version of the update under way
     source: str = ""  # service of another host from which it reads that version; empty: storage
     reads_since: float = 0.0  # start of the reading of that version
-    waits: bool = False  # for a host to read from, or for the storage
+    waits: bool = False  # True: its next update waits until a host can send the version or the storage is free
     began: float | None = None  # start of that update, or of draining for it
     draining: bool = False  # takes no new rollout until it has been updated
     failures: int = 0  # failed updates in a row

@@ -18,9 +18,8 @@ recipient reaches it, and its collectives have all their participants. This hold
 run at the same time; calls that share a worker queue on it. The queues also explain why a transfer
 counts as done once it is sent: every request that is sent later finds its arrays in place.
 
-**Off the loop.** Transfers of a large batch are planned and encoded in a thread, and so is what is cleared. In
-that time other coroutines may send requests; these move no arrays and change no holders, so the plan still
-holds when it is sent.
+**Off the loop.** A thread plans and encodes the transfers and the clear requests of a large batch. Meanwhile other
+coroutines may send requests; these move no arrays and change no holders, so the plan is still right when it is sent.
 """
 
 from __future__ import annotations
@@ -203,9 +202,7 @@ class _GraphRun:
         return made | self.flow.source_keys
 
     async def _send_ready(self) -> None:
-        """Send what is ready: transfers among idle workers, then the calls in the order of their
-        declaration.
-        """
+        """Send the transfers among idle workers, then the calls that are ready, in the order of their declaration."""
         ready = self.flow.ready(self._available, self.started)
         if not ready:
             return

@@ -1,5 +1,5 @@
-"""Compares a completion's final answer with the reference. math-verify parses and compares expressions; this decides
-which texts it gets, and compares what it compares wrongly.
+"""Compares a completion's final answer with the reference. math-verify parses and compares expressions. This
+module chooses the texts that it gets, and compares the classes of answers that it misreads.
 
     reference ──read_reference──> time of day | expressions in two forms, percent, unit ┐
     completion ──final_answer──> last answer, alternatives, whole text ─────────────────┴─> True or False

@@ -60,7 +60,7 @@ class FinalAnswer:
     """The final answer of a completion.
 
     text          behind the thinking part, in LaTeX notation
-    answer        text of the answer alone, with its unit or percent sign; None if it cannot be told from the words
+    answer        text of the answer alone, with its unit or percent sign; None if the words around it hide its end
     boxed         it is in a box
     alternatives  values that it offers by "or", "maybe" and the like; empty if it commits itself
     """
@@ -90,7 +90,7 @@ def has_format(completion: str) -> bool:
 
 
 def final_answer(completion: str) -> FinalAnswer | None:
-    """Find the final answer; None if there is none."""
+    """Return the final answer; None if the completion has no final answer."""
     text = after_thinking(completion)
     if text is None or not text.strip():
         return None
@@ -212,7 +212,7 @@ def _bare(sentence: str) -> str | None:
 
 
 def math_letters(text: str) -> str:
-    """Return the text without the names of commands and functions: what is left of letters are variables or words."""
+    """Return the text without the names of commands and functions. Its other letters are variables or words."""
     return _MATH_WORDS.sub(" ", _COMMAND.sub(" ", text))
 
 

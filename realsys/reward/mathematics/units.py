@@ -63,7 +63,7 @@ class Unit:
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    """Return the answer without the unit at its end, and the unit; None if there is none that is known.
+    """Return the answer without the unit at its end, and the unit; None without a known unit.
 
     Words that name something else (``\\text{ square units}``, ``\\text{ apples}``) are removed, too. A single letter
     that follows a digit directly is a variable.

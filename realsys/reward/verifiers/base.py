@@ -52,7 +52,7 @@ V = TypeVar("V", bound=Verifier)
 
 
 def declare(*, check_answer: CheckAnswer | None = None, wrong_over_limit: bool = False) -> Callable[[V], V]:
-    """Decorate a verifier with what it declares.
+    """Add declarations to a verifier.
 
     check_answer      checks every reference before a run starts; a verifier without it takes any reference
     wrong_over_limit  True: a completion that takes more than rollout.reward.timeout_s of CPU time is wrong. False: it

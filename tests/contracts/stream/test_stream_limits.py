@@ -18,7 +18,7 @@ from realsys.stream.codec import decode_with, encode_group, encode_message
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import GroupIntake, MasterStream, WorkerEndpoint
 from realsys.stream.wire import TO_MASTER, Hello, Push, PushAck, PushNack, Welcome
-from tests.support.streams.stream_parts import BOUND_S, make_group
+from tests.support.streams.stream_parts import BOUND_S, make_group, router_by_hand
 
 
 def test_close_returns_although_io_thread_hangs(
@@ -93,13 +93,8 @@ def test_outcomes_of_a_broken_sender_are_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 def test_undecodable_puller_message_is_counted_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-
-    async def run() -> None:
-        pusher = Pusher(lambda dp: f"tcp://127.0.0.1:{port}", [0], "rollout_worker/0")
+    async def run(router: zmq.Socket[bytes], address: str) -> None:
+        pusher = Pusher(lambda dp: address, [0], "rollout_worker/0")
         push = asyncio.create_task(pusher.push(make_group("t0")))
         assert await asyncio.to_thread(router.poll, BOUND_S * 1000)
         route = router.recv_multipart()[0]
@@ -108,14 +103,11 @@ def test_undecodable_puller_message_is_counted_and_dropped(caplog: pytest.LogCap
         router.send_multipart([route, encode_message(PushAck([0]))])
         await asyncio.wait_for(push, BOUND_S)
         assert pusher.bad_messages == 3
-        assert f"dropped message 1 of puller 0 at tcp://127.0.0.1:{port}" in caplog.text
+        assert f"dropped message 1 of puller 0 at {address}" in caplog.text
         await pusher.close()
 
-    try:
-        with caplog.at_level(logging.WARNING):
-            asyncio.run(run())
-    finally:
-        context.destroy(linger=0)
+    with caplog.at_level(logging.WARNING), router_by_hand() as (router, address):
+        asyncio.run(run(router, address))
 
 
 class Lease:
@@ -157,28 +149,24 @@ def test_a_master_without_its_lease_answers_no_greeting() -> None:
 def test_a_worker_without_its_lease_sends_nothing_again() -> None:
     """Suspended after the welcome has come: the notice that waits for it stays here."""
     lease, welcome = Lease(), threading.Event()
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    port = router.bind_to_random_port("tcp://127.0.0.1")
     ended: list[BaseException] = []
     previous = threading.excepthook
     threading.excepthook = lambda args: ended.append(args.exc_value) if args.exc_value else None
     try:
-        worker = WorkerEndpoint(0, f"tcp://127.0.0.1:{port}", check_alive=lease.check)
-        assert router.poll(BOUND_S * 1000)
-        route, _ = router.recv_multipart()
-        worker.notify("recorded", Empty())
-        lose_on_welcome(worker, lease, welcome)
-        router.send_multipart([route, encode_message(Welcome(0))])
-        assert welcome.wait(BOUND_S)
-        worker._thread.join(BOUND_S)
-        assert not worker._thread.is_alive()
-        assert not router.poll(50), "it has sent something"
-        worker.close()
+        with router_by_hand() as (router, address):
+            worker = WorkerEndpoint(0, address, check_alive=lease.check)
+            assert router.poll(BOUND_S * 1000)
+            route, _ = router.recv_multipart()
+            worker.notify("recorded", Empty())
+            lose_on_welcome(worker, lease, welcome)
+            router.send_multipart([route, encode_message(Welcome(0))])
+            assert welcome.wait(BOUND_S)
+            worker._thread.join(BOUND_S)
+            assert not worker._thread.is_alive()
+            assert not router.poll(50), "it has sent something"
+            worker.close()
     finally:
         threading.excepthook = previous
-        context.destroy(linger=0)
     assert [type(error) for error in ended] == [Fenced]
 
 

@@ -18,7 +18,15 @@ from realsys.stream.codec import encode_group
 from realsys.stream.push_pull import Pusher, PushLimits
 from realsys.stream.wire import Push, PushAck, PushNack
 from realsys.types import Group
-from tests.support.streams.stream_parts import BOUND_S, PullerThread, make_group, names, pulling, push_all
+from tests.support.streams.stream_parts import (
+    BOUND_S,
+    PullerThread,
+    make_group,
+    names,
+    pulling,
+    push_all,
+    router_by_hand,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,9 +120,8 @@ def test_group_leaves_a_stranger_at_the_old_address(monkeypatch: pytest.MonkeyPa
         await push_all(pusher, names(3))
         await pusher.close()
 
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, pulling(stored.append) as puller:
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        asyncio.run(run(puller, f"tcp://127.0.0.1:{port}"))
+    with router_by_hand() as (_, stranger), pulling(stored.append) as puller:
+        asyncio.run(run(puller, stranger))
         assert puller.wait_for(3) == names(3)
 
 
@@ -152,17 +159,13 @@ def test_a_defect_in_resolve_is_raised_by_push() -> None:
 
 def test_no_more_than_the_limit_is_in_flight() -> None:
     """A puller by hand that acknowledges when it likes."""
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
 
-    def receive() -> tuple[bytes, int]:
-        assert router.poll(BOUND_S * 1000)
-        route, header, *_ = router.recv_multipart()
-        return route, msgspec.msgpack.decode(header, type=Push).sequence
+    async def run(router: zmq.Socket[bytes], address: str) -> None:
+        def receive() -> tuple[bytes, int]:
+            assert router.poll(BOUND_S * 1000)
+            route, header, *_ = router.recv_multipart()
+            return route, msgspec.msgpack.decode(header, type=Push).sequence
 
-    async def run() -> None:
         pusher = Pusher(lambda dp: address, [0], "rollout_worker/0", limits=PushLimits(max_in_flight=2))
         pushes = asyncio.create_task(push_all(pusher, names(5)))
         (route, first), (_, second) = [await asyncio.to_thread(receive) for _ in range(2)]
@@ -176,10 +179,8 @@ def test_no_more_than_the_limit_is_in_flight() -> None:
         await pushes
         await pusher.close()
 
-    try:
-        asyncio.run(run())
-    finally:
-        context.destroy(linger=0)
+    with router_by_hand() as (router, address):
+        asyncio.run(run(router, address))
 
 
 def test_refused_group_is_stream_error_for_its_sender() -> None:

@@ -18,7 +18,7 @@ from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import GroupIntake, MasterStream, WorkerEndpoint
 from realsys.stream.wire import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome
 from realsys.types import Group
-from tests.support.streams.stream_parts import BOUND_S, CuttableProxy, make_group
+from tests.support.streams.stream_parts import BOUND_S, CuttableProxy, make_group, router_by_hand
 from tests.support.streams.stream_workers import Answering, Number, happens, with_workers
 
 
@@ -175,14 +175,20 @@ def test_lost_request_is_resent_before_later_ones(monkeypatch: pytest.MonkeyPatc
     with_workers(body)
 
 
+@contextmanager
+def worker_of_router() -> Iterator[tuple[WorkerEndpoint, zmq.Socket[bytes]]]:
+    """Yield a worker, and a socket in place of its master."""
+    with router_by_hand() as (router, address):
+        endpoint = WorkerEndpoint(0, address, incarnation="1")
+        try:
+            yield endpoint, router
+        finally:
+            endpoint.close()
+
+
 def test_a_request_sent_twice_is_handled_once() -> None:
     """A master by hand."""
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
-    endpoint = WorkerEndpoint(0, address, incarnation="1")
-    try:
+    with worker_of_router() as (endpoint, router):
         assert router.poll(BOUND_S * 1000)
         route, hello = router.recv_multipart()
         assert msgspec.msgpack.decode(hello, type=Hello) == Hello(0, "1", 0)
@@ -198,9 +204,6 @@ def test_a_request_sent_twice_is_handled_once() -> None:
         requests = [endpoint.next_request(BOUND_S) for _ in range(2)]
         assert [request.handler for request in requests if request] == ["first", "third"]
         assert endpoint.counters()["bad_messages"] == 2
-    finally:
-        endpoint.close()
-        context.destroy(linger=0)
 
 
 def test_resent_notice_and_reply_are_taken_once() -> None:
@@ -269,12 +272,7 @@ def test_next_request_acknowledges_the_reply() -> None:
 
 def test_worker_takes_acknowledgement_from_request(caplog: pytest.LogCaptureFixture) -> None:
     """A master by hand, which sends no Ack."""
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
-    endpoint = WorkerEndpoint(0, address, incarnation="1")
-    try:
+    with worker_of_router() as (endpoint, router):
         assert router.poll(BOUND_S * 1000)
         route, _ = router.recv_multipart()
         router.send_multipart([route, encode_message(Welcome(0))])
@@ -285,9 +283,6 @@ def test_worker_takes_acknowledgement_from_request(caplog: pytest.LogCaptureFixt
             if number == 1:
                 endpoint.reply(request, Number(1))
                 assert router.poll(BOUND_S * 1000)
-    finally:
-        endpoint.close()
-        context.destroy(linger=0)
     assert "not acknowledged" not in caplog.text
 
 

@@ -26,7 +26,7 @@ def readme_results() -> str:
             (
                 f"held-out accuracy of `experiment=arith`, {len(arith)} seeds",
                 f"{min(before):.1f} - {max(before):.1f} % before, **{min(after):.1f} - {max(after):.1f} %** after",
-                f"{max(row['seconds'] for row in arith) // 60} minutes of training on two cores",
+                f"{max(row['seconds'] for row in arith) / 60:.0f} minutes of training on two cores",
             ),
             (
                 "steps per hour, asynchronous over synchronous",

@@ -32,6 +32,14 @@ def make_group(ticket_id: str, episodes: int = 2, length: int = 40, prompt: int 
     return Group(Ticket(ticket_id, 0, 5), made, "rollout_worker/0", 1.0, 2.0, {"turns": 1.0})
 
 
+@contextmanager
+def router_by_hand() -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    """Yield a socket in place of a master or a puller, whose messages the test reads and writes, and its address."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        yield router, f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+
+
 def names(count: int) -> list[str]:
     return [f"t{i}" for i in range(count)]
 

@@ -12,7 +12,7 @@ import pytest
 
 from realsys.cluster.network import free_ports
 from realsys.launch.commands.audit import audit_trial
-from tests.support.jobs.jobs import BOUND_S, arith, processes_of, run, running
+from tests.support.jobs.jobs import BOUND_S, Job, arith, processes_of, run, running
 from tests.support.processes.agents import start_agent
 
 pytestmark = [pytest.mark.system, pytest.mark.needs("etcd")]
@@ -27,17 +27,23 @@ SETTINGS = [
 ]
 
 
-def test_machine_without_gpus_ends_the_run_at_once(tmp_path: Path) -> None:
-    """One line and exit code 2 before any process starts; the agent ends with the run."""
-    gpus = ("cluster.nodes=1", "cluster.gpus_per_node=2", "allocation=serve.d1+d1")
-    root, argv = arith(tmp_path, "gpus", *gpus)
-    agent = start_agent(root, "hosta", tmp_path / "a.txt")
+def run_with_agent(fileroot: Path, trial: str, *overrides: str) -> Job:
+    """Run a job on the machine of one agent, which ends with the job."""
+    root, argv = arith(fileroot, trial, *overrides)
+    agent = start_agent(root, "hosta", fileroot / "a.txt")
     try:
         job = run(root, argv)
         assert agent.wait(BOUND_S) == 0
     finally:
         agent.kill()
         agent.wait(BOUND_S)
+    return job
+
+
+def test_machine_without_gpus_ends_the_run_at_once(tmp_path: Path) -> None:
+    """One line and exit code 2 before any process starts; the agent ends with the run."""
+    gpus = ("cluster.nodes=1", "cluster.gpus_per_node=2", "allocation=serve.d1+d1")
+    job = run_with_agent(tmp_path, "gpus", *gpus)
     problem = "config: cluster.nodes=1: hosta cannot be node0: its processes need 2 GPUs, 0 are there"
     assert (job.returncode, job.stderr) == (2, f"realsys: {problem}\n")
     assert not list(job.paths.logs.glob("*"))
@@ -47,14 +53,7 @@ def test_etcd_of_another_run_ends_this_one(tmp_path: Path, etcd_server: Any) -> 
     """It has the port on the first node, and answers. No other process starts."""
     address = f"cluster.name_store.address={etcd_server.address}"
     own = ("cluster.nodes=1", "allocation=serve.d1+d1", "name_store=etcd", "cluster.name_store.start=true", address)
-    root, argv = arith(tmp_path, "port", *own)
-    agent = start_agent(root, "hosta", tmp_path / "a.txt")
-    try:
-        job = run(root, argv)
-        assert agent.wait(BOUND_S) == 0
-    finally:
-        agent.kill()
-        agent.wait(BOUND_S)
+    job = run_with_agent(tmp_path, "port", *own)
     assert job.returncode == 2
     assert f"cluster.name_store.address='{etcd_server.address}': cannot be bound on " in job.stderr
     assert [log.name for log in job.paths.logs.glob("*.log")] == ["name_store-0.log"]
