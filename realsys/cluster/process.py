@@ -187,13 +187,14 @@ class StopSignals:
         while numbers := os.read(self._reader, 64):
             for number in set(numbers) & {int(n) for n in _STOP_SIGNALS}:
                 if number == signal.SIGTERM and SHIELDED in os.environ:
+                    # Here, not in the thread: a SIGINT that is read next may end the process before it has run.
+                    log.info("SIGTERM: left to the node agent, which stops this process when it is its turn")
                     threading.Thread(target=self._stop_if_orphan, name="shielded", daemon=True).start()
                 else:
                     self._request_stop(signal.Signals(number))
 
     def _stop_if_orphan(self) -> None:
         """Stop if a SIGTERM means that the parent ends: the kernel sends it a little before that."""
-        log.info("SIGTERM: left to the node agent, which stops this process when it is its turn")
         for _ in range(_SHIELDED_LOOKS):
             if self._is_orphan():
                 self._request_stop(signal.SIGTERM)

@@ -29,6 +29,10 @@ from realsys.errors import RewardError
 def quick():
     ctx.register(ctx.names.root + "/ready", ctx.incarnation)
 
+def show_beats():  # the key changes with each beat; counters in a heartbeat change every 30 s only
+    beats = iter(range(1 << 30))
+    ctx.count(lambda: ctx.register(ctx.names.root + "/beats", str(next(beats))) or {{}})
+
 def body(context):
     global ctx
     ctx = context
@@ -41,9 +45,9 @@ worker_main("tester", body)
 class Trial:
     """``lease_s``: long, so that a slow machine does not end it, except where a test waits for its end."""
 
-    def __init__(self, folder: Path, *, lease_s: float = 600.0, **name_store: Any) -> None:
+    def __init__(self, folder: Path, *, lease_s: float = 600.0, stop_timeout_s: float = 0.5, **name_store: Any) -> None:
         settings = NameStoreConfig(**name_store)
-        cluster = ClusterConfig(heartbeat_s=0.1, lease_s=lease_s, stop_timeout_s=0.5, name_store=settings)
+        cluster = ClusterConfig(heartbeat_s=0.1, lease_s=lease_s, stop_timeout_s=stop_timeout_s, name_store=settings)
         self.config = Config(fileroot=str(folder), cluster=cluster)
         self.paths = TrialPaths.of(self.config)
         self.paths.root.mkdir(parents=True)
@@ -97,6 +101,12 @@ class Trial:
         with self.store.watch(key, lambda tree: happened.set() if holds(tree) else None):
             assert happened.wait(BOUND_S), f"{key} stayed at {self.store.get_subtree(key)}"
 
+    def until_beat(self) -> None:
+        """Wait for the next beat of a worker whose body has called ``show_beats()``."""
+        key = f"{self.names.root}/beats"
+        before = self.store.get(key)
+        self.until(key, lambda tree: tree.get(key, before) != before)
+
     def ends(self, process: subprocess.Popen[str], code: int) -> str:
         """Its log, once it has ended with ``code``."""
         _, log = process.communicate(timeout=BOUND_S)
@@ -115,8 +125,7 @@ class Trial:
 FOLLOWER = """
     root = ctx.names.root
     watch = ctx.store.watch(root + "/asked", lambda tree: ctx.register(root + "/seen", "".join(tree.values()) or "-"))
-    beats = iter(range(1 << 30))
-    ctx.count(lambda: {"beats": next(beats)})  # so that a beat can be seen
+    show_beats()
     quick()
     ctx.stop.wait()
     watch.close()
@@ -139,18 +148,13 @@ class Follower:
     def _look(self, tree: dict[str, str]) -> None:
         self.missing += not tree
 
-    @staticmethod
-    def _beats(value: str) -> int:
-        return int(json.loads(value)["counters"].get("beats", 0))
-
     def goes_on(self) -> None:
         """The same incarnation beats, its keys were never gone, and its watch misses nothing."""
         other = make_name_store(self.trial.config, self.trial.paths)
         other.add(f"{self.root}/asked", "now", replace=True)
         other.close()
         self.trial.until(f"{self.root}/seen", lambda tree: "now" in tree.values())
-        back = self._beats(self.trial.store.get(self.heartbeat))
-        self.trial.until(self.heartbeat, lambda tree: self._beats(tree[self.heartbeat]) > back)
+        self.trial.until_beat()
         after = json.loads(self.trial.store.get(self.heartbeat))
         assert (after["incarnation"], after["pid"]) == (self.before["incarnation"], self.process.pid)
         self._watch.close()
