@@ -26,7 +26,7 @@ from tests.support.needs import need_package, need_program
 from tests.support.polling import poll
 from tests.support.processes.ports import lasting_ports
 
-SETTLE_S = 10.0  # a process or thread that ends within this time is no leftover
+SETTLE_S = 30.0  # a process or thread that ends within this time is no leftover
 SESSION_MARK = "REALSYS_TEST_SESSION"
 _shared_servers: set[int] = set()  # pids that belong to session fixtures, which may start in the middle of a test
 # multiprocessing keeps these for the life of the interpreter, by design

@@ -25,6 +25,7 @@ from realsys.generation.server import build_app as generation_app
 from realsys.manager.http import ManagerApp
 
 BOUND_S = 60.0
+SHORT_S = 1.0  # bound on a request; a slow machine must have sent a whole one by then
 LIMIT = 1000
 SERVICES = ("manager", "generation_server")
 
@@ -160,7 +161,7 @@ def test_connection_whose_next_request_never_begins_is_closed(
     served: tuple[Guard, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An empty line ends uvicorn's wait for the next request, and begins none."""
-    monkeypatch.setattr(http_guard, "REQUEST_S", 0.2)
+    monkeypatch.setattr(http_guard, "REQUEST_S", SHORT_S)
     where = urlsplit(served[1])
     with socket.create_connection((where.hostname, where.port), timeout=BOUND_S) as connection:
         connection.sendall(head(10).replace(b"Connection: close\r\n", b"") + bytes(10))
@@ -172,10 +173,10 @@ def test_connection_whose_next_request_never_begins_is_closed(
 
 
 def test_answer_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_guard, "REQUEST_S", 0.05)
+    monkeypatch.setattr(http_guard, "REQUEST_S", SHORT_S)
 
     async def think(request: Request) -> PlainTextResponse:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.5 * SHORT_S)
         return PlainTextResponse("done")
 
     app = Starlette(routes=[Route("/echo", think, methods=["POST"])])

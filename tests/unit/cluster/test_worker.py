@@ -128,7 +128,7 @@ def test_first_failure_is_written_before_the_exit(trial):
     slow = (
         "import realsys.cluster.worker as w; write = w.write_error; writing, disk = (threading.Event() for _ in '12');"
     )
-    slow += "w.write_error = lambda *given: (writing.set(), disk.wait(1), write(*given));"
+    slow += "w.write_error = lambda *given: (writing.set(), disk.wait(0.3), write(*given));"
     fail = "threading.Thread(target=lambda: [].pop()).start(); writing.wait(30); raise RewardError('late')"
     process = trial.start(slow + fail)
     _, log = process.communicate(timeout=BOUND_S)

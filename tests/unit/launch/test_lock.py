@@ -89,8 +89,8 @@ def test_only_processes_that_hold_the_lock_are_named(held: Path) -> None:
 def test_what_is_waited_for_is_said(held: Path) -> None:
     said: list[str] = []
     with pytest.raises(ConfigError):
-        TrialLock(held, "t", retry_timeout_s=0.2, say=said.append)
-    assert len(said) == 1 and said[0].startswith("waiting up to 0.2 s for processes of its last run")
+        TrialLock(held, "t", retry_timeout_s=1.0, say=said.append)
+    assert len(said) == 1 and said[0].startswith("waiting up to 1 s for processes of its last run")
 
 
 def test_the_wait_ends_when_the_last_holder_has(tmp_path: Path) -> None:

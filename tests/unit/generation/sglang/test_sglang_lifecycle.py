@@ -30,6 +30,12 @@ def make() -> Iterator[Engines]:
         yield made
 
 
+def logged_helper(caplog: pytest.LogCaptureFixture) -> int:
+    """Return the pid that the stand-in prints; a thread logs it."""
+    poll(lambda: "helper" in caplog.text, "the pid of the helper in the log", WAIT_S, lambda: caplog.text)
+    return helper_of(caplog.text)
+
+
 def test_failed_start_shows_the_last_lines(make):
     engine, _ = make("--fail", start=False)
     with pytest.raises(GenerationError, match=r"exited with code 9 before it answered.*RuntimeError: no such model"):
@@ -46,19 +52,18 @@ def test_start_can_be_given_up(make, caplog):
     engine, _ = make("--silent", start=False)
     with caplog.at_level(logging.INFO, logger="sglang"), ThreadPoolExecutor(1) as pool:
         starting = pool.submit(engine.start)
-        while "helper" not in caplog.text:
-            assert not starting.done()
+        helper = logged_helper(caplog)
         engine.abandon_start()
         with pytest.raises(GenerationError, match="asked to stop"):
             starting.result(WAIT_S)
-    assert ended(helper_of(caplog.text))
+    assert ended(helper)
 
 
 def test_close_leaves_no_process(make, caplog):
     with caplog.at_level(logging.INFO, logger="sglang"):
         engine, _ = make(start=False)
         engine.start()
-    helper = helper_of(caplog.text)
+        helper = logged_helper(caplog)
     engine.close()
     assert ended(helper)
     with pytest.raises(GenerationError, match="stopping") as refused:
@@ -83,7 +88,7 @@ def test_nothing_outlives_a_killed_server(tmp_path):
     text = ""
     for line in process.stdout:
         text += line
-        if " up" in line:
+        if " up" in text and "helper" in text:  # a thread logs the second
             break
     guard, scratch = int(text.partition("guard ")[2].split()[0]), Path(text.partition("scratch ")[2].split()[0])
     assert scratch.is_dir()

@@ -191,7 +191,7 @@ def test_processes_end_with_their_coordinator(tmp_path: Path) -> None:
     try:
         rank = psutil.Process(int(fifo.read_text()))  # waits for the rank
         coordinator.kill()
-        rank.wait(LEASE_S + 10.0)
+        rank.wait(BOUND_S)
         assert agent.poll() is None, "it waits for another coordinator"
         again = subprocess.Popen(argv)
         try:
