@@ -98,7 +98,7 @@ def plan_run(overrides: Sequence[str], options: RunOptions) -> Planned:
     config, chosen = fit(config, named, machine)
     chosen = [*chosen, *check_gpus_are_given(config, named)]
     check(config, machine)
-    os.environ[PORTS] = config.cluster.ports  # for the socket to which the agents connect
+    os.environ[PORTS] = config.cluster.ports  # ports for the socket to which the agents connect
     check_launcher(config)
     chosen = [*chosen, *sampling_warnings(config.generation.sampling)]
     _try_own_loss(config)
@@ -319,7 +319,7 @@ async def _stop(launcher: Launcher) -> None:
 
 
 async def _own_store_answers(config: Config, paths: TrialPaths, spec: ProcessSpec, host: str) -> None:
-    """Wait for the run's own etcd, and tell where it is. ``host``: address of its node. Raises WaitTimeout."""
+    """Wait until the run's own etcd answers. ``host``: address of its node. Raises WaitTimeout."""
     address = config.cluster.name_store.address
     if at := spec.addresses.get(STORE_ADDRESS):
         address = join_host_port(host, at.port)

@@ -22,13 +22,14 @@ from realsys.config.devices.device_plan import Needs, Node
 class Binding:
     """Nodes of a plan with their needs, and the machines that have joined.
 
-    ``first``: name of the launcher's machine, for which the first node is kept; "" if there is none, or it has joined.
+    ``first``: name of the launcher's machine, for which the first node is kept; "" without such a machine, and once it
+    has joined.
     """
 
     needs: Mapping[str, Needs]
     first: str = ""
     machine_of: dict[str, str] = field(default_factory=dict)  # node -> machine; bound nodes only
-    spares: dict[str, Node] = field(default_factory=dict)  # in the order of their joins
+    spares: dict[str, Node] = field(default_factory=dict)  # machines without a node, in the order of their joins
     _machines: dict[str, Node] = field(default_factory=dict)
     _last: dict[str, str] = field(default_factory=dict)  # machine -> node that it had last
 

@@ -272,7 +272,7 @@ def node_agent(trial_dir: Path, node: str, wait_s: float, *, once: bool) -> int:
 
 
 def _die_with_launcher() -> None:
-    """Have the kernel kill this agent when the process ends that has started it and has asked for that.
+    """Have the kernel kill this agent when its parent ends, if the parent has set REALSYS_PARENT_PID.
 
     Its own processes then get SIGTERM. The signal for the agent is SIGKILL, because at SIGTERM it would ask the
     coordinator to end the run.

@@ -89,7 +89,7 @@ def first_cause(deaths: Iterable[Death], errors: Iterable[ErrorRecord], log_of: 
 def defect_of(kind: str, traceback: str) -> tuple[str, ...]:
     """Return the type and stack of an exception, innermost frame last; () if its cause lies outside the process.
 
-    Frames of libraries do not count, unless there are no others. A full disk lies outside: somebody may make room.
+    Frames of libraries do not count, unless there are no others. A full disk lies outside: a user may make room.
     """
     if _FULL in traceback:
         return ()

@@ -91,9 +91,9 @@ class Stop:
         await self._while_it_progresses(lambda: self.hurry or len(pids_of(trainer)) < len(trainer))
 
     async def _while_it_progresses(self, ended: Callable[[], bool]) -> None:
-        """Return when ``ended`` holds, or ``stop_progress_s`` after the last progress. Says what is done.
+        """Return when ``ended`` holds, or ``stop_progress_s`` after the last progress. Reports the progress.
 
-        The first progress must come soon: the trainer answers a stop at once, also in the middle of a step.
+        The first progress must come soon: the trainer answers a stop immediately, also in the middle of a step.
         """
         before, moved, bound_s = ("", 0), time.monotonic(), _FIRST_PROGRESS * self._bounds.stop_timeout_s
         while not ended() and time.monotonic() < moved + bound_s:

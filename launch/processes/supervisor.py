@@ -272,7 +272,7 @@ class Supervisor:
         *,
         spare: bool = False,
     ) -> tuple[Restart, Cause] | None:
-        """Ask the policy. Returns the restart to make and the cause; None if there is none to make."""
+        """Ask the policy. Returns the restart to make and the cause; None without a restart."""
         errors = [error for error in self._hooks.errors() if process_of(error) in processes]
         logs = {child.spec.name: child.spec.log for child in self._children}
         cause = first_cause(deaths, errors, lambda name: logs.get(name, deaths[0].log))

@@ -6,7 +6,10 @@ from realsys.launch.processes.restart_policy import NO_CHECKPOINT
 
 
 def saved_line(trained: int, saved: int) -> str:
-    """Return what is kept of ``trained`` steps. ``saved``: step of the newest checkpoint, or NO_CHECKPOINT."""
+    """Return a line that says how many of the ``trained`` steps are lost.
+
+    ``saved``: step of the newest checkpoint, or NO_CHECKPOINT.
+    """
     lost = trained - max(saved, 0)
     if not trained:
         return "no step was trained yet"

@@ -45,7 +45,7 @@ class WorkerEndpoint:
     ``next_request``, ``reply`` and ``notify`` raise StreamError.
     """
 
-    kind = "model_worker"  # for messages
+    kind = "model_worker"  # kind of this process in messages
 
     def __init__(
         self,

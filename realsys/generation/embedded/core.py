@@ -148,7 +148,7 @@ class EngineCore:
         return not self.scheduler.active and (self.hold_admission or not self.scheduler.queued)
 
     @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:  # of the weights, of the head
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:  # type of the weights, type of the head
         return self._cache.keys.dtype, self._model.weights.head.dtype
 
     @property

@@ -159,7 +159,7 @@ class SglangEngine:
         self._on_change(Change(None, reason))
 
     async def _snapshot(self, rid: str) -> Snapshot | None:
-        # While SGLang samples, every request in it moves, although its tokens come with the end of a piece only.
+        # While SGLang samples, every request in it moves, although its tokens arrive only at the end of a piece.
         return self._traffic.snapshot(rid, self._keeper.proofs)
 
     async def _abort(self, rid: str) -> bool:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 Message = tuple[bytes, list[bytes]]  # route and frames
 
-#: long enough for the next request to come first; the worker only keeps its messages a little longer
+#: An acknowledgement waits this long for a request that takes it along; until then the worker keeps its messages.
 ACK_DELAY_S = 0.2
 _NAMED = 8  # workers that an error names; it counts the others
 

@@ -47,7 +47,7 @@ Reply = TypeVar("Reply", bound=msgspec.Struct)
 class MasterStream:
     """Typed calls to ModelWorkers. Create it inside the event loop; its ``address`` is bound."""
 
-    kind = "model_worker"  # of the peers, for messages
+    kind = "model_worker"  # kind of the peers in messages
 
     def __init__(
         self,

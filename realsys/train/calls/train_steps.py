@@ -39,11 +39,11 @@ class OptimizerSteps:
 
     role: Role
     lr: float
-    temperature: float | None = None  # of the log-probs in the loss; None: that of generation
+    temperature: float | None = None  # temperature of the log-probs in the loss; None: the one of generation
     merged: Stats = field(default_factory=dict)
     loss_tokens: int = 0
     denominator: float = 0.0
-    grad_norms: list[float] = field(default_factory=list)  # of the steps with a finite gradient
+    grad_norms: list[float] = field(default_factory=list)  # norms of the finite gradients
     taken: int = 0
     skipped: int = 0
     stopped: bool = False

@@ -131,7 +131,7 @@ def load_checkpoint(role: Role, directory: Path) -> None:
     """Replace the training state of ``role`` by the one in ``directory``, written by any layout.
 
     Every rank of the mesh calls it. Raises CheckpointError for a checkpoint that is incomplete, belongs to
-    another model, or is damaged in a part that this rank or a data rank beside it reads; the role must then
+    another model, or is damaged in a part that this rank or another rank of its data group reads; the role must then
     not be used.
     """
     indexes = agreed(role.groups.whole, lambda: _read_indexes(role, directory), CheckpointError)

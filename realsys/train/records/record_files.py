@@ -47,7 +47,7 @@ class ArrayPart(msgspec.Struct, frozen=True, array_like=True):
 class WorkerIndex(msgspec.Struct, frozen=True):
     """Contents of a worker's file.
 
-    ``origins``: where the groups come from that this worker received over the stream.
+    ``origins``: origin of each group that this worker received over the stream.
     """
 
     worker: int

@@ -153,7 +153,7 @@ def auxiliary_files(model_dir: Path, dtype: str) -> dict[str, bytes]:
     """Return the config and tokenizer files of an HF directory by name, for weights of another type.
 
     ``dtype``: safetensors' name of the type of most weights. config.json names it: libraries allocate the
-    model in the type that stands there, so a float32 left there would double the memory of bfloat16.
+    model in this type, so a wrong float32 would double the memory of bfloat16.
     """
     paths = sorted(path for path in model_dir.iterdir() if path.is_file() and _AUXILIARY.fullmatch(path.name))
     files = {path.name: path.read_bytes() for path in paths}

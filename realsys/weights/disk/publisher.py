@@ -65,7 +65,7 @@ class DiskPublisher:
         verify(Path(locator), version)
 
     def prune(self, in_use: Sequence[str]) -> Removed:
-        """Delete all but the newest ``keep`` versions, those in use, and what they refer to.
+        """Delete all but the newest ``keep`` versions, those in use, and the versions that these refer to.
 
         Versions of earlier incarnations count as older ones. So the newest of them stays for a
         while, because a server may still read it.

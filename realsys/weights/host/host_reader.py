@@ -21,11 +21,11 @@ class HostReader:
 
     def __init__(self, copies: HostCopies) -> None:
         self.copies = copies
-        self.token: str | None = None  # for the services of other hosts
+        self.token: str | None = None  # token for the services of other hosts
         self._offer: tuple[str, Sequence[str]] = ("", ())  # locator, and services that have a copy of it
         self._newest = ("", -1)  # (trainer incarnation, version) of the last staged version
         self._staged: LeasedCopy | None = None
-        self._checksums: dict[str, str] = {}  # of the last staged version; empty if the last call failed
+        self._checksums: dict[str, str] = {}  # checksums of the last staged version; empty if the last call failed
 
     def stage(self, locator: str, version: int, *, loaded: bool = False) -> StagedWeights:
         """Return the tensors of the version in the folder ``locator``, verified by a server of this host.

@@ -1,6 +1,6 @@
-"""SGLang on a CPU: stand-ins for what is not there, and attention that decodes a batch at once.
+"""SGLang on a CPU: stand-ins for missing packages, and attention that decodes a whole batch in one call.
 
     python -m realsys_sglang_cpu.server --model-path ...     in place of     python -m sglang.launch_server
 
-What is installed for real is used: a stand-in is only found where nothing else is.
+An installed package is used; a stand-in is found only if the package is missing.
 """

@@ -1,6 +1,6 @@
 """A stand-in for ``sgl_kernel``: its wheels are for GPUs, and SGLang imports names from it everywhere.
 
-Any name can be imported. The few that are called on a CPU are implemented in torch; any other says so when it is.
+Any name can be imported. The few that SGLang calls on a CPU are implemented in torch; a call of any other raises.
 """
 
 import importlib.machinery

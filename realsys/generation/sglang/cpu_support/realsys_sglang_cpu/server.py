@@ -1,5 +1,5 @@
 """Entry point. SGLang starts its scheduler by ``spawn``, which imports the main module again before anything else:
-so what stands at the top of this file is done in every process of the server, before SGLang is imported there.
+so every process of the server runs the top of this file before it imports SGLang.
 """
 
 import runpy

@@ -1,7 +1,7 @@
 """The operators that torchvision wants registered when it is imported.
 
-They come from its compiled part, which does not load beside a CPU build of torch from another source. SGLang imports
-torchvision for image models only, and never calls them here.
+Its compiled part defines them, but does not load together with a CPU build of torch from another source. SGLang
+imports torchvision for image models only, and never calls them here.
 """
 
 import torch
