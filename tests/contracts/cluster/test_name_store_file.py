@@ -116,12 +116,14 @@ def test_key_exists_throughout_a_takeover(tmp_path):
 
     def succeed() -> None:
         current = lease
-        for n in range(1, 60):
-            successor = store.lease(30)
-            store.add("k", str(n), lease=successor, replace=True)
-            current.revoke()
-            current = successor
-        done.set()
+        try:
+            for n in range(1, 60):
+                successor = store.lease(30)
+                store.add("k", str(n), lease=successor, replace=True)
+                current.revoke()
+                current = successor
+        finally:
+            done.set()
 
     thread = threading.Thread(target=succeed)
     thread.start()
