@@ -81,7 +81,7 @@ def test_tokens_of_failed_episodes_are_counted_once(min_episodes, failed):
     with contextlib.suppress(AgentError):
         asyncio.run(group.play(Ticket("17", 2, 0, n=4, seed=400), PROMPT))
     each = len(play(Script(), FakeEngine()).episodes[0].rows[0].logprobs)
-    assert (group.take_lost_tokens(), group.take_lost_tokens()) == (failed * each, 0)
+    assert (group.take_lost_tokens(), group.take_lost_tokens()) == ({"failed": [each] * failed}, {})
 
 
 def test_first_calls_with_different_tokens_stay_separate():
@@ -385,7 +385,7 @@ def test_unknown_correctness_is_refused_if_groups_are_filtered():
     """The master would find out only when the group is there, and could not go on."""
 
     rules = group_rules(changed("train.ppo.filter.min=0.1"))
-    assert rules.needs_correct and not group_rules(changed()).needs_correct
+    assert rules.filter.bounds_success and not group_rules(changed()).filter.bounds_success
     group = GroupPlayer(Script(), FakeEngine(), SPEC, 1000, rules)
     with pytest.raises(AgentError, match="correct is None, but train.ppo.filter needs it"):
         asyncio.run(group.play(Ticket("t", 0, 0, n=2), PROMPT))

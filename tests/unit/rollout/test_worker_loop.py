@@ -103,7 +103,7 @@ class FakePlayer:
         self.failed = []  # lines of episodes that failed, of every ticket
         self.started = asyncio.Queue()
         self.cancelled = []
-        self.lost_tokens = 0
+        self.lost_tokens = {}
 
     def take_lost_tokens(self):
         return self.lost_tokens
