@@ -125,7 +125,7 @@ class PromptRates:
             "between": np.count_nonzero((rates > 0) & (rates < 1000)),
             "right": np.count_nonzero(rates == 1000),
         }
-        return {name: count / max(1, len(rates)) for name, count in counts.items()}
+        return {name: int(count) / max(1, len(rates)) for name, count in counts.items()}
 
     def measured(self) -> list[int]:
         """Return all rates; [] if there is no measurement."""

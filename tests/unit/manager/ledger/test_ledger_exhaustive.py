@@ -172,12 +172,11 @@ def any_side(publish: Any, servers: ServerRegistry, published: Any) -> Any:
 
 LAPSE, CRASH, OLD = bounds("lapses_though_alive"), bounds("master_crashes"), SMALL[3]
 MASKED = bounds("", eta=1, prompts=3, steps=3, faults=0, policy="mask")
-DROPS = bounds("arrives_late", eta=0, prompts=3, steps=3, policy="mask")
 LAPSE_1 = bounds("lapses_though_alive", prompts=1)
 ENDS, CLAIM, LOSES = SMALL[1], bounds("claims_twice"), SMALL[-1]
 #: Defect, patch, bounds that reach it, part of the message.
 DEFECTS = [
-    ("a drop gives no quota back", instead(Ledger, "drop", nothing), DROPS, "has ended"),
+    ("a drop gives no quota back", instead(Ledger, "drop", nothing), MASKED, "has ended"),
     ("a filtered group keeps its quota", instead(LedgerState, "_apply_finished", kept), bounds("filtered"), "truth"),
     ("a finish counts twice", instead(LedgerState, "_apply_finished", counted_twice), LAPSE, "but in truth"),
     ("any finish counts", instead(Ledger, "finish", any_attempt), LAPSE, "but in truth"),
