@@ -164,7 +164,7 @@ def _rollout_workers(config: Config, given: Collection[str], machine: Machine) -
     if not machine.gpus or not _is_open(config, given, _WORKERS):
         return {}
     rollout, servers = config.rollout, parse_allocation(config.allocation).inference.data
-    size, of_worker = rollout.group_size, rollout.max_concurrent
+    size, of_worker = rollout.sampled_episodes, rollout.max_concurrent
     admitted = (config.asynchronous.max_head_offpolicyness + 1) * config.train.batch_groups
     served = math.ceil(servers * _EPISODES / size)
     with BACKEND.guard(config.generation.backend, "capacity raised"):

@@ -287,8 +287,9 @@ def _start_ledger(config: Config, paths: TrialPaths, trial: Trial) -> None:
     assert trial.state is not None
     state, position = trial.state, trial.state.position
     groups = state.step * config.train.batch_groups
+    resumed = (config.resume, state.step, groups, position.cursor, position.pending, time.time(), position.rates)
     with Journal(paths.ledger) as journal:
-        journal.append([Resumed(config.resume, state.step, groups, position.cursor, position.pending, time.time())])
+        journal.append([Resumed(*resumed)])
         journal.sync()
 
 

@@ -59,7 +59,7 @@ async def serve(ctx: WorkerContext) -> None:
         ctx.name,
         incarnation=ctx.incarnation,
         max_groups=config.rollout.max_concurrent,
-        group_size=config.rollout.group_size,
+        group_size=config.rollout.sampled_episodes,
         touch_s=config.manager.rollout_lease_s / 4,
     )
     try:

@@ -297,6 +297,8 @@ def _asynchrony(progress: Progress, config: Config) -> Table:
     if isinstance(ledger, Mapping):
         counts = [(state, number(ledger, state)) for state in ("running", "finished", "trained", "dropped")]
         rows += [(f"groups {state}", fmt(count, ",.0f")) for state, count in counts if count is not None]
+    if isinstance(prompts := status.get("prompts"), Mapping):
+        rows.append(("prompts", ", ".join(f"{name} {share:.0%}" for name, share in prompts.items())))
     rows.append(("tokens/s generated", fmt(number(status, "throughput", "generated_tokens_per_s"), ",.0f")))
     admission = status.get("admission")
     if isinstance(admission, Mapping):

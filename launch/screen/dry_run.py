@@ -71,7 +71,7 @@ def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[t
     yield "engine", f"{config.generation.backend}, {layout}, training ranks: {allocation.workers}"
     name = config.model.path or "made on the spot"
     yield "model", f"{_count(model_of(config).parameters)} parameters in {config.model.dtype}, {name}"
-    groups, size = config.train.batch_groups, config.rollout.group_size
+    groups, size = config.train.batch_groups, config.rollout.trained_episodes
     episodes = f"{groups} prompts x {size} episodes of at most {longest_sequence(config):,} tokens"
     yield "batch", f"{episodes}: at most {batch_tokens(config):,} tokens"
     steps, per_epoch = planned_steps(config, sizes["train"]), sizes["train"] / groups

@@ -3,7 +3,6 @@
     notices ──add──> incomplete ──(all of its rows)─────> ready ──take──> in training ──(next take)──> remembered
               ├─> rejected (a copy)       │                 │   <─release─┘  └─release─> excluded ─────┤
               │                           │                 └───take──> dropped (all tokens masked) ───┤
-              ├─────────add───────────────┼─────> dropped (not worth training: ``keep``) ──────────────┤
               └─────────add───────────────┴─────> reissued (``too_old``): a later attempt may come ────┘
 
 ``add`` *consumes* the notices of the stream, in any order and possibly twice. ``take`` *waits for* nothing: it returns
@@ -18,12 +17,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from realsys.buffer.masking import mask_group
-from realsys.buffer.token_losses import COPY, MASKED, STALE, SUCCESS_RATE
+from realsys.buffer.token_losses import COPY, MASKED, STALE
 from realsys.types import SampleMeta
 
 StalePolicy = Literal["train", "mask", "drop"]
-#: Returns True if a complete group is worth training on.
-Keep = Callable[[Sequence[SampleMeta]], bool]
 #: Returns True if a complete group is too old, and its ticket is to be issued again.
 TooOld = Callable[[Sequence[SampleMeta]], str]
 _FINAL = 1 << 62  # above every attempt
@@ -34,7 +31,7 @@ class Added:
     """Result of ``add``.
 
     accepted, rejected  numbers of samples
-    dropped             (ticket_id, reason) of groups that were complete and not worth training on
+    dropped             (ticket_id, reason) of groups that were complete and can never be trained
     stale               (ticket_id, attempt) of groups that were complete and too old
     clear               samples that will not be trained: their owners may discard them
     lost                (reason, samples): the samples whose tokens are lost
@@ -96,10 +93,8 @@ class SequenceBuffer:
     """Buffer of groups by ticket. Each ticket leaves it at most once.
 
     Each sample names the number of rows of its group (``group_rows``); a group with all of them is
-    complete. A complete group that ``keep`` refuses leaves with reason ``success_rate``;
-    ``filtered_in_a_row`` counts such groups since the last one that stayed. ``too_old`` returns why a complete
-    group leaves when it arrives, or "": with STALE this attempt leaves, and a later one is accepted; with MASKED the
-    ticket ends.
+    complete. ``too_old`` returns why a complete group leaves when it arrives, or "": with STALE this attempt leaves,
+    and a later one is accepted; with MASKED the ticket ends.
 
     latest-attempt  Until a ticket is in training, its latest attempt counts, because the ledger knows
                     only that one. It replaces an earlier attempt; a late sample of an earlier one is
@@ -114,15 +109,12 @@ class SequenceBuffer:
 
     def __init__(
         self,
-        keep: Keep = lambda group: True,
         too_old: TooOld = lambda group: "",
         remember: int = 65536,
     ) -> None:
         if remember < 1:
             raise ValueError(f"SequenceBuffer: remember={remember} must be at least 1")
         self.rejected = 0  # samples, since the start
-        self.filtered_in_a_row = 0  # groups
-        self._keep = keep
         self._too_old = too_old
         self._remember = remember
         self._incomplete: dict[str, _Group] = {}
@@ -250,13 +242,6 @@ class SequenceBuffer:
         if older := self._ready.pop(ticket_id, None):
             self._discard(older, result)
         samples = group.ordered()
-        if not self._keep(samples):
-            self.filtered_in_a_row += 1
-            result.dropped.append((ticket_id, SUCCESS_RATE))
-            result.lose(SUCCESS_RATE, samples)
-            self._end(ticket_id)
-            return
-        self.filtered_in_a_row = 0
         if reason := self._too_old(samples):
             result.lose(reason, samples)
             if reason == STALE:

@@ -21,7 +21,10 @@ from realsys.types import SampleMeta
 #: reasons for which sampled tokens are not trained
 STALE = "stale"  # their group was discarded as too old, and its prompt issued again
 MASKED = "masked"  # too old, alone or with their whole group
-SUCCESS_RATE = "success_rate"  # their group is outside train.ppo.filter
+SUCCESS_RATE = "success_rate"  # their group has a success rate outside train.ppo.filter
+EQUAL_REWARDS = "equal_rewards"  # all episodes of their group have the same reward (train.ppo.filter)
+OVER_SAMPLED = "over_sampled"  # their group was complete before their episode ended (rollout.oversample)
+NOT_KEPT = "not_kept"  # other episodes of their group were chosen (rollout.keep)
 COPY = "copy"  # their group arrived twice, or of a ticket that had ended or was granted to another training side
 FAILED = "failed"  # their episode failed
 #: Completions of a discarded copy say nothing about lengths: the ticket has another end.
@@ -77,18 +80,22 @@ class TokenLosses:
         """Count rows that will not be trained."""
         self._now.lost[reason] += sum(row.loss_tokens for row in rows)
         if reason not in _NO_COMPLETION:
-            self._now.sampled.extend(episode_lengths(rows).values())
+            self._now.sampled.extend(map(rounded_length, episode_lengths(rows).values()))
 
     def lose_tokens(self, reason: str, tokens: int) -> None:
         """Count tokens that never arrived as rows."""
         if tokens > 0:
             self._now.lost[reason] += tokens
 
+    def lose_lengths(self, lengths: Counter[int]) -> None:
+        """Count completions that never arrived as rows: tokens -> completions."""
+        self._now.sampled.extend(lengths.elements())
+
     def train(self, sampled: Iterable[SampleMeta], trained: Iterable[SampleMeta]) -> None:
         """Count a batch: its rows as they were ``sampled``, and as they are ``trained`` after masking."""
         before, after = episode_lengths(sampled), episode_lengths(trained)
-        self._now.sampled.extend(before.values())
-        self._now.trained.extend(after.values())
+        self._now.sampled.extend(map(rounded_length, before.values()))
+        self._now.trained.extend(map(rounded_length, after.values()))
         self._now.trained_tokens += sum(after.values())
         if masked := sum(before.values()) - sum(after.values()):
             self._now.lost[MASKED] += masked
@@ -105,6 +112,12 @@ class TokenLosses:
             too_old / max(1, sum(past.tokens for past in steps)),
             ks_distance([n for past in steps for n in past.sampled], [n for past in steps for n in past.trained]),
         )
+
+
+def rounded_length(tokens: int) -> int:
+    """Return a length rounded down to 6 binary digits: there are few such lengths, so that they can be counted."""
+    shift = max(0, tokens.bit_length() - 6)
+    return tokens >> shift << shift
 
 
 def ks_distance(first: npt.ArrayLike, second: npt.ArrayLike) -> float:

@@ -23,6 +23,7 @@ from realsys.config.fields import (
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.config.sections.schema_data import ArithConfig as ArithConfig
 from realsys.config.sections.schema_data import DataConfig as DataConfig
+from realsys.config.sections.schema_sampling import KeepConfig
 from realsys.config.sections.schema_train import (
     CheckpointConfig,
     OptimizerConfig,
@@ -163,6 +164,10 @@ class RolloutConfig(Section):
 
     workers: Positive = Field(2, description="number of RolloutWorker processes")
     group_size: Positive = Field(16, description="episodes per prompt")
+    oversample: NonNegative = Field(
+        0, description="further episodes per prompt; when group_size have ended, the others are cancelled"
+    )
+    keep: KeepConfig = KeepConfig()
     min_episodes: NonNegative = Field(
         0, description="train a group if at least this number of its episodes succeeded or have no verdict; 0: all"
     )
@@ -173,6 +178,16 @@ class RolloutConfig(Section):
     environment_args: dict[str, Any] = Field({}, description="keyword arguments of the environment")
     max_attempts: Positive = Field(3, description="attempts at one ticket before it is dropped")
     reward: RewardConfig = RewardConfig()
+
+    @property
+    def sampled_episodes(self) -> int:
+        """Episodes that start for a prompt."""
+        return self.group_size + self.oversample
+
+    @property
+    def trained_episodes(self) -> int:
+        """Episodes of a group that are trained, at most."""
+        return self.keep.episodes or self.group_size
 
 
 class AsyncConfig(Section):

@@ -8,6 +8,7 @@ if it does not come.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -67,9 +68,13 @@ class PartsOfOne:
 
 
 class Received:
-    """Tokens of a request that have arrived before its reply. ``error``: status and message instead of the reply."""
+    """Tokens of a request that have arrived before its reply. ``error``: status and message instead of the reply.
 
-    def __init__(self, n: int) -> None:
+    ``on_end`` gets the number of each completion that ends while others of the request continue.
+    """
+
+    def __init__(self, n: int, on_end: Callable[[int], None] = lambda _: None) -> None:
+        self._on_end = on_end
         self.completions = [PartsOfOne() for _ in range(n)]
         self.error: tuple[int, str] | None = None
 
@@ -88,6 +93,8 @@ class Received:
             one.logprobs[part.begin :] = part.logprobs
             one.versions[part.begin :] = sampled
             one.finish = part.finish or "abort"
+            if one.finish != "abort":
+                self._on_end(part.index)
         if progress.status:
             self.error = progress.status, progress.message
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from realsys.manager.ledger.events import Number, OrNone, Outcome
+from realsys.manager.ledger.events import Number, OrNone, Outcome, Rate
 from realsys.types import FinishReason, Ticket
 
 MAX_WAIT_S = 10.0  # an allocation is never held longer
@@ -114,10 +114,12 @@ class TouchReply(msgspec.Struct):
 class FinishRequest(msgspec.Struct):
     """POST /finish_rollout: the end of one attempt; releases its reservations.
 
-    ``servers``: server -> tokens that it sampled for the completions, for the rates per server. Of the worker's
-    verifiers: completions that wait for a verdict now, and completions without one since its start. ``lost_tokens``:
-    tokens of the worker's episodes that failed, since its last finish. ``verdict_failures``: cause -> completions whose
-    verifier failed or exceeded its limit, since then.
+    ``answers``: those that are trained. ``servers``: server -> tokens that it sampled for the completions, for the
+    rates per server. Of the worker's verifiers: completions that wait for a verdict now, and completions without one
+    since its start. ``lost_tokens``: reason -> tokens of each of the worker's episodes that are not trained, since its
+    last finish. ``verdict_failures``: cause -> completions whose verifier failed or exceeded its limit, since then.
+    ``correct``, ``judged``: episodes of this ticket that solved the task, and that solved it or did not; the ones that
+    are not trained included.
     """
 
     ticket_id: Identifier
@@ -129,8 +131,10 @@ class FinishRequest(msgspec.Struct):
     servers: dict[str, Count] = {}
     verdicts_waiting: Count = 0
     verdicts_undecided: Count = 0
-    lost_tokens: Count = 0
+    lost_tokens: dict[ShortName, list[Count]] = {}
     verdict_failures: dict[str, Count] = {}
+    correct: Number = 0
+    judged: Number = 0
 
     def versions(self) -> tuple[int, int]:
         """Return the versions of the oldest and the newest token of all completions; -1 without completions."""
@@ -216,18 +220,22 @@ class TrainedRequest(msgspec.Struct):
 class TrainedReply(msgspec.Struct):
     """Number of the named tickets that changed state (0 for a repetition); ``lost``: never arrived and reissued.
 
-    ``lost_tokens``: tokens of failed episodes since the manager's start. ``verdict_failures``: cause -> completions
-    whose verifier failed or exceeded its limit, since then. ``in_use``: versions of this trainer that servers stage or
-    serve, oldest first. The last one is the newest that the manager knows; no server will begin an older one.
+    ``lost_tokens``: reason -> tokens of episodes that workers did not push, since the manager's start.
+    ``lost_lengths``: tokens of a completion, rounded -> such completions that did not fail. ``verdict_failures``: cause
+    -> completions whose verifier failed or exceeded its limit, since then. ``filtered``: reason -> groups that workers
+    filtered out, since the start of the trial. ``in_use``: versions of this trainer that servers stage or serve, oldest
+    first. The last one is the newest that the manager knows; no server will begin an older one.
     """
 
     trained: int
     dropped: int
     lost: list[str] = []
     reissued: int = 0
-    lost_tokens: int = 0
+    lost_tokens: dict[str, int] = {}
     in_use: list[int] = []
     verdict_failures: dict[str, int] = {}
+    lost_lengths: dict[int, int] = {}
+    filtered: dict[str, int] = {}
 
 
 class EvaluateRequest(msgspec.Struct):
@@ -280,9 +288,11 @@ class DataPosition(msgspec.Struct, frozen=True):
 
     ``cursor`` is the position of the next new prompt in the order of ``prompts`` prompts that ``seed`` makes;
     ``pending`` are the prompts (indices) granted before it and not trained, in the order to issue them again.
+    ``rates``: with a curriculum the success rate of each prompt in per mille, -1 if not measured.
     """
 
     cursor: Count
     pending: list[Count]
     prompts: Annotated[int, msgspec.Meta(ge=1)]
     seed: int
+    rates: list[Rate] = []

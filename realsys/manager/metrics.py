@@ -57,6 +57,8 @@ class StateCollector(Collector):
         yield CounterMetricFamily("realsys_attempts", "granted attempts", counts.attempts)
         yield CounterMetricFamily("realsys_training_starts", "starts of the trainer", counts.starts)
         yield labelled("realsys_tickets_dropped", "dropped tickets by reason", "reason", counts.dropped_by_reason)
+        shares = self._state.ledger.rates.shares()
+        yield labelled("realsys_prompts_share", "share of prompts by their success rate", "success", shares)
         reissued = CounterMetricFamily("realsys_reissues", "attempts that were lost", labels=["cause"])
         for cause, number in counts.reissued_by_cause.items():
             reissued.add_metric([cause], number)

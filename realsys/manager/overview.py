@@ -30,6 +30,7 @@ def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
         "workers": workers(state, now),
         "blame": {"suspects": state.servers.reports.suspects(now), "ignored": state.servers.reports.ignored},
         "ledger": ledger(state),
+        "prompts": state.ledger.rates.shares(),
         "staleness": staleness(state),
         "throughput": {
             "generated_tokens_per_s": state.throughput.tokens.rate(now),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from realsys.config.schema import Config
+from realsys.config.sections.schema_sampling import CurriculumConfig
+from realsys.manager.ledger.order import Curriculum
 from realsys.manager.routing.fan_out import FanOut
 from realsys.manager.routing.health import BlameRules
 from realsys.manager.routing.servers import Pace
@@ -16,7 +18,7 @@ class ManagerSettings:
 
     batch_groups: int
     eta: int
-    group_size: int
+    group_size: int  # episodes that start for a ticket
     max_attempts: int
     seed: int
     split_sizes: dict[str, int]  # prompts per split; "train" is required
@@ -30,6 +32,7 @@ class ManagerSettings:
     fan_out: FanOut = field(default_factory=FanOut)
     stale_policy: str = "train"
     max_reissues: int = 2  # reissues that a ticket may have because its group was too old
+    curriculum: Curriculum | None = None
 
     @classmethod
     def of(cls, config: Config, split_sizes: dict[str, int]) -> ManagerSettings:
@@ -39,7 +42,7 @@ class ManagerSettings:
         return cls(
             batch_groups=config.train.batch_groups,
             eta=config.asynchronous.max_head_offpolicyness,
-            group_size=config.rollout.group_size,
+            group_size=config.rollout.sampled_episodes,
             max_attempts=config.rollout.max_attempts,
             seed=config.seed,
             split_sizes=split_sizes,
@@ -47,6 +50,7 @@ class ManagerSettings:
             total_steps=config.train.total_steps,
             stale_policy=config.asynchronous.stale_policy,
             max_reissues=config.asynchronous.max_reissues,
+            curriculum=_curriculum(config.data.curriculum),
             lease_s=manager.rollout_lease_s,
             routing=manager.routing,
             interruptible=config.asynchronous.interruptible,
@@ -54,3 +58,9 @@ class ManagerSettings:
             blame=BlameRules(manager.blame_window_s, manager.blame_reporters, manager.blame_wrong_reports),
             fan_out=FanOut(config.weights.storage_readers),
         )
+
+
+def _curriculum(config: CurriculumConfig) -> Curriculum | None:
+    if not config.enabled:
+        return None
+    return Curriculum(round(1000 * config.min), round(1000 * config.max), config.floor)

@@ -115,7 +115,8 @@ class ManagerState(TrialState):
             reply, changed = m.FinishReply(True, retry=answered is None), True
         else:
             attempt = request.ticket_id, request.attempt, request.outcome
-            reply, end = self.ledger.finish(*attempt, request.reason or "", now, request.versions())
+            verdicts = min(request.correct, request.judged), request.judged
+            reply, end = self.ledger.finish(*attempt, request.reason or "", now, request.versions(), verdicts)
             self.outbox += [end] if end else []
             changed = end is not None
         if reply.known:
@@ -177,8 +178,10 @@ class ManagerState(TrialState):
             lost=[event.ticket_id for event in lost],
             in_use=self.servers.in_use(),
             reissued=len(stale),
-            lost_tokens=self.throughput.lost_tokens,
+            lost_tokens=dict(self.throughput.lost_tokens),
+            lost_lengths=dict(self.throughput.lost_lengths),
             verdict_failures=dict(self.throughput.verdict_failures),
+            filtered=self.ledger.counts.filtered(),
         )
 
     def roll_back(self, request: m.RollBackRequest, now: float) -> m.RollBackReply:

@@ -9,6 +9,7 @@ No I/O and no clock: ``now`` (unix seconds) is an argument.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
@@ -41,7 +42,7 @@ class TrialState:
         self.settings = settings
         self.bound = StalenessBound(settings.batch_groups, settings.eta)
         order = PromptOrder(settings.seed, settings.split_sizes["train"], settings.total_epochs)
-        self.ledger = Ledger(order, settings.max_attempts)
+        self.ledger = Ledger(order, settings.max_attempts, settings.curriculum)
         self.evaluations = Evaluations(settings.max_attempts)
         self.servers = ServerRegistry(self.bound, settings.pace, settings.blame, settings.fan_out)
         self.reservations = Reservations()
@@ -153,6 +154,7 @@ class TrialState:
             group_size=settings.group_size,
             time=now,
             max_reissues=settings.max_reissues,
+            curriculum=dataclasses.astuple(settings.curriculum) if settings.curriculum else None,
         )
         if event := self.ledger.bind(opened):
             self.outbox.append(event)

@@ -2,7 +2,7 @@
 
     samples ──add──> buffer ──propose──> batch ──conclude──> TrainBatch
        │ another training side's, copies,  │ all tokens        │ ticket has ended
-       │ filtered out, too old             │ masked            └──> freed; the rest is ready again
+       │ too old                           │ masked                └──> freed; the rest is ready again
        └──────────── depart <──────────────┘
                        └──> the shell reports the drops and frees the samples ──reported──> forgotten
 
@@ -22,16 +22,16 @@ drop    a group that is too old when it is complete, or will be by its turn, is 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from realsys.buffer.sequence_buffer import Batch, Keep, SequenceBuffer, StalePolicy
-from realsys.buffer.token_losses import COPY, FAILED, MASKED, STALE, StepLosses, TokenLosses
+from realsys.buffer.sequence_buffer import Batch, SequenceBuffer, StalePolicy
+from realsys.buffer.token_losses import COPY, MASKED, STALE, StepLosses, TokenLosses
 from realsys.config.schema import Config
-from realsys.config.sections.schema_train import FilterConfig
 from realsys.errors import StuckError, WaitTimeout
-from realsys.master.stuck import StuckCheck, check_filter
+from realsys.master.stuck import StuckCheck
 from realsys.types import SampleMeta
 
 log = logging.getLogger(__name__)
@@ -41,15 +41,15 @@ log = logging.getLogger(__name__)
 class IntakeSettings:
     """The part of the configuration that the intake decides by.
 
-    filter     bounds of ``train.ppo.filter``, for the message when it keeps nothing
-    timeout_s  longest wait for a group
+    max_refills  batches' worth of groups that workers may filter out in a row
+    timeout_s    longest wait for a group
     """
 
     batch_groups: int
     eta: int
     stale_policy: StalePolicy
     max_reissues: int
-    filter: FilterConfig
+    max_refills: int
     timeout_s: float
 
     @classmethod
@@ -59,7 +59,7 @@ class IntakeSettings:
             eta=config.asynchronous.max_head_offpolicyness,
             stale_policy=config.asynchronous.stale_policy,
             max_reissues=config.asynchronous.max_reissues,
-            filter=config.train.ppo.filter,
+            max_refills=config.train.ppo.filter.max_refills,
             timeout_s=config.cluster.request_timeout_s,
         )
 
@@ -69,7 +69,6 @@ class TrainBatch:
     """The groups of a step, without the rows and tokens that are too old to be trained.
 
     dropped_stale     groups since the batch before whose tokens were all too old, or that were issued again
-    dropped_filtered  groups dropped since then by their success rate
     refused           samples since then that were granted under another training side
     masked            rows of which some tokens are too old: the workers must take these out of the loss
     oldest_trained    version of the oldest token that may be trained; None: any
@@ -78,7 +77,6 @@ class TrainBatch:
 
     groups: list[list[SampleMeta]]
     dropped_stale: int
-    dropped_filtered: int
     refused: int
     masked: list[SampleMeta]
     oldest_trained: int | None
@@ -121,24 +119,22 @@ class IntakeState:
     """The groups between the stream and the steps, and the decisions about them.
 
     ``trainer_incarnation``: incarnation of this training side. Groups that were granted under another
-    one are reissued, so they are neither trained nor reported as dropped. ``keep`` returns True if a
-    group is worth training on. ``version`` is the one that the next batch is trained on top of.
+    one are reissued, so they are neither trained nor reported as dropped. ``version`` is the one that
+    the next batch is trained on top of.
     """
 
-    def __init__(self, settings: IntakeSettings, trainer_incarnation: str, keep: Keep) -> None:
+    def __init__(self, settings: IntakeSettings, trainer_incarnation: str) -> None:
         self.trainer_incarnation = trainer_incarnation
         self.version = 0
-        self.buffer = SequenceBuffer(keep, self._too_old)
+        self.buffer = SequenceBuffer(self._too_old)
         self.losses = TokenLosses()
         self.settings = settings
         self.departures = Departures()  # ``depart`` hands them over
         self._proposed: Batch | None = None
         self._stale = 0  # groups dropped since the last batch
-        self._filtered = 0  # groups dropped since the last batch
         self._refused = 0  # samples since the last batch
-        self._failed_tokens: int | None = None  # the manager's last count; None: not known
         self._leaving: dict[str, int] = {}  # ticket -> attempt of the dropped groups, until they are reported
-        self._check = StuckCheck(settings.batch_groups)
+        self._check = StuckCheck(settings.batch_groups, settings.max_refills)
         self._deadline = 0.0
 
     # -- arrivals and departures -------------------------------------------------------------------
@@ -150,7 +146,6 @@ class IntakeState:
         if added.rejected:
             log.warning("refused %d samples that arrived twice, of %s", added.rejected, samples[0].ticket_id)
         self._stale += len(added.stale)
-        self._filtered += len(added.dropped)
         self._lose(added.lost)
         self.departures.stale.extend(added.stale)
         self._leave([*added.dropped, *added.stale], added.clear)
@@ -213,18 +208,18 @@ class IntakeState:
             )
         return current
 
-    def observe_failed(self, tokens: int) -> None:
-        """Take the manager's count of the tokens of failed episodes. It starts at 0 with each manager."""
-        known, self._failed_tokens = self._failed_tokens, tokens
-        if known is not None:
-            self.losses.lose_tokens(FAILED, tokens - known if tokens >= known else tokens)
+    def observe_lost(self, tokens: Mapping[str, int], lengths: Counter[int]) -> None:
+        """Count tokens that workers did not push, by reason, and the lengths of the completions that did not fail."""
+        for reason, count in tokens.items():
+            self.losses.lose_tokens(reason, count)
+        self.losses.lose_lengths(lengths)
 
     # -- batches -----------------------------------------------------------------------------------
 
     def propose(self, version: int) -> list[str]:
         """Choose the groups to train on top of ``version``; return their tickets, sorted, or [] if there are too few.
 
-        Raises StuckError if the filter keeps nothing. Otherwise the shell claims the tickets, and calls ``conclude``.
+        The shell claims the tickets, and calls ``conclude``.
         """
         settings = self.settings
         self.version = version
@@ -235,10 +230,7 @@ class IntakeState:
         self._leave(batch.dropped, batch.clear)
         if batch.groups:
             self._proposed = batch
-            return sorted(group[0].ticket_id for group in batch.groups)
-        if reason := check_filter(self.buffer.filtered_in_a_row, settings.batch_groups, settings.filter):
-            raise StuckError(f"master_worker: step {version + 1} can never get its batch: {reason}")
-        return []
+        return sorted(group[0].ticket_id for group in batch.groups)
 
     def conclude(self, ended: Sequence[str]) -> TrainBatch | None:
         """Return the proposed groups as the batch of a step, None if some of their tickets have ``ended``.
@@ -260,14 +252,12 @@ class IntakeState:
         train_batch = TrainBatch(
             groups=batch.groups,
             dropped_stale=self._stale,
-            dropped_filtered=self._filtered,
             refused=self._refused,
             masked=batch.masked,
             oldest_trained=self._oldest_trained(),
             losses=self.losses.close_step(),
         )
         self._stale = 0
-        self._filtered = 0
         self._refused = 0
         self.version += 1
         return train_batch
@@ -280,7 +270,7 @@ class IntakeState:
 
     def begin_wait(self, now: float) -> None:
         """Start the wait for the next group."""
-        self._check = StuckCheck(self.settings.batch_groups)
+        self._check = StuckCheck(self.settings.batch_groups, self.settings.max_refills)
         self._deadline = now + self.settings.timeout_s
 
     def check_wait(self, status: Mapping[str, Any], now: float) -> None:
@@ -291,6 +281,8 @@ class IntakeState:
         step, ready, batch_groups = self.version + 1, self.buffer.ready_groups, self.settings.batch_groups
         if reason := self._check.check(status, ready):
             raise StuckError(f"master_worker: step {step} can never get its batch: {reason}; see the workers' logs")
+        if warning := self._check.warning():
+            log.warning("step %d waits for its batch: %s", step, warning)
         if now >= self._deadline:
             raise WaitTimeout(
                 f"master_worker: step {step} waited {self.settings.timeout_s:g} s for a group and has {ready} of "

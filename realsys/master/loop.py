@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +43,14 @@ from realsys.master.records.agreement import AgreementMonitor
 from realsys.master.records.recorder import check_finite
 from realsys.master.recovery import eval_id_of
 from realsys.master.run.stopping import Stopping
-from realsys.master.statistics import batch_statistics, call_seconds, episodes_of, train_record, untrained_shares
+from realsys.master.statistics import (
+    Increase,
+    batch_statistics,
+    call_seconds,
+    episodes_of,
+    train_record,
+    untrained_shares,
+)
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
 from realsys.rollout.manager_client import ManagerClient
@@ -137,7 +143,7 @@ class TrainLoop:
         self._agreement = AgreementMonitor(config.agreement)
         self._started = time.monotonic()
         self._first_step = 1
-        self._verdict_failures: Counter[str] | None = Counter()  # the manager's last counts; None: not known
+        self._increases = _Increases()
         self._waste, self._large_weights = Onset(), Onset()
         self._signal = SignalWatch(config.train.ppo.advantage.mean)
 
@@ -151,7 +157,7 @@ class TrainLoop:
             await recorder.rewind(done)
         self._first_step = done + 1
         if done:
-            self._verdict_failures = None
+            self._increases = _Increases(known=False)
         work = run_beside(self._steps(done), self._parts.intake.report_drops())
         return await run_beside(work, self._parts.publisher.watch())
 
@@ -236,7 +242,6 @@ class TrainLoop:
             "version": step,
             "lr": args["actor_train"]["lr"] if "actor_train" in results else 0.0,
             "dropped_stale": batch.dropped_stale,
-            "dropped_filtered": batch.dropped_filtered,
             "refused": batch.refused,
             "untrained": untrained_shares(batch.losses, batch.samples, trained, masks_truncated=masks_truncated),
             "too_old": batch.losses.too_old,
@@ -294,17 +299,12 @@ class TrainLoop:
             )
         )
         self._parts.publisher.keep(reply.in_use)
-        intake.observe_failed(reply.lost_tokens)
-        return statistics | {"verdict_failures": self._new_failures(reply.verdict_failures)}
-
-    def _new_failures(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Return the manager's counts since the step before, by cause. They start at 0 with each manager."""
-        known, self._verdict_failures = self._verdict_failures, Counter(counts)
-        if known is None:
-            return {}
-        if any(counts.get(cause, 0) < count for cause, count in known.items()):
-            known = Counter()
-        return {cause: count - known[cause] for cause, count in sorted(counts.items()) if count > known[cause]}
+        increases = self._increases
+        intake.observe_lost(increases.tokens.of(reply.lost_tokens), increases.lengths.of(reply.lost_lengths))
+        return statistics | {
+            "verdict_failures": dict(increases.failures.of(reply.verdict_failures)),
+            "dropped_filtered": increases.filtered.of(reply.filtered).total(),
+        }
 
     async def _save(self, step: int) -> None:
         """Write the export and the checkpoint that are due after ``step``.
@@ -320,6 +320,16 @@ class TrainLoop:
     def _out_of_time(self) -> bool:
         limit = self._config.train.max_seconds
         return bool(limit) and time.monotonic() - self._started > limit
+
+
+class _Increases:
+    """Increases of the manager's counts from step to step. ``known`` False: it counted before this trainer started."""
+
+    def __init__(self, *, known: bool = True) -> None:
+        self.tokens = Increase(known=known)
+        self.lengths = Increase(known=known)
+        self.failures = Increase(known=known)
+        self.filtered = Increase(known=known)
 
 
 class _Watch:

@@ -7,9 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realsys.algorithm.group_filter import keep_group
 from realsys.buffer.token_losses import StepLosses
-from realsys.config.schema import Config
 from realsys.master.calls.executor import CallResult
 from realsys.master.calls.gpu_use import step_gpu_use
 from realsys.master.records.agreement import PREFIX as AGREEMENT
@@ -27,6 +25,25 @@ class EpisodeMeta:
     metrics: Mapping[str, float]
 
 
+class Increase:
+    """Increase of counts of the manager since the last look. They start at 0 with each manager.
+
+    ``known`` False: the counts before the first look are not known, and have no increase.
+    """
+
+    def __init__(self, *, known: bool = True) -> None:
+        self._last: Counter[Any] | None = Counter() if known else None
+
+    def of(self, counts: Mapping[Any, int]) -> Counter[Any]:
+        """Return the increase of each count that has grown, by name."""
+        last, self._last = self._last, Counter(counts)
+        if last is None:
+            return Counter()
+        if any(counts.get(name, 0) < count for name, count in last.items()):
+            last = Counter()
+        return Counter({name: counts[name] - last[name] for name in sorted(counts) if counts[name] > last[name]})
+
+
 def episodes_of(samples: Sequence[SampleMeta]) -> list[EpisodeMeta]:
     """Return the episodes of a batch, each once, in the order of their first rows."""
     first: dict[tuple[str, int], SampleMeta] = {}
@@ -36,11 +53,6 @@ def episodes_of(samples: Sequence[SampleMeta]) -> list[EpisodeMeta]:
         EpisodeMeta(s.reward, s.correct, s.truncated, s.episode_tokens or s.loss_tokens, s.metrics)
         for s in first.values()
     ]
-
-
-def keep_samples(config: Config, group: Sequence[SampleMeta]) -> bool:
-    """Return True if the success rate of the group's episodes is worth training on (``train.ppo.filter``)."""
-    return keep_group([episode.correct for episode in episodes_of(group)], config.train.ppo.filter)
 
 
 def batch_statistics(samples: Sequence[SampleMeta], *, version: int) -> dict[str, Any]:

@@ -2,16 +2,13 @@
 
 A wait can last for ever in three ways. All prompts have ended and the batch is short of groups (a
 small dataset, most of it failed). Each group fails and is replaced by a fresh one that fails too.
-Or each group arrives and its success rate is outside the filter.
+Or workers filter out each group (`train.ppo.filter`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-
-from realsys.buffer.token_losses import SUCCESS_RATE
-from realsys.config.sections.schema_train import FilterConfig
 
 FEWEST_FAILURES = 32  # dropped groups without an arrival in between, after which a run is stuck
 #: Filtered groups without a kept one in between, after which a run is stuck. If only 2 % of the
@@ -26,21 +23,31 @@ class StuckCheck:
     A suspicion must hold for two statuses in a row to be reported.
     """
 
-    def __init__(self, batch_groups: int) -> None:
+    def __init__(self, batch_groups: int, max_refills: int) -> None:
+        """``max_refills``: batches' worth of groups that may be filtered out during one wait."""
         self._batch_groups = batch_groups
         self._bound = max(FEWEST_FAILURES, 2 * batch_groups)
-        self._dropped: int | None = None  # dropped groups when the wait began
+        self._most_filtered = max(FEWEST_FILTERED, max_refills * batch_groups)
+        self._begin: tuple[int, int] | None = None  # groups dropped otherwise, and filtered out, when the wait began
+        self._filtered = ""  # the warning, from half of ``_most_filtered`` on
+        self._warned = False
         self._suspected = False
 
     def check(self, status: Mapping[str, Any], ready: int) -> str | None:
         """Return why no batch can come, or None. ``ready``: groups that wait in the buffer."""
         ledger = status["ledger"]
-        reasons = ", ".join(f"{n} x {reason}" for reason, n in ledger["dropped_by_reason"].items()) or "none"
-        # Groups that were filtered out have arrived: they are no failures of rollout.
-        dropped = ledger["dropped"] - ledger["dropped_by_reason"].get(SUCCESS_RATE, 0)
-        if self._dropped is None:
-            self._dropped = dropped
-        failed = dropped - self._dropped
+        drops = ledger["dropped_by_reason"]
+        reasons = ", ".join(f"{n} x {reason}" for reason, n in drops.items()) or "none"
+        filtered = sum(n for reason, n in drops.items() if reason.startswith("filtered "))
+        failed = ledger["dropped"] - filtered  # a group that was filtered out has not failed
+        share = filtered / max(1, ledger["trained"] + ledger["dropped"])
+        self._begin = self._begin or (failed, filtered)
+        failed, filtered = failed - self._begin[0], filtered - self._begin[1]
+        seen = f"the last {filtered} groups were all filtered out, {share:.0%} of all groups so far ({reasons})"
+        if filtered >= self._most_filtered:
+            return f"{seen}: widen train.ppo.filter, change the prompts, or increase train.ppo.filter.max_refills"
+        if 2 * filtered >= self._most_filtered:
+            self._filtered = f"{seen}; it is given up after {self._most_filtered} in a row"
         if failed >= self._bound:
             return f"{failed} groups were dropped and none arrived (all dropped groups: {reasons})"
         used_up = (
@@ -60,12 +67,9 @@ class StuckCheck:
         self._suspected = used_up
         return None
 
-
-def check_filter(in_a_row: int, batch_groups: int, bounds: FilterConfig) -> str | None:
-    """Return why no further batch is possible after ``in_a_row`` filtered groups in a row, or None."""
-    if in_a_row < max(FEWEST_FILTERED, 4 * batch_groups):
-        return None
-    return (
-        f"the last {in_a_row} groups all have a success rate outside [{bounds.min:g}, {bounds.max:g}] "
-        f"(train.ppo.filter) and were dropped: {SUCCESS_RATE}; widen the filter, or change the prompts"
-    )
+    def warning(self) -> str:
+        """Return, once, that half of the groups that may be filtered out in a row have been; else ""."""
+        if self._warned or not self._filtered:
+            return ""
+        self._warned = True
+        return self._filtered

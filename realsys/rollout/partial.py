@@ -111,10 +111,11 @@ class _Trouble:
 
 @dataclass(slots=True)
 class _PartialCompletion:
-    """One unfinished completion: its segments so far."""
+    """One completion of a call: its segments so far. ``deliver`` gets it when it has ended."""
 
     index: int
     budget: int  # tokens that it may still have
+    deliver: Deliver
     segments: list[Generated] = field(default_factory=list)
     finish_reason: FinishReason = "abort"
     pending: bool = True
@@ -140,6 +141,14 @@ class _PartialCompletion:
         self.pending = cut and self.budget > 0
         # After an abort at the very last token there is no budget to continue with.
         self.finish_reason = "length" if cut and self.budget <= 0 else segment.finish_reason
+        if not self.pending:
+            self.deliver(self.index, self.join())
+
+    def abandon(self) -> None:
+        """Deliver the tokens so far of a completion that is cancelled."""
+        if self.pending and self.segments:
+            self.finish_reason = "abort"
+            self.deliver(self.index, self.join())
 
     def join(self) -> Generated:
         if len(self.segments) == 1:
@@ -167,11 +176,17 @@ class PartialRolloutManager:
     async def generate(self, call: Call, deliver: Deliver = _ignore) -> list[Generated]:
         """Sample ``call.spec.n`` completions, with the tokens of all segments and the last finish reason.
 
-        ``deliver`` receives each completion when it has ended, while others continue. Raises
+        ``deliver`` receives each completion when it has ended, while others continue; if this call is cancelled, the
+        tokens so far of each that has not, with reason ``abort``. Raises
         GenerationError if a request is refused or too many trips fail, and the errors of ``schedule``.
         """
+        completions = [_PartialCompletion(k, call.spec.max_new_tokens, deliver) for k in range(call.spec.n)]
         try:
-            return await self._generate(call, deliver)
+            return await self._generate(call, completions)
+        except asyncio.CancelledError:
+            for completion in completions:
+                completion.abandon()
+            raise
         finally:
             self._ended.setdefault((call.ticket.ticket_id, call.ticket.attempt), []).append(call.name)
 
@@ -179,10 +194,8 @@ class PartialRolloutManager:
         """Discard the ended calls of an attempt that is over: its end releases all its reservations."""
         self._ended.pop((ticket.ticket_id, ticket.attempt), None)
 
-    async def _generate(self, call: Call, deliver: Deliver) -> list[Generated]:
+    async def _generate(self, call: Call, completions: list[_PartialCompletion]) -> list[Generated]:
         prefix = prefix_hashes(call.token_ids)
-        completions = [_PartialCompletion(k, call.spec.max_new_tokens) for k in range(call.spec.n)]
-        ended: dict[int, Generated] = {}
         trouble: _Trouble | None = None  # trouble of the last trip
         trip = failures = stalled = busy = 0
         delay = FIRST_DELAY_S
@@ -201,10 +214,6 @@ class PartialRolloutManager:
                 busy += 1
             else:
                 stalled += 1
-            for completion in pending:
-                if not completion.pending:
-                    ended[completion.index] = completion.join()
-                    deliver(completion.index, ended[completion.index])
             if failures > MAX_FAILURES or stalled > MAX_STALLED or busy > MAX_BUSY:
                 what = f"{failures} failures and {stalled + busy} trips without a token in {trip} trips"
                 last = trouble.reason if trouble else "aborted"
@@ -214,7 +223,7 @@ class PartialRolloutManager:
                 # would spin.
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_DELAY_S)
-        return [ended[completion.index] for completion in completions]
+        return [completion.join() for completion in completions]
 
     def _take_ended(self) -> list[tuple[str, int, str]]:
         """Take the calls that have ended since the last request, as many as one request may name."""
@@ -276,9 +285,21 @@ class PartialRolloutManager:
         seed: int,
         completions: list[_PartialCompletion],
     ) -> _Trouble | None:
-        received, trouble = Received(spec.n), None
+        ended: set[int] = set()
+
+        def extend(number: int, segment: Generated) -> None:
+            if number not in ended:
+                ended.add(number)
+                completions[number].extend(segment, spec.max_new_tokens, place.server)
+
+        # A completion that has ended does not wait for the others of its request.
+        received, trouble = Received(spec.n, lambda number: extend(number, generated_so_far(received)[number])), None
         try:
             segments = await self._generator.generate(place.url, input_ids, spec, rid=rid, seed=seed, received=received)
+        except asyncio.CancelledError:
+            for number, segment in enumerate(generated_so_far(received)):
+                extend(number, segment)
+            raise
         except GenerationError as error:
             if not error.retryable:
                 raise
@@ -287,8 +308,8 @@ class PartialRolloutManager:
             self.failures += trouble.failed
             kept = sum(len(segment.tokens) for segment in segments)
             log.warning("request %s: %s; continuing elsewhere, after %d tokens that had arrived", rid, error, kept)
-        for completion, segment in zip(completions, segments, strict=True):
-            completion.extend(segment, spec.max_new_tokens, place.server)
+        for number, segment in enumerate(segments):
+            extend(number, segment)
         return trouble
 
     async def _blames(self, error: GenerationError, place: ScheduleReply) -> bool:

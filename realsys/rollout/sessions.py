@@ -1,14 +1,14 @@
-"""Concurrent episodes of a ticket, and the view of the engine that each of them has.
+"""Concurrent episodes of a ticket, and what becomes of their group.
 
-    ticket ──> n episodes ──> agent.run(task, session) ──generate──> Calls ──> PartialRolloutManager
-                   │                                      └─ first calls for the same tokens: one request
+    ticket ──> n episodes ──> agent.run(task, session) ──generate──> ``calls``
                    └─ Episode, or an error of this episode ──> Played: enough episodes for a group, or the first error
+
+With ``rollout.oversample`` more episodes start than a group needs. The first that end make the group, whatever their
+rewards; the others are cancelled, and their tokens are counted. ``selection`` then says whether the group is trained,
+and with which of its episodes.
 
 An episode without a verdict leaves the loss (`error-is-not-data`). It counts as played: the group is trained with the
 others, and nothing is generated again.
-
-Seeds depend only on (ticket seed, episode, number of the call), never on timing: the first call of episode k has
-seed + k, and every later one a seed mixed from all three. A merged first call has the seed of its first episode.
 """
 
 from __future__ import annotations
@@ -16,47 +16,52 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol, TypeVar
 
-from msgspec.structs import replace
-
+from realsys.buffer.token_losses import FAILED, NOT_KEPT, OVER_SAMPLED
 from realsys.config.rules.sampling import evaluation_sampling
 from realsys.config.schema import Config, SamplingConfig
+from realsys.config.sections.schema_sampling import FilterConfig, KeepConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, RealsysError, RewardError, StuckError
-from realsys.generation.client import Generated, SamplingSpec
-from realsys.manager.ledger.order import sampling_seed
+from realsys.generation.client import SamplingSpec
 from realsys.rollout.agents.base import Agent
+from realsys.rollout.calls import Calls, Engine, EpisodeSession
 from realsys.rollout.defects import Defects, explain, one_line
 from realsys.rollout.episodes import check_episode
 from realsys.rollout.manager_client import RolloutSuperseded
-from realsys.rollout.partial import Call, Deliver
+from realsys.rollout.selection import kept_episodes, reason_to_drop
 from realsys.rollout.task import Task
 from realsys.types import Episode, Ticket
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-
-class Engine(Protocol):
-    """The part of PartialRolloutManager that this module needs."""
-
-    async def generate(self, call: Call, deliver: Deliver = ...) -> list[Generated]: ...
-
-    def discard(self, ticket: Ticket) -> None: ...
-
 
 @dataclass(slots=True)
 class Played:
-    """The episodes of a ticket that succeeded, in order, and one line for each that failed."""
+    """The episodes of a ticket that succeeded, in order, and one line for each that failed.
+
+    episodes  to be trained; none if the group is dropped
+    unused    the others that ended
+    dropped   why the group is not worth training on; "": it is
+    """
 
     episodes: list[Episode]
     errors: list[str] = field(default_factory=list)
     extra: dict[str, float] = field(default_factory=dict)  # seconds, for the group's record
+    unused: list[Episode] = field(default_factory=list)
+    dropped: str = ""
+
+    @property
+    def ended(self) -> list[Episode]:
+        return [*self.episodes, *self.unused]
+
+    @property
+    def verdicts(self) -> tuple[int, int]:
+        """Numbers of episodes that were correct, and that were judged."""
+        judged = [episode.correct for episode in self.ended if episode.correct is not None]
+        return sum(judged), len(judged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,150 +70,19 @@ class GroupRules:
 
     min_episodes   episodes that must succeed or have no verdict; 0: all of them
     least          episodes with a verdict: 2 if advantages compare them with each other
-    needs_correct  ``train.ppo.filter`` uses the success rate, so each episode must be right or wrong
+    size           episodes after whose end the others are cancelled; 0: none are
+    filter, keep   which groups are trained, and which of their episodes
     """
 
     min_episodes: int = 0
     least: int = 1
-    needs_correct: bool = False
+    size: int = 0
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    keep: KeepConfig = field(default_factory=KeepConfig)
 
 
-@dataclass(frozen=True, slots=True)
-class _First:
-    """The first call of an episode, which waits for its siblings."""
-
-    episode: int
-    token_ids: tuple[int, ...]
-    completion: asyncio.Future[Generated]
-
-
-class Calls:
-    """All calls of one attempt of a ticket; ``close`` ends those that still run."""
-
-    def __init__(self, engine: Engine, ticket: Ticket, spec: SamplingSpec) -> None:
-        self._engine = engine
-        self._ticket = ticket
-        self._spec = spec
-        self._waiting: list[_First] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._closed = False
-        self.superseded: RolloutSuperseded | None = None
-
-    async def generate(
-        self, episode: int, number: int, token_ids: Sequence[int], previous: tuple[str, int] | None
-    ) -> Generated:
-        """Sample one completion for call ``number`` of ``episode``; raise the errors of the engine."""
-        if self._closed:
-            raise AgentError("generate() was called after the end of the episode: run() must wait for all its calls")
-        try:
-            if number == 0:
-                return await self._first(episode, token_ids)
-            seed = sampling_seed(self._ticket.seed, episode, number)
-            call = Call(self._ticket, f"{episode}.{number}", [int(t) for t in token_ids], self._spec, seed, previous)
-            # A separate task, so that close() can cancel it if the agent does not wait for it.
-            return (await self._start(self._engine.generate(call)))[0]
-        except RolloutSuperseded as error:
-            self.superseded = error  # the agent may catch it, but the attempt is over all the same
-            raise
-
-    async def close(self) -> None:
-        """Cancel the calls that run or wait to be sent, and wait for their end."""
-        self._closed = True
-        for first in self._waiting:
-            first.completion.cancel()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._engine.discard(self._ticket)
-
-    async def _first(self, episode: int, token_ids: Sequence[int]) -> Generated:
-        loop = asyncio.get_running_loop()
-        if not self._waiting:
-            # call_soon runs after all tasks that are ready now, so siblings that call in this turn of the
-            # event loop join the request.
-            loop.call_soon(self._send_first)
-        first = _First(episode, tuple(token_ids), loop.create_future())
-        self._waiting.append(first)
-        return await first.completion
-
-    def _send_first(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for run in _runs([first for first in waiting if not first.completion.done()]):
-            task = self._start(self._send(run))
-            for first in run:
-                first.completion.add_done_callback(partial(_cancel_unwanted, run, task))
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _send(self, run: list[_First]) -> None:
-        """Send one request for all of ``run``. Each gets its completion; if it fails, the others get the error."""
-
-        def deliver(number: int, completion: Generated) -> None:
-            if not run[number].completion.done():
-                run[number].completion.set_result(completion)
-
-        episode, token_ids = run[0].episode, list(run[0].token_ids)
-        spec = replace(self._spec, n=len(run)) if len(run) > 1 else self._spec
-        call = Call(self._ticket, f"{episode}.0", token_ids, spec, self._ticket.seed + episode)
-        try:
-            await self._engine.generate(call, deliver)
-        except Exception as error:  # passed on to the agents that wait for it
-            for first in run:
-                if not first.completion.done():
-                    first.completion.set_exception(error)
-        finally:
-            for first in run:
-                first.completion.cancel()  # no effect if it is done
-
-
-def _runs(waiting: Sequence[_First]) -> list[list[_First]]:
-    """Join neighbouring episodes with the same tokens: completion k of a request has the seed of the k-th one."""
-    runs: list[list[_First]] = []
-    latest: dict[tuple[int, ...], list[_First]] = {}
-    for first in sorted(waiting, key=lambda first: first.episode):
-        run = latest.get(first.token_ids)
-        if run is None or run[-1].episode + 1 != first.episode:
-            run = latest[first.token_ids] = []
-            runs.append(run)
-        run.append(first)
-    return runs
-
-
-def _cancel_unwanted(run: Sequence[_First], task: asyncio.Task[Any], _: asyncio.Future[Generated]) -> None:
-    if all(first.completion.cancelled() for first in run):
-        task.cancel()
-
-
-class EpisodeSession:
-    """View of the engine for one episode (``agents.base.Session``)."""
-
-    def __init__(self, calls: Calls, episode: int) -> None:
-        self._calls = calls
-        self._episode = episode
-        self._number = 0  # number of the next call
-        self._previous: tuple[str, int] | None = None
-        self.sampled = 0  # tokens that the engine returned
-        self.seconds = 0.0  # sum over its calls
-
-    async def generate(self, token_ids: Sequence[int]) -> Generated:
-        """Sample one completion after ``token_ids``."""
-        number, begin = self._number, time.perf_counter()
-        self._number += 1
-        completion = await self._calls.generate(self._episode, number, token_ids, self._previous)
-        self.seconds += time.perf_counter() - begin
-        self.sampled += len(completion.tokens)
-        if completion.route:
-            self._previous = (completion.route[-1][0], int(completion.versions[-1]))
-        return completion
-
-
-class _Hopeless(Exception):
-    """Too many episodes have failed for the group: the others are cancelled."""
+class _Over(Exception):
+    """The group is complete, or too many episodes have failed for it: the others are cancelled."""
 
 
 class GroupPlayer:
@@ -231,15 +105,15 @@ class GroupPlayer:
         self._longest_row = longest_row
         self._rules = group or GroupRules()
         self._defects = Defects()
-        self._lost_tokens = 0
+        self._lost_tokens: dict[str, list[int]] = {}
 
-    def take_lost_tokens(self) -> int:
-        """Return the tokens sampled for training episodes that failed, since the last call."""
-        lost, self._lost_tokens = self._lost_tokens, 0
+    def take_lost_tokens(self) -> dict[str, list[int]]:
+        """Return reason -> tokens of each training episode that is not trained, since the last call."""
+        lost, self._lost_tokens = self._lost_tokens, {}
         return lost
 
     async def play(self, ticket: Ticket, prompt: Prompt) -> Played:
-        """Play ``ticket.n`` episodes at the same time.
+        """Play ``ticket.n`` episodes at the same time; choose among those of a training group.
 
         Raises RolloutSuperseded if the attempt is over, StuckError if the agent has the same defect in every
         episode of two tickets in a row, and the first error if too few episodes succeeded: a RewardError only if no
@@ -247,17 +121,29 @@ class GroupPlayer:
         """
         calls = Calls(self._engine, ticket, self._eval_spec if ticket.kind == "eval" else self._spec)
         sessions = [EpisodeSession(calls, episode) for episode in range(ticket.n)]
-        needed = min(self._rules.min_episodes or ticket.n, ticket.n)
-        group = _Playing(ticket, needed, min(self._rules.least, ticket.n))
-        sent = False
+        size = min(self._rules.size or ticket.n, ticket.n)
+        group = _Playing(ticket, min(self._rules.min_episodes or size, size), min(self._rules.least, ticket.n), size)
+        played: Played | None = None
         try:
             played = await self._play_all(group, calls, sessions, prompt)
-            sent = True
-            return played
+            return self._select(group, played) if ticket.kind == "train" else played
         finally:
-            if ticket.kind == "train":
-                failed = [s.sampled for k, s in enumerate(sessions) if not sent or k not in group.episodes]
-                self._lost_tokens += sum(failed)
+            for session in sessions if ticket.kind == "train" else ():
+                reason = FAILED if played is None else group.untrained(session.episode)
+                tokens = session.sampled + calls.cut_tokens[session.episode]
+                if reason and tokens:
+                    self._lost_tokens.setdefault(reason, []).append(tokens)
+
+    def _select(self, group: _Playing, played: Played) -> Played:
+        """Leave the episodes that are trained in ``played``."""
+        rules, numbers = self._rules, sorted(group.episodes)
+        played.dropped = reason_to_drop(played.episodes, rules.filter)
+        rewards = [episode.reward for episode in played.episodes]
+        kept = [] if played.dropped else kept_episodes(rewards, rules.keep, group.ticket.seed)
+        group.unused = {number: played.dropped or NOT_KEPT for k, number in enumerate(numbers) if k not in kept}
+        played.unused = [group.episodes[number] for number in group.unused]
+        played.episodes = [played.episodes[k] for k in kept]
+        return played
 
     async def _play_all(
         self, group: _Playing, calls: Calls, sessions: Sequence[EpisodeSession], prompt: Prompt
@@ -269,7 +155,7 @@ class GroupPlayer:
                     tasks.create_task(self._play_one(group, Task(prompt, ticket, number), session))
         except ExceptionGroup as errors:
             for error in errors.exceptions:
-                if not isinstance(error, _Hopeless):
+                if not isinstance(error, _Over):
                     raise error from None
         finally:
             await calls.close()
@@ -288,7 +174,7 @@ class GroupPlayer:
         try:
             episode = await self._agent.run(task, session)
             check_episode(episode, self._longest_row, session.sampled)
-            if self._rules.needs_correct and task.ticket.kind == "train" and episode.correct is None:
+            if self._rules.filter.bounds_success and task.ticket.kind == "train" and episode.correct is None:
                 raise AgentError("correct is None, but train.ppo.filter needs it: return it, or set min=0 and max=1")
         except asyncio.CancelledError:
             current = asyncio.current_task()
@@ -302,26 +188,42 @@ class GroupPlayer:
             if isinstance(error, AgentError) and self._defects.is_new(error):
                 log.error("ticket %s episode %d: %s", task.ticket.ticket_id, task.episode, error, exc_info=raised)
         else:
-            group.episodes[task.episode] = episode
+            if group.add(task.episode, episode):
+                raise _Over
             return
         group.failed[task.episode] = error
         # A defect of the agent cancels no other episode: only if every episode has it, it is no accident.
         if group.hopeless and not isinstance(error, AgentError):
-            raise _Hopeless
+            raise _Over
 
 
 @dataclass(slots=True)
 class _Playing:
     """Results of a ticket's episodes so far. ``failed`` is in the order in which they failed.
 
-    A group needs ``needed`` episodes that were played, with or without a verdict, and ``least`` with one.
+    A group needs ``needed`` episodes that were played, with or without a verdict, and ``least`` with one. It is
+    complete with ``size`` episodes. ``unused``: reason of each episode that is not trained, though it belongs to them.
     """
 
     ticket: Ticket
     needed: int
     least: int
+    size: int
     episodes: dict[int, Episode] = field(default_factory=dict)
     failed: dict[int, RealsysError] = field(default_factory=dict)
+    unused: dict[int, str] = field(default_factory=dict)
+
+    def add(self, number: int, episode: Episode) -> bool:
+        """Add an episode that has ended, unless the group is complete. Return True if others are to be cancelled."""
+        if len(self.episodes) < self.size:
+            self.episodes[number] = episode
+        return len(self.episodes) == self.size < self.ticket.n
+
+    def untrained(self, number: int) -> str:
+        """Return why an episode of a group that was played to its end is not trained; "" if it is."""
+        if number in self.episodes:
+            return self.unused.get(number, "")
+        return FAILED if number in self.failed else OVER_SAMPLED
 
     @property
     def hopeless(self) -> bool:
@@ -352,9 +254,10 @@ def group_player(config: Config, agent: Agent, engine: Engine, end_of_text: Sequ
 
 def group_rules(config: Config) -> GroupRules:
     """Return the conditions for a group from the trial's settings."""
-    success, advantage = config.train.ppo.filter, config.train.ppo.advantage
+    advantage = config.train.ppo.advantage
     least = 2 if "group" in (advantage.mean, advantage.std) else 1
-    return GroupRules(config.rollout.min_episodes, least, needs_correct=success.min > 0 or success.max < 1)
+    rollout = config.rollout
+    return GroupRules(rollout.min_episodes, least, rollout.group_size, config.train.ppo.filter, rollout.keep)
 
 
 def sampling_spec(config: SamplingConfig, end_of_text: Sequence[int]) -> SamplingSpec:

@@ -1,8 +1,8 @@
 """The loop of a RolloutWorker.
 
     allocate ──tickets──> one task per ticket: prompt ──> n episodes ──> push to a DP head ──> finish
-       ^                                                       │ too few succeeded                │
-       └── capacity is free again <──────────── finish: failed, with its reason <─────────────────┘
+       ^                                                       │ too few succeeded, no signal     │
+       └── capacity is free again <─── finish: failed, rejected or filtered, with its reason <────┘
 
 consumes    tickets
 waits for   free capacity, then for a grant of the manager (a held call, no polling)
@@ -61,7 +61,7 @@ class Player(Protocol):
 
     async def play(self, ticket: Ticket, prompt: Prompt) -> Played: ...
 
-    def take_lost_tokens(self) -> int: ...
+    def take_lost_tokens(self) -> dict[str, list[int]]: ...
 
 
 class Prompts(Protocol):
@@ -179,7 +179,7 @@ class RolloutLoop:
         stuck: StuckError | None = None
         outcome: Outcome = "failed"
         try:
-            episodes = await self._produce(ticket)
+            played = await self._produce(ticket)
         except RolloutSuperseded as error:
             log.info("ticket %s attempt %d: %s", ticket.ticket_id, ticket.attempt, error)
             return
@@ -195,15 +195,17 @@ class RolloutLoop:
         else:
             self.accepted += 1
             failpoint("rollout.finish")
-            await self._finish(ticket, "accepted", "", episodes)
+            await self._finish(ticket, "filtered" if played.dropped else "accepted", played.dropped, played)
             return
         self.failed += 1
-        await self._finish(ticket, outcome, reason, [])
+        await self._finish(ticket, outcome, reason, Played([]))
         if stuck is not None:
             raise stuck
 
-    async def _produce(self, ticket: Ticket) -> list[Episode]:
-        """Play the episodes, and push a training group: its DP head has stored it when this returns."""
+    async def _produce(self, ticket: Ticket) -> Played:
+        """Play the episodes, and push a training group unless it is dropped: its DP head has stored it when this
+        returns.
+        """
         started = time.time()
         failpoint("rollout.running")
         prompt = self._parts.prompts.prompt(ticket.split, ticket.prompt_index)
@@ -213,7 +215,7 @@ class RolloutLoop:
             log.warning(
                 "ticket %s: %d of %d episodes failed: %s", ticket.ticket_id, len(played.errors), ticket.n, first
             )
-        if ticket.kind == "train":
+        if ticket.kind == "train" and not played.dropped:
             group = Group(
                 ticket,
                 played.episodes,
@@ -225,22 +227,23 @@ class RolloutLoop:
             )
             failpoint("rollout.push")
             await self._parts.pusher.push(group)
-        return played.episodes
+        return played
 
-    async def _finish(self, ticket: Ticket, outcome: Outcome, reason: str, episodes: Sequence[Episode]) -> None:
+    async def _finish(self, ticket: Ticket, outcome: Outcome, reason: str, played: Played) -> None:
         request = FinishRequest(
             ticket.ticket_id,
             ticket.attempt,
             self._worker,
             outcome,
             one_line(reason),
-            [answer_of(ticket, episode) for episode in episodes],
-            tokens_by_server(episodes),
+            [answer_of(ticket, episode) for episode in played.episodes],
+            tokens_by_server(played.ended),
             self._parts.verifiers.waiting,
             self._parts.verifiers.undecided,
             # Of any ticket, also of one that was superseded and has no finish.
             self._parts.player.take_lost_tokens(),
             self._parts.verifiers.take_failures(),
+            *(played.verdicts if ticket.kind == "train" else ()),
         )
         reply = await self._parts.manager.finish(request)
         if not reply.known:

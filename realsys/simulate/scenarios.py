@@ -82,6 +82,9 @@ class SimSettings(Section):
     prompt_tokens: Positive = Field(512, description="tokens of a prompt")
     judge_s: NonNegativeFloat = Field(0.5, description="seconds from the last token of a group to its rewards")
     success: Probability = Field(0.5, description="share of completions that are correct")
+    difficulty: NonNegativeFloat = Field(
+        0.0, description="standard deviation over the prompts of the logit of success; 0: all are as hard"
+    )
     call_s: NonNegativeFloat = Field(0.002, description="seconds of a call between two processes")
     notice_s: PositiveFloat = Field(20.0, description="seconds until the manager learns of a dead process")
     check_every: NonNegative = Field(0, description="events between two checks of all invariants; 0: at the end only")

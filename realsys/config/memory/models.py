@@ -43,4 +43,4 @@ def model_of(config: Config, role: str = ACTOR) -> HfModel:
 
 def batch_tokens(config: Config) -> int:
     """Return the tokens of a train step whose episodes all have the longest row."""
-    return config.train.batch_groups * config.rollout.group_size * longest_sequence(config)
+    return config.train.batch_groups * config.rollout.trained_episodes * longest_sequence(config)

@@ -67,11 +67,11 @@ def _check_generation(config: Config, allocation: Allocation, backend: BackendRu
     with BACKEND.guard(config.generation.backend, "check or capacity raised"):
         backend.check(allocation)
         capacity = allocation.inference.data * int(backend.capacity())
-    running = config.rollout.workers * config.rollout.max_concurrent * config.rollout.group_size
+    running = config.rollout.workers * config.rollout.max_concurrent * config.rollout.sampled_episodes
     if running > capacity:
         remedy = f"lower it or raise {backend.capacity_field}" if backend.capacity_field else "lower it"
         problem = (
-            f"{running} completions (rollout.workers x max_concurrent x group_size) "
+            f"{running} completions (rollout.workers x max_concurrent x episodes per prompt) "
             f"are more than the servers run and queue ({capacity}): {remedy}"
         )
         raise ConfigError("rollout.max_concurrent", config.rollout.max_concurrent, problem)

@@ -18,19 +18,20 @@ def check_training(config: Config, allocation: Allocation, flow: Dataflow) -> No
     _check_batch(config, allocation, flow)
     _check_parallel(config, flow)
     _check_rewards(config)
+    _check_selection(config)
     _check_loss(config)
     _check_advantages(config)
 
 
 def _check_batch(config: Config, allocation: Allocation, flow: Dataflow) -> None:
     ppo = config.train.ppo
-    sequences = config.train.batch_groups * config.rollout.group_size
+    sequences = config.train.batch_groups * config.rollout.trained_episodes
     for role in flow.trained_roles:
         data = allocation.placement(role).layout.data
         minibatches = ppo.critic.minibatches if role == "critic" else ppo.minibatches
         if sequences < minibatches * data:
             problem = (
-                f"{config.train.batch_groups} groups x {config.rollout.group_size} episodes are fewer than "
+                f"{config.train.batch_groups} groups x {config.rollout.trained_episodes} episodes are fewer than "
                 f"{minibatches} minibatches x {data} data-parallel ranks of the {role}"
             )
             raise ConfigError("train.batch_groups", config.train.batch_groups, problem)
@@ -82,11 +83,6 @@ def _check_rewards(config: Config) -> None:
         raise ConfigError(
             "rollout.reward.correct", reward.correct, f"must be above rollout.reward.wrong ({reward.wrong})"
         )
-    if ppo.filter.min > ppo.filter.max:
-        raise ConfigError("train.ppo.filter.min", ppo.filter.min, f"must not exceed filter.max ({ppo.filter.max})")
-    if config.rollout.group_size == 1 and (ppo.filter.min > 0 or ppo.filter.max < 1):
-        problem = "a success rate needs at least 2 episodes per prompt; set train.ppo.filter to 0 and 1"
-        raise ConfigError("rollout.group_size", 1, problem)
     longest = config.generation.sampling.max_new_tokens
     if ppo.overlong.buffer > longest:
         raise ConfigError(
@@ -95,6 +91,28 @@ def _check_rewards(config: Config) -> None:
     if ppo.reward_model.enabled and not config.roles.reward.path:
         problem = "train.ppo.reward_model.enabled needs a reward model: set an HF *ForSequenceClassification directory"
         raise ConfigError("roles.reward.path", "", problem)
+
+
+def _check_selection(config: Config) -> None:
+    """Check the settings of docs/sampling.md against each other."""
+    rollout, ppo, curriculum = config.rollout, config.train.ppo, config.data.curriculum
+    if ppo.filter.min > ppo.filter.max:
+        raise ConfigError("train.ppo.filter.min", ppo.filter.min, f"must not exceed filter.max ({ppo.filter.max})")
+    if curriculum.min > curriculum.max:
+        problem = f"must not exceed data.curriculum.max ({curriculum.max})"
+        raise ConfigError("data.curriculum.min", curriculum.min, problem)
+    if rollout.group_size == 1 and ppo.filter.enabled:
+        problem = "train.ppo.filter needs at least 2 episodes per prompt: increase it, or set the filter's defaults"
+        raise ConfigError("rollout.group_size", 1, problem)
+    kept = rollout.keep.episodes
+    if kept and kept >= rollout.group_size:
+        problem = f"must be below rollout.group_size ({rollout.group_size}), or 0 to train all"
+        raise ConfigError("rollout.keep.episodes", kept, problem)
+    if kept == 1 and "group" in (ppo.advantage.mean, ppo.advantage.std):
+        raise ConfigError("rollout.keep.episodes", 1, "must be at least 2: advantages are normalised per group")
+    if kept and rollout.keep.by == "best" and ppo.advantage.mean == "group":
+        problem = "the best episodes have similar rewards, and mean=group subtracts them: set by=spread, or mean=batch"
+        raise ConfigError("rollout.keep.by", "best", problem)
 
 
 def _check_loss(config: Config) -> None:

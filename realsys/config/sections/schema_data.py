@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from realsys.config.fields import NonNegative, Positive, PositiveFloat, Probability, Section
+from realsys.config.sections.schema_sampling import CurriculumConfig
 
 RG = "reasoning_gym:"
 AUTO_LAYOUT = "auto"
@@ -74,6 +75,7 @@ class DataConfig(Section):
     chat_template: bool = Field(True, description="wrap prompts in the tokenizer's chat template if it has one")
     verifier: str = Field("math", description="built-in name (docs/data.md) or package.module:function")
     verifier_args: dict[str, Any] = Field({}, description="keyword arguments of the verifier")
+    curriculum: CurriculumConfig = CurriculumConfig()
     arith: ArithConfig = ArithConfig()
 
 

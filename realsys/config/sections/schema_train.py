@@ -17,6 +17,7 @@ from realsys.config.fields import (
     Probability,
     Section,
 )
+from realsys.config.sections.schema_sampling import FilterConfig
 
 
 class NormalisationConfig(Section):
@@ -72,13 +73,6 @@ class OverlongConfig(Section):
 
     buffer: NonNegative = Field(0, description="tokens before max_new_tokens at which it begins; 0: off")
     penalty: NonNegativeFloat = Field(1.0, description="subtracted from the reward at max_new_tokens")
-
-
-class FilterConfig(Section):
-    """Dynamic sampling: groups with a success rate outside [min, max] are dropped and replaced by other prompts."""
-
-    min: Probability = Field(0.0, description="lowest success rate that is trained; 0: no limit")
-    max: Probability = Field(1.0, description="highest success rate that is trained; 1: no limit")
 
 
 class PPOConfig(Section):

@@ -36,6 +36,7 @@ class AuditTally:
     newest       version that was trained last
     granted_at   version of the last grant
     given_back   prompts that may be granted again
+    rates        prompt -> success rate in per mille, of those with a verdict
     lost_steps   versions that a trainer went back to: it may have died before it wrote its log
     """
 
@@ -55,6 +56,7 @@ class AuditTally:
     newest: int = 0
     granted_at: int = -1
     given_back: deque[int] = field(default_factory=deque)
+    rates: dict[int, int] = field(default_factory=dict)
     lost_steps: set[int] = field(default_factory=set)
     ledger: Ledger = field(default_factory=lambda: Ledger(PromptOrder(seed=0, size=1), max_attempts=1))
 

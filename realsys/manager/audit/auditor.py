@@ -49,6 +49,7 @@ class Auditor(AuditTally):
                 self.cursor = event.cursor
                 self.newest = event.step
                 self.given_back.extend(event.pending)
+                self._take_rates(event.rates)
             case e.Snapshot():
                 self._snapshot(event)
             case _:
@@ -111,13 +112,35 @@ class Auditor(AuditTally):
             else:
                 self.note("prompts", line, f"ticket {event.ticket_id}: prompt {event.prompt_index} was not given back")
             return
-        if event.position != self.cursor:
-            what = "granted before" if event.position < self.cursor else f"granted before {self.cursor}"
-            self.note("prompts", line, f"ticket {event.ticket_id}: prompt position {event.position} was {what}")
+        if event.position < self.cursor:
+            self.note("prompts", line, f"ticket {event.ticket_id}: prompt position {event.position} was granted before")
+        elif passed := self._wrongly_passed(event.position):
+            what = f"prompt position {event.position} was granted before {passed[0]}"
+            self.note("prompts", line, f"ticket {event.ticket_id}: {what}")
         elif self.order is not None and self.order.at(event.position) != event.prompt_index:
             expected = self.order.at(event.position)
             self.note("prompts", line, f"ticket {event.ticket_id}: prompt {event.prompt_index} instead of {expected}")
         self.cursor = max(self.cursor, event.position + 1)
+
+    def _wrongly_passed(self, position: int) -> list[int]:
+        """Return the positions before ``position`` that the curriculum, if there is one, had to take."""
+        passed = range(self.cursor, position)
+        curriculum = self.opened.curriculum if self.opened is not None else None
+        if not passed or curriculum is None or self.order is None:
+            return list(passed[:1])
+        low, high, _ = curriculum
+        rates = ((at, self.rates.get(self.order.at(at) or 0)) for at in passed)
+        return [at for at, rate in rates if rate is None or low <= rate <= high]
+
+    def _take_rates(self, rates: list[int]) -> None:
+        self.rates = {prompt: rate for prompt, rate in enumerate(rates) if rate >= 0}
+
+    def _observe(self, prompt: int, event: e.Finished) -> None:
+        """Average the success rate of a group with that of its prompt's groups before."""
+        if event.judged:
+            rate = round(1000 * event.correct / event.judged)
+            before = self.rates.get(prompt)
+            self.rates[prompt] = rate if before is None else (before + rate + (rate > before)) // 2
 
     def _finished(self, event: e.Finished, line: int) -> None:
         seen = self.current(event.ticket_id, event.attempt, f"finished ({event.outcome})", line)
@@ -125,6 +148,7 @@ class Auditor(AuditTally):
             return
         if seen.state != "running":
             self.note("attempts", line, f"ticket {event.ticket_id} finished, though it was {seen.state}")
+        self._observe(seen.prompt, event)
         if event.outcome == "accepted":
             seen.oldest = event.version_min
             self.move(seen, "finished")
@@ -258,3 +282,4 @@ class Auditor(AuditTally):
         self.attempts = len(event.attempt) + sum(event.attempt)
         self.causes.update(event.reissued_by_cause)
         self.given_back.extend(event.prompts)
+        self._take_rates(event.rates)

@@ -1,13 +1,17 @@
-"""Columns of the ledger: outcome, attempt, prompt and staleness of every ticket, 19 bytes each, by ticket number."""
+"""Columns of the ledger: outcome, attempt, prompt and staleness of every ticket, 19 bytes each, by ticket number; and
+the success rate of every prompt, 2 bytes each.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
 from realsys.manager.ledger.events import Snapshot
+from realsys.manager.ledger.order import UNSEEN
 from realsys.manager.ledger.tickets import label, ticket_number
 
 OPEN, FIRST_REASON = -1, -2  # outcome codes; a version >= 0 means trained, <= -2 dropped for reason -2 - code
@@ -83,3 +87,46 @@ class TicketColumns:
 def bounded(counter: Counter[str], name: str) -> str:
     """Return ``name``, or "other" where the counter has as many names as it may."""
     return name if name in counter or len(counter) < MAX_REASONS else "other"
+
+
+class PromptRates:
+    """Measured success rate of every prompt in per mille, UNSEEN before its first verdict.
+
+    A measurement is averaged with the rate before it, because the policy changes and one group is few episodes.
+    """
+
+    def __init__(self, rates: Iterable[int] = ()) -> None:
+        self.values = array("h", rates)
+        self.revision = 0  # changes with every measurement
+
+    def resize(self, prompts: int) -> None:
+        """Make room for ``prompts`` prompts."""
+        self.values.extend([UNSEEN] * (prompts - len(self.values)))
+
+    def observe(self, prompt: int, correct: int, judged: int) -> None:
+        """Add a group with ``correct`` of ``judged`` episodes right. Prompts that are not there are ignored."""
+        if not judged or prompt >= len(self.values):
+            return
+        before, rate = self.values[prompt], round(1000 * min(correct, judged) / judged)
+        # Rounded away from the old rate: a prompt that is always right ends at 1000.
+        self.values[prompt] = rate if before == UNSEEN else (before + rate + (rate > before)) // 2
+        self.revision += 1
+
+    def of(self, prompt: int) -> int:
+        """Return the rate of a prompt."""
+        return self.values[prompt] if prompt < len(self.values) else UNSEEN
+
+    def shares(self) -> dict[str, float]:
+        """Return the shares of prompts never judged, all wrong, between, and all right."""
+        rates = np.asarray(self.values)
+        counts = {
+            "unseen": np.count_nonzero(rates == UNSEEN),
+            "wrong": np.count_nonzero(rates == 0),
+            "between": np.count_nonzero((rates > 0) & (rates < 1000)),
+            "right": np.count_nonzero(rates == 1000),
+        }
+        return {name: int(count) / max(1, len(rates)) for name, count in counts.items()}
+
+    def measured(self) -> list[int]:
+        """Return all rates; [] if there is no measurement."""
+        return self.values.tolist() if any(rate != UNSEEN for rate in self.values) else []

@@ -3,7 +3,7 @@
     Granted ──> Finished(accepted) ──> Claimed ──> Trained
        │  ^        ├─(failed, retry) ─┐
        │  └────────┴── Reissued <─────┘        the same ticket_id, attempt + 1
-       └──> Finished(rejected | failed) / Dropped
+       └──> Finished(rejected | failed | filtered) / Dropped
 
     RolledBack: every running, finished or later trained ticket waits for its next attempt, in one record
 
@@ -25,7 +25,9 @@ OrNone = Annotated[int, msgspec.Meta(ge=-1, le=_I32)]  # -1: none
 Index = Annotated[int, msgspec.Meta(ge=0, le=_I64)]  # prompt, or position in the order of prompts
 MOST_STALE = 255  # reissues of a ticket because its group was too old
 MOST_PROBLEMS = 1 << 24  # per evaluation; the manager tracks each
-Outcome = Literal["accepted", "rejected", "failed"]
+#: filtered: the group has no signal, and its worker has discarded it (``train.ppo.filter``)
+Outcome = Literal["accepted", "rejected", "failed", "filtered"]
+Rate = Annotated[int, msgspec.Meta(ge=-1, le=1000)]  # success rate in per mille; -1: not measured
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
@@ -41,6 +43,7 @@ class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
     cursor: Index
     pending: list[Index]
     time: float
+    rates: list[Rate] = []  # success rate of each prompt, for the curriculum; []: none
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
@@ -54,6 +57,8 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     group_size: int
     time: float
     max_reissues: int = 0  # reissues that a ticket may have because its group was too old
+    #: (lowest, highest success rate in per mille, floor) of data.curriculum; None: every prompt is taken
+    curriculum: tuple[Rate, Rate, float] | None = None
 
 
 class RolledBack(msgspec.Struct, frozen=True, tag="rolled_back"):
@@ -94,6 +99,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     time: float
     version_min: OrNone = -1  # version of the oldest token
     version_max: OrNone = -1
+    correct: Number = 0  # episodes that solved the task
+    judged: Number = 0  # episodes that solved it or did not; the others have no right or wrong
 
 
 class Reissued(msgspec.Struct, frozen=True, tag="reissued"):
@@ -210,6 +217,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     forgotten: dict[str, int]  # evaluation -> how often a roll-back discarded it
     time: float
     stale: list[int] = []
+    rates: list[Rate] = []  # success rate of each prompt; []: none is measured
     chain: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0  # checksum of the last record before
 
     def problem(self) -> str | None:

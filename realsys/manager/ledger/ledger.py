@@ -2,7 +2,7 @@
 
                 grant                     finish accepted             claim             trained
     waiting ────────────> running ───────────────────────> finished ─────────> claimed ─────────> trained at version k
-       ^                  │  │  └── finish rejected/failed ──> dropped(reason)    ^
+       ^                  │  │  └── finish rejected/failed/filtered ──> dropped   ^
        │                  │  └── the group may arrive before its finish (from waiting, too)
        └── failed, lost ──┴── stale, never arrived, rolled back ── (from finished; claimed only by a roll-back)
 
@@ -27,7 +27,7 @@ import msgspec
 
 from realsys.manager.ledger import events as e
 from realsys.manager.ledger.ledger_state import STALE, LedgerState
-from realsys.manager.ledger.order import PromptOrder
+from realsys.manager.ledger.order import Curriculum, PromptOrder
 from realsys.manager.ledger.tickets import OpenTicket, ticket_name
 from realsys.manager.messages import DataPosition, FinishReply
 from realsys.manager.refusals import BadCall
@@ -36,10 +36,12 @@ from realsys.manager.refusals import BadCall
 class Ledger(LedgerState):
     """The decisions: each applies the events that it returns."""
 
-    def __init__(self, order: PromptOrder, max_attempts: int) -> None:
+    def __init__(self, order: PromptOrder, max_attempts: int, curriculum: Curriculum | None = None) -> None:
         super().__init__()
         self._order = order
         self._max_attempts = max_attempts
+        self._curriculum = curriculum
+        self._found = (-1, -1, -1)  # (cursor, revision of the rates, next position): the last search
 
     @property
     def counted(self) -> int:
@@ -54,12 +56,13 @@ class Ledger(LedgerState):
     @property
     def exhausted(self) -> bool:
         """True when no ticket waits and the epochs are used up."""
-        return not self.counts.open["waiting"] and not self.prompts and self._order.at(self.cursor) is None
+        return not self.counts.open["waiting"] and not self.prompts and self._next_position() is None
 
     def position(self) -> DataPosition:
         """Return the position in the data: a trial that resumes there misses no prompt and repeats none."""
         pending = [self.open[ticket_id].prompt_index for ticket_id in sorted(self.open)]
-        return DataPosition(self.cursor, [*pending, *self.prompts], self._order.size, self._order.seed)
+        rates = self.rates.measured() if self._curriculum is not None else []
+        return DataPosition(self.cursor, [*pending, *self.prompts], self._order.size, self._order.seed, rates)
 
     def running(self) -> Iterator[OpenTicket]:
         return (ticket for ticket in self.open.values() if ticket.state == "running")
@@ -96,10 +99,12 @@ class Ledger(LedgerState):
         reason: str,
         now: float,
         versions: tuple[int, int] = (-1, -1),
+        verdicts: tuple[int, int] = (0, 0),
     ) -> tuple[FinishReply, e.Finished | None]:
         """End an attempt. Not known if superseded or never granted; a repetition is known and has no event.
 
-        ``versions`` of the oldest and the newest token of its completions.
+        ``versions`` of the oldest and the newest token of its completions. ``verdicts``: episodes that were correct,
+        and episodes that were judged.
         """
         number = self.columns.number(ticket_id)
         if number is None or self.columns.attempt[number] != attempt:
@@ -111,7 +116,7 @@ class Ledger(LedgerState):
             # The attempt failed before (a repetition) or its lease lapsed: in both cases another attempt follows.
             return FinishReply(known=False, retry=True), None
         retry = outcome == "failed" and ticket.failures + 1 < self._max_attempts
-        event = e.Finished(ticket_id, attempt, outcome, reason[:512], retry, now, *versions)
+        event = e.Finished(ticket_id, attempt, outcome, reason[:512], retry, now, *versions, *verdicts)
         self.apply(event)
         return FinishReply(known=True, retry=retry), event
 
@@ -242,5 +247,26 @@ class Ledger(LedgerState):
         new = ticket_name(len(self.columns))
         if self.prompts:
             return new, 0, self.prompts[0], -1
-        prompt = self._order.at(self.cursor)
-        return None if prompt is None else (new, 0, prompt, self.cursor)
+        position = self._next_position()
+        prompt = None if position is None else self._order.at(position)
+        return None if prompt is None or position is None else (new, 0, prompt, position)
+
+    def _next_position(self) -> int | None:
+        """Return the position of the next new prompt, None if the epochs are used up.
+
+        The curriculum passes over positions, but never over a whole epoch.
+        """
+        cursor, revision, position = self._found
+        if self._curriculum is None:
+            position = self.cursor
+        elif (cursor, revision) != (self.cursor, self.rates.revision):
+            position = self._search(self._curriculum)
+            self._found = self.cursor, self.rates.revision, position
+        return position if self._order.at(position) is not None else None
+
+    def _search(self, curriculum: Curriculum) -> int:
+        for position in range(self.cursor, self.cursor + self._order.size):
+            prompt = self._order.at(position)
+            if prompt is None or curriculum.takes(self._order.seed, position, self.rates.of(prompt)):
+                return position
+        return self.cursor

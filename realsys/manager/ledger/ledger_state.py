@@ -13,7 +13,7 @@ from collections import deque
 
 from realsys.errors import LedgerError
 from realsys.manager.ledger import events as e
-from realsys.manager.ledger.columns import LONGEST_LAG, TicketColumns, bounded
+from realsys.manager.ledger.columns import LONGEST_LAG, PromptRates, TicketColumns, bounded
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.ledger.tickets import LedgerCounts, OpenState, OpenTicket, label, ticket_name
 
@@ -33,6 +33,7 @@ class LedgerState:
     def __init__(self) -> None:
         self.open: dict[str, OpenTicket] = {}
         self.columns = TicketColumns()
+        self.rates = PromptRates()
         self.counts = LedgerCounts()
         self.prompts: deque[int] = deque()
         self.cursor = 0
@@ -88,6 +89,7 @@ class LedgerState:
         self.base = event.step
         self.newest = event.step
         self.prompts.extend(event.pending)
+        self.rates = PromptRates(event.rates)
 
     def _apply_opened(self, event: e.Opened) -> None:
         before = self.opened
@@ -96,6 +98,7 @@ class LedgerState:
             if was != now:
                 raise LedgerError(f"ledger: its tickets were granted with {name}={was}, and now it is {now}")
         self.opened = event
+        self.rates.resize(event.prompts)
 
     def _apply_rolled_back(self, event: e.RolledBack) -> None:
         """In the order of the ticket numbers, so that a replay gives the same state."""
@@ -148,9 +151,10 @@ class LedgerState:
     def _advance(self, event: e.Granted) -> None:
         """Take the prompt of a new ticket: the next one of the order, or the first of those given back."""
         if event.position >= 0:
-            if event.position != self.cursor:
+            passes_over = self.opened is not None and self.opened.curriculum is not None
+            if event.position < self.cursor or (event.position > self.cursor and not passes_over):
                 raise LedgerError(f"ledger: {event}: the next prompt is that of position {self.cursor}")
-            self.cursor += 1
+            self.cursor = event.position + 1
         elif not self.prompts or self.prompts.popleft() != event.prompt_index:
             raise LedgerError(f"ledger: {event}: prompt {event.prompt_index} is not the next of those given back")
 
@@ -158,6 +162,7 @@ class LedgerState:
         ticket = self._open(event.ticket_id, event)
         if ticket.state != "running" or ticket.attempt != event.attempt:
             raise LedgerError(f"ledger: {event} cannot follow {ticket}")
+        self.rates.observe(ticket.prompt_index, event.correct, event.judged)
         if event.outcome == "accepted":
             self._move(ticket, "finished")
             ticket.news_at = event.time
@@ -244,6 +249,7 @@ class LedgerState:
             prompt=self.columns.prompt.tolist(),
             lag=self.columns.lag.tolist(),
             stale=self.columns.stale.tolist(),
+            rates=self.rates.measured(),
             reasons=list(self.columns.reasons),
             open=[dataclasses.replace(ticket) for ticket in self.open.values()],
             prompts=list(self.prompts),
@@ -267,6 +273,9 @@ class LedgerState:
         self._records = event.records - 1
         self._first_cursor = event.first_cursor
         self.columns = TicketColumns(event)
+        self.rates = PromptRates(event.rates)
+        if event.opened is not None:
+            self.rates.resize(event.opened.prompts)
         self.prompts = deque(event.prompts)
         self.open = {ticket.ticket_id: dataclasses.replace(ticket) for ticket in event.open}
         self._waiting = sorted(ticket.ticket_id for ticket in event.open if ticket.state == "waiting")

@@ -1,6 +1,8 @@
-"""Order of the prompts: a seeded permutation per epoch, a pure function of (seed, epoch, size)."""
+"""Order of the prompts: a seeded permutation per epoch, a pure function of (seed, epoch, size); and the curriculum."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -37,3 +39,36 @@ class PromptOrder:
         if epoch != self._epoch:
             self._epoch, self._permutation = epoch, permutation(self.seed, epoch, self.size)
         return int(self._permutation[offset])
+
+
+UNSEEN = -1  # success rate of a prompt without a verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Curriculum:
+    """Choice of prompts by their measured success rate: a position of the order is taken or passed over.
+
+    A prompt without a measurement, or with one from ``low`` to ``high`` (per mille), is always taken. Any other one is
+    taken with probability ``floor``, drawn from seed and position alone, so that no prompt is passed over for ever.
+    """
+
+    low: int
+    high: int
+    floor: float
+
+    def takes(self, seed: int, position: int, rate: int) -> bool:
+        """Return True if the prompt at ``position`` is taken; ``rate``: its success rate in per mille, or UNSEEN."""
+        if rate == UNSEEN or self.low <= rate <= self.high:
+            return True
+        return _mixed(seed, position) < self.floor
+
+
+def _mixed(seed: int, position: int) -> float:
+    """Return a number in [0, 1) that looks random: SplitMix64, because a SeedSequence takes 10 µs."""
+    state = (seed * 0xD1342543DE82EF95 + position * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (state ^ (state >> 31)) / 2.0**64
+
+
+_MASK = (1 << 64) - 1

@@ -94,6 +94,12 @@ class LedgerCounts:
         """N of ``admission`` without the candidate."""
         return self.inherited + sum(self.open.values()) - self.open["waiting"] + self.trained
 
+    def filtered(self) -> dict[str, int]:
+        """Return the groups that workers filtered out, by reason."""
+        prefix = "filtered "
+        drops = self.dropped_by_reason.items()
+        return {reason.removeprefix(prefix): n for reason, n in drops if n and reason.startswith(prefix)}
+
     def by_state(self) -> dict[str, int]:
         """Return the tickets in each state; the sum is ``granted``."""
         states: dict[str, int] = {state: number for state, number in self.open.items()}  # noqa: C416 (wider key type)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from realsys.buffer.token_losses import FAILED, rounded_length
+from realsys.manager.ledger.columns import bounded
 from realsys.manager.messages import FinishRequest
 from realsys.manager.routing.placement import Reservation
 
@@ -49,16 +51,21 @@ class Throughput:
         self.finish_reasons: Counter[str] = Counter()
         self.verdicts: dict[str, tuple[int, int]] = {}  # worker -> completions that wait for one, and without one
         self.verdict_failures: Counter[str] = Counter()  # cause -> completions
-        self.lost_tokens = 0  # sampled for episodes that failed
+        self.lost_tokens: Counter[str] = Counter()  # reason -> tokens of episodes that are not trained
+        self.lost_lengths: Counter[int] = Counter()  # rounded tokens of those that did not fail -> episodes
 
     def count(self, request: FinishRequest, released: list[Reservation], now: float) -> None:
         """Add one finish. Without its own count per server, its tokens are those of the first released place."""
         tokens = sum(answer.length for answer in request.answers)
-        self.tokens.add(tokens, now)
+        self.tokens.add(tokens + sum(map(sum, request.lost_tokens.values())), now)
         self.groups.add(1, now)
         self.verdicts[request.worker] = request.verdicts_waiting, request.verdicts_undecided
         self.verdict_failures.update(request.verdict_failures)
-        self.lost_tokens += request.lost_tokens
+        for reason, lengths in request.lost_tokens.items():
+            name = bounded(self.lost_tokens, reason)
+            self.lost_tokens[name] += sum(lengths)
+            if name != FAILED:
+                self.lost_lengths.update(map(rounded_length, lengths))
         self.finish_reasons.update(answer.finish_reason for answer in request.answers)
         for server, count in (request.servers or {place.server: tokens for place in released[:1]}).items():
             if server in self.by_server:

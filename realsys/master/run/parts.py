@@ -39,7 +39,6 @@ from realsys.master.publish import Publisher, VersionKey
 from realsys.master.records.recorder import Recorder
 from realsys.master.run.run_status import RunStatus
 from realsys.master.run.stopping import Stopping
-from realsys.master.statistics import keep_samples
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
 from realsys.master.warmup import Warmup, WarmupParts
@@ -160,7 +159,7 @@ def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:
 def build_loop(ctx: WorkerContext, parts: MasterParts, stop: asyncio.Event) -> TrainLoop:
     """Build the train loop, and connect it to the notices of the ModelWorkers."""
     config, stream = ctx.config, parts.connections.stream
-    decisions = IntakeState(IntakeSettings.of(config), ctx.incarnation, functools.partial(keep_samples, config))
+    decisions = IntakeState(IntakeSettings.of(config), ctx.incarnation)
     intake = Intake(decisions, parts.workers, parts.connections.manager, parts.publisher.repair)
     stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
     recorder = Recorder(config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive)

@@ -1,17 +1,19 @@
 """Cost model of a RolloutWorker: it asks for tickets, has their groups sampled, pushes them and reports the end.
 
-allocate ──ticket──> schedule ──> pieces on a server ──all done──> judge ──> push ──> finish
-                        ^  │ a chunk is full, or the server failed
+allocate ──ticket──> schedule ──> pieces on a server ──enough have ended──> judge ──> push ──> finish
+                        ^  │ a chunk is full, or the server failed            └─ no signal ──────^
                         └──┘ each unfinished completion continues from its tokens
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
+from realsys.buffer.token_losses import NOT_KEPT, OVER_SAMPLED
 from realsys.config.schema import Config
 from realsys.manager.messages import (
     AllocateReply,
@@ -25,6 +27,7 @@ from realsys.manager.messages import (
 from realsys.manager.operations import ALLOCATE, FINISH, SCHEDULE, TOUCH
 from realsys.manager.refusals import NoServer, Refusal
 from realsys.rollout.partial import LAST_DELAY_S, MAX_FAILURES
+from realsys.rollout.selection import kept_episodes, reason_to_drop
 from realsys.simulate.account import Account
 from realsys.simulate.clock import Clock
 from realsys.simulate.costs.length_models import Lengths
@@ -42,8 +45,17 @@ class Completion:
     """One episode: ``length`` tokens in the end, ``versions`` of those sampled so far."""
 
     length: int
+    correct: bool
     versions: dict[int, int] = field(default_factory=dict)
     sampled: int = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.sampled == self.length
+
+    @property
+    def reward(self) -> float:
+        return 5.0 if self.correct else -5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -62,17 +74,17 @@ class GroupRun:
     failures: int = 0
     waiting_since: float = 0.0
     failed: tuple[str, str] | None = None  # server, failure
+    verdicts: tuple[int, int] = (0, 0)  # correct, judged
 
     @property
     def tokens(self) -> int:
         return sum(completion.sampled for completion in self.completions)
 
-    def samples(self, success: float) -> list[SampleMeta]:
+    def samples(self) -> list[SampleMeta]:
         """Return the metadata of its rows, as a DP head announces them."""
-        ticket, rewards = self.ticket, Random(self.ticket.seed + 1)
+        ticket = self.ticket
         rows = []
         for k, completion in enumerate(self.completions):
-            correct = rewards.random() < success
             rows.append(
                 SampleMeta(
                     f"{ticket.ticket_id}.{ticket.attempt}/{k}.0",
@@ -80,7 +92,7 @@ class GroupRun:
                     ticket.attempt,
                     completion.length,
                     completion.length,
-                    5.0 if correct else -5.0,
+                    completion.reward,
                     False,
                     min(completion.versions),
                     max(completion.versions),
@@ -88,7 +100,7 @@ class GroupRun:
                     trainer_incarnation=ticket.trainer_incarnation,
                     episode=k,
                     group_rows=len(self.completions),
-                    correct=correct,
+                    correct=completion.correct,
                     version_tokens=sorted(completion.versions.items()) if len(completion.versions) > 1 else [],
                     reissues=ticket.reissues,
                 )
@@ -124,7 +136,8 @@ class Worker:
         self.incarnation = incarnation
         self.up = True
         self._world = world
-        self._n = world.config.rollout.group_size
+        self._n = world.config.rollout.sampled_episodes
+        self._size = world.config.rollout.group_size
         self._free = world.config.rollout.max_concurrent * self._n  # episodes
         self._asked = 0
         self._asking = False
@@ -167,8 +180,10 @@ class Worker:
 
     def _start(self, ticket: Ticket) -> None:
         world = self._world
-        lengths = world.lengths.draw(ticket)
-        group = GroupRun(ticket, self.name, [Completion(length) for length in lengths], world.clock.now)
+        lengths, rewards = world.lengths.draw(ticket), Random(ticket.seed + 1)
+        success = success_rate(world.sim, world.config.seed, ticket.prompt_index)
+        completions = [Completion(length, rewards.random() < success) for length in lengths]
+        group = GroupRun(ticket, self.name, completions, world.clock.now)
         self._free -= ticket.n
         self._groups[group] = None
         world.open.add(group)
@@ -240,22 +255,45 @@ class Worker:
             if left:
                 pieces.append(Piece(index, min(left, chunk or left)))
         before = sum(group.completions[piece.index].sampled for piece in pieces)
-        group.request = EngineRequest(pieces, self._world.sim.prompt_tokens + before, lambda _: self._sampled(group))
+        group.request = EngineRequest(
+            pieces, self._world.sim.prompt_tokens + before, lambda request: self._moved(group, request)
+        )
         engine.submit(group.request)
 
-    def _sampled(self, group: GroupRun) -> None:
-        """All pieces have ended."""
-        assert group.request is not None
-        request, group.request = group.request, None
+    def _moved(self, group: GroupRun, request: EngineRequest) -> None:
+        """Pieces have ended. When enough completions have, the others are cancelled; when all pieces have, they go on.
+
+        The first that end make the group: those of one moment in the order of their numbers.
+        """
         self._collect(group, request)
-        if any(c.sampled < c.length for c in group.completions):
-            self._schedule(group)
-        else:
+        ended = [completion for completion in group.completions if completion.ended]
+        size = self._size if group.ticket.kind == "train" else group.ticket.n
+        if len(ended) >= size:
+            if request.left:
+                assert group.engine is not None
+                self._lose(OVER_SAMPLED, group.engine.cancel(request))
+            group.request = None
+            self._leave_out(group, ended[:size], OVER_SAMPLED)
             self._world.clock.after(self._world.sim.judge_s, self._judged, group)
+        elif not request.left:
+            group.request = None
+            self._schedule(group)
+
+    def _leave_out(self, group: GroupRun, kept: list[Completion], reason: str) -> None:
+        """Waste the completions of a group that are not ``kept``."""
+        before, group.completions = group.tokens, kept
+        if wasted := before - group.tokens:
+            self._world.account.wasted[reason] += wasted
+
+    def _lose(self, reason: str, tokens: int) -> None:
+        """Count tokens of a server that belong to no completion."""
+        self._world.account.sampled += tokens
+        self._world.account.wasted[reason] += tokens
 
     def _collect(self, group: GroupRun, request: EngineRequest) -> None:
         account = self._world.account
-        for piece, versions in request.sampled:
+        sampled, request.sampled = request.sampled, []
+        for piece, versions in sampled:
             completion = group.completions[piece.index]
             completion.sampled += piece.tokens
             account.sampled += piece.tokens
@@ -265,10 +303,7 @@ class Worker:
     def server_died(self, group: GroupRun, lost: int) -> None:
         """Continue after the death of its server. ``lost``: tokens that it had sampled and not returned."""
         assert group.request is not None
-        account = self._world.account
-        ended = sum(piece.tokens for piece, _ in group.request.sampled)  # the reply was not sent yet
-        account.sampled += lost + ended
-        account.wasted["server lost"] += lost + ended
+        self._lose("server lost", lost)
         group.request = None
         self._failed(group, "connection closed")
 
@@ -291,10 +326,18 @@ class Worker:
     def _judged(self, group: GroupRun) -> None:
         if group.over or not self.up:
             return
-        if group.ticket.kind == "train":
-            self._world.push(group, lambda: self._stored(group))
-        else:
+        if group.ticket.kind != "train":
             self._finish(group, "accepted", "")
+            return
+        config, completions = self._world.config, group.completions
+        group.verdicts = sum(completion.correct for completion in completions), len(completions)
+        if reason := reason_to_drop(completions, config.train.ppo.filter):
+            self._finish(group, "filtered", reason)
+            return
+        rewards = [completion.reward for completion in completions]
+        kept = kept_episodes(rewards, config.rollout.keep, group.ticket.seed)
+        self._leave_out(group, [completions[k] for k in kept], NOT_KEPT)
+        self._world.push(group, lambda: self._stored(group))
 
     def _stored(self, group: GroupRun) -> None:
         if self.up:
@@ -305,12 +348,13 @@ class Worker:
         answers = []
         if outcome == "accepted":
             answers = [Answer(5.0, True, c.length, "stop", min(c.versions), max(c.versions)) for c in group.completions]
-        if outcome == "failed":
-            world.waste(group, "failed")
+        if outcome != "accepted":
+            world.waste(group, reason if outcome == "filtered" else "failed")
         elif group.ticket.kind == "eval":
             world.waste(group, "evaluation")
         ticket_id, attempt = group.ticket.ticket_id, group.ticket.attempt
         request = FinishRequest(ticket_id, attempt, self.name, outcome, reason, answers)  # type: ignore[arg-type]
+        request.correct, request.judged = group.verdicts
         world.manager.call(FINISH, request, lambda reply: self._finished(group, reply))
 
     def _finished(self, group: GroupRun, reply: FinishReply) -> None:
@@ -324,10 +368,7 @@ class Worker:
         """End an attempt that is not to be reported."""
         world = self._world
         if group.request is not None and group.engine is not None:
-            lost = group.engine.cancel(group.request)
-            ended = sum(piece.tokens for piece, _ in group.request.sampled)
-            world.account.sampled += lost + ended
-            world.account.wasted[reason] += lost + ended
+            self._lose(reason, group.engine.cancel(group.request))
             group.request = None
         if group.arrived == 0.0:
             world.waste(group, reason)
@@ -335,3 +376,11 @@ class Worker:
             del self._groups[group]
             self._free += group.ticket.n
             self.ask()
+
+
+def success_rate(sim: SimSettings, seed: int, prompt_index: int) -> float:
+    """Return the share of right completions of a prompt: its logit is normally distributed over the prompts."""
+    if not sim.difficulty or sim.success in (0.0, 1.0):
+        return sim.success
+    logit = math.log(sim.success / (1.0 - sim.success)) + sim.difficulty * Random(f"{seed} {prompt_index}").gauss(0, 1)
+    return 1.0 / (1.0 + math.exp(-logit))

@@ -32,11 +32,11 @@ class Piece:
 
 @dataclass(slots=True)
 class EngineRequest:
-    """Pieces of one group on one server. ``done`` is called when the last piece has ended."""
+    """Pieces of one group on one server. ``moved`` is called when pieces have ended; none is ``left`` in the end."""
 
     pieces: list[Piece]
     prefill_tokens: int
-    done: Callable[[EngineRequest], None]
+    moved: Callable[[EngineRequest], None]
     left: int = 0
     #: (piece, version -> tokens) of the pieces that have ended
     sampled: list[tuple[Piece, dict[int, int]]] = field(default_factory=list)
@@ -155,18 +155,18 @@ class Engine:
             return  # an earlier event took its place
         self._armed = -1.0
         self._advance()
-        ended: list[EngineRequest] = []
+        moved: dict[int, EngineRequest] = {}
         while self._running and self._running[0][0] <= self._work + _EPSILON:
             _, _, piece, request = heapq.heappop(self._running)
             self._before -= _before(piece, request)
             request.sampled.append((piece, self._versions(piece)))
             request.left -= 1
+            moved[id(request)] = request
             if not request.left:
                 del self._requests[id(request)]
-                ended.append(request)
         self._fill()
-        for request in ended:
-            request.done(request)
+        for request in moved.values():
+            request.moved(request)
 
     def _so_far(self, piece: Piece) -> int:
         return max(0, min(piece.tokens, int(self._work - piece.began)))

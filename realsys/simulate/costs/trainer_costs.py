@@ -19,7 +19,7 @@ from realsys.manager.refusals import Refusal
 from realsys.master.intake_state import IntakeSettings, IntakeState, TrainBatch
 from realsys.master.publish import VersionsInUse
 from realsys.master.recovery import eval_id_of
-from realsys.master.statistics import batch_statistics, keep_samples
+from realsys.master.statistics import batch_statistics
 from realsys.simulate.account import Account
 from realsys.simulate.clock import Clock
 from realsys.simulate.costs.rollout_costs import GroupRun
@@ -93,8 +93,7 @@ class Trainer:
         self._publishing = False
         self._blocked = None
         self.in_use = VersionsInUse()
-        config = self._world.config
-        self._intake = IntakeState(IntakeSettings.of(config), self.incarnation, partial(keep_samples, config))
+        self._intake = IntakeState(IntakeSettings.of(self._world.config), self.incarnation)
         request = RollBackRequest(self.checkpoint, self.checkpoint, self.incarnation)
         self._call(ROLL_BACK, request, self._rolled_back)
 
@@ -150,7 +149,7 @@ class Trainer:
             world.waste(group, "never arrived")
         else:
             self._held[_name(group)] = group
-            self._intake.add(group.samples(world.sim.success))
+            self._intake.add(group.samples())
             self._carry_out()
             self._propose()
         stored()

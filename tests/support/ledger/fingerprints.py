@@ -45,8 +45,7 @@ def _sample(sample: SampleMeta) -> Any:
 
 def _buffer(buffer: SequenceBuffer) -> Any:
     """All but its statistics and its functions, which never change."""
-    left_out = ("rejected", "filtered_in_a_row")
-    return {name: value for name, value in vars(buffer).items() if name not in left_out and not callable(value)}
+    return {name: value for name, value in vars(buffer).items() if name != "rejected" and not callable(value)}
 
 
 def _intake(intake: IntakeState) -> Any:

@@ -10,7 +10,7 @@ from realsys.manager.messages import AllocateRequest, FinishRequest, ScheduleReq
 from realsys.manager.refusals import NoServer
 from realsys.types import SampleMeta, Ticket
 from tests.support.ledger.fingerprints import ledger_key
-from tests.support.ledger.ledger_world import FILTERED, LEASE_S, Attempt, Truth, WorldState
+from tests.support.ledger.ledger_world import LEASE_S, Attempt, Truth, WorldState
 
 
 @dataclass
@@ -71,11 +71,6 @@ class Workers(WorldState):
         attempt.pushed = True
         self._deliver(self._group(attempt))
 
-    def _filtered(self, ticket_id: str, number: int) -> None:
-        attempt = self.attempts[ticket_id, number]
-        attempt.pushed = True
-        self._deliver(self._group(attempt, FILTERED))
-
     def _arrives_twice(self, ticket_id: str, number: int) -> None:
         self._arrive(ticket_id, number)
         self.strays.append(self._group(self.attempts[ticket_id, number]))
@@ -113,6 +108,7 @@ class Workers(WorldState):
         ends: dict[Outcome, Truth] = {
             "accepted": "finished",
             "rejected": "dropped",
+            "filtered": "dropped",
             "failed": "waiting" if retry else "dropped",
         }
         self.truth[request.ticket_id] = ends[request.outcome]
@@ -130,6 +126,9 @@ class Workers(WorldState):
 
     def _rejected(self, ticket_id: str, number: int) -> None:
         self._finish(ticket_id, number, "rejected")
+
+    def _filtered(self, ticket_id: str, number: int) -> None:
+        self._finish(ticket_id, number, "filtered")
 
     def _lapse(self, ticket_id: str) -> None:
         """Every other running attempt has sent news, this one has not."""

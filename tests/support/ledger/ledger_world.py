@@ -17,7 +17,6 @@ from typing import Any, Literal
 import msgspec
 
 from realsys.buffer.sequence_buffer import StalePolicy
-from realsys.config.sections.schema_train import FilterConfig
 from realsys.manager.audit.auditor import Auditor
 from realsys.manager.ledger.events import EvalAnswered, EvalStarted, Event, Resumed, Snapshot
 from realsys.manager.ledger.journal import decode_record, encode_record
@@ -41,7 +40,6 @@ SERVER = "generation_server/0"
 #: Faults of a rollout that generates.
 IN_GENERATION = ["fails", "fails_though_stored", "rejected", "filtered"]
 IN_GENERATION += ["arrives_twice", "arrives_late", "never_arrives"]
-FILTERED = 0.5  # the reward of a group that the master does not want
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Bounds:
         return replace(made, stale_policy=self.policy, max_reissues=self.reissues)
 
     def intake(self) -> IntakeSettings:
-        return IntakeSettings(self.batch, self.eta, self.policy, self.reissues, FilterConfig(), timeout_s=LATE)
+        return IntakeSettings(self.batch, self.eta, self.policy, self.reissues, 10, timeout_s=LATE)
 
     def order(self) -> PromptOrder:
         return PromptOrder(1, self.prompts, self.epochs)
@@ -108,10 +106,6 @@ class Attempt:
     worker: str
     oldest: int
     pushed: bool = False
-
-
-def keep(group: Any) -> bool:
-    return all(sample.reward != FILTERED for sample in group)
 
 
 #: The model's own fields that tell no two states apart.
@@ -271,7 +265,7 @@ class WorldState:
         return f"{self.trainer_incarnation:04d}"
 
     def _new_intake(self) -> None:
-        self.intake = IntakeState(self.bounds.intake(), self._incarnation(), keep)
+        self.intake = IntakeState(self.bounds.intake(), self._incarnation())
 
     def _has_too_old(self) -> bool:
         """Return True if the next look at the buffer finds a group without a token that may be trained."""
@@ -281,11 +275,11 @@ class WorldState:
 
     def _can_never_fill(self) -> bool:
         """Apply the rule of a running master to two consecutive statuses of the manager."""
-        check, seen = StuckCheck(self.bounds.batch), status(self.manager, 0.0, 0.0)
+        check, seen = StuckCheck(self.bounds.batch, 10), status(self.manager, 0.0, 0.0)
         ready = self.intake.buffer.ready_groups
         return check.check(seen, ready) is None and bool(check.check(seen, ready))
 
-    def _group(self, attempt: Attempt, reward: float = 1.0) -> SampleMeta:
+    def _group(self, attempt: Attempt) -> SampleMeta:
         ticket = attempt.ticket
         return SampleMeta(
             f"{ticket.ticket_id}.{ticket.attempt}/0.0",
@@ -293,7 +287,7 @@ class WorldState:
             ticket.attempt,
             2,
             1,
-            reward,
+            1.0,
             False,
             attempt.oldest,
             attempt.oldest,

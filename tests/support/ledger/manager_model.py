@@ -24,7 +24,7 @@ SERVERS, WORKERS = st.integers(0, 3), st.integers(0, 2)
 PATIENCE_S = 30.0
 PACES = st.sampled_from([Pace(), Pace(0.3, PATIENCE_S), Pace(0.5, PATIENCE_S)])
 CALLS = st.sampled_from(["0.0", "0.1", "1.0"])
-OUTCOMES: st.SearchStrategy[Outcome] = st.sampled_from(["accepted", "accepted", "rejected", "failed"])
+OUTCOMES: st.SearchStrategy[Outcome] = st.sampled_from(["accepted", "accepted", "rejected", "filtered", "failed"])
 SETTINGS = ManagerSettings(B, ETA, 2, ATTEMPTS, 1, {"train": 7, "eval": 4}, lease_s=LEASE_S)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realsys.algorithm.group_filter import keep_group
 from realsys.buffer.balance import token_costs
 from realsys.cluster.topology import place
 from realsys.config.allocation import parse_allocation
@@ -39,7 +38,8 @@ from realsys.master.loop import LoopParts, TrainLoop
 from realsys.master.run.stopping import Stopping
 from realsys.master.step import StepRunner
 from realsys.model_calls import MfcRequest
-from realsys.types import PublishedVersion, SampleMeta, ServerAddress, Ticket
+from realsys.rollout.selection import reason_to_drop
+from realsys.types import Episode, PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import SimulatedWorkers
 
@@ -84,9 +84,15 @@ class Manager:
         return status(self.state, 0.0, 0.0)
 
     def rollouts(self, config: Config, *rewards: Sequence[float]) -> list[tuple[Ticket, list[SampleMeta]]]:
-        """Generate and accept one group per reward, as long as admission allows."""
+        """Generate one group per reward, as long as admission allows; return those that pass the filter."""
         groups = []
         for number, ticket in enumerate(self.state.allocate(AllocateRequest("w", len(rewards)), 0.0).tickets):
+            episodes = [Episode([], reward, reward > 0) for reward in rewards[number]]
+            if reason := reason_to_drop(episodes, config.train.ppo.filter):
+                lost = {reason: [3] * len(episodes)}
+                finish = FinishRequest(ticket.ticket_id, ticket.attempt, "w", "filtered", reason, lost_tokens=lost)
+                self.state.finish(finish, 0.0)
+                continue
             answers = [Answer(r, r > 0, 3, "stop", ticket.version, ticket.version) for r in rewards[number]]
             self.state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", "accepted", "", answers), 0.0)
             groups.append(
@@ -192,7 +198,6 @@ class Run:
         decisions = IntakeState(
             IntakeSettings.of(config),
             trainer_incarnation="",
-            keep=lambda group: keep_group([s.correct for s in group], config.train.ppo.filter),
         )
         self.intake = Intake(decisions, self.workers, manager, self.versions.repair)  # type: ignore[arg-type]
         self.arguments = CallArguments(config, flow, config.train.total_steps)

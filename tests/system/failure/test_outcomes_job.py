@@ -57,16 +57,16 @@ def test_used_up_data_ends_after_its_last_batch(tmp_path):
 def test_used_up_data_without_batch_ends_by_name(tmp_path):
     job = run_arith(tmp_path, "used-up", *TINY, *ALL_FILTERED, "train.total_epochs=1")
     message = stuck(job)
-    assert "all 20 groups have ended: 0 trained, 20 dropped (20 x success_rate)" in message
+    assert "all 20 groups have ended: 0 trained, 20 dropped (20 x filtered success_rate)" in message
     assert "fewer than the 8 of a batch (train.batch_groups)" in message
 
 
 def test_endless_rejected_data_ends_by_name(tmp_path):
     job = run_arith(tmp_path, "rejected", *TINY, *ALL_FILTERED)
     message = stuck(job)
-    found = re.search(r"the last (\d+) groups all have a success rate outside \[0\.5, 1\] ", message)
+    found = re.search(r"the last (\d+) groups were all filtered out, 100% of all groups", message)
     assert found and int(found[1]) >= FEWEST_FILTERED, message
-    assert "(train.ppo.filter)" in message
+    assert "widen train.ppo.filter" in message
 
 
 def test_constant_reward_changes_no_weight_and_is_reported(tmp_path):

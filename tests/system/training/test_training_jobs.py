@@ -59,7 +59,7 @@ def test_dynamic_sampling_replaces_groups_and_every_ticket_ends(tmp_path: Path) 
     dropped = sum(step["dropped_filtered"] for step in job.records("train"))
     ledger = check_ledger(job, batch_groups=8, eta=4, prompts=400)
     assert dropped > 0
-    assert ledger.counts.dropped_by_reason["success_rate"] >= dropped
+    assert ledger.counts.filtered()["success_rate"] >= dropped
 
 
 def test_adapters_are_trained_and_served_merged(tmp_path: Path) -> None:

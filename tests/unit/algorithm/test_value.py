@@ -10,12 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.algorithm.group_filter import keep_group
 from realsys.algorithm.loss import finish_stats, merge_stats
 from realsys.algorithm.value import critic_loss, explained_variance
 from realsys.algorithm.value_norm import RunningMoments
-from realsys.config.sections.schema_train import CriticConfig, FilterConfig
-from realsys.errors import ConfigError
+from realsys.config.sections.schema_train import CriticConfig
 
 # Within the clip; beyond it away from the return; beyond it towards the return; beyond the huber's delta of 2.
 VALUES = [1.1, 2.0, 3.0, 0.0]
@@ -194,36 +192,3 @@ def test_statistics_continue_from_their_state() -> None:
     assert (second.mean, second.std) == (first.mean, first.std)
     with pytest.raises(KeyError, match="total"):
         second.load_state_dict({"weight": 1.0})
-
-
-# --- dynamic sampling
-
-DAPO = FilterConfig(min=0.001, max=0.999)
-
-
-@pytest.mark.parametrize(
-    ("correct", "cfg", "kept"),
-    [
-        ([True, False, False, False], DAPO, True),
-        ([False] * 4, DAPO, False),
-        ([True] * 4, DAPO, False),
-        ([True] * 4, FilterConfig(), True),  # no filter
-        ([False] * 4, FilterConfig(), True),
-        ([None] * 4, FilterConfig(), True),  # nothing is looked at
-        ([True, False, False, False], FilterConfig(min=0.25, max=0.75), True),  # both ends belong
-        ([True, True, True, False], FilterConfig(min=0.25, max=0.75), True),
-        ([True, False, False, False, False], FilterConfig(min=0.25, max=0.75), False),
-    ],
-)
-def test_filter(correct: list[bool | None], cfg: FilterConfig, kept: bool) -> None:
-    assert keep_group(correct, cfg) is kept
-
-
-def test_filter_without_correctness_is_a_named_error() -> None:
-    with pytest.raises(ConfigError, match=r"train\.ppo\.filter\.min.*the environment returned None"):
-        keep_group([True, None], DAPO)
-
-
-def test_a_group_without_answers_is_an_error() -> None:
-    with pytest.raises(ValueError, match="without episodes"):
-        keep_group([], FilterConfig())

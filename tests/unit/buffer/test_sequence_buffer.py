@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -245,40 +243,6 @@ def test_memory_of_finished_tickets_is_bounded() -> None:
         assert len(buffer.take(1).groups) == 1
     assert len(buffer._ended) == 3
     assert buffer.add(group("t048", 1)).accepted == 0
-
-
-def mixed(members: Sequence[SampleMeta]) -> bool:
-    """Worth training on: some answers right, some wrong."""
-    return len({member.reward for member in members}) > 1
-
-
-def rewarded(ticket: str, *rewards: float, owner: int = 0) -> list[SampleMeta]:
-    members = group(ticket, len(rewards), owner=owner)
-    for member, reward in zip(members, rewards, strict=True):
-        member.reward = reward
-    return members
-
-
-def test_complete_group_without_signal_leaves_buffer() -> None:
-    buffer = SequenceBuffer(keep=mixed)
-    early, late = rewarded("t1", 5.0, 5.0, owner=3)
-    assert buffer.add([early]).dropped == []
-    result = buffer.add([late])
-    assert result.dropped == [("t1", "success_rate")]
-    assert [(s.sample_id, s.owner) for s in result.clear] == [("t1.0/0.0", 3), ("t1.0/1.0", 3)]
-    assert (result.accepted, result.rejected, buffer.ready_groups, buffer.incomplete_groups) == (1, 0, 0, 0)
-    again = buffer.add(rewarded("t1", 5.0, -5.0, owner=4))
-    assert (again.accepted, again.dropped, len(again.clear)) == (0, [], 2), "its quota is another prompt's by now"
-
-
-def test_filtered_groups_are_counted_until_one_stays() -> None:
-    buffer = SequenceBuffer(keep=mixed)
-    counts = []
-    for number, rewards in enumerate([(5.0, 5.0), (-5.0, -5.0), (5.0, -5.0), (5.0, 5.0)]):
-        buffer.add(rewarded(f"t{number}", *rewards))
-        counts.append(buffer.filtered_in_a_row)
-    assert counts == [1, 2, 0, 1]
-    assert ids(buffer.take(1).groups) == ["t2"]
 
 
 def test_sizes_below_one_are_refused() -> None:

@@ -26,6 +26,7 @@ GPU8 = Machine(cpus=64, memory_bytes=512 << 30, gpus=tuple("01234567"), torch_ha
 CRITIC = ["train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false"]
 SGLANG = ["generation.backend=sglang", "generation.sglang.python=/bin/true"]
 
+GROUP_MEAN = ["train.ppo.advantage.mean=group"]
 WRONG = [
     (["allocation=d1"], "allocation", "joined by '+'"),
     (["allocation=sglang.d1+d1q2"], "allocation", "cannot read"),
@@ -116,6 +117,12 @@ WRONG = [
     ),
     (["train.ppo.kl.adaptive=true"], "train.ppo.kl.coef", "must be above 0"),
     (["train.ppo.filter.min=0.9", "train.ppo.filter.max=0.1"], "train.ppo.filter.min", "filter.max (0.1)"),
+    (["rollout.group_size=1", "train.ppo.filter.equal_rewards=true"], "rollout.group_size", "at least 2 episodes"),
+    (["rollout.group_size=4", "rollout.keep.episodes=4"], "rollout.keep.episodes", "below rollout.group_size (4)"),
+    (["rollout.keep.episodes=1", *GROUP_MEAN], "rollout.keep.episodes", "must be at least 2"),
+    (["rollout.keep.episodes=2", "rollout.keep.by=best", *GROUP_MEAN], "rollout.keep.by", "mean=group subtracts them"),
+    (["data.curriculum.min=0.9", "data.curriculum.max=0.8"], "data.curriculum.min", "data.curriculum.max (0.8)"),
+    (["rollout.oversample=100000"], "rollout.max_concurrent", "are more than the servers run and queue"),
     (["train.ppo.overlong.buffer=1000"], "train.ppo.overlong.buffer", "max_new_tokens (200)"),
     (["train.ppo.critic.enabled=true"], "train.ppo.skip_zero_advantage", "the tokens differ in advantage"),
     (["train.ppo.lam=0.9"], "train.ppo.lam", "without a critic"),

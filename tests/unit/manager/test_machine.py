@@ -6,6 +6,7 @@ In both roll-out modes, with updates in the middle of answers and with draining,
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import msgspec
 from hypothesis import settings
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from realsys.manager.ledger.events import Event, Outcome
+from realsys.manager.ledger.order import Curriculum
 from realsys.manager.messages import (
     AllocateRequest,
     Answer,
@@ -170,10 +172,11 @@ class RolloutMachine(SurroundingsMachine):
         attempt = self.state.running_attempt(ticket.ticket_id, ticket.attempt)
         return attempt.worker if attempt is not None else ""
 
-    @rule(ticket=tickets, outcome=OUTCOMES)
-    def finish(self, ticket: Ticket, outcome: Outcome) -> None:
+    @rule(ticket=tickets, outcome=OUTCOMES, correct=st.integers(0, 2))
+    def finish(self, ticket: Ticket, outcome: Outcome, correct: int = 2) -> None:
         answers = [] if outcome == "failed" else [Answer(5.0, True, 20, "stop", 0, 0)] * ticket.n
         request = FinishRequest(ticket.ticket_id, ticket.attempt, "w", outcome, "why", answers)
+        request.correct, request.judged = correct, 2
         running = self.running(ticket)
         reply = self.state.finish(request, self.now)
         self.commit()
@@ -188,17 +191,22 @@ class RolloutMachine(SurroundingsMachine):
         known.failures += outcome == "failed"
         retry = outcome == "failed" and known.failures < ATTEMPTS
         assert reply.retry == retry
-        known.state = {"accepted": "finished", "rejected": "dropped", "failed": "waiting" if retry else "dropped"}[
-            outcome
-        ]
+        ends = {"accepted": "finished", "failed": "waiting" if retry else "dropped"}
+        known.state = ends.get(outcome, "dropped")
 
 
 class ManagerMachine(RolloutMachine):
     """Trainers claim, train and give up tickets; trainer and manager start again."""
 
-    @initialize(pace=PACES, interruptible=st.booleans(), routing=st.sampled_from(sorted(STRATEGIES)))
-    def begin(self, pace: Pace, interruptible: bool, routing: str) -> None:
-        self.settings = dataclasses.replace(SETTINGS, pace=pace, interruptible=interruptible, routing=routing)
+    @initialize(
+        pace=PACES,
+        interruptible=st.booleans(),
+        routing=st.sampled_from(sorted(STRATEGIES)),
+        curriculum=st.sampled_from([None, Curriculum(200, 800, 0.2)]),
+    )
+    def begin(self, pace: Pace, interruptible: bool, routing: str, curriculum: Curriculum | None) -> None:
+        choices: dict[str, Any] = {"interruptible": interruptible, "routing": routing, "curriculum": curriculum}
+        self.settings = dataclasses.replace(SETTINGS, pace=pace, **choices)
         self.state = ManagerState(self.settings)
         self.state.open(self.now)
         self.training_starts(-1)
@@ -310,6 +318,7 @@ class ManagerMachine(RolloutMachine):
             assert self.state.snapshot(self.now) == self.journal[0]
         assert self.state.ledger.counts == before.ledger.counts
         assert self.state.ledger.cursor == before.ledger.cursor
+        assert self.state.ledger.rates.values == before.ledger.rates.values
         assert self.state.ledger.open.keys() == before.ledger.open.keys()
         self.state.open(self.now)
         assert not self.state.outbox, "nothing has changed"

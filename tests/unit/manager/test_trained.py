@@ -40,12 +40,13 @@ def test_a_step_that_is_told_again_shows_once() -> None:
 def test_tokens_of_failed_episodes_reach_the_trainer() -> None:
     state = running()
     [ticket] = tickets(state, 1)
-    lost = {"lost_tokens": 70, "verdict_failures": {"raised": 1}}
+    lost = {"lost_tokens": {"failed": [70], "not_kept": [5, 100]}, "verdict_failures": {"raised": 1}}
     finish = FinishRequest(ticket.ticket_id, ticket.attempt, "w", "failed", **lost)
     for _ in range(2):
         state.finish(finish, 0.0)
     reply = trained(state, 1, [], A)
-    assert (reply.lost_tokens, reply.verdict_failures) == (70, {"raised": 1}), "a repetition counts once"
+    assert reply.lost_tokens == {"failed": 70, "not_kept": 105}, "a repetition counts once"
+    assert (reply.lost_lengths, reply.verdict_failures) == ({5: 1, 100: 1}, {"raised": 1})
 
 
 @pytest.mark.parametrize(

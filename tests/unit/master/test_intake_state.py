@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from realsys.buffer.sequence_buffer import StalePolicy
-from realsys.config.sections.schema_train import FilterConfig
 from realsys.errors import StuckError, WaitTimeout
 from realsys.master.intake_state import IntakeSettings, IntakeState
 from realsys.types import SampleMeta
 
-SETTINGS = IntakeSettings(
-    batch_groups=2, eta=1, stale_policy="drop", max_reissues=2, filter=FilterConfig(), timeout_s=10.0
-)
-STATUS = {
+SETTINGS = IntakeSettings(batch_groups=2, eta=1, stale_policy="drop", max_reissues=2, max_refills=10, timeout_s=10.0)
+STATUS: dict[str, Any] = {
     "admission": {"reason": "staleness"},
     "ledger": dict.fromkeys(("granted", "running", "finished", "waiting", "trained", "dropped"), 0)
     | {"dropped_by_reason": {}},
 }
 
 
-def group(number: int, version: int = 0, correct: bool = True, reissues: int = 0) -> list[SampleMeta]:
+def group(number: int, version: int = 0, reissues: int = 0) -> list[SampleMeta]:
     ticket = f"{number:010d}"
     meta = SampleMeta(f"{ticket}.{reissues}/0.0", ticket, reissues, 8, 3, 1.0, False, version, version, 0)
-    meta.correct = correct
     meta.reissues = reissues
     return [meta]
 
@@ -42,7 +40,7 @@ def mixed(number: int, *versions: int) -> list[SampleMeta]:
 
 
 def intake(settings: IntakeSettings = SETTINGS) -> IntakeState:
-    return IntakeState(settings, "", keep=lambda samples: samples[0].correct is True)
+    return IntakeState(settings, "")
 
 
 def test_batch_is_proposed_claimed_and_concluded() -> None:
@@ -67,10 +65,11 @@ def test_ended_tickets_leave_and_others_stay_ready() -> None:
 
 def test_dropped_group_is_held_until_reported() -> None:
     state = intake()
-    state.add(group(0, correct=False))
+    state.propose(5)
+    state.add(group(0, reissues=2))  # it is too old to be trained, and was issued again often enough
     departures = state.depart()
-    assert departures.dropped == [("0000000000", "success_rate")] and len(departures.free) == 1
-    assert state.held() == [("0000000000", 0)], "the manager must not reissue it as lost"
+    assert departures.dropped == [("0000000000", "masked")] and len(departures.free) == 1
+    assert state.held() == [("0000000000", 2)], "the manager must not reissue it as lost"
     state.reported(departures)
     assert state.held() == [] and not state.departures
 
@@ -84,13 +83,20 @@ def test_wait_ends_at_its_deadline() -> None:
         state.check_wait(STATUS, 110.0)
 
 
-def test_filter_that_keeps_nothing_ends_the_run() -> None:
+def filtered(groups: int) -> dict[str, Any]:
+    drops = {"dropped": groups, "dropped_by_reason": {"filtered equal_rewards": groups}}
+    return STATUS | {"ledger": STATUS["ledger"] | drops}
+
+
+def test_filter_that_keeps_nothing_warns_then_ends(caplog: pytest.LogCaptureFixture) -> None:
     state = intake()
-    for number in range(256):
-        assert state.propose(0) == []
-        state.add(group(number, correct=False))
-    with pytest.raises(StuckError, match="can never get its batch"):
-        state.propose(0)
+    state.propose(0)
+    state.begin_wait(100.0)
+    for groups in (0, 128, 255):
+        state.check_wait(filtered(groups), 101.0)
+    assert [record.getMessage()[:31] for record in caplog.records] == ["step 1 waits for its batch: the"]
+    with pytest.raises(StuckError, match="can never get its batch: the last 256 groups were all filtered out, 100%"):
+        state.check_wait(filtered(256), 101.0)
 
 
 # ---- staleness
@@ -185,15 +191,13 @@ def test_nothing_older_than_eta_is_in_any_batch(
         version += 1
 
 
-def test_failed_episodes_count_since_last_step() -> None:
-    """The manager's count starts at 0 with each manager; what was counted before this trainer is not its loss."""
+def test_tokens_that_workers_did_not_push_are_lost() -> None:
+    """They are in the shares of the step and in the lengths of the sampled completions."""
     state = intake(replace(SETTINGS, stale_policy="train", batch_groups=1))
-    shares = []
-    for number, count in enumerate([100, 103, 103, 6]):
-        state.observe_failed(count)
-        state.add(group(number))
-        state.propose(0)
-        batch = state.conclude(())
-        assert batch is not None
-        shares.append(batch.losses.untrained.get("failed", 0.0))
-    assert shares == [0.0, 0.5, 0.0, pytest.approx(6 / 9)]
+    state.add(group(0))
+    state.observe_lost({"failed": 3, "over_sampled": 6}, Counter({6: 1}))
+    state.propose(0)
+    batch = state.conclude(())
+    assert batch is not None
+    assert batch.losses.untrained == {"failed": 0.25, "over_sampled": 0.5}
+    assert batch.losses.length_ks == 0.5

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from realsys.config.sections.schema_train import FilterConfig
-from realsys.master.stuck import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck, check_filter
+from realsys.master.stuck import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck
 
 
 def status(reason: str | None = None, **ledger: Any) -> dict[str, Any]:
@@ -14,7 +13,7 @@ def status(reason: str | None = None, **ledger: Any) -> dict[str, Any]:
 
 
 def test_exhausted_data_says_what_became_of_groups() -> None:
-    check = StuckCheck(4)
+    check = StuckCheck(4, 10)
     ended = status("exhausted", finished=3, dropped=3, dropped_by_reason={"failed RewardError": 3})
     assert check.check(ended, ready=3) is None  # its notice may be on the way
     reason = check.check(ended, ready=3)
@@ -24,35 +23,48 @@ def test_exhausted_data_says_what_became_of_groups() -> None:
 def test_exhausted_data_waits_for_outstanding_groups() -> None:
     """Outstanding groups run, wait in the buffer or are in transit."""
     for open_ in ({"running": 1}, {"waiting": 1}, {"finished": 2}):
-        check = StuckCheck(4)
+        check = StuckCheck(4, 10)
         assert [check.check(status("exhausted", **open_), ready=1) for _ in range(3)] == [None] * 3
 
 
 def test_staleness_and_missing_servers_are_waited_for() -> None:
-    check = StuckCheck(4)
+    check = StuckCheck(4, 10)
     assert [check.check(status(reason), ready=0) for reason in ("staleness", "no_server", None) * 2] == [None] * 6
 
 
 def test_only_failing_groups_end_the_wait() -> None:
     """Groups that were dropped earlier do not count."""
-    check = StuckCheck(4)
+    check = StuckCheck(4, 10)
     assert check.check(status(dropped=500), ready=0) is None
     assert check.check(status(dropped=500 + FEWEST_FAILURES - 1), ready=0) is None
     reason = check.check(status(dropped=500 + FEWEST_FAILURES, dropped_by_reason={"failed RewardError": 532}), ready=0)
     assert reason is not None and "failed RewardError" in reason
 
 
+def filtered(groups: int) -> dict[str, Any]:
+    return status(dropped=groups, dropped_by_reason={"filtered success_rate": groups - 1, "filtered equal_rewards": 1})
+
+
 def test_filtered_groups_are_no_failures() -> None:
-    check = StuckCheck(4)
+    check = StuckCheck(4, 10)
     assert check.check(status(), ready=0) is None
-    filtered = status(dropped=500, dropped_by_reason={"success_rate": 500})
-    assert [check.check(filtered, ready=0) for _ in range(2)] == [None] * 2
+    assert [check.check(filtered(4 * FEWEST_FAILURES - 1), ready=0) for _ in range(2)] == [None] * 2
+    assert check.warning() == ""
 
 
-def test_filter_that_keeps_nothing_names_its_bounds() -> None:
-    wanted = FilterConfig(min=0.1, max=0.9)
-    assert check_filter(FEWEST_FILTERED - 1, 4, wanted) is None
-    reason = check_filter(FEWEST_FILTERED, 4, wanted)
-    assert reason is not None and "[0.1, 0.9] (train.ppo.filter)" in reason and "success_rate" in reason
-    assert check_filter(FEWEST_FILTERED, 512, wanted) is None, "a large batch meets more of them by chance"
-    assert check_filter(4 * 512, 512, wanted) is not None
+def test_filter_that_keeps_nothing_warns_then_ends() -> None:
+    check = StuckCheck(4, 10)
+    assert check.check(filtered(100), ready=0) is None
+    assert check.check(filtered(100 + FEWEST_FILTERED // 2), ready=0) is None
+    warning = check.warning()
+    assert f"the last {FEWEST_FILTERED // 2} groups" in warning and "98% of all groups" in warning
+    assert check.warning() == "", "it is said once"
+    reason = check.check(filtered(100 + FEWEST_FILTERED), ready=0)
+    assert reason is not None and "train.ppo.filter" in reason and "x filtered success_rate" in reason
+
+
+def test_large_batch_may_filter_more_groups() -> None:
+    """A large batch meets more of them by chance."""
+    check = StuckCheck(512, 2)
+    assert [check.check(filtered(n), ready=0) for n in (1, 1024)] == [None, None]
+    assert check.check(filtered(1025), ready=0) is not None

@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 
 from realsys.errors import GenerationError, ServerBusy, ServerFailed, ServerSilent
 from realsys.generation.client import Generated, SamplingSpec
+from realsys.generation.protocol import Part, Progress
 from realsys.generation.received import PartsOfOne, Received
 from realsys.manager.messages import (
     ScheduleReply,
@@ -345,3 +347,44 @@ def test_continuation_draws_same_numbers_whatever_was_merged():
     together = seeds(2, 400, [[(2, 0, "stop"), (4, 0, "abort")], [(1, 0, "stop")]])
     alone = seeds(1, 401, [[(4, 0, "abort")], [(1, 0, "stop")]])
     assert together[1] == alone[1]
+
+
+class Streams(FakeServers):
+    """A server that sends the lines of ``script`` and then holds its reply."""
+
+    def __init__(self, *lines):
+        super().__init__(list(lines))
+        self.sent = asyncio.Event()
+
+    async def generate(self, url, input_ids, spec, *, rid, seed, received):
+        for line in self.script:
+            received.take(line)
+        self.sent.set()
+        await asyncio.Event().wait()
+
+
+def progress(*parts):
+    """A line with (completion, first token, tokens, finish reason) parts."""
+    return msgspec.json.encode(
+        Progress([Part(k, at, [9] * n, [-1.0] * n, [("3", n)] if n else [], finish) for k, at, n, finish in parts])
+    )
+
+
+def test_ended_completion_does_not_wait_for_its_request():
+    """When the call is cancelled, the tokens so far of the others are handed over, too."""
+
+    async def body():
+        servers = Streams(progress((0, 0, 2, None), (1, 0, 2, "stop")), progress((0, 2, 1, None)))
+        delivered = []
+        manager = PartialRolloutManager(FakeScheduler(), servers)
+        call = Call(ticket(3), "0.0", PROMPT, SamplingSpec(max_new_tokens=20, n=3), 400)
+        task = asyncio.create_task(
+            manager.generate(call, lambda k, one: delivered.append((k, len(one.tokens), one.finish_reason)))
+        )
+        await servers.sent.wait()
+        assert delivered == [(1, 2, "stop")]
+        task.cancel()
+        await asyncio.wait({task})
+        assert delivered == [(1, 2, "stop"), (0, 3, "abort")], "the third has no token"
+
+    asyncio.run(asyncio.wait_for(body(), 60))

@@ -103,7 +103,8 @@ class FakePlayer:
         self.failed = []  # lines of episodes that failed, of every ticket
         self.started = asyncio.Queue()
         self.cancelled = []
-        self.lost_tokens = 0
+        self.lost_tokens = {}
+        self.dropped = ""
 
     def take_lost_tokens(self):
         return self.lost_tokens
@@ -120,6 +121,8 @@ class FakePlayer:
         count = ticket.n - len(self.failed)
         route = ((("a", 1), ("b", 1)), (("b", 2),))
         episodes = [Episode([row(route[k % 2])], float(k), k == 1, {"turns": 1.0}) for k in range(count)]
+        if self.dropped:
+            return Played([], self.failed, unused=episodes, dropped=self.dropped)
         return Played(episodes, self.failed, {"generate_s": 0.5})
 
 
@@ -173,6 +176,19 @@ def test_a_train_ticket_is_pushed_then_finished():
         assert group.ticket.ticket_id == "7" and len(group.episodes) == 2 and group.extra == {"generate_s": 0.5}
         assert 0 < group.started <= group.finished
         assert bench.prompts.asked == [("train", 5)]
+
+    bench_test(body)
+
+
+def test_dropped_group_is_reported_and_never_pushed():
+    async def body(bench, task):
+        bench.player.dropped, bench.player.lost_tokens = "equal_rewards", {"equal_rewards": [2, 2]}
+        bench.grant(ticket(7))
+        request = await bench.finish()
+        assert (request.outcome, request.reason, request.answers) == ("filtered", "equal_rewards", [])
+        assert (request.correct, request.judged) == (1, 2)
+        assert request.lost_tokens == {"equal_rewards": [2, 2]} and request.servers == {"a": 1, "b": 3}
+        assert not bench.pusher.groups
 
     bench_test(body)
 

@@ -34,6 +34,8 @@ class Bench:
         return request
 
     def _done(self, request: EngineRequest) -> None:
+        if request.left:
+            return
         versions = {v: n for _, counts in request.sampled for v, n in counts.items()}
         self.ended.append((self.clock.now - self.began, versions))
 

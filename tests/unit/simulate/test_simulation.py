@@ -63,6 +63,42 @@ def test_invariants_hold_under_faults(overrides: tuple[str, ...]) -> None:
     assert set(simulation.account.faults) == set(type(simulation.sim.faults).model_fields)
 
 
+OUTCOMES = (
+    ("sim.difficulty=3", "train.ppo.filter.equal_rewards=true"),
+    ("rollout.oversample=1",),
+    ("rollout.group_size=4", "rollout.keep.episodes=2", "rollout.oversample=1"),
+    ("sim.difficulty=3", "data.curriculum.max=0.8", "sim.prompts=300"),
+)
+
+
+@pytest.mark.parametrize("overrides", OUTCOMES, ids=["filter", "oversample", "keep", "curriculum"])
+def test_choices_by_outcome_hold_under_faults(overrides: tuple[str, ...]) -> None:
+    simulation = run("faults", "sim.hours=20", "sim.check_every=50", "seed=5", *overrides)
+    assert simulation.trainer.logged > 20
+
+
+def test_choices_by_outcome_waste_tokens_by_name() -> None:
+    """eta = 0: every batch is of one version, though groups are replaced. Every step trains 8 groups of 3."""
+    every = tuple(chosen for overrides in OUTCOMES for chosen in overrides)
+    synchronous = ("asynchronous.max_head_offpolicyness=0", "rollout.keep.episodes=3")
+    simulation = run("lognormal", *SMALL, *every, *synchronous)
+    wasted, account = simulation.account.wasted, simulation.account
+    assert wasted.keys() == {"equal_rewards", "over_sampled", "not_kept"} and set(account.staleness) == {0}
+    assert len(account.in_loss) == simulation.trainer.logged * 8 * 3
+    assert simulation.manager.state.ledger.counts.filtered()["equal_rewards"] > 0
+    assert sum(account.in_loss) / len(account.in_loss) < sum(account.drawn) / len(account.drawn), "short ones end first"
+
+
+def test_curriculum_shows_solved_prompts_less_often() -> None:
+    common = ("lognormal", *SMALL, "sim.difficulty=3", "sim.prompts=100", "seed=3")
+    share = []
+    for overrides in ((), ("data.curriculum.min=0.1", "data.curriculum.max=0.9")):
+        simulation = run(*common, *overrides)
+        rates, columns = simulation.manager.state.ledger.rates, simulation.manager.state.ledger.columns
+        share.append(sum(100 <= rates.of(prompt) <= 900 for prompt in columns.prompt[100:]) / len(columns.prompt[100:]))
+    assert share[1] > 1.3 * share[0], share
+
+
 def test_policy_train_wastes_no_token() -> None:
     simulation = run("pareto", *SMALL, "asynchronous.stale_policy=train")
     assert not simulation.account.wasted

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from realsys.buffer.sequence_buffer import SequenceBuffer
@@ -29,7 +30,7 @@ from realsys.manager.routing.placement import Reservations
 from realsys.manager.routing.servers import ServerRegistry
 from realsys.manager.state import ManagerState
 from realsys.master.intake_state import IntakeState
-from realsys.master.stuck import FEWEST_FAILURES, StuckCheck
+from realsys.master.stuck import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck
 from tests.support.ledger.ledger_actions import World
 from tests.support.ledger.ledger_world import COPIER, Bounds, WorldState, bounds
 from tests.support.ledger.state_explorer import Violation, explore
@@ -107,6 +108,12 @@ def counted_twice(apply: Any, ledger: LedgerState, event: Any) -> None:
     ledger.counts.open["finished"] += event.outcome == "accepted"
 
 
+def kept(apply: Any, ledger: LedgerState, event: Any) -> None:
+    """A group that is filtered out keeps its place."""
+    filtered = event.outcome == "filtered"
+    apply(ledger, msgspec.structs.replace(event, outcome="accepted") if filtered else event)
+
+
 def one_more(oldest_weights: Any, bound: StalenessBound, n: int) -> Any:
     return oldest_weights(bound, n - 1)
 
@@ -169,7 +176,8 @@ LAPSE_1 = bounds("lapses_though_alive", prompts=1)
 ENDS, CLAIM, LOSES = SMALL[1], bounds("claims_twice"), SMALL[-1]
 #: Defect, patch, bounds that reach it, part of the message.
 DEFECTS = [
-    ("a drop gives no quota back", instead(Ledger, "drop", nothing), bounds("filtered"), "has ended"),
+    ("a drop gives no quota back", instead(Ledger, "drop", nothing), MASKED, "has ended"),
+    ("a filtered group keeps its quota", instead(LedgerState, "_apply_finished", kept), bounds("filtered"), "truth"),
     ("a finish counts twice", instead(LedgerState, "_apply_finished", counted_twice), LAPSE, "but in truth"),
     ("any finish counts", instead(Ledger, "finish", any_attempt), LAPSE, "but in truth"),
     ("one ticket too many", instead(StalenessBound, "oldest_weights", one_more), LAPSE, "is over the bound"),
@@ -215,15 +223,16 @@ def test_exploration_finds_a_seeded_defect(
 # -- without an end of the data
 
 
-@pytest.mark.parametrize("outcome", ["rejected", "failed"])
+@pytest.mark.parametrize("outcome", ["rejected", "failed", "filtered"])
 def test_endless_data_without_accepted_group_ends_by_name(outcome: str) -> None:
     world = World(Bounds(batch=2, prompts=3, epochs=0, attempts=1, faults=0))
-    check = StuckCheck(2)
+    check = StuckCheck(2, 10)
     assert check.check(status(world.manager, 0.0, 0.0), 0) is None
     reason = None
-    for turn in range(FEWEST_FAILURES):
+    most = FEWEST_FILTERED if outcome == "filtered" else FEWEST_FAILURES
+    for turn in range(most):
         assert reason is None, f"given up after {turn} groups"
         (ticket,) = world.manager.allocate(AllocateRequest("rollout_worker/0", 1), 0.0).tickets
         world.manager.finish(FinishRequest(ticket.ticket_id, 0, "w", outcome, "why"), 0.0)  # type: ignore[arg-type]
         reason = check.check(status(world.manager, 0.0, 0.0), 0)
-    assert reason is not None and f"{FEWEST_FAILURES} groups were dropped" in reason and f"{outcome} why" in reason
+    assert reason is not None and f"{most} groups were" in reason and f"{outcome} why" in reason

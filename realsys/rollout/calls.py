@@ -1,0 +1,179 @@
+"""Calls of the engine by the episodes of one attempt, and the view of the engine that each episode has.
+
+    agent.run ──generate──> EpisodeSession ──> Calls ──> PartialRolloutManager
+                                                 └─ first calls for the same tokens: one request
+
+Seeds depend only on (ticket seed, episode, number of the call), never on timing: the first call of episode k has
+seed + k, and every later one a seed mixed from all three. A merged first call has the seed of its first episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from msgspec.structs import replace
+
+from realsys.errors import AgentError
+from realsys.generation.client import Generated, SamplingSpec
+from realsys.manager.ledger.order import sampling_seed
+from realsys.rollout.manager_client import RolloutSuperseded
+from realsys.rollout.partial import Call, Deliver
+from realsys.types import Ticket
+
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """The part of PartialRolloutManager that this module needs."""
+
+    async def generate(self, call: Call, deliver: Deliver = ...) -> list[Generated]: ...
+
+    def discard(self, ticket: Ticket) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """The first call of an episode, which waits for its siblings."""
+
+    episode: int
+    token_ids: tuple[int, ...]
+    completion: asyncio.Future[Generated]
+
+
+class Calls:
+    """All calls of one attempt of a ticket; ``close`` ends those that still run."""
+
+    def __init__(self, engine: Engine, ticket: Ticket, spec: SamplingSpec) -> None:
+        self._engine = engine
+        self._ticket = ticket
+        self._spec = spec
+        self._waiting: list[_First] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+        self.superseded: RolloutSuperseded | None = None
+        self.cut_tokens: Counter[int] = Counter()  # episode -> tokens of its calls that were cancelled
+
+    async def generate(
+        self, episode: int, number: int, token_ids: Sequence[int], previous: tuple[str, int] | None
+    ) -> Generated:
+        """Sample one completion for call ``number`` of ``episode``; raise the errors of the engine."""
+        if self._closed:
+            raise AgentError("generate() was called after the end of the episode: run() must wait for all its calls")
+        try:
+            if number == 0:
+                return await self._first(episode, token_ids)
+            seed = sampling_seed(self._ticket.seed, episode, number)
+            call = Call(self._ticket, f"{episode}.{number}", [int(t) for t in token_ids], self._spec, seed, previous)
+            # A separate task, so that close() can cancel it if the agent does not wait for it.
+            return (await self._start(self._engine.generate(call, partial(self._cut, episode))))[0]
+        except RolloutSuperseded as error:
+            self.superseded = error  # the agent may catch it, but the attempt is over all the same
+            raise
+
+    async def close(self) -> None:
+        """Cancel the calls that run or wait to be sent, and wait for their end."""
+        self._closed = True
+        for first in self._waiting:
+            first.completion.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._engine.discard(self._ticket)
+
+    async def _first(self, episode: int, token_ids: Sequence[int]) -> Generated:
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            # call_soon runs after all tasks that are ready now, so siblings that call in this turn of the
+            # event loop join the request.
+            loop.call_soon(self._send_first)
+        first = _First(episode, tuple(token_ids), loop.create_future())
+        self._waiting.append(first)
+        return await first.completion
+
+    def _send_first(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for run in _runs([first for first in waiting if not first.completion.done()]):
+            task = self._start(self._send(run))
+            for first in run:
+                first.completion.add_done_callback(partial(_cancel_unwanted, run, task))
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _cut(self, episode: int, _: int, completion: Generated) -> None:
+        """Count the tokens of a call that was cancelled."""
+        if completion.finish_reason == "abort":
+            self.cut_tokens[episode] += len(completion.tokens)
+
+    async def _send(self, run: list[_First]) -> None:
+        """Send one request for all of ``run``. Each gets its completion; if it fails, the others get the error."""
+
+        def deliver(number: int, completion: Generated) -> None:
+            if run[number].completion.done():
+                self.cut_tokens[run[number].episode] += len(completion.tokens)
+            else:
+                run[number].completion.set_result(completion)
+
+        episode, token_ids = run[0].episode, list(run[0].token_ids)
+        spec = replace(self._spec, n=len(run)) if len(run) > 1 else self._spec
+        call = Call(self._ticket, f"{episode}.0", token_ids, spec, self._ticket.seed + episode)
+        try:
+            await self._engine.generate(call, deliver)
+        except Exception as error:  # passed on to the agents that wait for it
+            for first in run:
+                if not first.completion.done():
+                    first.completion.set_exception(error)
+        finally:
+            for first in run:
+                first.completion.cancel()  # no effect if it is done
+
+
+def _runs(waiting: Sequence[_First]) -> list[list[_First]]:
+    """Join neighbouring episodes with the same tokens: completion k of a request has the seed of the k-th one."""
+    runs: list[list[_First]] = []
+    latest: dict[tuple[int, ...], list[_First]] = {}
+    for first in sorted(waiting, key=lambda first: first.episode):
+        run = latest.get(first.token_ids)
+        if run is None or run[-1].episode + 1 != first.episode:
+            run = latest[first.token_ids] = []
+            runs.append(run)
+        run.append(first)
+    return runs
+
+
+def _cancel_unwanted(run: Sequence[_First], task: asyncio.Task[Any], _: asyncio.Future[Generated]) -> None:
+    if all(first.completion.cancelled() for first in run):
+        task.cancel()
+
+
+class EpisodeSession:
+    """View of the engine for one episode (``agents.base.Session``)."""
+
+    def __init__(self, calls: Calls, episode: int) -> None:
+        self._calls = calls
+        self.episode = episode
+        self._number = 0  # number of the next call
+        self._previous: tuple[str, int] | None = None
+        self.sampled = 0  # tokens that the engine returned
+        self.seconds = 0.0  # sum over its calls
+
+    async def generate(self, token_ids: Sequence[int]) -> Generated:
+        """Sample one completion after ``token_ids``."""
+        number, begin = self._number, time.perf_counter()
+        self._number += 1
+        completion = await self._calls.generate(self.episode, number, token_ids, self._previous)
+        self.seconds += time.perf_counter() - begin
+        self.sampled += len(completion.tokens)
+        if completion.route:
+            self._previous = (completion.route[-1][0], int(completion.versions[-1]))
+        return completion
