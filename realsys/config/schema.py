@@ -298,6 +298,9 @@ class Config(Section):
     allocation: str = Field(
         "serve.d1p1m1+d1p1m1", description="inference + training parallelism, or auto; docs/allocation.md"
     )
+    evaluate_only: bool = Field(
+        False, description="serve the model and evaluate it, without ModelWorkers; `realsys eval` sets it"
+    )
     recover: Literal["auto", "resume", "off"] = Field(
         "auto", description="if a trial of this name exists: continue it; resume: it must exist, off: it must not"
     )

@@ -29,6 +29,7 @@ class ManagerSettings:
     blame: BlameRules = field(default_factory=BlameRules)
     fan_out: FanOut = field(default_factory=FanOut)
     stale_policy: str = "train"
+    trains: bool = True  # False: no train ticket is granted
     max_reissues: int = 2  # reissues that a ticket may have because its group was too old
 
     @classmethod
@@ -45,6 +46,7 @@ class ManagerSettings:
             split_sizes=split_sizes,
             total_epochs=config.train.total_epochs,
             total_steps=config.train.total_steps,
+            trains=not config.evaluate_only,
             stale_policy=config.asynchronous.stale_policy,
             max_reissues=config.asynchronous.max_reissues,
             lease_s=manager.rollout_lease_s,

@@ -74,7 +74,7 @@ class TrialState:
 
     def refusal(self) -> RefusalReason | None:
         """Return why no train ticket can be granted now, None if one can (``admission``)."""
-        if self.master.get("phase") == "done":
+        if not self.settings.trains or self.master.get("phase") == "done":
             return "paused"
         if not self.router.routes(None):
             return "no_server"
