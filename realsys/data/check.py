@@ -58,7 +58,7 @@ def _warnings(unknown: list[str], prompts: int, config: Config) -> list[str]:
         warnings.append(
             f"the tokenizer does not know {len(unknown)} characters of the prompts, and loses them: {shown}"
         )
-    if prompts < (batch := config.train.batch_groups):
+    if prompts < (batch := config.train.batch_groups) and not config.evaluate_only:
         problem = f"there are fewer train prompts ({prompts}) than train.batch_groups ({batch})"
         warnings.append(f"{problem}: a batch has some of them more than once")
     return warnings

@@ -205,7 +205,7 @@ def prompt_key(prompt: PromptText) -> int:
 
 
 def _check_sizes(splits: Splits, files: DatasetFiles, config: Config) -> None:
-    if not len(splits.train):
+    if not len(splits.train) and not config.evaluate_only:
         problem = "every prompt is in data.eval, too" if splits.leaked else "no prompts to train on"
         raise DataError(f"{files.train}: {problem}: add lines")
     if len(splits.eval) or not config.evaluation.problems:

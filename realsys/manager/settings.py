@@ -43,7 +43,8 @@ class ManagerSettings:
             group_size=config.rollout.group_size,
             max_attempts=config.rollout.max_attempts,
             seed=config.seed,
-            split_sizes=split_sizes,
+            # Without training there may be no prompt to train on, and the order of the prompts needs one.
+            split_sizes=split_sizes | {"train": max(1, split_sizes["train"])} if config.evaluate_only else split_sizes,
             total_epochs=config.train.total_epochs,
             total_steps=config.train.total_steps,
             trains=not config.evaluate_only,

@@ -21,10 +21,18 @@ from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
 _CHUNK = 1 << 20  # bytes read and hashed at a time
 
 
+def step_of(model_dir: Path) -> int:
+    """Return the train step of a model that realsys exported, 0 for any other one."""
+    try:
+        return manifests.load_manifest(model_dir).step
+    except WeightsError:
+        return 0
+
+
 def adopt(
-    model_dir: Path, root: Path, version: int, incarnation: str, *, step: int = 0, check_alive: CheckAlive = unleased
+    model_dir: Path, root: Path, version: int, incarnation: str, *, check_alive: CheckAlive = unleased
 ) -> Path:
-    """Make the weights of ``model_dir`` the version ``version`` under ``root``; return its folder.
+    """Make the weights of ``model_dir`` the version ``version`` under ``root``, and its step; return its folder.
 
     Reads every byte once. Raises ModelError for a file that is not safetensors, WeightsError for one that cannot be
     read or linked.
@@ -35,7 +43,7 @@ def adopt(
         tmp,
         version=version,
         incarnation=incarnation,
-        step=step,
+        step=version,
         shards=shards,
         model_dir=model_dir,
         check_alive=check_alive,

@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_servers_read_the_adopted_weights(model, tmp_path):
-    folder = adopt(model, tmp_path / "weights", 60, "0001", step=60)
+    folder = adopt(model, tmp_path / "weights", 60, "0001")
     reader = HostReader(HostCopies(tmp_path, model, [tmp_path], 10.0))
     staged = reader.stage(str(folder), 60)
     assert torch.equal(staged.tensors["a"], torch.arange(6.0).bfloat16())
