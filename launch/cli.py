@@ -77,7 +77,9 @@ def _add_eval(commands: Any) -> None:
         description="Evaluate on the data sets of the configuration and print a table (docs/evaluation.md). A model "
         "or a trial gets servers and RolloutWorkers of its own; nothing of them is left at the end.",
     )
-    evaluate.add_argument("target", metavar="TARGET", help="model folder, trial folder, or EXPERIMENT/TRIAL under runs/")
+    evaluate.add_argument(
+        "target", metavar="TARGET", help="model folder, trial folder, or EXPERIMENT/TRIAL under runs/"
+    )
     evaluate.add_argument(
         "overrides", nargs="*", metavar="OVERRIDE", help="data.eval=FILE, evaluation.samples=8, evaluation.k=[1,8], ..."
     )

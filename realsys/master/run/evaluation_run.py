@@ -1,6 +1,6 @@
 """One run of `realsys eval`: the model's files become a weight version, which the servers load and RolloutWorkers play.
 
-    adopt the model ─> roll back (starts the ledger) ─> publish ─> evaluate ─> done
+adopt the model ─> roll back (starts the ledger) ─> publish ─> evaluate ─> done
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ def step_of(model_dir: Path) -> int:
         return 0
 
 
-def adopt(
-    model_dir: Path, root: Path, version: int, incarnation: str, *, check_alive: CheckAlive = unleased
-) -> Path:
+def adopt(model_dir: Path, root: Path, version: int, incarnation: str, *, check_alive: CheckAlive = unleased) -> Path:
     """Make the weights of ``model_dir`` the version ``version`` under ``root``, and its step; return its folder.
 
     Reads every byte once. Raises ModelError for a file that is not safetensors, WeightsError for one that cannot be
