@@ -54,7 +54,7 @@ def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Conf
 
 
 def changed(config: Config, overrides: Sequence[str]) -> Config:
-    """Return ``config`` with ``field.path=value`` overrides. Raises ConfigError, also for a group such as experiment."""
+    """Return ``config`` with ``field.path=value`` overrides. Raises ConfigError, also for a group."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
