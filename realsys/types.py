@@ -48,6 +48,10 @@ class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
     #: incarnation of the trainer under which the ticket was granted; the short name is the one on
     #: the wire
     trainer_incarnation: str = msgspec.field(default="", name="trainer")
+    # of an evaluation
+    eval_id: str = ""
+    set: str = ""  # name of its data set
+    sample: int = 0  # number of the completion of its problem
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from realsys.config.fields import (
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.config.sections.schema_data import ArithConfig as ArithConfig
 from realsys.config.sections.schema_data import DataConfig as DataConfig
+from realsys.config.sections.schema_evaluation import EvalConfig as EvalConfig
 from realsys.config.sections.schema_train import (
     CheckpointConfig,
     OptimizerConfig,
@@ -274,17 +275,6 @@ class WarmupConfig(Section):
     batch: Positive = Field(64, description="demonstrations per step")
     optimizer: OptimizerConfig = OptimizerConfig(
         lr=3e-3, beta2=0.98, eps=1e-8, weight_decay=0.01, schedule="linear", min_lr_ratio=0.05, warmup_fraction=0.12
-    )
-
-
-class EvalConfig(Section):
-    """Accuracy on held-out problems."""
-
-    problems: NonNegative = Field(512, description="held-out problems before and after training; 0: no evaluation")
-    every_steps: NonNegative = Field(0, description="train steps between evaluations during training; 0: none")
-    every_problems: Positive = Field(256, description="held-out problems of an evaluation during training")
-    sampling: dict[str, Any] = Field(
-        {}, description="temperature, top_p, top_k and min_p of evaluations, if they differ from generation.sampling"
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from realsys.config.schema import Config
 from realsys.manager.routing.fan_out import FanOut
 from realsys.manager.routing.health import BlameRules
+from realsys.manager.routing.holds import HoldRules
 from realsys.manager.routing.servers import Pace
 
 
@@ -31,6 +32,7 @@ class ManagerSettings:
     stale_policy: str = "train"
     trains: bool = True  # False: no train ticket is granted
     max_reissues: int = 2  # reissues that a ticket may have because its group was too old
+    holds: HoldRules = field(default_factory=HoldRules)
 
     @classmethod
     def of(cls, config: Config, split_sizes: dict[str, int]) -> ManagerSettings:
@@ -56,4 +58,5 @@ class ManagerSettings:
             pace=Pace(manager.rolling_fraction, manager.rolling_retry_timeout_s) if rolling else Pace(),
             blame=BlameRules(manager.blame_window_s, manager.blame_reporters, manager.blame_wrong_reports),
             fan_out=FanOut(config.weights.storage_readers),
+            holds=HoldRules(config.evaluation.hold_share, config.evaluation.hold_s),
         )

@@ -14,6 +14,7 @@ from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, LAYOUT, TRANSPORT, VERIFIER
+from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.memory.memory_check import Place, check_memory, place_of
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_field, role_settings
@@ -22,7 +23,6 @@ from realsys.config.rules.etcd_rules import check_etcd
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
 from realsys.config.rules.ports import port_range
-from realsys.config.rules.sampling import evaluation_sampling
 from realsys.config.rules.training_rules import check_training
 from realsys.config.rules.vocabulary_rules import check_vocabulary
 from realsys.config.schema import Config
@@ -45,7 +45,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     _check_generation(config, allocation, backend)
     place = _check_machine(config, allocation, machine, backend)
     _check_rollout(config)
-    evaluation_sampling(config)
+    evaluation_sets(config)
     _check_gpus(config, machine, backend)
     _check_lengths(config)
     check_training(config, allocation, flow)

@@ -25,6 +25,7 @@ OrNone = Annotated[int, msgspec.Meta(ge=-1, le=_I32)]  # -1: none
 Index = Annotated[int, msgspec.Meta(ge=0, le=_I64)]  # prompt, or position in the order of prompts
 MOST_STALE = 255  # reissues of a ticket because its group was too old
 MOST_PROBLEMS = 1 << 24  # per evaluation; the manager tracks each
+MOST_SAMPLES = 4096  # completions of a problem
 Outcome = Literal["accepted", "rejected", "failed"]
 
 
@@ -136,7 +137,10 @@ class Trained(msgspec.Struct, frozen=True, tag="trained"):
 
 
 class EvalStarted(msgspec.Struct, frozen=True, tag="eval_started"):
-    """An evaluation of ``total`` problems; only servers at ``version`` or newer may play them."""
+    """An evaluation of ``total`` problems, each with ``samples`` completions, all of one version: ``version`` or newer.
+
+    ``max_failed``: completions that may fail; with more the evaluation is incomplete.
+    """
 
     eval_id: str
     split: str
@@ -144,10 +148,13 @@ class EvalStarted(msgspec.Struct, frozen=True, tag="eval_started"):
     seed: int
     version: int
     time: float
+    samples: Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)] = 1
+    set: str = "eval"
+    max_failed: int = 0
 
 
 class EvalAnswered(msgspec.Struct, frozen=True, tag="eval_answered"):
-    """One problem of an evaluation has ended. ``failed``: every attempt failed, so it has no completion."""
+    """One completion of an evaluation has ended. ``failed``: every attempt failed, so there is no completion."""
 
     eval_id: str
     prompt_index: int
@@ -158,16 +165,33 @@ class EvalAnswered(msgspec.Struct, frozen=True, tag="eval_answered"):
     version_max: int
     metrics: dict[str, float] = {}
     reward: float = 0.0
+    sample: int = 0  # number of the completion of its problem
+    attempt: Number = 0
+
+
+class EvalLost(msgspec.Struct, frozen=True, tag="eval_lost"):
+    """No server serves the version of an unfinished evaluation any more, or it may delay updates no longer.
+
+    ``again``: its completions are discarded, and it begins anew with another version. Otherwise it has ended,
+    incomplete.
+    """
+
+    eval_id: str
+    reason: str
+    again: bool
+    time: float
 
 
 class EvaluationState(msgspec.Struct):
     """Progress of an evaluation, as a snapshot keeps it: without the running problems, as after any restart.
 
-    ``metrics``: name -> (sum, completions). ``unjudged``: completions of problems that have no right or wrong.
+    A unit is one completion: prompt index * samples + number of the completion. ``metrics``: name -> (sum,
+    completions). ``unjudged``: completions without right or wrong. ``tallies``: prompt index -> (judged, right)
+    completions; journals of older versions have none. ``lost``: why it has ended incomplete.
     """
 
     started: EvalStarted
-    done: list[int] = []  # prompt indices
+    done: list[int] = []  # units
     failed: int = 0
     correct: int = 0
     length: int = 0
@@ -177,6 +201,10 @@ class EvaluationState(msgspec.Struct):
     metrics: dict[str, tuple[float, int]] = {}
     unjudged: int = 0
     reward: float = 0.0  # sum over the completions
+    tallies: dict[int, tuple[int, int]] = {}
+    accepted: dict[int, int] = {}  # unit -> attempt whose completion counts
+    restarts: int = 0
+    lost: str = ""
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
@@ -231,5 +259,5 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
 
 
 TicketEvent = Snapshot | Opened | Resumed | RolledBack | Granted | Finished | Reissued | Dropped | Claimed | Trained
-EvalEvent = EvalStarted | EvalAnswered
+EvalEvent = EvalStarted | EvalAnswered | EvalLost
 Event = TicketEvent | EvalEvent
