@@ -234,7 +234,9 @@ class EvaluateRequest(msgspec.Struct):
     """POST /evaluate: play the first ``n`` problems of ``split``, ``samples`` completions each, with one version.
 
     The same id again changes nothing. ``set``: name of the data set, by which RolloutWorkers choose sampling settings
-    and verifier. ``max_failed``: completions that may fail in a complete evaluation. ``incarnation`` of the trainer: status 409 if it is older than the one that rolled back last.
+    and verifier. ``max_failed``: completions that may fail in a complete evaluation. ``incarnation`` of the trainer:
+    status 409 if it is older than the one that rolled back last. ``by_user``: the caller is no trainer, and has no
+    incarnation.
     """
 
     eval_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -245,6 +247,19 @@ class EvaluateRequest(msgspec.Struct):
     samples: Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)] = 1
     set: ShortName = "eval"
     max_failed: Count = 0
+    by_user: bool = False
+
+
+class CancelRequest(msgspec.Struct):
+    """POST /cancel_evaluation: end an evaluation that a user requested. One that has ended stays as it is."""
+
+    eval_id: Identifier
+
+
+class CancelReply(msgspec.Struct):
+    """``cancelled`` False: it had ended before."""
+
+    cancelled: bool
 
 
 class EvaluateReply(msgspec.Struct):

@@ -209,9 +209,10 @@ class ManagerState(TrialState):
     def evaluate(self, request: m.EvaluateRequest, now: float) -> m.EvaluateReply:
         """Start an evaluation, or find the one with this id.
 
-        Raises BadCall for an unknown split, and what ``_require_current`` raises.
+        Raises BadCall for an unknown split, and what ``_require_current`` raises unless the caller is a user.
         """
-        self._require_current(request.incarnation)
+        if not request.by_user:
+            self._require_current(request.incarnation)
         size = self.settings.split_sizes.get(request.split)
         if not size:
             splits = ", ".join(f"{name} ({n})" for name, n in self.settings.split_sizes.items())
@@ -228,10 +229,26 @@ class ManagerState(TrialState):
                 request.samples,
                 request.set,
                 request.max_failed,
+                request.by_user,
             )
             self.evaluations.apply(event)
             self.outbox.append(event)
         return m.EvaluateReply(self.evaluations.find(request.eval_id).started.total)
+
+    def cancel_evaluation(self, request: m.CancelRequest, now: float) -> m.CancelReply:
+        """End an evaluation of a user, and free the places of its completions.
+
+        Raises NotFound for an unknown one, BadCall for one of the trainer, which waits for it.
+        """
+        evaluation = self.evaluations.find(request.eval_id)
+        if not evaluation.started.by_user:
+            raise BadCall(f"evaluation {request.eval_id!r} was requested by the trainer, which waits for it")
+        if evaluation.is_finished:
+            return m.CancelReply(False)
+        self.outbox.append(self.evaluations.lose_version(evaluation, "cancelled by its user", False, now))
+        self._release_over()
+        self.refresh_holds(now)
+        return m.CancelReply(True)
 
     def _require_current(self, incarnation: str) -> None:
         """Raise OlderTrainer or BadCall unless the caller is the trainer that rolled back last (``monotonic``)."""

@@ -9,7 +9,8 @@ one-version   All completions of an evaluation are of one version, at or after t
               keeps it (``realsys.manager.routing.holds``). A completion of another version counts as failed.
 
 When the trainer rolls back, unfinished evaluations and those of undone versions are discarded; the trainer starts them
-anew. A completion whose attempts all failed has no verdict, which is not the same as a wrong one (``error-is-not-data``).
+anew. An unfinished evaluation of a user begins again by itself, with a version that the trainer publishes next. A
+finished one stays. A completion whose attempts all failed has no verdict, which is not the same as a wrong one (``error-is-not-data``).
 An evaluation with more failures than it may have is incomplete: it has no accuracy.
 """
 
@@ -183,8 +184,9 @@ class Evaluations:
         return self.by_id[eval_id]
 
     def ever_started(self) -> list[str]:
-        """Return the ids of all evaluations, with those that a roll-back discarded."""
-        return sorted(self.by_id.keys() | self._discarded.keys())
+        """Return the ids of all evaluations of trainers, with those that a roll-back discarded."""
+        of_trainers = {name for name, evaluation in self.by_id.items() if not evaluation.started.by_user}
+        return sorted(of_trainers | self._discarded.keys())
 
     def unfinished(self) -> list[Evaluation]:
         return [evaluation for evaluation in self.by_id.values() if not evaluation.is_finished]
@@ -204,7 +206,9 @@ class Evaluations:
                 self._apply_lost(event)
             case RolledBack():
                 for eval_id, evaluation in list(self.by_id.items()):
-                    if not evaluation.is_finished or evaluation.started.version > event.version:
+                    if evaluation.started.by_user:
+                        self._roll_back(evaluation, event.version)
+                    elif not evaluation.is_finished or evaluation.started.version > event.version:
                         del self.by_id[eval_id]
                         self._discarded[eval_id] = self._discarded.get(eval_id, 0) + 1
                 self.running.clear()
@@ -326,9 +330,24 @@ class Evaluations:
             saved.lost = event.reason
             evaluation.waiting.clear()
             return
+        self._begin_again(saved, saved.started.version)
+
+    def _roll_back(self, evaluation: Evaluation, version: int) -> None:
+        """Begin an unfinished evaluation of a user again, with ``version`` or a newer one."""
+        saved = evaluation.saved
+        if evaluation.is_finished:
+            return
+        if saved.restarts < MOST_RESTARTS:
+            self._begin_again(saved, max(0, version))
+        else:
+            saved.lost = f"the trainer went back to version {version}, and it had begun {1 + MOST_RESTARTS} times"
+            evaluation.waiting.clear()
+
+    def _begin_again(self, saved: EvaluationState, version: int) -> None:
+        started = msgspec.structs.replace(saved.started, version=version)
         first = saved.first_attempt + _RESTART_ATTEMPTS
-        again = EvaluationState(saved.started, first_attempt=first, restarts=saved.restarts + 1)
-        self.by_id[event.eval_id] = _restored(again)
+        again = EvaluationState(started, first_attempt=first, restarts=saved.restarts + 1)
+        self.by_id[started.eval_id] = _restored(again)
 
     def _known(self, event: EvalAnswered | EvalLost) -> Evaluation:
         evaluation = self.by_id.get(event.eval_id)

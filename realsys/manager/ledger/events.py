@@ -139,7 +139,8 @@ class Trained(msgspec.Struct, frozen=True, tag="trained"):
 class EvalStarted(msgspec.Struct, frozen=True, tag="eval_started"):
     """An evaluation of ``total`` problems, each with ``samples`` completions, all of one version: ``version`` or newer.
 
-    ``max_failed``: completions that may fail; with more the evaluation is incomplete.
+    ``max_failed``: completions that may fail; with more the evaluation is incomplete. ``by_user``: requested by a
+    user and not by the trainer.
     """
 
     eval_id: str
@@ -151,6 +152,7 @@ class EvalStarted(msgspec.Struct, frozen=True, tag="eval_started"):
     samples: Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)] = 1
     set: str = "eval"
     max_failed: int = 0
+    by_user: bool = False
 
 
 class EvalAnswered(msgspec.Struct, frozen=True, tag="eval_answered"):
