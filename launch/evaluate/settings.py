@@ -16,7 +16,7 @@ from realsys.config.dump import read_config
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.schema import AsyncConfig, Config, WarmupConfig, WeightsConfig
 from realsys.config.sections.schema_cluster import ClusterConfig
-from realsys.config.sections.schema_data import DataConfig
+from realsys.config.sections.schema_evaluation import HELD_OUT, EvalSetConfig
 from realsys.config.sections.schema_train import CheckpointConfig, RecordConfig, RolesConfig, TrainConfig
 from realsys.errors import ConfigError
 from realsys.launch.evaluate.target import EVALUATIONS, Target
@@ -92,7 +92,7 @@ def _without_training(config: Config, target: Target, overridden: Collection[str
         "agreement": config.agreement.model_copy(update={"sample_tokens": 0}),
         "train": TrainConfig(microbatch_tokens=tokens),
         "model": config.model.model_copy(update={"path": str(target.model)}),
-        "data": _held_out_only(config.data),
+        **_held_out_only(config),
         "fileroot": fileroot,
         "experiment": EVALUATIONS,
         "trial": name,
@@ -104,8 +104,22 @@ def _without_training(config: Config, target: Target, overridden: Collection[str
     return config.model_copy(update=update)
 
 
-def _held_out_only(data: DataConfig) -> DataConfig:
-    """Read the held-out problems alone: the rows to train on may be gone, or not given at all."""
-    if data.kind == "arith" or not data.eval:
-        return data
-    return data.model_copy(update={"train": data.eval, "eval": "", "eval_fraction": 1.0, "mixture": [], "demos": ""})
+def _held_out_only(config: Config) -> dict[str, object]:
+    """Return data and evaluation that read the held-out problems alone: the rows to train on may be gone, or not given.
+
+    If sets are all that is given, the first one stands in for the held-out problems, which are then not evaluated.
+    Raises ConfigError if nothing is given.
+    """
+    data, evaluation = config.data, config.evaluation.model_copy(update={"every_steps": 0})
+    if data.kind == "arith" or (not data.eval and (data.train or data.mixture)):
+        return {"data": data, "evaluation": evaluation}
+    alone = {"train": data.eval, "eval": "", "eval_fraction": 1.0, "mixture": [], "demos": ""}
+    if not data.eval:
+        first = next((own for own in evaluation.sets.values() if own.path), None)
+        if first is None:
+            raise ConfigError("data.eval", "", "name the problems to evaluate on, or a set: evaluation.sets.NAME.path")
+        source = ("layout", "layout_args", "source_args")
+        alone |= {"train": first.path, **{name: getattr(first, name) for name in source}}
+        off = {HELD_OUT: EvalSetConfig(problems=0)}
+        evaluation = evaluation.model_copy(update={"sets": {**evaluation.sets, **off}})
+    return {"data": data.model_copy(update=alone), "evaluation": evaluation}

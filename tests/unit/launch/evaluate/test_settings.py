@@ -9,6 +9,7 @@ import pytest
 
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.dump import write_config
+from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
@@ -59,6 +60,17 @@ def test_only_held_out_rows_are_read(trial):
     assert (data.train, data.eval, data.eval_fraction) == ("/data/eval.parquet", "", 1.0)
 
 
+def test_sets_alone_are_enough(tmp_path):
+    config = made(Target(tmp_path), "evaluation.sets.a.path=/a.jsonl", "evaluation.sets.a.layout=gsm8k")
+    assert (config.data.train, config.data.layout, config.data.eval_fraction) == ("/a.jsonl", "gsm8k", 1.0)
+    assert list(evaluation_sets(config)) == ["a"]
+
+
+def test_missing_data_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="data.eval=.*name the problems to evaluate on"):
+        made(Target(tmp_path))
+
+
 def test_second_evaluation_of_a_second_gets_a_number(trial):
     (trial.root / "eval" / "20260102-030405").mkdir(parents=True)
     assert made(Target(Path("/m"), 4, trial)).trial == "20260102-030405-2"
@@ -71,7 +83,7 @@ def test_allocation_of_servers_alone_is_enough(trial):
 @pytest.mark.parametrize("override", ["model.path=/x", "trial=a", "resume=b", "evaluate_only=false"])
 def test_settings_of_training_are_refused(tmp_path, override):
     with pytest.raises(ConfigError, match="TARGET, --step and --name say what is evaluated"):
-        made(Target(tmp_path), override)
+        made(Target(tmp_path), "data.eval=/e.jsonl", override)
 
 
 def test_group_is_refused_for_a_trial(trial):
