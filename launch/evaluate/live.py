@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from realsys.cluster.store.base import NameStore
-from realsys.cluster.store.connect import is_known, make_name_store, trial_names
+from realsys.cluster.store.connect import is_known, trial_names
 from realsys.config.compose import changed
 from realsys.config.dump import read_config
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
@@ -143,8 +143,3 @@ def client_of(config: Config, paths: TrialPaths, store: NameStore) -> ManagerCli
             raise NameStoreError("the manager of the trial is not there yet") from None
 
     return ManagerClient(address, token, retry_timeout_s=config.cluster.connect_timeout_s)
-
-
-def open_store(config: Config, paths: TrialPaths) -> NameStore:
-    """Return the name store of a trial. Raises NameStoreError."""
-    return make_name_store(config, paths)
