@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from realsys.cluster.store.connect import make_name_store
@@ -12,10 +12,11 @@ from realsys.config.evaluation_sets import EvaluationSet
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.evaluate.live import LiveEvaluations, client_of, live_sets
+from realsys.launch.evaluate.live import LiveEvaluations, client_of, live_sets, new_name
+from realsys.launch.evaluate.results import report
 from realsys.launch.evaluate.run import evaluate_model
 from realsys.launch.evaluate.settings import Choices
-from realsys.launch.evaluate.target import find_target, trial_of
+from realsys.launch.evaluate.target import EVALUATIONS, find_target, trial_of
 from realsys.launch.run import Terminal
 
 
@@ -35,16 +36,19 @@ def evaluate_live(paths: TrialPaths, choices: Choices) -> int:
     console = Terminal()
     say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
     say(f"evaluating the servers of {paths.root}; Ctrl-C cancels")
-    records = asyncio.run(_evaluate(config, paths, sets, say))
-    say(str(records))
-    return 0
+    name = new_name()
+    records = asyncio.run(_evaluate(config, paths, sets, name, say))
+    about = {"model": None, "trial": str(paths.root), "live": True}
+    return report(paths, paths.root / EVALUATIONS / name, about, records)
 
 
-async def _evaluate(config: Config, paths: TrialPaths, sets: Mapping[str, EvaluationSet], say: Any) -> Any:
+async def _evaluate(
+    config: Config, paths: TrialPaths, sets: Mapping[str, EvaluationSet], name: str, say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
     store = await asyncio.to_thread(make_name_store, config, paths)
     manager = client_of(config, paths, store)
     try:
-        return await LiveEvaluations(manager, config, say).run(sets)
+        return await LiveEvaluations(manager, config, name, say).run(sets, paths)
     finally:
         await manager.close()
         store.close()

@@ -16,19 +16,22 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 from realsys.cluster.store.base import NameStore
 from realsys.cluster.store.connect import is_known, trial_names
 from realsys.config.compose import changed
 from realsys.config.dump import read_config
-from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
+from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets, id_of_set
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, KeyMissing, NameStoreError, WaitTimeout
+from realsys.evaluation.records import record
 from realsys.launch.evaluate.settings import Choices
 from realsys.launch.lock import is_held
 from realsys.launch.start import changes
 from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
+from realsys.master.evaluation import ResultWriter, outcome_of
 from realsys.rollout.manager_client import ManagerClient
 
 _POLL_S, _SHOW_S = 0.5, 5.0
@@ -53,29 +56,47 @@ def live_sets(paths: TrialPaths, choices: Choices) -> tuple[Config, dict[str, Ev
     return wanted, sets
 
 
+def new_name() -> str:
+    """Return a name for evaluations of a user, by the time."""
+    return f"user-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
 @dataclass(slots=True)
 class LiveEvaluations:
-    """Requested evaluations of a trial that runs. ``say`` gets lines about their progress."""
+    """Requested evaluations of a trial that runs. ``name``: their common one, unique in the trial.
+
+    ``say`` gets lines about their progress.
+    """
 
     manager: ManagerClient
     config: Config
+    name: str
     say: Callable[[str], None]
     _states: dict[str, EvaluationReply | None] = field(default_factory=dict)  # by id
 
-    async def run(self, sets: Mapping[str, EvaluationSet]) -> dict[str, EvaluationReply]:
-        """Evaluate all sets; return the final state of each by its id. Cancels what has not ended if it is cancelled.
+    async def run(self, sets: Mapping[str, EvaluationSet], paths: TrialPaths) -> dict[str, dict[str, Any]]:
+        """Evaluate all sets; store and return their records by their ids. If cancelled, cancel what has not ended.
 
         Raises WaitTimeout without progress for ``cluster.request_timeout_s``, or without a manager.
         """
-        prefix = f"user-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        asked, began = {}, time.monotonic()
         try:
             for name, wanted in sets.items():
-                self._states[f"{prefix}-{name}"] = None
-                await self.manager.evaluate(self._request(f"{prefix}-{name}", wanted))
+                eval_id = id_of_set(self.name, name)
+                asked[eval_id], self._states[eval_id] = wanted, None
+                await self.manager.evaluate(self._request(eval_id, wanted))
             await self._ended()
         finally:
             await self._cancel()
-        return {eval_id: state for eval_id, state in self._states.items() if state is not None}
+        writer, seconds = ResultWriter(self.config, paths.evaluations), time.monotonic() - began
+        return {eval_id: self._stored(writer, eval_id, made, seconds) for eval_id, made in asked.items()}
+
+    def _stored(self, writer: ResultWriter, eval_id: str, made: EvaluationSet, seconds: float) -> dict[str, Any]:
+        """Store an evaluation that has ended; return its record."""
+        state = self._states[eval_id]
+        assert state is not None
+        found = record(eval_id, max(0, state.version_min), made, outcome_of(state), seconds)
+        return writer.write(eval_id, made, found, state)
 
     def _request(self, eval_id: str, wanted: EvaluationSet) -> EvaluateRequest:
         return EvaluateRequest(

@@ -7,7 +7,8 @@ import functools
 import time
 from datetime import datetime
 
-from realsys.launch.evaluate.results import print_table, write_results
+from realsys.config.evaluation_sets import id_of_set
+from realsys.launch.evaluate.results import report
 from realsys.launch.evaluate.settings import Choices, evaluation_config
 from realsys.launch.evaluate.target import Target, exported
 from realsys.launch.launchers.build import check_start
@@ -15,6 +16,8 @@ from realsys.launch.prepare import prepare, resolve
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.run import Planned, Terminal, plan_of, report_failure, summarised, supervise, tell
 from realsys.launch.screen.evaluation_view import EvaluationView
+from realsys.master.run.evaluation_run import EVAL_ID
+from realsys.telemetry.steps import read_steps
 from realsys.weights.host.places import sweep
 
 
@@ -36,10 +39,10 @@ def evaluate_model(target: Target, choices: Choices) -> int:
         if outcome.refused:
             raise outcome.refused
         sweep()  # a server that was killed leaves its copy of the weights in /dev/shm
-        return _conclude(planned, outcome, started)
+        return _conclude(planned, target, outcome, started)
 
 
-def _conclude(planned: Planned, outcome: Outcome, started: float) -> int:
+def _conclude(planned: Planned, target: Target, outcome: Outcome, started: float) -> int:
     """Write and print what the evaluation has found; return the exit code."""
     config, paths = planned.config, planned.paths
     _, failure = summarised(config, paths, outcome, started)
@@ -48,5 +51,7 @@ def _conclude(planned: Planned, outcome: Outcome, started: float) -> int:
     if outcome.status == "interrupted":
         tell(f"realsys: {outcome.reason}; the evaluation is incomplete and has no result")
         return 128 + (outcome.signal or 2)
-    print_table(Terminal(), write_results(config, paths))
-    return 0
+    records = [record for record in read_steps(paths.steps) if record["kind"] == "eval"]
+    stored = {id_of_set(f"{EVAL_ID}-{record['step']}", record["set"]): record for record in records}
+    about = {"model": str(target.model), "trial": str(target.trial.root) if target.trial else None, "step": target.step}
+    return report(paths, paths.root, about, stored)

@@ -11,9 +11,10 @@ from typing import Any
 
 from realsys.cluster.disk import on_disk
 from realsys.cluster.worker import WorkerContext
+from realsys.config.evaluation_sets import evaluation_sets
 from realsys.errors import WeightsError
 from realsys.manager.messages import RollBackRequest
-from realsys.master.evaluation import Evaluations
+from realsys.master.evaluation import Evaluations, ResultWriter
 from realsys.master.publish import VersionKey, unserved
 from realsys.master.recovery import NOTHING
 from realsys.master.run.run_status import RunStatus
@@ -22,6 +23,9 @@ from realsys.rollout.manager_client import ManagerClient
 from realsys.types import PublishedVersion
 from realsys.weights.disk.adopt import adopt, step_of
 from realsys.weights.disk.tensor_files import verify
+
+
+EVAL_ID = "eval"  # first part of the names of its evaluations
 
 
 class EvaluationRun:
@@ -36,9 +40,9 @@ class EvaluationRun:
         self._evaluations = Evaluations(
             manager,
             trainer_incarnation=ctx.incarnation,
-            seed=ctx.config.seed,
-            timeout_s=self._timeout_s,
+            config=ctx.config,
             repair=self._check_weights,
+            writer=ResultWriter(ctx.config, ctx.paths.evaluations),
         )
 
     async def run(self) -> None:
@@ -48,8 +52,9 @@ class EvaluationRun:
         await self._manager.roll_back(RollBackRequest(NOTHING, NOTHING, self._ctx.incarnation))
         await self._publish(published)
         await self._status.enter("evaluate")
-        problems = self._ctx.config.evaluation.problems
-        self._log.append(await self._evaluations.run("eval", problems, published.step))
+        sets = {name: made for name, made in evaluation_sets(self._ctx.config).items() if made.problems}
+        for record in await self._evaluations.run(EVAL_ID, sets, published.step):
+            self._log.append(record)
         await self._status.enter("done")
 
     @property

@@ -65,7 +65,7 @@ def trial(tmp_path: Path) -> Iterator[TrialPaths]:
 
 
 def evaluations(manager: Manager, said: list[str], **fields: Any) -> LiveEvaluations:
-    return LiveEvaluations(manager, Config.model_validate(fields), said.append)  # type: ignore[arg-type]
+    return LiveEvaluations(manager, Config.model_validate(fields), "user-1", said.append)  # type: ignore[arg-type]
 
 
 def test_settings_of_requests_can_be_changed(trial):
