@@ -234,7 +234,8 @@ class EvaluateRequest(msgspec.Struct):
     """POST /evaluate: play the first ``n`` problems of ``split``, ``samples`` completions each, with one version.
 
     The same id again changes nothing. ``set``: name of the data set, by which RolloutWorkers choose sampling settings
-    and verifier. ``max_failed``: completions that may fail in a complete evaluation. ``incarnation`` of the trainer: status 409 if it is older than the one that rolled back last.
+    and verifier. ``max_failed``: completions that may fail in a complete evaluation. ``incarnation`` of the trainer:
+    status 409 if it is older than the one that rolled back last.
     """
 
     eval_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
