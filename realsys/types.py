@@ -107,12 +107,14 @@ class Episode:
     reward   of the whole attempt; ``Row.rewards`` of single tokens are added to it
     correct  True if the attempt solved the task; None if the task has no right or wrong
     metrics  numbers for the step log, averaged over episodes by name
+    answer   final answer, for the majority vote of an evaluation; training does not use it
     """
 
     rows: list[Row]
     reward: float
     correct: bool | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
     @property
     def loss_tokens(self) -> int:

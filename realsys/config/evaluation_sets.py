@@ -63,6 +63,16 @@ def sources_of_sets(config: Config) -> dict[str, EvalSetConfig]:
     return {name: made.source for name, made in evaluation_sets(config).items() if made.source is not None}
 
 
+def id_of_set(eval_id: str, name: str) -> str:
+    """Return the id of an evaluation of one set: ``step-10``, and ``step-10.aime`` for a set of its own."""
+    return eval_id if name == HELD_OUT else f"{eval_id}.{name}"
+
+
+def set_of_id(eval_id: str) -> str:
+    """Return the set of an evaluation from its id."""
+    return eval_id.partition(".")[2] or HELD_OUT
+
+
 def _filled(config: Config, name: str, own: EvalSetConfig) -> EvaluationSet:
     general, field_name = config.evaluation, f"evaluation.sets.{name}"
     if name == HELD_OUT and own.path:

@@ -136,11 +136,11 @@ class Holds:
     def _serving(self, version: int) -> Iterator[Server]:
         """Yield the servers with this version of the current trainer, in quarantine or not."""
         published = self._servers.published
+        trainer = published.incarnation if published is not None else None
         for server in self._servers.all():
             verified = server.verified
-            if verified is not None and published is not None and verified.version == version:
-                if verified.incarnation == published.incarnation:
-                    yield server
+            if verified is not None and (verified.version, verified.incarnation) == (version, trainer):
+                yield server
 
     def _current_versions(self) -> Iterator[int]:
         for server in self._servers.all():
