@@ -24,7 +24,6 @@ from realsys.types import PublishedVersion
 from realsys.weights.disk.adopt import adopt, step_of
 from realsys.weights.disk.tensor_files import verify
 
-
 EVAL_ID = "eval"  # first part of the names of its evaluations
 
 

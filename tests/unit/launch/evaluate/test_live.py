@@ -14,6 +14,7 @@ from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError, WaitTimeout
+from realsys.evaluation.samples import read_result
 from realsys.launch.evaluate import live
 from realsys.launch.evaluate.live import LiveEvaluations, live_sets
 from realsys.launch.evaluate.settings import Choices
@@ -89,22 +90,23 @@ def test_trial_that_does_not_run_is_named(tmp_path):
         live_sets(paths, Choices())
 
 
-def test_request_is_of_a_user() -> None:
+def test_request_is_of_a_user(tmp_path) -> None:
     async def body() -> None:
         manager, said = Manager([state(1), state(4)]), list[str]()
-        found = await evaluations(manager, said).run(evaluation_sets(Config()))
+        found = await evaluations(manager, said).run(evaluation_sets(Config()), TrialPaths(tmp_path))
         [request] = manager.requests
         assert (request.by_user, request.n, request.set, request.incarnation) == (True, 512, "eval", "")
-        assert [reply.done for reply in found.values()] == [4] and list(found) == [request.eval_id]
+        assert list(found) == [request.eval_id] == ["user-1"] and found["user-1"]["complete"]
+        assert read_result(tmp_path / "evaluations" / "user-1") == found["user-1"]
         assert said == ["eval 1/4 of version 3"] and manager.cancelled == []
 
     asyncio.run(body())
 
 
-def test_interrupt_cancels_what_has_not_ended() -> None:
+def test_interrupt_cancels_what_has_not_ended(tmp_path) -> None:
     async def body() -> None:
         manager = Manager([state(1)])
-        task = asyncio.create_task(evaluations(manager, []).run(evaluation_sets(Config())))
+        task = asyncio.create_task(evaluations(manager, []).run(evaluation_sets(Config()), TrialPaths(tmp_path)))
         await manager.polled.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -114,22 +116,22 @@ def test_interrupt_cancels_what_has_not_ended() -> None:
     asyncio.run(body())
 
 
-def test_error_of_the_manager_cancels_too() -> None:
+def test_error_of_the_manager_cancels_too(tmp_path) -> None:
     async def body() -> None:
         manager = Manager([state(1)], StreamError("gserver_manager: no"))
         with pytest.raises(StreamError):
-            await evaluations(manager, []).run(evaluation_sets(Config()))
+            await evaluations(manager, []).run(evaluation_sets(Config()), TrialPaths(tmp_path))
         assert len(manager.cancelled) == 1
 
     asyncio.run(body())
 
 
-def test_standstill_is_named_and_cancelled() -> None:
+def test_standstill_is_named_and_cancelled(tmp_path) -> None:
     async def body() -> None:
         manager = Manager([state(1)])
         slow = {"cluster": {"request_timeout_s": 0.01}}
         with pytest.raises(WaitTimeout, match="no new completion for 0.01 s: eval 1/4 of version 3"):
-            await evaluations(manager, [], **slow).run(evaluation_sets(Config()))
+            await evaluations(manager, [], **slow).run(evaluation_sets(Config()), TrialPaths(tmp_path))
         assert len(manager.cancelled) == 1
 
     asyncio.run(body())
