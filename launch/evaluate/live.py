@@ -89,7 +89,11 @@ class LiveEvaluations:
         finally:
             await self._cancel()
         writer, seconds = ResultWriter(self.config, paths.evaluations), time.monotonic() - began
-        return {eval_id: self._stored(writer, eval_id, made, seconds) for eval_id, made in asked.items()}
+        # In a thread: the comparison of answers has an event loop of its own.
+        return {
+            eval_id: await asyncio.to_thread(self._stored, writer, eval_id, made, seconds)
+            for eval_id, made in asked.items()
+        }
 
     def _stored(self, writer: ResultWriter, eval_id: str, made: EvaluationSet, seconds: float) -> dict[str, Any]:
         """Store an evaluation that has ended; return its record."""

@@ -37,7 +37,7 @@ def realsys(*arguments: object, timeout_s: float = 180) -> subprocess.CompletedP
 
 def results(folder: Path) -> dict[str, dict[str, Any]]:
     """Results of an evaluation by data set."""
-    return {record["set"]: record for record in json.loads((folder / "results.json").read_text())}
+    return {record["set"]: record for record in json.loads((folder / "results.json").read_text())["results"]}
 
 
 def everything(root: Path) -> dict[Path, tuple[int, int]]:
@@ -49,7 +49,7 @@ def everything(root: Path) -> dict[Path, tuple[int, int]]:
 @pytest.fixture(scope="module")
 def greedy(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A finished trial whose evaluations are greedy. No test may change it."""
-    settings = [*GREEDY, "train.total_steps=2", "warmup.steps=120", "checkpoint.hf_every_steps=1"]
+    settings = [*GREEDY, "train.total_steps=2", "warmup.steps=60", "checkpoint.hf_every_steps=1"]
     return run_arith(tmp_path_factory.mktemp("runs"), "greedy", *settings).completed()
 
 
@@ -70,6 +70,7 @@ def test_trial_repeats_its_last_evaluation(greedy, tmp_path):
     [again] = results(greedy.root / "eval" / "last").values()
     assert (again["accuracy"], again["length_mean"]) == (last["accuracy"], last["length_mean"])
     assert again["version_min"] == again["version_max"] == 2
+    assert completions(greedy.root / "eval" / "last") == completions(greedy.root, "after-*")
     assert everything(greedy.root) == before, "the trial itself is only read"
     assert processes_of(greedy.root / "eval" / "last") == []
 
@@ -165,7 +166,7 @@ def test_interrupt_cancels_a_live_evaluation(training):
     training.until_step(training.steps_done() + 3)
 
 
-def completions(folder: Path) -> list[str]:
+def completions(folder: Path, name: str = "*") -> list[str]:
     """Return the completions of an evaluation, by problem and sample."""
-    [samples] = (folder / "evaluations").glob("*/samples.jsonl")
+    [samples] = (folder / "evaluations").glob(f"{name}/samples.jsonl")
     return [json.loads(line)["completion"] for line in samples.read_text().splitlines()]
