@@ -236,7 +236,8 @@ def prompt_key(prompt: PromptText) -> int:
 
 def _check_sizes(splits: Splits, files: DatasetFiles, config: Config) -> None:
     if not len(splits.train):
-        problem = "every prompt is held out, too" if splits.leaked else "no prompts to train on"
+        where = "data.eval or in a set of evaluations" if splits.sets else "data.eval"
+        problem = f"every prompt is in {where}, too" if splits.leaked else "no prompts to train on"
         raise DataError(f"{files.train}: {problem}: add lines")
     if len(splits.eval) or not config.evaluation.problems:
         return
