@@ -236,12 +236,14 @@ def prompt_key(prompt: PromptText) -> int:
 
 def _check_sizes(splits: Splits, files: DatasetFiles, config: Config) -> None:
     if not len(splits.train) and not config.evaluate_only:
-        problem = "every prompt is held out, too" if splits.leaked else "no prompts to train on"
+        where = "data.eval or in a set of evaluations" if splits.sets else "data.eval"
+        problem = f"every prompt is in {where}, too" if splits.leaked else "no prompts to train on"
         raise DataError(f"{files.train}: {problem}: add lines")
     if len(splits.eval) or not config.evaluation.problems:
         return
-    if files.eval is not None:
-        raise DataError(f"{files.eval}: no problems to evaluate on: add lines, or set evaluation.problems=0")
+    if files.eval is not None or config.evaluate_only:
+        where = files.eval or files.train
+        raise DataError(f"{where}: no problems to evaluate on: add lines, or set evaluation.problems=0")
     total, fraction = len(splits.train), config.data.eval_fraction
     remedy = "increase data.eval_fraction, set data.eval, or set evaluation.problems=0"
     raise DataError(f"{files.train}: data.eval_fraction={fraction} holds out none of {total} prompts: {remedy}")

@@ -32,8 +32,8 @@ class Judgement:
     answer: str | None = None
 
 
-#: Runs ``data.verifier``, or the verifier of the evaluation's data set, in a verifier process. Raises RewardError without
-#: a verdict: an error is no reward.
+#: Runs ``data.verifier``, or the one of the evaluation's data set, in a verifier process. Raises RewardError without a
+#: verdict: an error is no reward.
 Verify = Callable[[Task, Response], Awaitable[Verdict]]
 
 

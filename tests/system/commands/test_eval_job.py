@@ -129,7 +129,7 @@ def test_bad_input_is_one_line_before_any_start(greedy, tmp_path):
     for arguments, problem in (
         ([tmp_path / "none"], "is not a directory"),
         ([model, *own], "name the problems to evaluate on"),
-        ([model, *own, f"data.eval={empty}"], "no "),
+        ([model, *own, f"data.eval={empty}"], "empty.jsonl: no problems to evaluate on"),
         ([model, *own, f"data.eval={long}", "data.max_prompt_tokens=48"], "long.jsonl:1: the prompt has 120 tokens"),
         ([model, f"fileroot={tmp_path}", f"data.eval={long}", "data.verifier=nope"], "data.verifier"),
         ([greedy.root, "--step", "9"], "no model of this step"),
@@ -145,8 +145,7 @@ def test_live_servers_are_evaluated_beside_training(training):
     before = training.steps_done()
     done = realsys(training.root, "--live", "evaluation.problems=32", "evaluation.samples=8")
     assert done.returncode == 0, done.stdout + done.stderr
-    folder = max((training.root / "evaluations").glob("user-*"), key=os.path.getmtime)
-    record = json.loads((folder / "result.json").read_text())
+    [record] = results(max((training.root / "eval").glob("user-*"), key=os.path.getmtime)).values()
     assert record["completions"] == 256 and record["version_min"] == record["version_max"] >= before - 1
     training.until_step(training.steps_done() + 3)
     assert all(record["kind"] != "eval" for record in read_steps(training.job.paths.steps)), "the trainer sees none"
