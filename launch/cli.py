@@ -188,14 +188,11 @@ def _add_simulate(commands: Any) -> None:
 def _add_record_commands(commands: Any) -> None:
     """Add the commands that read the recorded steps of a trial."""
     replay = commands.add_parser("replay", help="repeat a recorded train step and compare it bit for bit")
-    samples = commands.add_parser("samples", help="show the samples of a train step, or of an evaluation")
+    samples = commands.add_parser("samples", help="show the samples of a train step")
     for command in (replay, samples):
         command.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR")
         command.add_argument("--step", type=int, metavar="K", help="default: the last recorded step")
     samples.add_argument("--ticket", metavar="ID", help="show only the prompt of this ticket")
-    samples.add_argument(
-        "--eval", nargs="?", const="", metavar="ID", help="show the completions of an evaluation (default: the newest)"
-    )
     samples.add_argument(
         "--limit", type=int, metavar="N", help="number of prompts to show, 0 for all (default: 4; all with --json)"
     )
@@ -286,10 +283,6 @@ def _run_command(args: argparse.Namespace) -> int:
         return replay(args.trial_dir, args.step)
     if args.command == "samples":
         from realsys.launch.commands.samples import show_samples
-        from realsys.launch.evaluate.browse import is_evaluation, show_evaluation
-
-        if args.eval is not None or is_evaluation(args.trial_dir):
-            return show_evaluation(args.trial_dir, args.eval or "", args.limit, as_json=args.json)
         return show_samples(args.trial_dir, args.step, args.ticket, args.limit, args.json)
     if args.command == "eval":
         from realsys.launch.evaluate.command import evaluate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ from realsys.train.records import record_files as files
 from realsys.train.records.record_files import Arrays, StepRecord
 from realsys.types import GroupOrigin, SampleMeta
 
-SHOWN = 4  # prompts without --limit
+_SHOWN = 4  # prompts without --limit
 CONTEXT = -1  # instead of a version: the policy did not sample the token
-VERDICTS = {True: "correct", False: "wrong", None: "not judged"}
-COLOURS = {True: "green", False: "red", None: "default"}
+_VERDICTS = {True: "correct", False: "wrong", None: "not judged"}
+_COLOURS = {True: "green", False: "red", None: "default"}
 _STYLES = ("cyan", "yellow", "magenta", "green", "blue")  # versions take them in turn
 
 
@@ -89,10 +89,15 @@ def show_samples(trial_dir: Path, step: int | None, ticket: str | None, limit: i
     arrays, origins = files.read_arrays(directory, record)
     tokenizer = TextTokenizer(role_settings(config, ACTOR).model_dir(paths))
     groups = wanted(record, ticket)
-    shown = groups[: limit or None] if limit is not None or as_json else groups[:SHOWN]
+    shown = groups[: limit or None] if limit is not None or as_json else groups[:_SHOWN]
     found = samples(config, record, arrays, origins, tokenizer)
     if as_json:
-        write_json(found[meta.sample_id] for group in shown for meta in group)
+        lines = (msgspec.json.encode(found[meta.sample_id]).decode() for group in shown for meta in group)
+        try:
+            sys.stdout.write("".join(f"{line}\n" for line in lines))
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader has ended, as in `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     console = Console()
     console.print(_headline(config, record), highlight=False, soft_wrap=True)
@@ -102,15 +107,6 @@ def show_samples(trial_dir: Path, step: int | None, ticket: str | None, limit: i
     if len(shown) < len(groups):
         console.print(f"\n{len(groups) - len(shown)} more prompts: --limit 0 shows all", style="dim", highlight=False)
     return 0
-
-
-def write_json(samples: Iterable[msgspec.Struct]) -> None:
-    """Print one JSON object per line, also if the reader ends before the last one."""
-    try:
-        sys.stdout.write("".join(f"{msgspec.json.encode(sample).decode()}\n" for sample in samples))
-        sys.stdout.flush()
-    except BrokenPipeError:  # as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def wanted(record: StepRecord, ticket: str | None) -> list[list[SampleMeta]]:
@@ -265,7 +261,7 @@ def group_lines(group: Sequence[Sample]) -> Iterator[Text]:
 
 
 def _facts(sample: Sample) -> Text:
-    parts = [f"reward {sample.reward:g}", VERDICTS[sample.correct], sample.finish_reason]
+    parts = [f"reward {sample.reward:g}", _VERDICTS[sample.correct], sample.finish_reason]
     parts += [f"{name} {value:g}" for name, value in sample.metrics.items()]
     parts += [f"reward {reward:g} at {position}" for position, reward in sample.rewards]
     if sample.score is not None:
@@ -276,7 +272,7 @@ def _facts(sample: Sample) -> Text:
         parts.append(f"|prox - behav| {sample.logprob_difference:.2e}")
     parts.append(" -> ".join(f"{server} ({tokens})" for server, tokens in sample.route) or "no server known")
     label = f"  {sample.sample_id.rpartition('/')[2]:>4}  "
-    return Text(label).append(", ".join(parts), style=COLOURS[sample.correct])
+    return Text(label).append(", ".join(parts), style=_COLOURS[sample.correct])
 
 
 def _answer(sample: Sample) -> Text:

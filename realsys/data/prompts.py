@@ -242,8 +242,8 @@ def _check_sizes(splits: Splits, files: DatasetFiles, config: Config) -> None:
     if len(splits.eval) or not config.evaluation.problems:
         return
     if files.eval is not None or config.evaluate_only:
-        where = files.eval or files.train
-        raise DataError(f"{where}: no problems to evaluate on: add lines, or set evaluation.problems=0")
+        source = files.eval or files.train
+        raise DataError(f"{source}: no problems to evaluate on: add lines, or set evaluation.problems=0")
     total, fraction = len(splits.train), config.data.eval_fraction
     remedy = "increase data.eval_fraction, set data.eval, or set evaluation.problems=0"
     raise DataError(f"{files.train}: data.eval_fraction={fraction} holds out none of {total} prompts: {remedy}")
