@@ -197,6 +197,14 @@ def _add_record_commands(commands: Any) -> None:
         "--limit", type=int, metavar="N", help="number of prompts to show, 0 for all (default: 4; all with --json)"
     )
     samples.add_argument("--json", action="store_true", help="print one JSON object per sample")
+    samples.add_argument(
+        "--eval", nargs="?", const="", metavar="ID", help="show completions of an evaluation (default: the newest)"
+    )
+    samples.add_argument("--set", default="", metavar="NAME", help="with --eval: of this data set")
+    samples.add_argument("--problem", type=int, metavar="N", help="with --eval: only this problem")
+    verdicts = samples.add_mutually_exclusive_group()
+    verdicts.add_argument("--correct", dest="verdict", action="store_const", const=True, help="with --eval: right ones")
+    verdicts.add_argument("--wrong", dest="verdict", action="store_const", const=False, help="with --eval: wrong ones")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -282,6 +290,11 @@ def _run_command(args: argparse.Namespace) -> int:
 
         return replay(args.trial_dir, args.step)
     if args.command == "samples":
+        if args.eval is not None:
+            from realsys.launch.screen.evaluation_samples import Wanted, show_eval_samples
+
+            wanted = Wanted(args.eval, args.set, args.problem, args.verdict, args.limit)
+            return show_eval_samples(args.trial_dir, wanted, args.json)
         from realsys.launch.commands.samples import show_samples
         return show_samples(args.trial_dir, args.step, args.ticket, args.limit, args.json)
     if args.command == "eval":

@@ -42,6 +42,7 @@ class ManagerState(TrialState):
         incarnation = request.incarnation or incarnation_of(request.worker, self.workers)
         if incarnation != incarnation_of(request.worker, self.workers):
             self.unseen[request.worker] = now
+        self.refresh_holds(now)
         tickets: list[Ticket] = []
         reason: m.RefusalReason | None = None
         most = min(request.max_tickets, self.share())

@@ -26,6 +26,7 @@ from realsys.manager.messages import (
 )
 from realsys.manager.overview import status
 from realsys.manager.refusals import OlderTrainer
+from realsys.manager.routing.servers import UpdateOrder
 from realsys.manager.state import ManagerState
 from realsys.master import evaluation
 from realsys.master.evaluation import Evaluations
@@ -74,7 +75,8 @@ class Answering:
 
     def publishes(self, step: int) -> None:
         self.state.servers.publish(PublishedVersion(step, self.state.trainer_incarnation, f"/v{step}", step))
-        update(self.state, 0)
+        if isinstance(self.state.next_order("generation_server/0", "1", 0.0), UpdateOrder):  # else it is held
+            update(self.state, 0)
 
     def trains(self, step: int) -> None:
         """One ticket becomes version ``step``."""
@@ -122,7 +124,7 @@ def test_extended_run_is_evaluated_at_its_new_end() -> None:
         manager = Answering(ready())
         [first] = await evaluations(manager).run("after", SETS, 0)
         manager.state.servers.publish(version(1))
-        made: Any = manager.state.servers.next_order("generation_server/0", "1", 0.0)
+        made: Any = manager.state.next_order("generation_server/0", "1", 0.0)
         assert manager.state.begin_update(made, 0.0) and manager.state.servers.succeeded(made, 0.1, {})
         [second] = await evaluations(manager).run("after", SETS, 1)
         assert [(r["eval_id"], r["step"], r["problems"]) for r in (first, second)] == [("after", 0, 2), ("after", 1, 2)]
