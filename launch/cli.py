@@ -296,6 +296,7 @@ def _run_command(args: argparse.Namespace) -> int:
             wanted = Wanted(args.eval, args.set, args.problem, args.verdict, args.limit)
             return show_eval_samples(args.trial_dir, wanted, args.json)
         from realsys.launch.commands.samples import show_samples
+
         return show_samples(args.trial_dir, args.step, args.ticket, args.limit, args.json)
     if args.command == "eval":
         from realsys.launch.evaluate.command import evaluate

@@ -38,7 +38,8 @@ def report(paths: TrialPaths, folder: Path, about: Mapping[str, Any], records: M
     """
     results = [with_lengths(record, paths, eval_id) for eval_id, record in records.items()]
     path = write_results(folder, about, results)
-    for line in [*table(results), f"results      {path}", *(f"completions  {result['folder']}" for result in results)]:
+    shown = (f"completions  realsys samples {paths.root} --eval {eval_id}" for eval_id in records)
+    for line in [*table(results), f"results      {path}", *shown]:
         print(line)
     return int(any(map(incomplete_reason, results)))
 
