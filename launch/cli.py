@@ -46,6 +46,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     _add_run_options(run)
     run.add_argument("--plain", action="store_true", help="one line per step instead of the live display")
     _add_submit(commands)
+    _add_eval(commands)
     _add_record_commands(commands)
     _add_simulate(commands)
     _add_data(commands)
@@ -67,6 +68,25 @@ def _add_submit(commands: Any) -> None:
     )
     _add_run_options(submit)
     submit.add_argument("--detach", action="store_true", help="submit the job and return")
+
+
+def _add_eval(commands: Any) -> None:
+    evaluate = commands.add_parser(
+        "eval",
+        help="evaluate a model, a trial, or the servers of a trial that runs",
+        description="Evaluate on the data sets of the configuration and print a table (docs/evaluation.md). A model "
+        "or a trial gets servers and RolloutWorkers of its own; nothing of them is left at the end.",
+    )
+    evaluate.add_argument(
+        "target", metavar="TARGET", help="model folder, trial folder, or EXPERIMENT/TRIAL under runs/"
+    )
+    evaluate.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="data.eval=FILE, evaluation.samples=8, evaluation.k=[1,8], ..."
+    )
+    evaluate.add_argument("--step", type=int, metavar="N", help="weights of this step of a trial (default: the last)")
+    evaluate.add_argument("--live", action="store_true", help="ask the servers of a trial that runs; training goes on")
+    evaluate.add_argument("--name", metavar="NAME", help="name of the evaluation (default: date and time)")
+    evaluate.add_argument("--config-dir", type=Path, metavar="DIR", help="your configuration files, as for run")
 
 
 def _add_run_options(command: Any) -> None:
@@ -177,6 +197,14 @@ def _add_record_commands(commands: Any) -> None:
         "--limit", type=int, metavar="N", help="number of prompts to show, 0 for all (default: 4; all with --json)"
     )
     samples.add_argument("--json", action="store_true", help="print one JSON object per sample")
+    samples.add_argument(
+        "--eval", nargs="?", const="", metavar="ID", help="show completions of an evaluation (default: the newest)"
+    )
+    samples.add_argument("--set", default="", metavar="NAME", help="with --eval: of this data set")
+    samples.add_argument("--problem", type=int, metavar="N", help="with --eval: only this problem")
+    verdicts = samples.add_mutually_exclusive_group()
+    verdicts.add_argument("--correct", dest="verdict", action="store_const", const=True, help="with --eval: right ones")
+    verdicts.add_argument("--wrong", dest="verdict", action="store_const", const=False, help="with --eval: wrong ones")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -186,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         # argparse takes positional arguments in one piece only, and users write overrides on both sides of an option.
         unknown = [text for text in rest if text.startswith("-")]
-        if unknown or args.command not in ("run", "submit", "simulate", "data"):
+        if unknown or args.command not in ("run", "submit", "eval", "simulate", "data"):
             commands.get(args.command, parser).error(f"unknown argument: {' '.join(unknown or rest)}")
         args.overrides += rest
     if args.version:
@@ -262,9 +290,19 @@ def _run_command(args: argparse.Namespace) -> int:
 
         return replay(args.trial_dir, args.step)
     if args.command == "samples":
+        if args.eval is not None:
+            from realsys.launch.screen.evaluation_samples import Wanted, show_eval_samples
+
+            wanted = Wanted(args.eval, args.set, args.problem, args.verdict, args.limit)
+            return show_eval_samples(args.trial_dir, wanted, args.json)
         from realsys.launch.commands.samples import show_samples
 
         return show_samples(args.trial_dir, args.step, args.ticket, args.limit, args.json)
+    if args.command == "eval":
+        from realsys.launch.evaluate.command import evaluate
+        from realsys.launch.evaluate.settings import Choices
+
+        return evaluate(args.target, Choices(args.overrides, args.config_dir, args.name), args.step, live=args.live)
     from realsys.launch.run import RunOptions, run
 
     options = RunOptions(args.trial, args.config_dir, args.dry_run, plain=args.command == "submit" or args.plain)

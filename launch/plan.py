@@ -4,6 +4,8 @@
 
 name_store x 1 (etcd, with cluster.name_store.start), gserver_manager x 1, generation_server x (data part of inference),
 model_worker x (world size of training), rollout_worker x rollout.workers, master_worker x 1
+
+With evaluate_only: evaluator x 1 in the place of model_workers and master_worker.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from realsys.cluster.store.connect import is_elsewhere
 from realsys.cluster.topology import ModelShardID, place
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.devices.device_plan import RANK, SERVER, Kind, Needs, Seat
+from realsys.config.devices.device_plan import EVALUATOR, RANK, SERVER, Kind, Needs, Seat
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import VISIBLE, Machine, visible_to
 from realsys.config.schema import Config
@@ -31,6 +33,8 @@ from realsys.launch.nodes.base import LOCAL, NodePort
 OnDeath = Literal["restart", "restart_training", "end"]
 
 NAME_STORE: Kind = "name_store"
+#: The run ends when one of these has done its work.
+LEADERS: frozenset[Kind] = frozenset({"master_worker", EVALUATOR})
 #: If one of them dies, all of them restart: the ranks of a mesh need each other and the master.
 TRAINING: frozenset[Kind] = frozenset({"model_worker", "master_worker"})
 _IN_WORDS: dict[OnDeath, str] = {
@@ -182,6 +186,8 @@ def on_this_machine(specs: Sequence[ProcessSpec], machine: Machine) -> list[Proc
 
 
 def _on_death(kind: Kind, config: Config) -> OnDeath:
+    if kind == EVALUATOR:
+        return "end"
     if kind not in TRAINING:
         return "restart"
     return "end" if config.recover == "off" else "restart_training"

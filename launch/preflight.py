@@ -39,7 +39,8 @@ def check_here(config: Config, paths: TrialPaths, *, other_disk: bool = False) -
         settings = role_settings(config, role)
         if settings.path:
             check_weights(Path(settings.path), read_model(Path(settings.path), settings.head))
-    if not other_disk and not paths.config.exists():  # else most of it is on the disk already
+    is_written = paths.config.exists() or config.evaluate_only  # an evaluation links to the weights that it serves
+    if not other_disk and not is_written:
         check_disk(config, disk_bytes(config, dataflow_of(config)))
 
 

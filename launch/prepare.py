@@ -25,10 +25,12 @@ from typing import Self, TypeVar
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.dump import newest_dump, read_config, write_config
+from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.checks import check_made_model
 from realsys.config.schema import Config
 from realsys.config.sections.schema_data import absolute_source
+from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.config.sections.schema_train import RoleConfig, RolesConfig
 from realsys.data.check import DataCheck
 from realsys.data.conversion.identity import check_copy, check_prompts, write_digest
@@ -63,6 +65,10 @@ def resolve(config: Config, *, now: datetime) -> Config:
     data, sglang, store = config.data, config.generation.sglang, config.cluster.name_store
     mixture = [source.model_copy(update={"path": absolute_source(source.path)}) for source in data.mixture]
     files = {"train": absolute_source(data.train), "eval": absolute_source(data.eval), "demos": _absolute(data.demos)}
+    sets = {
+        name: own.model_copy(update={"path": absolute_source(own.path)}) for name, own in config.evaluation.sets.items()
+    }
+    update["evaluation"] = config.evaluation.model_copy(update={"sets": sets})
     update["data"] = data.model_copy(update={**files, "mixture": mixture})
     # Not made absolute: the python of a virtual environment is a link, and must be called by its own name.
     sglang = sglang.model_copy(update={"python": os.path.expanduser(sglang.python)})
@@ -331,7 +337,7 @@ def _make_inputs(config: Config, paths: TrialPaths) -> None:
     """Make the tiny model, and generated or converted data, if the trial uses them."""
     from realsys.data.arith import write_dataset
     from realsys.data.char_model import make_tiny_model, write_char_tokenizer
-    from realsys.data.conversion.convert import convert
+    from realsys.data.conversion.convert import convert, convert_sets
 
     if config.data.kind == "arith":
         write_dataset(config.data.arith, paths.data, seed=config.seed)
@@ -339,6 +345,7 @@ def _make_inputs(config: Config, paths: TrialPaths) -> None:
         write_char_tokenizer(paths.start_model)
         make_tiny_model(config.model.tiny, paths.start_model, seed=config.seed)
     convert(config, paths)
+    convert_sets(config, paths)
 
 
 def _read_inputs(config: Config, paths: TrialPaths) -> DataCheck:
@@ -367,12 +374,18 @@ def _data_line(sizes: Mapping[str, int]) -> str:
 def _check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
     """Check the settings that depend on the number of lines. Raises ConfigError."""
     evaluation, train = config.evaluation, config.train
-    for field, wanted in (
-        ("evaluation.problems", evaluation.problems),
-        ("evaluation.every_problems", evaluation.every_problems if evaluation.every_steps else 0),
-    ):
-        if wanted > sizes["eval"]:
-            raise ConfigError(field, wanted, f"only {sizes['eval']} problems are held out: lower it")
+    asked: list[tuple[str, int, str]] = []
+    for name, made in evaluation_sets(config).items():
+        own = evaluation.sets.get(name)
+        if own is not None and own.problems is not None:
+            asked.append((f"evaluation.sets.{name}.problems", own.problems, made.split))
+        elif made.split == HELD_OUT:  # of any other set, all problems are taken if they are fewer
+            asked.append(("evaluation.problems", made.problems, HELD_OUT))
+            asked.append(("evaluation.every_problems", made.every_problems if made.every_steps else 0, HELD_OUT))
+    for field, wanted, split in asked:
+        if wanted > sizes[split]:
+            problems = "problems are held out" if split == HELD_OUT else "problems are in the set"
+            raise ConfigError(field, wanted, f"only {sizes[split]} {problems}: lower it")
     if train.total_epochs and train.total_epochs * sizes["train"] < train.batch_groups:
         problem = f"{train.total_epochs} epochs of {sizes['train']} prompts do not fill one batch: lower it"
         raise ConfigError("train.batch_groups", train.batch_groups, problem)

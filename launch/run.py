@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -55,7 +55,7 @@ from realsys.launch.processes.run_hooks import Bounds, Hooks
 from realsys.launch.processes.stop_request import watch_requests
 from realsys.launch.processes.supervisor import Supervisor
 from realsys.launch.recover import remove_half_written
-from realsys.launch.screen.display import make_view
+from realsys.launch.screen.display import View, make_view
 from realsys.launch.screen.dry_run import print_dry_run
 from realsys.launch.screen.monitor import Monitor
 from realsys.launch.screen.progress import Progress
@@ -92,9 +92,13 @@ class Planned:
 def plan_run(overrides: Sequence[str], options: RunOptions) -> Planned:
     """Compose, fit, check and plan a run. Writes nothing. Raises RealsysError for bad input."""
     given = [*overrides, *([] if options.trial is None else [f"trial={quoted(options.trial)}"])]
-    machine = Machine.here()
     config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
-    named = given_fields(given, config_dir=options.config_dir)
+    return plan_of(config, given_fields(given, config_dir=options.config_dir))
+
+
+def plan_of(config: Config, named: Collection[str]) -> Planned:
+    """Fit, check and plan a composed run. ``named``: fields that the user has set. Raises RealsysError."""
+    machine = Machine.here()
     config, chosen = fit(config, named, machine)
     chosen = [*chosen, *check_gpus_are_given(config, named)]
     check(config, machine)
@@ -116,7 +120,7 @@ def show_plan(planned: Planned) -> None:
         examined, lines=[*planned.chosen, *examined.lines, *(disk_warnings(config, planned.paths) if elsewhere else ())]
     )
     specs = planned.specs if elsewhere else on_this_machine(planned.specs, planned.machine)
-    print_dry_run(_Terminal(), config, planned.paths, specs, planned.placement, examined, place)
+    print_dry_run(Terminal(), config, planned.paths, specs, planned.placement, examined, place)
 
 
 def run(overrides: Sequence[str], options: RunOptions) -> int:
@@ -127,7 +131,7 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
         show_plan(planned)
         return 0
     check_start(config)
-    console = _Terminal()
+    console = Terminal()
     say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
     host_of_launcher(config)  # before anything is written
     console.print(f"trial [bold]{config.experiment}/{config.trial}[/] in {paths.root}", highlight=False, soft_wrap=True)
@@ -135,10 +139,11 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
         say(line)
     with prepare(config, say) as ready:
         started = time.time()
-        outcome = asyncio.run(_supervise(config, ready, specs, console, plain=options.plain))
+        view = make_view(console, config, paths, plain=options.plain)
+        outcome = asyncio.run(supervise(config, ready, specs, view))
         if outcome.refused:
             raise outcome.refused
-        with _reported("remove half-written files"):
+        with reported("remove half-written files"):
             remove_half_written(paths)
         sweep()  # a server that was killed leaves its copy of the weights in /dev/shm
         again = command_again(overrides, config.trial, options)
@@ -179,7 +184,7 @@ def _try_own_loss(config: Config) -> None:
         try_loss(config.train.ppo)
 
 
-class _Terminal(Console):
+class Terminal(Console):
     """Console that stays silent once its reader has ended: Ctrl-C in `realsys run | tee log` ends the tee, too."""
 
     def on_broken_pipe(self) -> None:
@@ -188,18 +193,18 @@ class _Terminal(Console):
             os.dup2(sink.fileno(), self.file.fileno())  # the flush at the exit needs an open file
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
     """Print a line to stderr."""
-    _Terminal(stderr=True, emoji=False).print(text, highlight=False, soft_wrap=True, markup=False)
+    Terminal(stderr=True, emoji=False).print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 @contextlib.contextmanager
-def _reported(action: str) -> Iterator[None]:
+def reported(action: str) -> Iterator[None]:
     """Report an OSError and continue: a disk that is full or read-only must not hide how the run ended."""
     try:
         yield
     except OSError as exc:
-        _tell(f"realsys: cannot {action}: {exc.filename or 'the terminal'}: {exc.strerror}")
+        tell(f"realsys: cannot {action}: {exc.filename or 'the terminal'}: {exc.strerror}")
 
 
 def command_again(overrides: Sequence[str], trial: str, options: RunOptions) -> str:
@@ -237,14 +242,11 @@ def _terms(config: Config, launcher: Launcher) -> Terms:
     return Terms(host_of_launcher(config), cluster.lease_s, launcher.join_timeout_s(), agents, launcher.problem, first)
 
 
-async def _supervise(
-    config: Config, ready: Ready, specs: Sequence[ProcessSpec], console: Console, *, plain: bool
-) -> Outcome:
+async def supervise(config: Config, ready: Ready, specs: Sequence[ProcessSpec], view: View) -> Outcome:
     """Start the processes of the plan, show them, and return the outcome when the supervisor has ended."""
     paths, cluster = ready.paths, config.cluster
     progress, tail = Progress(), StepTail(paths.steps)
     progress.add(tail.records())  # earlier runs of this trial count, and are not shown again
-    view = make_view(console, config, paths, plain=plain)
     monitor = Monitor(config, paths, progress, view, tail)
     troubles: list[Exception] = []
     launcher = make_launcher(config, paths)
@@ -281,7 +283,7 @@ async def _supervise(
     )
     terms = _terms(config, launcher)
     outcome, trouble = Outcome("failed", "the display could not be opened"), None
-    with _reported("show the run"), view:
+    with reported("show the run"), view:
         watching = asyncio.create_task(monitor.run())
         try:
             async with open_nodes(node_needs(config, specs), paths, terms, inherit=[ready.lock.fd]) as nodes:
@@ -294,7 +296,7 @@ async def _supervise(
             [trouble] = await asyncio.gather(watching, return_exceptions=True)
             say()
     for exc in [exc for exc in (trouble, *troubles) if isinstance(exc, Exception)][:1]:
-        _tell(f"realsys: the display stopped working: {type(exc).__name__}: {exc}")
+        tell(f"realsys: the display stopped working: {type(exc).__name__}: {exc}")
     return outcome
 
 
@@ -315,7 +317,7 @@ async def _stop(launcher: Launcher) -> None:
     try:
         await launcher.stop()
     except Exception as exc:  # it may be code of the user; the run is over, and must be reported
-        _tell(f"realsys: the launcher did not stop: {type(exc).__name__}: {exc}")
+        tell(f"realsys: the launcher did not stop: {type(exc).__name__}: {exc}")
 
 
 async def _own_store_answers(config: Config, paths: TrialPaths, spec: ProcessSpec, host: str) -> None:
@@ -335,23 +337,29 @@ def _newest_step(paths: TrialPaths) -> int:
 
 def _conclude(config: Config, paths: TrialPaths, outcome: Outcome, started: float, again: str) -> tuple[int, Summary]:
     """Write and print the summary; return it with the exit code. ``again``: the command that continues the trial."""
+    summary, failure = summarised(config, paths, outcome, started)
+    if outcome.status == "failed":
+        return report_failure(outcome, failure, paths, f"to continue: {again}"), summary
+    print_summary(Terminal(), summary)
+    if outcome.status == "interrupted":
+        steps = (record["step"] for record in surviving_steps(paths.steps) if record["kind"] == "train")
+        trained = max(steps, default=0)
+        tell(f"realsys: {outcome.reason}; {saved_line(trained, _newest_step(paths))}; to continue: {again}")
+        return 128 + (outcome.signal or 2), summary
+    return 0, summary
+
+
+def summarised(
+    config: Config, paths: TrialPaths, outcome: Outcome, started: float
+) -> tuple[Summary, FirstFailure | None]:
+    """Write the summary of a run that has ended. Returns it, with the first failure of a run that failed."""
     failure = None
     if outcome.status == "failed":
         failure = first_failure(outcome, read_errors(paths.errors), paths.logs)
     summary = summarise(config, paths, outcome, started=started, ended=time.time(), failure=failure)
-    with _reported("write the summary"):
+    with reported("write the summary"):
         write_summary(summary, paths)
-    if outcome.status == "failed":
-        _print_failure(outcome, failure, paths, again)
-        code = EXIT_NO_MACHINE if outcome.no_machine else failure.exit_code if failure else 1
-        return code, summary
-    print_summary(_Terminal(), summary)
-    if outcome.status == "interrupted":
-        steps = (record["step"] for record in surviving_steps(paths.steps) if record["kind"] == "train")
-        trained = max(steps, default=0)
-        _tell(f"realsys: {outcome.reason}; {saved_line(trained, _newest_step(paths))}; to continue: {again}")
-        return 128 + (outcome.signal or 2), summary
-    return 0, summary
+    return summary, failure
 
 
 def _draw(summary: Summary, paths: TrialPaths) -> None:
@@ -360,13 +368,16 @@ def _draw(summary: Summary, paths: TrialPaths) -> None:
         if summary["steps"]:
             draw_curves(summary, paths)
     except KeyboardInterrupt:
-        _tell(f"realsys: {paths.curves.name} is not drawn")
+        tell(f"realsys: {paths.curves.name} is not drawn")
     except Exception as exc:  # a missing picture does not change how the run ended
-        _tell(f"realsys: {paths.curves} is not drawn: {type(exc).__name__}: {exc}")
+        tell(f"realsys: {paths.curves} is not drawn: {type(exc).__name__}: {exc}")
 
 
-def _print_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialPaths, again: str) -> None:
-    """Print the cause in one line, then the files with details, and the last lines of the log."""
+def report_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialPaths, advice: str) -> int:
+    """Print the cause in one line, then files with details, the last lines of the log and ``advice``.
+
+    Returns the exit code.
+    """
     lines: list[str] = []
     if failure is None:
         lines.append(f"realsys: the run failed: {outcome.reason}")
@@ -377,5 +388,6 @@ def _print_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialP
             lines.append(f"  the run ended when {outcome.reason}")
         lines += [f"  last lines of {failure.log}:", *(f"  | {line}" for line in failure.log_tail)]
     lines.append(f"  logs: {paths.logs}   errors: {paths.errors}")
-    lines.append(f"  to continue: {again}")
-    _tell("\n".join(lines))
+    lines.append(f"  {advice}")
+    tell("\n".join(lines))
+    return EXIT_NO_MACHINE if outcome.no_machine else failure.exit_code if failure else 1

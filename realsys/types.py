@@ -48,6 +48,10 @@ class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
     #: incarnation of the trainer under which the ticket was granted; the short name is the one on
     #: the wire
     trainer_incarnation: str = msgspec.field(default="", name="trainer")
+    # of an evaluation
+    eval_id: str = ""
+    set: str = ""  # name of its data set
+    sample: int = 0  # number of the completion of its problem
 
 
 @dataclass(slots=True)
@@ -103,12 +107,14 @@ class Episode:
     reward   of the whole attempt; ``Row.rewards`` of single tokens are added to it
     correct  True if the attempt solved the task; None if the task has no right or wrong
     metrics  numbers for the step log, averaged over episodes by name
+    answer   final answer, for the majority vote of an evaluation; training does not use it
     """
 
     rows: list[Row]
     reward: float
     correct: bool | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
     @property
     def loss_tokens(self) -> int:

@@ -55,6 +55,7 @@ SHARED_JOBS = {
     "test_critic_job.py": "critic",
     "test_examples_job.py": "installed",
     "test_sglang_job.py": "sglang",
+    "test_eval_job.py": "eval",
 }
 
 

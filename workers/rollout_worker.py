@@ -8,6 +8,7 @@ from realsys.cluster.aio import stop_event
 from realsys.cluster.topology import receivers_of
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.config.allocation import parse_allocation
+from realsys.config.evaluation_sets import verifier_arguments
 from realsys.config.rules.backend_rules import backend_rules
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
@@ -15,6 +16,7 @@ from realsys.generation.client import GenerationClient
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
 from realsys.rollout import agents, environments
+from realsys.rollout.evaluation_store import EvaluationStore
 from realsys.rollout.manager_client import ManagerClient
 from realsys.rollout.partial import PartialRolloutManager
 from realsys.rollout.sessions import group_player
@@ -50,12 +52,14 @@ async def serve(ctx: WorkerContext) -> None:
     )
     ctx.count(lambda: {"bad_messages": pusher.bad_messages})
     generation = GenerationClient.of(config.generation, ctx.token, ctx.check_alive)
-    reward, data = config.rollout.reward, config.data
-    pool = VerifierPool(reward.processes, Limits.of(reward), {data.verifier: data.verifier_args})
+    reward = config.rollout.reward
+    pool = VerifierPool(reward.processes, Limits.of(reward), verifier_arguments(config))
     agent = agents.build(config, tokenizer, environments.build(config, tokenizer, pool))
     player = group_player(config, agent, PartialRolloutManager(manager, generation), tokenizer.eos_token_ids)
     loop = RolloutLoop(
-        LoopParts(manager, player, prompts, pusher, pool),
+        LoopParts(
+            manager, player, prompts, pusher, pool, EvaluationStore(ctx.paths.evaluations, tokenizer, ctx.incarnation)
+        ),
         ctx.name,
         incarnation=ctx.incarnation,
         max_groups=config.rollout.max_concurrent,

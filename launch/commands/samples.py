@@ -24,6 +24,7 @@ from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError, RecordError
 from realsys.launch.commands.replay import last_recorded
+from realsys.launch.screen.evaluation_samples import printable
 from realsys.master.calls.executor import add_scores
 from realsys.train.data_manager import Array
 from realsys.train.records import record_files as files
@@ -288,8 +289,3 @@ def _answer(sample: Sample) -> Text:
 
 def _signed(value: Any) -> str:
     return "unknown" if value is None else f"{value:+.4f}"
-
-
-def printable(text: str) -> str:
-    """Escape all characters but printable ones and line ends: a completion must not control the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text).replace("\n", "\n" + " " * 8)

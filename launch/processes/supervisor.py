@@ -27,7 +27,7 @@ from typing import Concatenate, ParamSpec
 from realsys.cluster.process import TRAINING_START
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.nodes.base import LOCAL, Exit, Listener, MachineMissing, Node, Process, ProcessId, all_ready
-from realsys.launch.plan import NAME_STORE, ProcessSpec
+from realsys.launch.plan import LEADERS, NAME_STORE, ProcessSpec
 from realsys.launch.processes.children import Child
 from realsys.launch.processes.failures import first_cause, last_error, process_of
 from realsys.launch.processes.restart_policy import (
@@ -217,8 +217,8 @@ class Supervisor:
     def _consider(self, child: Child, death: Death, ran_s: float) -> None:
         """Act on an unrequested death, or on the end of a trainer process that was killed because of one."""
         spec = child.spec
-        if spec.kind == "master_worker" and death.returncode == 0 and self._hooks.finished():
-            self._end(Outcome("done", "the MasterWorker finished"))
+        if spec.kind in LEADERS and death.returncode == 0 and self._hooks.finished():
+            self._end(Outcome("done", f"{spec.name} finished"))
         elif spec.on_death == "end" or (spec.kind == NAME_STORE and death.lost):
             # The address of another machine's etcd would be a new one, which no running process knows.
             self._deaths.append(death)

@@ -19,6 +19,7 @@ from rich.text import Text
 from realsys.buffer.token_losses import WARN_SHARE
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.evaluation.records import headline
 from realsys.launch.screen.progress import TIME_PARTS, Progress, Record, mean, number
 
 T = TypeVar("T")
@@ -148,11 +149,11 @@ def _untrained_shares(record: Record) -> Mapping[str, float]:
 
 
 def eval_line(record: Record) -> str:
-    return (
-        f"evaluation {record.get('eval_id', '?')}: accuracy {fmt(number(record, 'accuracy'), '.1%')}, "
-        f"reward {fmt(number(record, 'reward_mean'), '+.3f')} "
-        f"on {fmt(number(record, 'problems'), '.0f')} held-out problems"
-        + "".join(f", {name} {fmt(value, '.3f')}" for name, value in sorted((record.get("metrics") or {}).items()))
+    line = f"evaluation {record.get('eval_id', '?')}: {headline(record)}"
+    if number(record, "accuracy") is not None:
+        line += f", reward {fmt(number(record, 'reward_mean'), '+.3f')}"
+    return line + "".join(
+        f", {name} {fmt(value, '.3f')}" for name, value in sorted((record.get("metrics") or {}).items())
     )
 
 
@@ -272,7 +273,7 @@ def _training(progress: Progress) -> Table:
         if (value := number(last, "stats", path)) is not None:
             rows.append((label, fmt(value, ".3f")))
     for name, record in progress.evals.items():
-        rows.append((f"held out, {name}", fmt(number(record, "accuracy"), ".1%")))
+        rows.append((f"held out, {name}", headline(record)))
     return _fields("training", rows)
 
 

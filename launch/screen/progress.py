@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from realsys.evaluation.records import without_incomplete
 from realsys.telemetry.steps import undone
 
 Record = Mapping[str, Any]
@@ -49,7 +50,7 @@ class Progress:
                     self.train.append(record)
                     self._trained = _count(record)
                 case "eval":
-                    self.evals[str(record.get("eval_id", "?"))] = record
+                    self.evals[str(record.get("eval_id", "?"))] = without_incomplete(record)
                     if len(self.evals) > SHOWN_EVALS:
                         del self.evals[list(self.evals)[1]]
                 case "recovered":

@@ -11,6 +11,8 @@ from rich.console import Console
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.config.sections.schema_evaluation import HELD_OUT
+from realsys.evaluation.records import headline
 from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.screen.display import fmt
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
 Summary = dict[str, Any]
 
 
-EVALUATION_KEYS = ("eval_id", "step", "problems", "accuracy", "reward_mean", "length_mean", "metrics")
+EVALUATION_KEYS = (
+    *("eval_id", "set", "step", "complete", "incomplete", "problems", "samples", "failed"),
+    *("accuracy", "interval", "pass_at", "majority", "reward_mean", "length_mean", "metrics", "version"),
+)
 
 
 def summarise(
@@ -130,7 +135,10 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         gain = accuracy["gain"]
         points = "" if gain is None else f"  ({gain * 100:+.1f} points)"
         yield "held-out accuracy", f"{text}{points} on {fmt(accuracy['problems'], '.0f')} problems"
-    if metrics := _metrics(summary["evaluations"]):
+    for record in summary["evaluations"]:
+        if str(record.get("eval_id")).partition(".")[0] == "after" and record.get("complete") is not None:
+            yield f"evaluation {record['eval_id']}", headline(record)
+    if metrics := _metrics(_of_held_out(summary["evaluations"])):
         yield "held-out metrics", metrics
     if summary["steps"]:
         course = f"{fmt(accuracy['train_first'], '.1%')} -> {fmt(accuracy['train_last'], '.1%')}"
@@ -165,6 +173,11 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     if model := summary.get("model"):  # older summaries have none
         yield "trained model", f"{shlex.quote(model)}  (a Hugging Face directory; model.path= accepts it)"
     yield "report", f"{summary['folder']}/summary.json, curves.png" if summary["steps"] else summary["folder"]
+
+
+def _of_held_out(evaluations: Sequence[Record]) -> list[Record]:
+    """Return the evaluations of the held-out problems, without those of other data sets."""
+    return [record for record in evaluations if record.get("set") in (None, HELD_OUT)]
 
 
 def _metrics(evaluations: Sequence[Mapping[str, Any]]) -> str:
@@ -208,7 +221,7 @@ def draw_curves(summary: Summary, paths: TrialPaths) -> None:
     reward, accuracy, lag, length = axes.flat
     _line(reward, train, "Mean reward", "reward_mean")
     _line(accuracy, train, "Accuracy", "accuracy", label="training batch")
-    _held_out(accuracy, summary["evaluations"])
+    _held_out(accuracy, _of_held_out(summary["evaluations"]))
     accuracy.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     _staleness(lag, train, int(summary["staleness"]["eta"]))
     _line(length, train, "Answer length (tokens)", "length_mean", label="all")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Self
 
+from realsys.evaluation.records import without_incomplete
 from realsys.launch.screen.progress import TIME_PARTS, Record, mean, number
 from realsys.telemetry.steps import RECOVERED
 
@@ -81,7 +82,7 @@ class Totals:
             case "train":
                 self._add_step(record)
             case "eval":
-                self.evals[str(record.get("eval_id", "?"))] = record
+                self.evals[str(record.get("eval_id", "?"))] = without_incomplete(record)
             case kind if kind == RECOVERED:
                 self.recoveries += 1
 

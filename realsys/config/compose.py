@@ -53,6 +53,24 @@ def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Conf
     return validate(_merge(list(overrides), config_dir, Config().model_dump()))
 
 
+def changed(config: Config, overrides: Sequence[str]) -> Config:
+    """Return ``config`` with ``field.path=value`` overrides. Raises ConfigError, also for a group."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    tree, groups = OmegaConf.create(config.model_dump()), _groups(None)
+    for text in overrides:
+        parsed = _parse(_prepare(text, groups))
+        key = parsed.key_or_group
+        if key in groups:
+            raise ConfigError(key, parsed.value(), "the trial's own settings are used: set fields, e.g. seed=2")
+        OmegaConf.update(tree, key, parsed.value(), merge=True, force_add=True)
+    try:
+        return validate(OmegaConf.to_container(tree, resolve=True))
+    except OmegaConfBaseException as exc:
+        raise ConfigError(exc.full_key or "override", "", _first_line(exc)) from None
+
+
 def validate(tree: object) -> Config:
     """Check a plain tree of values against the schema. Raises ConfigError for the first wrong field, naming others."""
     try:

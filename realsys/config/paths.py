@@ -128,6 +128,11 @@ class TrialPaths:
         return self.root / "record"
 
     @property
+    def evaluations(self) -> Path:
+        """Completions and results of evaluations, one folder per evaluation (realsys.evaluation.samples)."""
+        return self.root / "evaluations"
+
+    @property
     def stopping(self) -> Path:
         """File that shows how far the stop of the MasterWorker is; there only during a stop."""
         return self.root / "stopping"

@@ -23,6 +23,7 @@ from realsys.config.fields import (
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.config.sections.schema_data import ArithConfig as ArithConfig
 from realsys.config.sections.schema_data import DataConfig as DataConfig
+from realsys.config.sections.schema_evaluation import EvalConfig as EvalConfig
 from realsys.config.sections.schema_sampling import KeepConfig
 from realsys.config.sections.schema_train import (
     CheckpointConfig,
@@ -292,17 +293,6 @@ class WarmupConfig(Section):
     )
 
 
-class EvalConfig(Section):
-    """Accuracy on held-out problems."""
-
-    problems: NonNegative = Field(512, description="held-out problems before and after training; 0: no evaluation")
-    every_steps: NonNegative = Field(0, description="train steps between evaluations during training; 0: none")
-    every_problems: Positive = Field(256, description="held-out problems of an evaluation during training")
-    sampling: dict[str, Any] = Field(
-        {}, description="temperature, top_p, top_k and min_p of evaluations, if they differ from generation.sampling"
-    )
-
-
 class Config(Section):
     """One trial."""
 
@@ -312,6 +302,9 @@ class Config(Section):
     seed: NonNegative = Field(1, description="seed of data, sampling and the tiny model's weights")
     allocation: str = Field(
         "serve.d1p1m1+d1p1m1", description="inference + training parallelism, or auto; docs/allocation.md"
+    )
+    evaluate_only: bool = Field(
+        False, description="serve the model and evaluate it, without ModelWorkers; `realsys eval` sets it"
     )
     recover: Literal["auto", "resume", "off"] = Field(
         "auto", description="if a trial of this name exists: continue it; resume: it must exist, off: it must not"

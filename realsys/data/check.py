@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from realsys.config.evaluation_sets import sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.schema import Config
@@ -38,10 +39,11 @@ def check_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> D
     checked = prompts.check()
     warnings = _warnings(checked.unknown, prompts.size("train"), config)
     if prompts.leaked:
-        warnings.append(f"left out {prompts.leaked} rows of data.train: their prompts are in data.eval")
+        where = "in data.eval or in a set of evaluations" if sources_of_sets(config) else "in data.eval"
+        warnings.append(f"left out {prompts.leaked} rows of data.train: their prompts are {where}")
     if is_converted(paths):
         warnings += dropped_lines(paths)
-    sizes = {split: prompts.size(split) for split in ("train", "eval")}
+    sizes = prompts.sizes()
     demos = dataset_files(config, paths).demos
     if config.warmup.steps and demos is not None:
         dataset = DemoDataset(demos, tokenizer, chat_template=config.data.chat_template)
@@ -58,7 +60,7 @@ def _warnings(unknown: list[str], prompts: int, config: Config) -> list[str]:
         warnings.append(
             f"the tokenizer does not know {len(unknown)} characters of the prompts, and loses them: {shown}"
         )
-    if prompts < (batch := config.train.batch_groups):
+    if prompts < (batch := config.train.batch_groups) and not config.evaluate_only:
         problem = f"there are fewer train prompts ({prompts}) than train.batch_groups ({batch})"
         warnings.append(f"{problem}: a batch has some of them more than once")
     return warnings

@@ -36,6 +36,11 @@ def dataset_files(config: Config, paths: TrialPaths) -> DatasetFiles:
     return DatasetFiles(Path(data.train), Path(data.eval) if data.eval else None, demos)
 
 
+def set_file(paths: TrialPaths, name: str) -> Path:
+    """Return the trial's own copy of an evaluation set's data."""
+    return paths.data / "evaluation" / f"{name}.jsonl"
+
+
 def is_converted(paths: TrialPaths) -> bool:
     """Return True if the trial has its own copy of the data."""
     return paths.data_sources.is_file()

@@ -12,7 +12,7 @@ and the seed alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,30 +20,39 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from realsys.config.evaluation_sets import sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.conversion.mixture import epoch
 from realsys.data.conversion.sources_file import Converted, read_sources
-from realsys.data.dataset_files import DatasetFiles, dataset_files, is_converted
-from realsys.data.lines import Lines, LinesBuilder, Problem, PromptText, RecordReader
+from realsys.data.dataset_files import DatasetFiles, dataset_files, is_converted, set_file
+from realsys.data.lines import Lines, LinesBuilder, Problem, PromptText, RecordReader, index_file
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Records of both splits, in the order of their numbers. ``leaked``: rows of train that are held-out problems."""
+    """Records of all splits, in the order of their numbers.
+
+    leaked  rows of train that are held-out problems, or problems of a set
+    sets    name of an evaluation set with data of its own -> its problems
+    """
 
     train: Lines[Problem]
     eval: Lines[Problem]
     leaked: int = 0
+    sets: dict[str, Lines[Problem]] = field(default_factory=dict)
 
-    def values(self) -> tuple[Lines[Problem], Lines[Problem]]:
-        """Return the records of train and eval, each record once."""
-        return self.train.once(), self.eval
+    def by_name(self) -> dict[str, Lines[Problem]]:
+        return {**self.sets, "train": self.train, "eval": self.eval}
+
+    def values(self) -> dict[str, Lines[Problem]]:
+        """Return the records by split, each record once, train first."""
+        return {"train": self.train.once(), "eval": self.eval, **self.sets}
 
     def sizes(self) -> dict[str, int]:
-        return {"train": len(self.train), "eval": len(self.eval)}
+        return {name: len(lines) for name, lines in self.values().items()} | {"train": len(self.train)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,10 @@ class PromptDataset:
         """Number of rows of ``data.train`` that are left out, because they are held-out problems."""
         return self._splits.leaked
 
+    def sizes(self) -> dict[str, int]:
+        """Return the number of prompts per split."""
+        return self._splits.sizes()
+
     def size(self, split: str) -> int:
         return len(self._lines(split))
 
@@ -103,12 +116,12 @@ class PromptDataset:
         characters: set[str] = set()
         ranks = np.unique(self._splits.train.numbers(), return_inverse=True)[1]  # blank lines change no prompt
         digest = hashlib.blake2b(ranks.astype("<i8").tobytes(), digest_size=16)
-        train, held_out = self._splits.values()
-        for lines in (train, held_out):
+        splits = self._splits.values()
+        for name, lines in splits.items():
             for indices, problems in lines.chunks():
                 self._check_chunk(lines, indices, problems)
                 characters.update(*(plain_text(problem.prompt) for problem in problems))
-                if lines is train:
+                if name == "train":
                     digest.update(msgspec.json.encode([problem.prompt for problem in problems]))
         return PromptCheck(self._tokenizer.unknown(characters), digest.hexdigest())
 
@@ -136,9 +149,10 @@ class PromptDataset:
             raise DataError(f"{lines.where(index)}: the prompt has no tokens: remove the line")
 
     def _lines(self, split: str) -> Lines[Problem]:
-        if split not in ("train", "eval"):
-            raise DataError(f"split {split!r} not found: use one of train, eval")
-        return self._splits.train if split == "train" else self._splits.eval
+        splits = self._splits.by_name()
+        if split not in splits:
+            raise DataError(f"split {split!r} not found: use one of {', '.join(splits)}")
+        return splits[split]
 
 
 def split_sizes(config: Config, paths: TrialPaths) -> dict[str, int]:
@@ -146,24 +160,35 @@ def split_sizes(config: Config, paths: TrialPaths) -> dict[str, int]:
     return open_splits(config, paths).sizes()
 
 
-def open_splits(config: Config, paths: TrialPaths) -> Splits:
+def held_out_size(config: Config, paths: TrialPaths) -> int:
+    """Count the held-out problems, before the trial has copies of its evaluation sets. Raises DataError."""
+    return len(open_splits(config, paths, sets=False).eval)
+
+
+def open_splits(config: Config, paths: TrialPaths, *, sets: bool = True) -> Splits:
     """Open all splits. Raises DataError for a bad line, or for a needed split that is empty."""
     files = dataset_files(config, paths)
     reader = RecordReader(Problem)
+    names = sources_of_sets(config) if sets else ()
+    of_sets = {name: index_file(set_file(paths, name), reader) for name in names}
+    keys = {
+        prompt_key(problem.prompt) for lines in of_sets.values() for _, chunk in lines.chunks() for problem in chunk
+    }
     if files.eval is not None:
-        splits = _keep_out(files.train, files.eval, reader)
+        splits = _keep_out(files.train, files.eval, reader, keys)
     else:
-        splits = _hold_out(files.train, reader, config.data.eval_fraction)
+        splits = _hold_out(files.train, reader, config.data.eval_fraction, keys)
+    splits = replace(splits, sets=of_sets)
     _check_sizes(splits, files, config)
     if is_converted(paths):
         splits = replace(splits, train=_mixed(splits.train, read_sources(paths), config.seed))
     return splits
 
 
-def _keep_out(train: Path, held_out: Path, reader: RecordReader[Problem]) -> Splits:
-    """Leave rows of ``train`` out whose prompt is in ``held_out``."""
+def _keep_out(train: Path, held_out: Path, reader: RecordReader[Problem], of_sets: Collection[int]) -> Splits:
+    """Leave rows of ``train`` out whose prompt is in ``held_out`` or, by its key, in ``of_sets``."""
     kept, problems = LinesBuilder(train, reader), LinesBuilder(held_out, reader)
-    keys: set[int] = set()
+    keys = set(of_sets)
     for offset, number, problem in reader.scan(held_out):
         problems.add(offset, number)
         keys.add(prompt_key(problem.prompt))
@@ -176,11 +201,16 @@ def _keep_out(train: Path, held_out: Path, reader: RecordReader[Problem]) -> Spl
     return Splits(lines, problems.build(), rows - len(lines))
 
 
-def _hold_out(path: Path, reader: RecordReader[Problem], fraction: float) -> Splits:
+def _hold_out(path: Path, reader: RecordReader[Problem], fraction: float, of_sets: Collection[int]) -> Splits:
     builders = {"train": LinesBuilder(path, reader), "eval": LinesBuilder(path, reader)}
+    leaked = 0
     for offset, number, problem in reader.scan(path):
-        builders[side_of(problem.prompt, fraction)].add(offset, number)
-    return Splits(builders["train"].build(), builders["eval"].build())
+        side = side_of(problem.prompt, fraction)
+        if side == "train" and of_sets and prompt_key(problem.prompt) in of_sets:
+            leaked += 1
+        else:
+            builders[side].add(offset, number)
+    return Splits(builders["train"].build(), builders["eval"].build(), leaked)
 
 
 def _mixed(train: Lines[Problem], sources: Sequence[Converted], seed: int) -> Lines[Problem]:
@@ -205,13 +235,15 @@ def prompt_key(prompt: PromptText) -> int:
 
 
 def _check_sizes(splits: Splits, files: DatasetFiles, config: Config) -> None:
-    if not len(splits.train):
-        problem = "every prompt is in data.eval, too" if splits.leaked else "no prompts to train on"
+    if not len(splits.train) and not config.evaluate_only:
+        where = "data.eval or in a set of evaluations" if splits.sets else "data.eval"
+        problem = f"every prompt is in {where}, too" if splits.leaked else "no prompts to train on"
         raise DataError(f"{files.train}: {problem}: add lines")
     if len(splits.eval) or not config.evaluation.problems:
         return
-    if files.eval is not None:
-        raise DataError(f"{files.eval}: no problems to evaluate on: add lines, or set evaluation.problems=0")
+    if files.eval is not None or config.evaluate_only:
+        source = files.eval or files.train
+        raise DataError(f"{source}: no problems to evaluate on: add lines, or set evaluation.problems=0")
     total, fraction = len(splits.train), config.data.eval_fraction
     remedy = "increase data.eval_fraction, set data.eval, or set evaluation.problems=0"
     raise DataError(f"{files.train}: data.eval_fraction={fraction} holds out none of {total} prompts: {remedy}")

@@ -1,11 +1,11 @@
-"""Checks the weights of a Hugging Face directory by the headers of its safetensors files, without torch."""
+"""Headers of the safetensors files of a Hugging Face directory, and the check of its weights by them, without torch."""
 
 from __future__ import annotations
 
 import json
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel
@@ -17,14 +17,23 @@ _DTYPES = ("F32", "BF16", "F16", "F64")
 _NOT_READ = "rotary_emb.inv_freq"  # old checkpoints store it, and every reader computes it
 
 
+class StoredTensor(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    dtype: str  # name in safetensors: BF16, F32, ...
+    shape: tuple[int, ...]
+    start: int  # byte in the file
+    size: int  # bytes
+
+
 def check_weights(directory: Path, model: HfModel) -> None:
     """Check that the files are whole and hold the tensors that ``model`` describes.
 
     Raises ModelError naming the file, and the tensor if it is about one.
     """
     found: dict[str, tuple[Path, tuple[int, ...]]] = {}
-    for path, expected in _shards(directory).items():
-        shapes = _read_shapes(path)
+    for path, expected in weight_files(directory).items():
+        shapes = {name: tensor.shape for name, tensor in read_header(path).items()}
         if missing := sorted(expected - shapes.keys()):
             raise ModelError(f"{path}: tensor {missing[0]} is missing, which {INDEX} says is in it: download it again")
         found.update({name: (path, shape) for name, shape in shapes.items()})
@@ -41,8 +50,8 @@ def check_weights(directory: Path, model: HfModel) -> None:
         raise ModelError(f"{directory}: tensor {min(extra)} is not part of the model that config.json describes")
 
 
-def _shards(directory: Path) -> dict[Path, set[str]]:
-    """Return each file with the tensors that the index places in it; a single file has no index."""
+def weight_files(directory: Path) -> dict[Path, set[str]]:
+    """Return each file with the tensors that the index places in it; a single file has no index. Raises ModelError."""
     index = directory / INDEX
     if not index.exists():
         if not (directory / SINGLE).exists():
@@ -57,8 +66,8 @@ def _shards(directory: Path) -> dict[Path, set[str]]:
     return shards
 
 
-def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape. Raises ModelError unless the file has exactly the bytes that its header announces."""
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name. Raises ModelError unless it has the bytes that its header announces."""
     try:
         with path.open("rb") as file:
             head = file.read(len(_LFS))
@@ -74,18 +83,19 @@ def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             size = file.seek(0, 2)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         announced = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        shapes = {name: _checked_shape(path, name, entry) for name, entry in entries.items()}
+        tensors = {name: _stored(path, name, entry, 8 + length) for name, entry in entries.items()}
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
     except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ModelError(f"{path}: is not a safetensors file, or is truncated: download it again") from None
     if size != announced:
         raise ModelError(f"{path}: has {size:,} bytes, its header says {announced:,}: download it again")
-    return shapes
+    return tensors
 
 
-def _checked_shape(path: Path, name: str, entry: dict[str, Any]) -> tuple[int, ...]:
-    """Return the shape of a tensor. Raises ModelError for a dtype that no reader knows."""
+def _stored(path: Path, name: str, entry: dict[str, Any], begin: int) -> StoredTensor:
+    """Return a tensor of the header. ``begin``: byte after the header. Raises ModelError for an unknown dtype."""
     if entry["dtype"] not in _DTYPES:
         raise ModelError(f"{path}: tensor {name} is {entry['dtype']}; known: {', '.join(_DTYPES)}")
-    return tuple(entry["shape"])
+    first, end = entry["data_offsets"]
+    return StoredTensor(entry["dtype"], tuple(entry["shape"]), begin + first, end - first)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from realsys.manager.ledger.events import Number, OrNone, Outcome, Rate
+from realsys.manager.ledger.events import MOST_SAMPLES, Number, OrNone, Outcome, Rate
 from realsys.types import FinishReason, Ticket
 
 MAX_WAIT_S = 10.0  # an allocation is never held longer
@@ -239,9 +239,12 @@ class TrainedReply(msgspec.Struct):
 
 
 class EvaluateRequest(msgspec.Struct):
-    """POST /evaluate: play the first ``n`` problems of ``split`` once each. The same id again changes nothing.
+    """POST /evaluate: play the first ``n`` problems of ``split``, ``samples`` completions each, with one version.
 
-    ``incarnation`` of the trainer: status 409 if it is older than the one that rolled back last.
+    The same id again changes nothing. ``set``: name of the data set, by which RolloutWorkers choose sampling settings
+    and verifier. ``max_failed``: completions that may fail in a complete evaluation. ``incarnation`` of the trainer:
+    status 409 if it is older than the one that rolled back last. ``by_user``: the caller is no trainer, and has no
+    incarnation.
     """
 
     eval_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -249,6 +252,22 @@ class EvaluateRequest(msgspec.Struct):
     n: Annotated[int, msgspec.Meta(ge=1)]
     seed: Count = 0
     incarnation: AnyIncarnation = ""
+    samples: Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)] = 1
+    set: ShortName = "eval"
+    max_failed: Count = 0
+    by_user: bool = False
+
+
+class CancelRequest(msgspec.Struct):
+    """POST /cancel_evaluation: end an evaluation that a user requested. One that has ended stays as it is."""
+
+    eval_id: Identifier
+
+
+class CancelReply(msgspec.Struct):
+    """``cancelled`` False: it had ended before."""
+
+    cancelled: bool
 
 
 class EvaluateReply(msgspec.Struct):
@@ -258,12 +277,20 @@ class EvaluateReply(msgspec.Struct):
 
 
 class EvaluationReply(msgspec.Struct):
-    """GET /evaluate/{eval_id}. Complete when ``done + failed == total``.
+    """GET /evaluate/{eval_id}. It has ended when ``done + failed == total``, or if it was lost.
 
-    done         problems with a completion
-    accuracy     share of right completions among those that are right or wrong, None without such
-    reward_mean  over all completions, None without one; a failure is not a wrong completion
+    done         completions with a verdict
+    total        problems times samples
+    failed       completions whose attempts all failed; a failure is not a wrong completion
+    accuracy     mean over the problems of their share of right completions; None without right and wrong ones
+    reward_mean  over all completions, None without one
     metrics      mean of each metric over the completions that have it
+    ended        nothing more will come
+    incomplete   why its numbers must not be shown, "" if they may; until the end always a text
+    tallies      distinct (judged, right) completions of a problem, and the number of such problems; when it has ended
+    accepted     (prompt index, sample, attempt) of the completions that count; when it has ended
+
+    accuracy, reward_mean and metrics are empty while it is incomplete.
     """
 
     done: int
@@ -275,6 +302,14 @@ class EvaluationReply(msgspec.Struct):
     version_min: int
     version_max: int
     metrics: dict[str, float] = {}
+    ended: bool = False
+    incomplete: str = ""
+    problems: int = 0
+    samples: int = 1
+    set: str = "eval"
+    restarts: int = 0
+    tallies: list[tuple[int, int, int]] = []
+    accepted: list[tuple[int, int, int]] = []
 
 
 class VersionReply(msgspec.Struct):

@@ -116,6 +116,13 @@ EVALUATE = Operation(
     trainer=True,
     refresh=True,
 )
+CANCEL_EVALUATION = Operation(
+    path="/cancel_evaluation",
+    request=m.CancelRequest,
+    reply=m.CancelReply,
+    decide=ManagerState.cancel_evaluation,
+    log_line=lambda request, reply: f"evaluation {request.eval_id} cancelled by its user: {reply.cancelled}",
+)
 EVALUATION = Operation(
     path="/evaluate/{eval_id}",
     request=str,
@@ -145,5 +152,6 @@ STATUS = Operation(
 )
 _OF_WORKERS = (ALLOCATE, SCHEDULE, TOUCH, FINISH)
 _OF_TRAINER = (ROLL_BACK, CLAIM, TRAINED, EVALUATE)
+_OF_USERS = (CANCEL_EVALUATION,)
 _READS = (EVALUATION, DATA_POSITION, VERSION, HEALTH, STATUS)
-OPERATIONS: tuple[Operation[Any, Any], ...] = (*_OF_WORKERS, *_OF_TRAINER, *_READS)
+OPERATIONS: tuple[Operation[Any, Any], ...] = (*_OF_WORKERS, *_OF_TRAINER, *_OF_USERS, *_READS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from realsys.manager.messages import EvaluationReply
 from realsys.manager.routing.update_times import STAGES
 from realsys.manager.state import ManagerState
 from realsys.manager.trial_state import NO_VERSION
@@ -193,7 +194,12 @@ def evaluations(state: ManagerState) -> dict[str, Any]:
         eval_id: {
             "split": evaluation.started.split,
             "running": running[eval_id],
-            **msgspec.structs.asdict(evaluation.reply()),
+            **_without_details(evaluation.reply()),
         }
         for eval_id, evaluation in state.evaluations.by_id.items()
     }
+
+
+def _without_details(reply: EvaluationReply) -> dict[str, Any]:
+    """Return the fields of a reply that do not grow with the number of problems."""
+    return {key: value for key, value in msgspec.structs.asdict(reply).items() if key not in ("tallies", "accepted")}

@@ -9,6 +9,7 @@ from realsys.config.sections.schema_sampling import CurriculumConfig
 from realsys.manager.ledger.order import Curriculum
 from realsys.manager.routing.fan_out import FanOut
 from realsys.manager.routing.health import BlameRules
+from realsys.manager.routing.holds import HoldRules
 from realsys.manager.routing.servers import Pace
 
 
@@ -31,8 +32,10 @@ class ManagerSettings:
     blame: BlameRules = field(default_factory=BlameRules)
     fan_out: FanOut = field(default_factory=FanOut)
     stale_policy: str = "train"
+    trains: bool = True  # False: no train ticket is granted
     max_reissues: int = 2  # reissues that a ticket may have because its group was too old
     curriculum: Curriculum | None = None
+    holds: HoldRules = field(default_factory=HoldRules)
 
     @classmethod
     def of(cls, config: Config, split_sizes: dict[str, int]) -> ManagerSettings:
@@ -45,9 +48,11 @@ class ManagerSettings:
             group_size=config.rollout.sampled_episodes,
             max_attempts=config.rollout.max_attempts,
             seed=config.seed,
-            split_sizes=split_sizes,
+            # Without training there may be no prompt to train on, and the order of the prompts needs one.
+            split_sizes=split_sizes | {"train": max(1, split_sizes["train"])} if config.evaluate_only else split_sizes,
             total_epochs=config.train.total_epochs,
             total_steps=config.train.total_steps,
+            trains=not config.evaluate_only,
             stale_policy=config.asynchronous.stale_policy,
             max_reissues=config.asynchronous.max_reissues,
             curriculum=_curriculum(config.data.curriculum),
@@ -57,6 +62,7 @@ class ManagerSettings:
             pace=Pace(manager.rolling_fraction, manager.rolling_retry_timeout_s) if rolling else Pace(),
             blame=BlameRules(manager.blame_window_s, manager.blame_reporters, manager.blame_wrong_reports),
             fan_out=FanOut(config.weights.storage_readers),
+            holds=HoldRules(config.evaluation.hold_share, config.evaluation.hold_s),
         )
 
 

@@ -16,6 +16,7 @@ from realsys.manager.ledger.staleness import StepStaleness
 from realsys.manager.ledger.tickets import OpenTicket
 from realsys.manager.refusals import BadCall, NoServer, NotRunning, OlderTrainer
 from realsys.manager.routing.rollout_workers import incarnation_of
+from realsys.manager.routing.router import Demand, Exactly
 from realsys.manager.trial_state import TrialState
 from realsys.types import Ticket
 
@@ -41,11 +42,12 @@ class ManagerState(TrialState):
         incarnation = request.incarnation or incarnation_of(request.worker, self.workers)
         if incarnation != incarnation_of(request.worker, self.workers):
             self.unseen[request.worker] = now
+        self.refresh_holds(now)
         tickets: list[Ticket] = []
         reason: m.RefusalReason | None = None
         most = min(request.max_tickets, self.share())
         while len(tickets) < most and reason is None:
-            ticket = self.evaluations.grant(request.worker, incarnation, self.router.routes, self.version, now)
+            ticket = self.evaluations.grant(request.worker, incarnation, self.playable, now)
             if ticket is None and (reason := self.refusal()) is None:
                 event = self.ledger.grant(request.worker, incarnation, self.version, now, request.request_id)
                 assert event is not None, "refusal() said that there is a prompt"
@@ -81,6 +83,8 @@ class ManagerState(TrialState):
         reply = self.router.place(request, minimum, held, attempt.worker, now)
         if reply is None:
             raise NoServer(self.servers.explain())
+        if isinstance(attempt, RunningProblem):
+            self.refresh_holds(now)  # the call may have left a server that waits for it
         return reply
 
     def touch(self, request: m.TouchRequest, now: float) -> m.TouchReply:
@@ -94,14 +98,14 @@ class ManagerState(TrialState):
                 over.append(ticket_id)
         return m.TouchReply(over)
 
-    def _minimum(self, attempt: OpenTicket | RunningProblem) -> int | None:
+    def _minimum(self, attempt: OpenTicket | RunningProblem) -> Demand:
         """Return the oldest version that may serve this attempt; None: any that training may use.
 
         A ticket was granted when a server served weights that are new enough for it. If that server is gone, the
         others may serve it: tokens that are one version too old are better than a wait.
         """
         if isinstance(attempt, RunningProblem):
-            return attempt.evaluation.started.version
+            return Exactly(attempt.ticket.version)
         minimum = self.minimum(attempt.weights)
         return minimum if self.router.routes(minimum) else None
 
@@ -124,6 +128,8 @@ class ManagerState(TrialState):
             if changed or released:  # not for a repetition of the call
                 self.throughput.count(request, released, now)
                 self.router.lengths.add(answer.length for answer in request.answers)
+        if problem is not None:
+            self.refresh_holds(now)
         return reply
 
     # -- calls of the trainer ----------------------------------------------------------------------------------------
@@ -207,19 +213,46 @@ class ManagerState(TrialState):
     def evaluate(self, request: m.EvaluateRequest, now: float) -> m.EvaluateReply:
         """Start an evaluation, or find the one with this id.
 
-        Raises BadCall for an unknown split, and what ``_require_current`` raises.
+        Raises BadCall for an unknown split, and what ``_require_current`` raises unless the caller is a user.
         """
-        self._require_current(request.incarnation)
+        if not request.by_user:
+            self._require_current(request.incarnation)
         size = self.settings.split_sizes.get(request.split)
         if not size:
             splits = ", ".join(f"{name} ({n})" for name, n in self.settings.split_sizes.items())
             raise BadCall(f"split {request.split!r} has no prompts: use one of {splits}")
-        total = min(request.n, size, MOST_PROBLEMS)
+        total = min(request.n, size, MOST_PROBLEMS // request.samples)
         if request.eval_id not in self.evaluations.by_id:
-            event = EvalStarted(request.eval_id, request.split, total, request.seed, max(0, self.version), now)
+            event = EvalStarted(
+                request.eval_id,
+                request.split,
+                total,
+                request.seed,
+                max(0, self.version),
+                now,
+                request.samples,
+                request.set,
+                request.max_failed,
+                request.by_user,
+            )
             self.evaluations.apply(event)
             self.outbox.append(event)
         return m.EvaluateReply(self.evaluations.find(request.eval_id).started.total)
+
+    def cancel_evaluation(self, request: m.CancelRequest, now: float) -> m.CancelReply:
+        """End an evaluation of a user, and free the places of its completions.
+
+        Raises NotFound for an unknown one, BadCall for one of the trainer, which waits for it.
+        """
+        evaluation = self.evaluations.find(request.eval_id)
+        if not evaluation.started.by_user:
+            raise BadCall(f"evaluation {request.eval_id!r} was requested by the trainer, which waits for it")
+        if evaluation.is_finished:
+            return m.CancelReply(False)
+        self.outbox.append(self.evaluations.lose_version(evaluation, "cancelled by its user", False, now))
+        self._release_over()
+        self.refresh_holds(now)
+        return m.CancelReply(True)
 
     def _require_current(self, incarnation: str) -> None:
         """Raise OlderTrainer or BadCall unless the caller is the trainer that rolled back last (``monotonic``)."""

@@ -13,19 +13,27 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
-from realsys.manager.ledger.evaluations import Evaluations, RunningProblem
-from realsys.manager.ledger.events import EvalAnswered, EvalStarted, Event, Granted, Opened, RolledBack, Snapshot
+from realsys.manager.ledger.evaluations import Evaluation, Evaluations, RunningProblem
+from realsys.manager.ledger.events import (
+    EvalEvent,
+    Event,
+    Granted,
+    Opened,
+    RolledBack,
+    Snapshot,
+)
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.order import PromptOrder, sampling_seed
 from realsys.manager.ledger.repeats import Repeats
 from realsys.manager.ledger.staleness import StalenessBound, StepStaleness
 from realsys.manager.ledger.tickets import OpenTicket
 from realsys.manager.messages import RefusalReason
+from realsys.manager.routing.holds import Holds
 from realsys.manager.routing.placement import Reservations, make_strategy
 from realsys.manager.routing.rates import Throughput
 from realsys.manager.routing.rollout_workers import Heartbeat, Held, is_lost, observe, renewed
-from realsys.manager.routing.router import Router
-from realsys.manager.routing.servers import ServerRegistry, UpdateOrder
+from realsys.manager.routing.router import Exactly, Router
+from realsys.manager.routing.servers import Idle, ServerRegistry, UpdateOrder
 from realsys.manager.settings import ManagerSettings
 from realsys.types import ServerAddress, Ticket
 
@@ -47,6 +55,7 @@ class TrialState:
         self.servers = ServerRegistry(self.bound, settings.pace, settings.blame, settings.fan_out)
         self.reservations = Reservations()
         self.router = Router(self.servers, self.reservations, make_strategy(settings.routing))
+        self.holds = Holds(settings.holds, self.servers, self.reservations, self.evaluations)
         self.workers: dict[str, Heartbeat] = {}
         self.rollout_workers = 0  # heartbeats of RolloutWorkers
         self._observed = False  # heartbeats have been seen since the start
@@ -75,7 +84,7 @@ class TrialState:
 
     def refusal(self) -> RefusalReason | None:
         """Return why no train ticket can be granted now, None if one can (``admission``)."""
-        if self.master.get("phase") == "done":
+        if not self.settings.trains or self.master.get("phase") == "done":
             return "paused"
         if not self.router.routes(None):
             return "no_server"
@@ -103,12 +112,16 @@ class TrialState:
         problems = sum(
             len(evaluation.waiting)
             for evaluation in self.evaluations.by_id.values()
-            if evaluation.waiting and self.router.routes(evaluation.started.version)
+            if evaluation.waiting and self.playable(evaluation) is not None
         )
         if self.refusal() is not None:
             return problems
         served = max((server.version for server in self.router.routes(None)), default=NO_VERSION)
         return problems + self.bound.headroom(self.ledger.counted, min(served, self.version))
+
+    def playable(self, evaluation: Evaluation) -> int | None:
+        """Return the version that servers serve for an evaluation now; None: it must wait."""
+        return self.holds.playable(evaluation, lambda version: self.router.routes(Exactly(version)))
 
     def share(self) -> int:
         """Return the most tickets that one allocation may get: the same for all workers that may ask, at least one.
@@ -128,9 +141,9 @@ class TrialState:
     def restore_from(self, events: Iterable[Event]) -> None:
         """Replay a journal into a fresh state."""
         for event in events:
-            if not isinstance(event, EvalStarted | EvalAnswered):
+            if not isinstance(event, EvalEvent):
                 self.ledger.apply(event)
-            if isinstance(event, EvalStarted | EvalAnswered | RolledBack | Snapshot):
+            if isinstance(event, EvalEvent | RolledBack | Snapshot):
                 self.evaluations.apply(event)
         if self.trainer_incarnation:
             self.servers.roll_back(self.trainer_incarnation)
@@ -205,6 +218,7 @@ class TrialState:
 
     def expire(self, now: float) -> list[str]:
         """Reissue running tickets without news for ``lease_s``, and those of workers that never had a heartbeat."""
+        self.refresh_holds(now)
         unseen = {worker for worker, since in self.unseen.items() if now - since > UNSEEN_GRACE_S}
         for worker in unseen:
             del self.unseen[worker]
@@ -215,6 +229,25 @@ class TrialState:
         if not workers:
             return []
         return self._lose(lambda held: held.worker in workers and is_lost(held, self.workers), "worker lost", now)
+
+    def refresh_holds(self, now: float) -> None:
+        """Decide which servers keep their version for an evaluation, and which evaluations have lost theirs."""
+        if not self.servers.holds and not self.evaluations.unfinished():
+            return
+        for event in self.holds.refresh(now):
+            self.outbox.append(event)
+            self._release_over()
+
+    def _release_over(self) -> None:
+        """Free the places of evaluation tickets that do not run any more."""
+        for ticket_id in self.reservations.tickets():
+            if ticket_id.startswith("eval-") and ticket_id not in self.evaluations.running:
+                self.reservations.release(ticket_id)
+
+    def next_order(self, name: str, incarnation: str, now: float) -> UpdateOrder | Idle | None:
+        """Return the next step of a server's update task; None ends the task. A running evaluation may delay it."""
+        self.refresh_holds(now)
+        return self.servers.next_order(name, incarnation, now)
 
     def take_due(self) -> set[str]:
         """Return the servers whose tasks have something to decide, once."""

@@ -90,10 +90,12 @@ class WeightUpdates:
         state, clock = self._service.state, self._service.clock
         while True:
             changed = self._service.server(name).ticket()
-            order = state.servers.next_order(name, incarnation, clock())
+            order = state.next_order(name, incarnation, clock())
             if order is None:
                 return
             if isinstance(order, Idle):
+                if state.outbox or state.servers.due:
+                    self._service.settle(None)  # an evaluation keeps other servers now, or has lost its version
                 await wait_for(changed, None if order.until is None else max(0.0, order.until - clock()))
             elif not state.begin_update(order, clock()):
                 await wait_for(changed, None)  # draining: the end of every call fires the signal

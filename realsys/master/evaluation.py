@@ -1,16 +1,30 @@
-"""Evaluations: held-out accuracy, sampled through the same servers and RolloutWorkers as training."""
+"""Evaluations: held-out accuracy, sampled through the same servers and RolloutWorkers as training.
+
+request ──> manager samples it ──> ended ──> statistics, votes, stored completions ──> step log
+                                              (in a thread: training goes on)
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from realsys.errors import StuckError, WaitTimeout
+from realsys.config.evaluation_sets import EvaluationSet, id_of_set
+from realsys.config.schema import Config
+from realsys.errors import RecordError, StuckError, WaitTimeout
+from realsys.evaluation.records import Outcome, majority_of, record
+from realsys.evaluation.samples import collect, write_result
+from realsys.evaluation.statistics import Tally
 from realsys.manager.messages import EvaluateRequest, EvaluationReply
+from realsys.reward.answers import AnswerComparer
 from realsys.rollout.manager_client import ManagerClient
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 STATUS_INTERVAL_S = 5.0  # between two reads of the manager's status
@@ -20,21 +34,50 @@ Repair = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class _Requested:
     """A requested evaluation.
 
+    made          its data set
+    shown         name in the step log
     step          the step after which it was due
     requested_at  the step of the weights that were the newest when it was requested
     started       monotonic seconds
     """
 
+    made: EvaluationSet
+    shown: str
     step: int
     requested_at: int
     started: float
 
 
+class ResultWriter:
+    """Writer of the results of ended evaluations: completions that count, votes, the record. Without state."""
+
+    def __init__(self, config: Config, root: Path) -> None:
+        """``root``: ``paths.evaluations``."""
+        self._config = config
+        self._root = root
+
+    def write(
+        self, eval_id: str, made: EvaluationSet, result: dict[str, Any], state: EvaluationReply
+    ) -> dict[str, Any]:
+        """Store an evaluation and return its record, with the majority vote if there is one. Blocks."""
+        folder = self._root / eval_id
+        try:
+            samples = collect(folder, state.accepted)
+            if result["complete"] and made.samples > 1 and len(samples) == state.done:
+                with AnswerComparer(self._config, made.verifier) as comparer:
+                    if (vote := majority_of(samples, comparer.same_of)) is not None:
+                        result = result | {"majority": vote}
+            write_result(folder, samples, result)
+        except (OSError, RecordError) as error:
+            log.error("evaluation %r: its completions cannot be stored: %s", eval_id, error)
+        return result
+
+
 class Evaluations:
-    """Requests evaluations from the manager and waits for them: for one alone, or while training
+    """Requests evaluations from the manager and waits for them: for some alone, or while training
     continues.
 
     ``trainer_incarnation``: incarnation of this training side. A request of one that was replaced
@@ -42,41 +85,75 @@ class Evaluations:
     """
 
     def __init__(
-        self, manager: ManagerClient, *, trainer_incarnation: str, seed: int, timeout_s: float, repair: Repair
+        self,
+        manager: ManagerClient,
+        *,
+        trainer_incarnation: str,
+        config: Config,
+        repair: Repair,
+        writer: ResultWriter,
     ) -> None:
         """``repair``: called with the manager's status every few seconds while an evaluation is
         awaited.
         """
         self._manager = manager
         self._trainer_incarnation = trainer_incarnation
-        self._seed = seed
-        self._timeout_s = timeout_s
+        self._seed = config.seed
+        self._max_failed = config.evaluation.max_failed
+        self._timeout_s = config.cluster.request_timeout_s
         self._repair = repair
+        self._writer = writer
         self._status_read = time.monotonic()
-        self._running: dict[str, _Running] = {}  # eval_id -> evaluation
+        self._running: dict[str, _Requested] = {}  # eval_id -> evaluation
+        self._writing: dict[str, asyncio.Task[dict[str, Any]]] = {}  # ended, and not stored yet
 
-    async def start(self, eval_id: str, problems: int, step: int, requested_at: int | None = None) -> None:
+    async def start(
+        self,
+        eval_id: str,
+        made: EvaluationSet,
+        problems: int,
+        step: int,
+        *,
+        requested_at: int | None = None,
+        shown: str = "",
+    ) -> None:
         """Request an evaluation of ``problems`` problems, due after ``step``; do not wait for it.
 
         ``requested_at``: the steps done, if the evaluation was due at an earlier ``step`` and is
-        requested again.
+        requested again. ``shown``: name in the step log, if it is not ``eval_id``.
         """
-        await self._manager.evaluate(EvaluateRequest(eval_id, "eval", problems, self._seed, self._trainer_incarnation))
-        self._running[eval_id] = _Running(step, step if requested_at is None else requested_at, time.monotonic())
+        request = EvaluateRequest(
+            eval_id,
+            made.split,
+            problems,
+            self._seed,
+            self._trainer_incarnation,
+            made.samples,
+            made.name,
+            self._max_failed,
+        )
+        await self._manager.evaluate(request)
+        done = step if requested_at is None else requested_at
+        self._running[eval_id] = _Requested(made, shown or eval_id, step, done, time.monotonic())
 
-    async def run(self, eval_id: str, problems: int, step: int) -> dict[str, Any]:
-        """Request an evaluation and wait for it; return its step-log record.
+    async def run(self, eval_id: str, sets: Mapping[str, EvaluationSet], step: int) -> list[dict[str, Any]]:
+        """Evaluate ``sets`` and wait for them; return their step-log records.
 
-        Raises WaitTimeout with its progress.
+        Raises WaitTimeout with their progress.
         """
-        # The manager answers a known id with its old result. A run that is continued has another
-        # "after", so the id that the manager sees has the step in it.
-        requested = f"{eval_id}-{step}"
-        await self.start(requested, problems, step)
-        while True:
-            if records := await self.finished(requested):
-                return records[0] | {"eval_id": eval_id}
-            await self._pause()
+        requested = []
+        for name, made in sets.items():
+            shown = id_of_set(eval_id, name)
+            # The manager answers a known id with its old result. A run that is continued has another
+            # "after", so the id that the manager sees has the step in it.
+            requested.append(id_of_set(f"{eval_id}-{step}", name))
+            await self.start(requested[-1], made, made.problems, step, shown=shown)
+        records = []
+        while left := [name for name in requested if name in self._running]:
+            records += await self.finished(*left)
+            if any(name in self._running for name in left):
+                await self._pause()
+        return records
 
     async def finish_all(self) -> list[dict[str, Any]]:
         """Wait for all requested evaluations; return their records.
@@ -105,12 +182,16 @@ class Evaluations:
         """
         records = []
         for eval_id in eval_ids or list(self._running):
+            if eval_id in self._writing:
+                if self._writing[eval_id].done():
+                    del self._running[eval_id]
+                    records.append(self._writing.pop(eval_id).result())
+                continue
             running = self._running[eval_id]
             seconds = time.monotonic() - running.started
             state = await self._manager.evaluation(eval_id)
-            if state.done + state.failed >= state.total:
-                del self._running[eval_id]
-                records.append(_record(eval_id, running, seconds, state))
+            if state.ended:
+                self._write(eval_id, running, seconds, state)
             elif seconds > self._timeout_s:
                 raise WaitTimeout(
                     f"master_worker: evaluation {eval_id!r} has {state.done} of {state.total} completions after "
@@ -118,27 +199,32 @@ class Evaluations:
                 )
         return records
 
-
-def _record(eval_id: str, running: _Running, seconds: float, state: EvaluationReply) -> dict[str, Any]:
-    if not state.done:
-        raise StuckError(
-            f"master_worker: evaluation {eval_id!r}: all {state.failed} episodes failed: "
-            "see the logs of the rollout workers"
-        )
-    return {
-        "kind": "eval",
-        "time": time.time(),
-        "eval_id": eval_id,
+    def _write(self, eval_id: str, running: _Requested, seconds: float, state: EvaluationReply) -> None:
+        """Store an ended evaluation beside the training."""
+        if state.failed == state.total:
+            raise StuckError(
+                f"master_worker: evaluation {eval_id!r}: all {state.failed} episodes failed: "
+                "see the logs of the rollout workers"
+            )
         # The step of the weights that sampled: when an evaluation is requested again, those of its
         # own step may be superseded.
-        "step": min(running.requested_at, max(running.step, state.version_min)),
-        "problems": state.done,
-        "failed": state.failed,
-        "accuracy": state.accuracy,
-        "reward_mean": state.reward_mean,
-        "length_mean": state.length_mean,
-        "version_min": state.version_min,
-        "version_max": state.version_max,
-        "metrics": state.metrics,
-        "seconds": seconds,
-    }
+        step = min(running.requested_at, max(running.step, state.version_min))
+        result = record(running.shown, step, running.made, outcome_of(state), seconds)
+        work = asyncio.to_thread(self._writer.write, eval_id, running.made, result, state)
+        self._writing[eval_id] = asyncio.create_task(work, name=f"store {eval_id}")
+
+
+def outcome_of(state: EvaluationReply) -> Outcome:
+    """Return what the statistics need of the manager's reply for an ended evaluation."""
+    return Outcome(
+        tallies=[Tally(judged, right) for judged, right, count in state.tallies for _ in range(count)],
+        incomplete=state.incomplete,
+        failed=state.failed,
+        total=state.total,
+        reward_mean=state.reward_mean,
+        length_mean=state.length_mean,
+        version_min=state.version_min,
+        version_max=state.version_max,
+        metrics=state.metrics,
+        restarts=state.restarts,
+    )

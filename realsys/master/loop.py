@@ -31,6 +31,7 @@ from typing import Any, Protocol
 from realsys.buffer.token_losses import StepLosses
 from realsys.cluster.aio import run_beside, unless
 from realsys.cluster.failpoint import failpoint
+from realsys.config.evaluation_sets import evaluation_sets, id_of_set, set_of_id
 from realsys.config.schema import Config
 from realsys.manager.messages import TrainedRequest
 from realsys.master.calls.call_arguments import CallArguments
@@ -41,7 +42,7 @@ from realsys.master.intake_state import TrainBatch
 from realsys.master.publish import Publisher
 from realsys.master.records.agreement import AgreementMonitor
 from realsys.master.records.recorder import check_finite
-from realsys.master.recovery import eval_id_of
+from realsys.master.recovery import due_sets, eval_id_of
 from realsys.master.run.stopping import Stopping
 from realsys.master.statistics import (
     Increase,
@@ -145,6 +146,7 @@ class TrainLoop:
         self._first_step = 1
         self._increases = _Increases()
         self._waste, self._large_weights = Onset(), Onset()
+        self._sets = evaluation_sets(config)
         self._signal = SignalWatch(config.train.ppo.advantage.mean)
 
     async def run(self, done: int = 0) -> int:
@@ -166,9 +168,10 @@ class TrainLoop:
             if not await self.step(step + 1):
                 break
             step += 1
-            if self.evaluation_is_due(step):
+            if due := due_sets(self._sets, step, self._total_steps):
                 await self._parts.publisher.finish()  # the manager evaluates the newest published version
-                await self.start_evaluation(step)
+                for name in due:
+                    await self.start_evaluation(id_of_set(eval_id_of(step), name), step)
             for record in await self._parts.evaluations.finished():
                 self._parts.step_log.append(record)
         await self._parts.publisher.finish()
@@ -177,18 +180,13 @@ class TrainLoop:
             await recorder.finish()
         return step
 
-    def evaluation_is_due(self, step: int) -> bool:
-        """Return True if an evaluation starts after ``step`` while training continues."""
-        every = self._config.evaluation.every_steps
-        return every > 0 and step % every == 0 and 0 < step < self._total_steps
-
-    async def start_evaluation(self, step: int, requested_at: int | None = None) -> None:
-        """Request the evaluation of ``step``; training continues while it runs.
+    async def start_evaluation(self, eval_id: str, step: int, requested_at: int | None = None) -> None:
+        """Request an evaluation that is due after ``step``; training continues while it runs.
 
         ``requested_at``: the steps done, if a recovery requests the evaluation again.
         """
-        problems = self._config.evaluation.every_problems
-        await self._parts.evaluations.start(eval_id_of(step), problems, step, requested_at)
+        made = self._sets[set_of_id(eval_id)]
+        await self._parts.evaluations.start(eval_id, made, made.every_problems, step, requested_at=requested_at)
 
     async def step(self, step: int) -> bool:
         """Run one train step: version ``step - 1`` trains and becomes version ``step``.

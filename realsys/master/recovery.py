@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from realsys.config.evaluation_sets import EvaluationSet, id_of_set
 from realsys.errors import CheckpointError
 from realsys.telemetry.steps import RECOVERED, StepRecord
 from realsys.train.checkpoint import checkpoint_files as files
@@ -101,17 +102,32 @@ def eval_id_of(step: int) -> str:
     return f"{_EVAL_PREFIX}{step}"
 
 
-def unanswered(records: Iterable[StepRecord], requested: Iterable[str], done: int) -> list[int]:
-    """Return the steps up to ``done`` whose concurrent evaluation has no result in the step log.
+def due_sets(sets: Mapping[str, EvaluationSet], step: int, total_steps: int) -> list[str]:
+    """Return the data sets whose evaluation starts after ``step`` while training continues."""
+    if not 0 < step < total_steps:
+        return []
+    return [name for name, made in sets.items() if made.every_steps and step % made.every_steps == 0]
 
-    ``requested``: names of the evaluations that were requested from the manager. The one of ``done`` is
+
+def unanswered(
+    records: Iterable[StepRecord],
+    requested: Iterable[str],
+    done: int,
+    sets: Mapping[str, EvaluationSet],
+    total_steps: int,
+) -> list[tuple[str, int]]:
+    """Return the concurrent evaluations up to step ``done`` without a result in the step log, with their steps.
+
+    ``requested``: names of the evaluations that were requested from the manager. Those of ``done`` are
     always included: the trainer may have died before it asked. Weights of earlier steps are gone, so a
     repeated evaluation is done with the weights of ``done``; the step of a logged result is not compared.
     """
     logged = {record.get("eval_id") for record in records if record["kind"] == "eval"}
-    numbers = (eval_id.removeprefix(_EVAL_PREFIX) for eval_id in requested if eval_id.startswith(_EVAL_PREFIX))
+    names = (eval_id.partition(".")[0] for eval_id in requested if eval_id.startswith(_EVAL_PREFIX))
+    numbers = (name.removeprefix(_EVAL_PREFIX) for name in names)
     steps = {done, *(int(number) for number in numbers if number.isdecimal())}
-    return sorted(step for step in steps if step <= done and eval_id_of(step) not in logged)
+    due = ((id_of_set(eval_id_of(s), name), s) for s in sorted(steps) for name in due_sets(sets, s, total_steps))
+    return [(eval_id, step) for eval_id, step in due if step <= done and eval_id not in logged]
 
 
 def has_trained(records: Iterable[StepRecord]) -> bool:

@@ -35,6 +35,8 @@ def check_episode(episode: Episode, longest_row: int, sampled: int) -> None:
         episode.correct = bool(episode.correct)
     if episode.correct is not None and not isinstance(episode.correct, bool):
         raise AgentError(f"correct is {episode.correct!r}: it must be True, False or None")
+    if episode.answer is not None and not isinstance(episode.answer, str):
+        raise AgentError(f"answer is {reprlib.repr(episode.answer)}: it must be a text or None")
     if not isinstance(episode.metrics, dict) or len(episode.metrics) > MOST_METRICS:
         raise AgentError(f"metrics must be a dict of at most {MOST_METRICS} numbers by name")
     for name in episode.metrics:

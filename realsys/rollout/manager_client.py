@@ -62,6 +62,7 @@ class ManagerClient:
     schedule                             waits for a routable server; raises RolloutSuperseded when the attempt is
                                          over, GenerationError when no server becomes routable
     claim, trained, roll_back, evaluate  raise Fenced for an older trainer, StreamError for a contradiction
+    cancel_evaluation                    of a user's evaluation
     evaluation, data_position, status    read only
     """
 
@@ -73,6 +74,7 @@ class ManagerClient:
     trained = _Method(operations.TRAINED)
     roll_back = _Method(operations.ROLL_BACK)
     evaluate = _Method(operations.EVALUATE)
+    cancel_evaluation = _Method(operations.CANCEL_EVALUATION)
     evaluation = _Method(operations.EVALUATION)
     data_position = _Query(operations.DATA_POSITION)
     status = _Query(operations.STATUS)

@@ -13,8 +13,10 @@ from typing import Self
 import msgspec
 
 from realsys.config.doors import VERIFIER
+from realsys.config.evaluation_sets import evaluation_sets, verifier_arguments
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.data.lines import ORIGIN, Lines, Problem
 from realsys.data.prompts import open_splits, plain_text
 from realsys.errors import ConfigError, DataError, NoVerifierError
@@ -33,11 +35,12 @@ class ReferenceChecker:
     reference; then nothing is started.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._name = config.data.verifier
+    def __init__(self, config: Config, verifier: str = "") -> None:
+        """``verifier``: one of the trial's verifiers, ``data.verifier`` by default."""
+        self._name = verifier or config.data.verifier
         self.has_check = _has_check(self._name)
         processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
-        self._pool = VerifierPool(processes, Limits.of(config.rollout.reward), {self._name: config.data.verifier_args})
+        self._pool = VerifierPool(processes, Limits.of(config.rollout.reward), verifier_arguments(config))
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Self:
@@ -72,13 +75,22 @@ def check_references(config: Config, paths: TrialPaths) -> None:
 
     Raises ConfigError if the verifier cannot be loaded.
     """
-    if config.data.kind == "arith":
-        return
-    with ReferenceChecker(config) as checker:
-        for lines in open_splits(config, paths).values() if checker.has_check else ():
-            for start in range(0, len(lines), CHUNK):
-                indices = range(start, min(start + CHUNK, len(lines)))
-                _check_chunk(checker, lines, indices)
+    for verifier, splits in _splits_of_verifiers(config).items():
+        with ReferenceChecker(config, verifier) as checker:
+            records = open_splits(config, paths).values() if checker.has_check else {}
+            for lines in (records[split] for split in splits if split in records):
+                for start in range(0, len(lines), CHUNK):
+                    indices = range(start, min(start + CHUNK, len(lines)))
+                    _check_chunk(checker, lines, indices)
+
+
+def _splits_of_verifiers(config: Config) -> dict[str, list[str]]:
+    """Return verifier -> splits that it judges and that are not generated."""
+    splits = {config.data.verifier: dict.fromkeys(["train", HELD_OUT])}
+    for made in evaluation_sets(config).values():
+        splits.setdefault(made.verifier, {})[made.split] = None
+    generated = ("train", HELD_OUT) if config.data.kind == "arith" else ()
+    return {name: named for name, of in splits.items() if (named := [split for split in of if split not in generated])}
 
 
 def _check_chunk(checker: ReferenceChecker, lines: Lines[Problem], indices: range) -> None:

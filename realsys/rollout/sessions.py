@@ -16,11 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from realsys.buffer.token_losses import FAILED, NOT_KEPT, OVER_SAMPLED
-from realsys.config.rules.sampling import evaluation_sampling
+from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.schema import Config, SamplingConfig
 from realsys.config.sections.schema_sampling import FilterConfig, KeepConfig
 from realsys.data.prompts import Prompt
@@ -95,13 +95,16 @@ class GroupPlayer:
         spec: SamplingSpec,
         longest_row: int,
         group: GroupRules | None = None,
-        eval_spec: SamplingSpec | None = None,
+        eval_specs: Mapping[str, SamplingSpec] | None = None,
     ) -> None:
-        """``longest_row`` is the longest row that training accepts, in tokens. ``eval_spec``: of evaluations."""
+        """``longest_row`` is the longest row that training accepts, in tokens.
+
+        ``eval_specs``: name of an evaluation's data set -> its sampling settings, if they are not ``spec``.
+        """
         self._agent = agent
         self._engine = engine
         self._spec = spec
-        self._eval_spec = eval_spec or spec
+        self._eval_specs = eval_specs or {}
         self._longest_row = longest_row
         self._rules = group or GroupRules()
         self._defects = Defects()
@@ -119,7 +122,7 @@ class GroupPlayer:
         episode of two tickets in a row, and the first error if too few episodes succeeded: a RewardError only if no
         other is the cause.
         """
-        calls = Calls(self._engine, ticket, self._eval_spec if ticket.kind == "eval" else self._spec)
+        calls = Calls(self._engine, ticket, self._eval_specs.get(ticket.set, self._spec))
         sessions = [EpisodeSession(calls, episode) for episode in range(ticket.n)]
         size = min(self._rules.size or ticket.n, ticket.n)
         group = _Playing(ticket, min(self._rules.min_episodes or size, size), min(self._rules.least, ticket.n), size)
@@ -248,7 +251,7 @@ def group_player(config: Config, agent: Agent, engine: Engine, end_of_text: Sequ
         sampling_spec(config.generation.sampling, end_of_text),
         config.train.microbatch_tokens,
         group_rules(config),
-        sampling_spec(evaluation_sampling(config), end_of_text),
+        {name: sampling_spec(made.sampling, end_of_text) for name, made in evaluation_sets(config).items()},
     )
 
 

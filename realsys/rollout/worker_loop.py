@@ -76,6 +76,12 @@ class Push(Protocol):
     async def push(self, group: Group) -> None: ...
 
 
+class Store(Protocol):
+    """The part of EvaluationStore that this module needs."""
+
+    async def store(self, ticket: Ticket, prompt: Prompt, episode: Episode, worker: str) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LoopParts:
     """The collaborators of the loop."""
@@ -85,6 +91,7 @@ class LoopParts:
     prompts: Prompts
     pusher: Push
     verifiers: VerifierPool
+    evaluations: Store
 
 
 class _Stopped(Exception):
@@ -227,6 +234,9 @@ class RolloutLoop:
             )
             failpoint("rollout.push")
             await self._parts.pusher.push(group)
+        if ticket.kind == "eval":
+            for episode in played.episodes:
+                await self._parts.evaluations.store(ticket, prompt, episode, self._worker)
         return played
 
     async def _finish(self, ticket: Ticket, outcome: Outcome, reason: str, played: Played) -> None:

@@ -262,11 +262,13 @@ class ManagerMachine:
             return
         key, now = (name, server.address.incarnation), self.clock.now
         if key not in self._updating:
-            order = self.state.servers.next_order(*key, now)
+            order = self.state.next_order(*key, now)
             if isinstance(order, UpdateOrder):
                 self._update(key, order)
             elif isinstance(order, Idle) and order.until is not None:
                 self.clock.at(order.until, self._look, name)
+            if self.state.outbox or self.state.servers.due:
+                self._settle()  # an evaluation keeps other servers now, or has lost its version
         if key not in self._probing:
             probe = self.state.servers.next_probe(*key, now)
             if isinstance(probe, Probe):

@@ -21,10 +21,19 @@ from typing import Literal, Protocol
 
 from realsys.errors import ConfigError
 
-Kind = Literal["name_store", "gserver_manager", "generation_server", "model_worker", "rollout_worker", "master_worker"]
+Kind = Literal[
+    "name_store",
+    "gserver_manager",
+    "generation_server",
+    "model_worker",
+    "rollout_worker",
+    "master_worker",
+    "evaluator",
+]
 
 RANK: Kind = "model_worker"
 SERVER: Kind = "generation_server"
+EVALUATOR: Kind = "evaluator"
 
 _GIB = 1 << 30
 _OF_NOMINAL = 0.98  # a GPU that is sold with 80 GB reports 79.6 GiB

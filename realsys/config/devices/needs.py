@@ -7,7 +7,17 @@ from collections.abc import Collection, Sequence
 
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.devices.device_plan import FIRST_INIT_PORT, RANK, SERVER, Block, Kind, Node, Seat, place
+from realsys.config.devices.device_plan import (
+    EVALUATOR,
+    FIRST_INIT_PORT,
+    RANK,
+    SERVER,
+    Block,
+    Kind,
+    Node,
+    Seat,
+    place,
+)
 from realsys.config.doors import BACKEND
 from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.hosts import OnHost
@@ -58,21 +68,22 @@ def seats_of(
     blocks = [block for block in _blocks(config, machine, nodes[-1]) if kinds is None or block.kind in kinds]
     blocks.sort(key=lambda block: (block.kind != RANK, block.kind != SERVER, not block.on_first))
     seats = place(nodes, blocks, config.allocation, share=config.cluster.share_gpus)
-    order: list[Kind] = ["name_store", "gserver_manager", SERVER, RANK, "rollout_worker", "master_worker"]
+    order: list[Kind] = ["name_store", "gserver_manager", SERVER, RANK, "rollout_worker", "master_worker", EVALUATOR]
     return sorted(seats, key=lambda seat: (order.index(seat.kind), seat.index, seat.node_rank))
 
 
 def _blocks(config: Config, machine: Machine, node: Node) -> list[Block]:
     allocation, light = parse_allocation(config.allocation), OnHost(0, 0, 1).processes
-    single: list[Kind] = ["gserver_manager", "master_worker"]
+    single: list[Kind] = ["gserver_manager", EVALUATOR if config.evaluate_only else "master_worker"]
     if config.cluster.name_store.start:
         single.append("name_store")
     blocks = [Block(kind, range(1), 0, 1, light, on_first=True) for kind in single]
     on_gpus = gpus_of_torch(config, machine) > 0
-    blocks += [
-        Block(RANK, ranks, int(on_gpus), config.train.threads, OnHost(1, 0, 0, ranks_on_gpu=on_gpus).processes)
-        for ranks in tensor_groups(allocation, [ACTOR, *dataflow_of(config).roles])
-    ]
+    if not config.evaluate_only:
+        blocks += [
+            Block(RANK, ranks, int(on_gpus), config.train.threads, OnHost(1, 0, 0, ranks_on_gpu=on_gpus).processes)
+            for ranks in tensor_groups(allocation, [ACTOR, *dataflow_of(config).roles])
+        ]
     backend = backend_rules(config)
     server = _server(config, allocation, backend, node, servers_use_gpus(config, machine, backend))
     servers, ports = allocation.inference.data, port_range(config.cluster.ports)

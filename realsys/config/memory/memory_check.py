@@ -51,6 +51,11 @@ class Place:
     nodes: Mapping[str, OnHost] = field(default_factory=dict)
     owners: Collection[tuple[int, int]] = ((0, 1),)
 
+    @property
+    def ranks_on_gpu(self) -> bool:
+        """True if the trial has training ranks, and they have GPUs."""
+        return self.here.ranks > 0 and self.here.ranks_on_gpu
+
     def fullest_host(self, config: Config) -> tuple[str, HostUse]:
         """Return the node with the greatest use of host memory, "" without nodes, and its use. Raises ModelError."""
         allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
@@ -72,7 +77,7 @@ def place_of(config: Config, allocation: Allocation, backend: BackendRules, mach
     is_other_host = elsewhere and (cluster.nodes > 0 or not machine.gpus)
     on_gpus = cluster.gpu_memory_gb > 0
     here = OnHost(
-        ranks=allocation.workers,
+        ranks=0 if config.evaluate_only else allocation.workers,
         servers=allocation.inference.data,
         others=config.rollout.workers + 2,
         engine=0 if elsewhere else int(backend.memory_bytes(nodes[-1])),
@@ -96,7 +101,7 @@ def place_of(config: Config, allocation: Allocation, backend: BackendRules, mach
 def check_memory(config: Config, place: Place) -> None:
     """Refuse a trial that does not fit. Raises ConfigError or ModelError."""
     allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
-    if place.here.ranks_on_gpu and place.gpu_bytes:
+    if place.ranks_on_gpu and place.gpu_bytes:
         _check_ranks(config, allocation, flow, place)
     if place.here.servers_on_gpu and place.gpu_bytes:
         _check_servers(config, allocation, place)
@@ -175,7 +180,7 @@ def _check_host(config: Config, place: Place) -> None:
     def fits(changed: Config) -> bool:
         return needs(changed) <= place.host_bytes and _gpus_fit(changed, place)
 
-    change = (cheapest_host_change if place.here.ranks_on_gpu else cheapest_change)(config, fits)
+    change = (cheapest_host_change if place.ranks_on_gpu else cheapest_change)(config, fits)
     if change is not None:
         raise _refusal(config, problem, change, needs(change.apply(config)))
     remedy = "use more nodes" if place.nodes else "use a smaller model or fewer ranks and servers"
@@ -184,7 +189,7 @@ def _check_host(config: Config, place: Place) -> None:
 
 def _gpus_fit(config: Config, place: Place) -> bool:
     """Return True if the GPUs hold the ranks and, if they are shared, the servers. Servers alone are checked before."""
-    if not (place.here.ranks_on_gpu and place.gpu_bytes):
+    if not (place.ranks_on_gpu and place.gpu_bytes):
         return True
     use = server_use(config, parse_allocation(config.allocation), on_gpu=True)
     return ranks_fit(config, place.gpu_bytes) and use.total <= min(_server_shares(config, place).values())

@@ -14,6 +14,7 @@ from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, LAYOUT, TRANSPORT, VERIFIER
+from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.memory.memory_check import Place, check_memory, place_of
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_field, role_settings
@@ -22,11 +23,11 @@ from realsys.config.rules.etcd_rules import check_etcd
 from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
 from realsys.config.rules.machine import Machine
 from realsys.config.rules.ports import port_range
-from realsys.config.rules.sampling import evaluation_sampling
 from realsys.config.rules.training_rules import check_training
 from realsys.config.rules.vocabulary_rules import check_vocabulary
 from realsys.config.schema import Config
 from realsys.config.sections.schema_data import AUTO_LAYOUT, DataConfig, source_problem
+from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.errors import ConfigError, ModelError
 from realsys.hf.architecture import Head, splits_over
 from realsys.hf.config import read_model
@@ -45,7 +46,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     _check_generation(config, allocation, backend)
     place = _check_machine(config, allocation, machine, backend)
     _check_rollout(config)
-    evaluation_sampling(config)
+    _check_sets(config)
     _check_gpus(config, machine, backend)
     _check_lengths(config)
     check_training(config, allocation, flow)
@@ -176,13 +177,14 @@ def _check_lengths(config: Config) -> None:
 
 
 def _check_data(config: Config) -> None:
-    data, evaluation = config.data, config.evaluation
+    data = config.data
+    held_out = [made for made in evaluation_sets(config).values() if made.split == HELD_OUT]
     if data.kind == "arith":
         arith = data.arith
         if arith.max_operands < arith.min_operands:
             problem = f"must be at least min_operands ({arith.min_operands})"
             raise ConfigError("data.arith.max_operands", arith.max_operands, problem)
-        wanted = max(evaluation.problems, evaluation.every_problems if evaluation.every_steps else 0)
+        wanted = max((made.most_problems for made in held_out), default=0)
         if wanted > arith.eval_size:
             raise ConfigError(
                 "evaluation.problems", wanted, f"only data.arith.eval_size={arith.eval_size} are held out"
@@ -197,8 +199,24 @@ def _check_data(config: Config) -> None:
     check_sources(data, has_copy=TrialPaths.of(config).data_sources.is_file())
     if config.warmup.steps and not data.demos:
         raise ConfigError("data.demos", "", "the supervised warm-up (warmup.steps) needs demonstrations")
-    if evaluation.problems and not data.eval and not data.eval_fraction:
+    if held_out and not data.eval and not data.eval_fraction:
         raise ConfigError("data.eval_fraction", 0.0, "nothing is held out; name data.eval or set evaluation.problems=0")
+
+
+def _check_sets(config: Config) -> None:
+    """Check the data sets of evaluations. A trial with its own copy of their data needs their sources no more."""
+    has_copy = TrialPaths.of(config).config.is_file()
+    for name, made in evaluation_sets(config).items():
+        field = f"evaluation.sets.{name}"
+        VERIFIER.check(made.verifier, dict(made.verifier_args))
+        if made.source is None:
+            continue
+        if not has_copy and (problem := source_problem(made.source.path)):
+            raise ConfigError(f"{field}.path", made.source.path, problem)
+        if made.source.layout != AUTO_LAYOUT:
+            LAYOUT.check(made.source.layout, made.source.layout_args)
+        elif made.source.layout_args:
+            raise ConfigError(f"{field}.layout", AUTO_LAYOUT, "name the layout that takes layout_args")
 
 
 def check_sources(data: DataConfig, *, has_copy: bool = False) -> None:

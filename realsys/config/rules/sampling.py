@@ -1,15 +1,10 @@
-"""Sampling of evaluations, and warnings about sampling settings that bias training."""
+"""Warnings about sampling settings that bias training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import ValidationError
-
-from realsys.config.schema import Config, SamplingConfig
-from realsys.errors import ConfigError
-
-_OF_EVALUATIONS = ("temperature", "top_p", "top_k", "min_p")
+from realsys.config.schema import SamplingConfig
 
 #: settings that change which token is drawn but not its recorded log-prob -> values that switch them off
 _NOT_IN_LOGPROBS: dict[str, tuple[float, ...]] = {
@@ -33,17 +28,3 @@ def sampling_warnings(sampling: SamplingConfig) -> Iterator[str]:
             f"warning: generation.sampling.{', '.join(changed)}: completions are drawn from a changed distribution, "
             "but trained as if from softmax(logits / temperature): switch it off for training (docs/generation.md)"
         )
-
-
-def evaluation_sampling(config: Config) -> SamplingConfig:
-    """Return the sampling settings of evaluations. Raises ConfigError."""
-    given = config.evaluation.sampling
-    for name in given:
-        if name not in _OF_EVALUATIONS:
-            raise ConfigError(f"evaluation.sampling.{name}", given[name], f"use one of {', '.join(_OF_EVALUATIONS)}")
-    try:
-        return SamplingConfig(**{**config.generation.sampling.model_dump(), **given})
-    except ValidationError as error:
-        [first, *_] = error.errors()
-        name = str(first["loc"][0])
-        raise ConfigError(f"evaluation.sampling.{name}", given.get(name), str(first["msg"])) from None

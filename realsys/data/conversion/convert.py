@@ -17,11 +17,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from realsys.config.evaluation_sets import sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.sections.schema_data import AUTO_LAYOUT, RG, DataConfig
 from realsys.data.conversion.sources_file import Converted, Sources
-from realsys.data.dataset_files import write_atomically
+from realsys.data.dataset_files import set_file, write_atomically
 from realsys.data.layouts.base import Row, RowError
 from realsys.data.layouts.detect import OWN, Layout, detect, layout_of
 from realsys.data.lines import ORIGIN
@@ -71,8 +72,20 @@ def convert(config: Config, paths: TrialPaths) -> None:
     paths.data.mkdir(parents=True, exist_ok=True)
     done = {}
     for split in _SPLITS:
-        done[split] = _Copy(config.data, tokenizer).write(paths.data / f"{split}.jsonl", split)
+        done[split] = _Copy(config.data, tokenizer).write(
+            paths.data / f"{split}.jsonl", split, sources_of(config.data, split)
+        )
     write_atomically(paths.data_sources, [msgspec.json.encode(Sources(done["train"], done["eval"]))])
+
+
+def convert_sets(config: Config, paths: TrialPaths) -> None:
+    """Write the trial's own copies of the data of its evaluation sets. Raises DataError at the first bad row."""
+    for name, own in sources_of_sets(config).items():
+        tokenizer = TextTokenizer(paths.base_model(config)) if config.data.long_prompts == "drop" else None
+        path = set_file(paths, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        source = Source(own.path, 1.0, own.layout, own.layout_args, own.source_args)
+        _Copy(config.data, tokenizer).write(path, "eval", [source])
 
 
 def rows_of(source: Source, split: Split) -> Iterator[tuple[SourceRow, Row | None]]:
@@ -130,8 +143,7 @@ class _Copy:
         self._tokenizer = tokenizer
         self._done: list[Converted] = []
 
-    def write(self, path: Path, split: Split) -> list[Converted]:
-        sources = sources_of(self._data, split)
+    def write(self, path: Path, split: Split, sources: list[Source]) -> list[Converted]:
         if sources:
             write_atomically(path, self._lines(sources, split))
         return self._done

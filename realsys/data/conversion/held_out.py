@@ -8,7 +8,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.conversion.convert import checked_rows, needs_copy, sources_of
 from realsys.data.dataset_files import is_converted
-from realsys.data.prompts import side_of, split_sizes
+from realsys.data.prompts import held_out_size, side_of
 
 
 def count_held_out(config: Config, paths: TrialPaths, most: int) -> int:
@@ -17,7 +17,7 @@ def count_held_out(config: Config, paths: TrialPaths, most: int) -> int:
     Long prompts that a conversion leaves out are counted. Raises DataError.
     """
     if is_converted(paths) or not needs_copy(config.data):
-        return split_sizes(config, paths)["eval"]
+        return held_out_size(config, paths)
     rows = (row for source in sources_of(config.data, "eval") for _, row in checked_rows(source, "eval"))
     if not config.data.eval:
         train = (row for source in sources_of(config.data, "train") for _, row in checked_rows(source, "train"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from realsys.config.evaluation_sets import sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.conversion.convert import needs_copy
@@ -24,6 +25,7 @@ def check_copy(config: Config, earlier: Config, paths: TrialPaths) -> None:
     """Check that a trial which continues reads the data that it was begun with. Raises ConfigError."""
     data, begun = config.data, earlier.data
     again = "choose another trial name"
+    _check_sets(config, earlier, again)
     if not is_converted(paths):
         if needs_copy(data):
             problem = f"must be converted, and trial {config.trial!r} was begun with a file that is read in its place"
@@ -34,6 +36,20 @@ def check_copy(config: Config, earlier: Config, paths: TrialPaths) -> None:
         if (new := getattr(data, name)) != (old := getattr(begun, name)):
             problem = f"trial {config.trial!r} has its own copy of the data, made with {old!r}: keep that, or {again}"
             raise ConfigError(f"data.{name}", new, problem)
+
+
+_OF_SETS = ("path", "layout", "layout_args", "source_args")
+
+
+def _check_sets(config: Config, earlier: Config, again: str) -> None:
+    """Check that the trial has copies of the data of its evaluation sets, made from the same sources."""
+    before = sources_of_sets(earlier)
+    for name, new in sources_of_sets(config).items():
+        for field in _OF_SETS:
+            old = getattr(before[name], field) if name in before else None
+            if old != (value := getattr(new, field)):
+                problem = f"trial {config.trial!r} was begun with {old!r}: keep that, or {again}"
+                raise ConfigError(f"evaluation.sets.{name}.{field}", value, problem)
 
 
 def check_prompts(config: Config, paths: TrialPaths, digest: str) -> None:

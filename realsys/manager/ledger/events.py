@@ -28,6 +28,7 @@ MOST_PROBLEMS = 1 << 24  # per evaluation; the manager tracks each
 #: filtered: the group has no signal, and its worker has discarded it (``train.ppo.filter``)
 Outcome = Literal["accepted", "rejected", "failed", "filtered"]
 Rate = Annotated[int, msgspec.Meta(ge=-1, le=1000)]  # success rate in per mille; -1: not measured
+MOST_SAMPLES = 4096  # completions of a problem
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
@@ -143,7 +144,11 @@ class Trained(msgspec.Struct, frozen=True, tag="trained"):
 
 
 class EvalStarted(msgspec.Struct, frozen=True, tag="eval_started"):
-    """An evaluation of ``total`` problems; only servers at ``version`` or newer may play them."""
+    """An evaluation of ``total`` problems, each with ``samples`` completions, all of one version: ``version`` or newer.
+
+    ``max_failed``: completions that may fail; with more the evaluation is incomplete. ``by_user``: requested by a
+    user and not by the trainer.
+    """
 
     eval_id: str
     split: str
@@ -151,10 +156,14 @@ class EvalStarted(msgspec.Struct, frozen=True, tag="eval_started"):
     seed: int
     version: int
     time: float
+    samples: Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)] = 1
+    set: str = "eval"
+    max_failed: int = 0
+    by_user: bool = False
 
 
 class EvalAnswered(msgspec.Struct, frozen=True, tag="eval_answered"):
-    """One problem of an evaluation has ended. ``failed``: every attempt failed, so it has no completion."""
+    """One completion of an evaluation has ended. ``failed``: every attempt failed, so there is no completion."""
 
     eval_id: str
     prompt_index: int
@@ -165,16 +174,33 @@ class EvalAnswered(msgspec.Struct, frozen=True, tag="eval_answered"):
     version_max: int
     metrics: dict[str, float] = {}
     reward: float = 0.0
+    sample: int = 0  # number of the completion of its problem
+    attempt: Number = 0
+
+
+class EvalLost(msgspec.Struct, frozen=True, tag="eval_lost"):
+    """No server serves the version of an unfinished evaluation any more, or it may delay updates no longer.
+
+    ``again``: its completions are discarded, and it begins anew with another version. Otherwise it has ended,
+    incomplete.
+    """
+
+    eval_id: str
+    reason: str
+    again: bool
+    time: float
 
 
 class EvaluationState(msgspec.Struct):
     """Progress of an evaluation, as a snapshot keeps it: without the running problems, as after any restart.
 
-    ``metrics``: name -> (sum, completions). ``unjudged``: completions of problems that have no right or wrong.
+    A unit is one completion: prompt index * samples + number of the completion. ``metrics``: name -> (sum,
+    completions). ``unjudged``: completions without right or wrong. ``tallies``: prompt index -> (judged, right)
+    completions; journals of older versions have none. ``lost``: why it has ended incomplete.
     """
 
     started: EvalStarted
-    done: list[int] = []  # prompt indices
+    done: list[int] = []  # units
     failed: int = 0
     correct: int = 0
     length: int = 0
@@ -184,6 +210,10 @@ class EvaluationState(msgspec.Struct):
     metrics: dict[str, tuple[float, int]] = {}
     unjudged: int = 0
     reward: float = 0.0  # sum over the completions
+    tallies: dict[int, tuple[int, int]] = {}
+    accepted: dict[int, int] = {}  # unit -> attempt whose completion counts
+    restarts: int = 0
+    lost: str = ""
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
@@ -239,5 +269,5 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
 
 
 TicketEvent = Snapshot | Opened | Resumed | RolledBack | Granted | Finished | Reissued | Dropped | Claimed | Trained
-EvalEvent = EvalStarted | EvalAnswered
+EvalEvent = EvalStarted | EvalAnswered | EvalLost
 Event = TicketEvent | EvalEvent

@@ -264,6 +264,10 @@ class Reservations:
         """Return the calls of a ticket that have a place."""
         return list(self._by_ticket.get(ticket_id, ()))
 
+    def tickets(self) -> list[str]:
+        """Return the tickets that have a place."""
+        return list(self._by_ticket)
+
     def load(self, server: str) -> tuple[int, int]:
         """Return (sequences, tokens) of the calls that have a place on ``server``."""
         calls = self._places(server).calls.values()

@@ -6,6 +6,7 @@ every server ──verified, trusted, fresh, not drained──> routes ──str
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.manager.routing.placement import (
@@ -19,8 +20,19 @@ from realsys.manager.routing.placement import (
 from realsys.manager.routing.server_table import Server, ServerTable
 
 
+@dataclass(frozen=True, slots=True)
+class Exactly:
+    """The one version that a completion of an evaluation may be sampled with."""
+
+    version: int
+
+
+#: Oldest version that a train ticket accepts, None for any within its bound; ``Exactly`` for evaluations.
+Demand = int | Exactly | None
+
+
 class Router:
-    """Pure. ``minimum``: oldest version that an evaluation accepts; None for training, which has its bound."""
+    """Pure."""
 
     def __init__(self, servers: ServerTable, reservations: Reservations, strategy: Strategy) -> None:
         self._servers = servers
@@ -28,9 +40,9 @@ class Router:
         self._strategy = strategy
         self.lengths = ExpectedLength()
         self._revision = -1  # revision of the registry that the routes belong to
-        self._routes: dict[int | None, list[ServerLoad]] = {}
+        self._routes: dict[Demand, list[ServerLoad]] = {}
 
-    def routes(self, minimum: int | None) -> Sequence[ServerLoad]:
+    def routes(self, minimum: Demand) -> Sequence[ServerLoad]:
         """Return the servers that take new tickets, computed once per change in the registry."""
         if self._revision != self._servers.revision:
             self._revision = self._servers.revision
@@ -44,7 +56,7 @@ class Router:
         return self._routes[minimum]
 
     def place(
-        self, request: ScheduleRequest, minimum: int | None, held: Reservation | None, worker: str, now: float
+        self, request: ScheduleRequest, minimum: Demand, held: Reservation | None, worker: str, now: float
     ) -> ScheduleReply | None:
         """Choose a server and reserve a place on it, instead of the call's place ``held``. None without a server.
 
@@ -69,7 +81,7 @@ class Router:
         self._reservations.reserve(request.ticket_id, place, request.call)
         return ScheduleReply(name, server.address.url, serves)
 
-    def _candidates(self, minimum: int | None, held: Reservation | None) -> Sequence[ServerLoad]:
+    def _candidates(self, minimum: Demand, held: Reservation | None) -> Sequence[ServerLoad]:
         """Return the routes of a call. A draining server takes no new ticket, but its calls may stay."""
         routes = self.routes(minimum)
         server = self._servers.get(held.server) if held else None
@@ -77,9 +89,11 @@ class Router:
             return routes
         return [*routes, self._reservations.live(server.name, server.verified.version)]
 
-    def _fresh(self, server: Server, minimum: int | None) -> bool:
-        """Return True for a trusted server within the bound for training, at ``minimum`` or newer for an evaluation."""
+    def _fresh(self, server: Server, minimum: Demand) -> bool:
+        """Return True for a trusted server: within the bound, at ``minimum`` or newer, or at exactly one version."""
         if minimum is None:
             return self._servers.trusts(server)
+        if isinstance(minimum, Exactly):
+            return self._servers.evaluates(server, minimum.version)
         served, published = self._servers.current(server), self._servers.published
         return served is not None and published is not None and minimum <= served.version <= published.version

@@ -12,6 +12,14 @@ from realsys.types import PublishedVersion, ServerAddress
 State = Literal["registered", "draining", "updating", "ready", "suspected", "quarantined"]
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A server must not update before ``until``. ``keeps``: it takes new completions of the evaluation, too."""
+
+    until: float
+    keeps: bool
+
+
 @dataclass(slots=True)
 class Server:
     """One incarnation of one server."""
@@ -64,6 +72,8 @@ class ServerTable:
         self._servers: dict[str, Server] = {}  # sorted by name
         self.published: PublishedVersion | None = None
         self.revision = 0  # grows with every change to the routes
+        self.due: set[str] = set()  # servers with something to decide; the shell empties it
+        self.holds: dict[str, Hold] = {}  # server -> why it keeps its version
 
     def all(self) -> list[Server]:
         return list(self._servers.values())
@@ -75,6 +85,24 @@ class ServerTable:
         """Return a server, None unless it is still this incarnation."""
         server = self._servers.get(name)
         return server if server is not None and server.address.incarnation == incarnation else None
+
+    def take_holds(self, holds: dict[str, Hold]) -> None:
+        """Take over which servers keep their version for an evaluation."""
+        if holds != self.holds:
+            self.due.update(self.holds.keys() | holds.keys())
+            self.holds = holds
+            self.revision += 1
+
+    def evaluates(self, server: Server, version: int) -> bool:
+        """Return True if the server takes new completions of an evaluation of exactly ``version``.
+
+        Not one that will leave this version: an update in the middle would mix versions.
+        """
+        served = self.current(server)
+        if served is None or served.version != version:
+            return False
+        hold = self.holds.get(server.name)
+        return served == self.published or (hold is not None and hold.keeps)
 
     def explain(self) -> str:
         """Return why no server is routable: one line, with the state of each."""
@@ -111,7 +139,8 @@ class ServerTable:
         """Return the versions of the current trainer that must not be pruned (``fenced-weights``), oldest first.
 
         The last one is the published version: no server will begin an older one. A dead server keeps no version for
-        ever: an update has a time limit, and a verified version counts only within the staleness bound.
+        ever: an update has a time limit, and a verified version counts only within the staleness bound, or while
+        the server keeps it for an evaluation, which has a time limit, too.
         """
         if self.published is None:
             return []
@@ -119,7 +148,7 @@ class ServerTable:
         for server in self._servers.values():
             if server.target is not None and server.target.incarnation == self.published.incarnation:
                 versions.add(server.target.version)
-            if server.verified is not None and self.trusts(server):
+            if server.verified is not None and (self.trusts(server) or server.name in self.holds):
                 versions.add(server.verified.version)
         return sorted(versions)
 

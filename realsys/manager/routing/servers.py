@@ -93,7 +93,6 @@ class ServerRegistry(ServerTable):
         self._fan_out = fan_out or FanOut()
         self.trainer_incarnation = ""  # publications of older incarnations are refused
         self.updates = UpdateLog()
-        self.due: set[str] = set()  # servers with something to decide; the shell empties it
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -140,8 +139,8 @@ class ServerRegistry(ServerTable):
             return None
         if self.published is None or server.verified == self.published or server.quarantined:
             return Idle()
-        if server.retry_at > now:
-            return Idle(server.retry_at)
+        if (until := max(server.retry_at, self._held_until(server))) > now:
+            return Idle(until)
         if (until := self._turn(server, now)) > now:
             return Idle(until)
         sources = self._fan_out.sources(server, self._servers.values(), self.published, now)
@@ -150,6 +149,11 @@ class ServerRegistry(ServerTable):
             return Idle(sources)
         return UpdateOrder(name, incarnation, server.address.url, self.published, server.verified is None, sources)
 
+    def _held_until(self, server: Server) -> float:
+        """Return until when the server keeps its version for an evaluation; 0 if it does not."""
+        hold = self.holds.get(server.name)
+        return hold.until if hold is not None and server.verified is not None else 0.0
+
     def _turn(self, server: Server, now: float) -> float:
         """Return when to ask again for a slot if nothing changes; ``now`` if the server has one."""
         if self._pace.fraction >= 1 or server.began is not None or not self.trusts(server):
@@ -157,11 +161,15 @@ class ServerRegistry(ServerTable):
         serving = [s for s in self._servers.values() if self.trusts(s)]
         ends = [s.began + self._pace.retry_timeout_s for s in serving if s.began is not None]
         holding = [end for end in ends if end > now]
-        # A server that waits for the time after a failed update must not keep the slot from the others.
+        # A server that waits for the time after a failed update, or keeps its version, must not keep the slot from the
+        # others.
         waiting = [
             s
             for s in serving
-            if s.began is None and s.retry_at <= now and s.verified is not None and s.verified != self.published
+            if s.began is None
+            and max(s.retry_at, self._held_until(s)) <= now
+            and s.verified is not None
+            and s.verified != self.published
         ]
         waiting.sort(key=lambda s: (s.verified.version if s.verified else 0, s.name))
         free = self._pace.slots(len(serving)) - len(holding)

@@ -31,7 +31,7 @@ from realsys.master.calls.executor import GraphExecutor
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.calls.plans import cost_functions, plan_roles
 from realsys.master.checkpoints import Checkpoints, CheckpointSources
-from realsys.master.evaluation import Evaluations
+from realsys.master.evaluation import Evaluations, ResultWriter
 from realsys.master.intake import Intake
 from realsys.master.intake_state import IntakeSettings, IntakeState
 from realsys.master.loop import LoopParts, TrainLoop, planned_steps
@@ -124,9 +124,9 @@ def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
         evaluations=Evaluations(
             connections.manager,
             trainer_incarnation=ctx.incarnation,
-            seed=config.seed,
-            timeout_s=config.cluster.request_timeout_s,
+            config=config,
             repair=publisher.repair,
+            writer=ResultWriter(config, paths.evaluations),
         ),
         checkpoints=Checkpoints(
             config,

@@ -18,6 +18,7 @@ from realsys.cluster.aio import unless
 from realsys.cluster.disk import on_disk
 from realsys.cluster.worker import WorkerContext
 from realsys.config.allocation import ACTOR
+from realsys.config.evaluation_sets import evaluation_sets, id_of_set
 from realsys.config.roles import role_settings
 from realsys.errors import StreamError
 from realsys.manager.messages import RollBackRequest
@@ -45,6 +46,7 @@ class MasterRun:
         self._status = parts.status
         self._log = parts.connections.step_log
         self._loop = build_loop(ctx, parts, stop)
+        self._sets = evaluation_sets(ctx.config)
 
     async def run(self) -> None:
         """Run all phases, or until ``stop`` is set and the trained steps are saved.
@@ -163,9 +165,8 @@ class MasterRun:
         """Request the evaluations again whose results were lost with the predecessor of this
         training side.
         """
-        for step in unanswered(self._records(), requested, done):
-            if self._loop.evaluation_is_due(step):
-                await self._loop.start_evaluation(step, requested_at=done)
+        for eval_id, step in unanswered(self._records(), requested, done, self._sets, self._parts.total_steps):
+            await self._loop.start_evaluation(eval_id, step, requested_at=done)
 
     async def _conclude(self, steps: int) -> None:
         """Wait for the evaluations, evaluate once more after ``steps``, and export the model."""
@@ -178,8 +179,14 @@ class MasterRun:
 
     async def _evaluate(self, eval_id: str, step: int) -> None:
         """Measure held-out accuracy with the newest version, once per ``eval_id`` and step."""
-        problems = self._ctx.config.evaluation.problems
-        if not problems or evaluated(self._records(), eval_id, step):
+        records = list(self._records())
+        sets = {
+            name: made
+            for name, made in self._sets.items()
+            if made.problems and not evaluated(records, id_of_set(eval_id, name), step)
+        }
+        if not sets:
             return
         await self._status.enter("evaluate")
-        self._log.append(await self._parts.evaluations.run(eval_id, problems, step))
+        for record in await self._parts.evaluations.run(eval_id, sets, step):
+            self._log.append(record)

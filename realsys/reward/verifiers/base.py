@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 MAX_METRICS = 32  # metrics of one verdict
+MAX_ANSWER = 2000  # characters of a final answer that are kept
 MAX_METRIC_NAME = 100  # printable characters
 
 
@@ -35,12 +36,14 @@ class Verdict(msgspec.Struct, array_like=True, tag="verdict"):
     correct  None if the task has no right or wrong; then there must be a reward
     metrics  numbers for the step log, averaged over episodes by name
     bonus    finite; added to the reward
+    answer   final answer of the completion, for the majority vote of an evaluation; None if the verifier knows none
     """
 
     reward: float | None = None
     correct: bool | None = None
     metrics: dict[str, float] = {}
     bonus: float = 0.0
+    answer: str | None = None
 
 
 #: A bool is ``Verdict(correct=...)``, a float (or int) is ``Verdict(reward=...)``.
@@ -51,17 +54,22 @@ CheckAnswer = Callable[[Item], str | None]
 V = TypeVar("V", bound=Verifier)
 
 
-def declare(*, check_answer: CheckAnswer | None = None, wrong_over_limit: bool = False) -> Callable[[V], V]:
+def declare(
+    *, check_answer: CheckAnswer | None = None, wrong_over_limit: bool = False, compares_answers: bool = False
+) -> Callable[[V], V]:
     """Add declarations to a verifier.
 
     check_answer      checks every reference before a run starts; a verifier without it takes any reference
     wrong_over_limit  True: a completion that takes more than rollout.reward.timeout_s of CPU time is wrong. False: it
                       has no verdict.
+    compares_answers  True: called with the final answer of another completion as the reference, it tells if the two
+                      agree. False: final answers agree if their texts are equal.
     """
 
     def decorate(verifier: V) -> V:
         declared: Any = verifier
         declared.check_answer, declared.wrong_over_limit = check_answer, wrong_over_limit
+        declared.compares_answers = compares_answers
         return verifier
 
     return decorate
@@ -97,7 +105,10 @@ def verdict_of(result: object) -> Verdict:
     if reward is not None:
         reward = _finite("returned a Verdict with reward", reward)
     bonus = _finite("returned a Verdict with bonus", result.bonus)
-    return Verdict(reward, correct, _metrics_of(result.metrics), bonus)
+    answer = result.answer
+    if answer is not None and not isinstance(answer, str):
+        raise TypeError(f"returned a Verdict with answer={reprlib.repr(answer)}: must be a text or None")
+    return Verdict(reward, correct, _metrics_of(result.metrics), bonus, answer and answer[:MAX_ANSWER])
 
 
 def is_metric_name(name: object) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from realsys.reward.verifiers.base import Item
+from realsys.reward.verifiers.base import Item, Verdict
 
 
-def exact(item: Item) -> bool:
+def exact(item: Item) -> Verdict:
     """Compare the text after the only ``#`` of the completion with the reference, to the letter."""
-    return item.completion.count("#") == 1 and item.completion.partition("#")[2] == item.answer
+    if item.completion.count("#") != 1:
+        return Verdict(correct=False)
+    answer = item.completion.partition("#")[2]
+    return Verdict(correct=answer == item.answer, answer=answer)

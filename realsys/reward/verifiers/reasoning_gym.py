@@ -21,10 +21,11 @@ def reasoning_gym(item: Item) -> Verdict:
     stored = item.extra.get(KEY)
     if not isinstance(stored, dict):
         raise ValueError(f"the row has no key {KEY!r}: this verifier judges tasks of data.train=reasoning_gym:NAME")
-    score = float(_judge(stored["name"])(final_answer(item.completion), entry_of(item.prompt, stored)))
+    answer = final_answer(item.completion)
+    score = float(_judge(stored["name"])(answer, entry_of(item.prompt, stored)))
     if not (math.isfinite(score) and 0.0 <= score <= 1.0):
         raise ValueError(f"reasoning-gym returned the score {score}: it must be between 0 and 1")
-    return Verdict(score, correct=score == 1.0)
+    return Verdict(score, correct=score == 1.0, answer=answer or None)
 
 
 def final_answer(completion: str) -> str:

@@ -92,7 +92,8 @@ class MultiTurn:
             if len(row) + len(tail) + self._parts.config.generation.sampling.max_new_tokens > self._limit:
                 break
             row.context(tail)
-        return Episode([row.row()], judgement.reward, judgement.correct, _metrics(judgement, verdicts))
+        metrics = _metrics(judgement, verdicts)
+        return Episode([row.row()], judgement.reward, judgement.correct, metrics, judgement.answer)
 
     def _ends(self, judgement: Judgement, completion: Generated, turns: int) -> bool:
         done = judgement.done or judgement.correct is True

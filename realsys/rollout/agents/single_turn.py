@@ -26,4 +26,4 @@ class SingleTurn:
         completion = await session.generate(row.tokens)
         row.completion(completion)
         judgement = await self._parts.environment.judge(task, self._parts.response(completion))
-        return Episode([row.row()], judgement.reward, judgement.correct, judgement.metrics)
+        return Episode([row.row()], judgement.reward, judgement.correct, judgement.metrics, judgement.answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from realsys.config.doors import ENVIRONMENT
+from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.reward.verifiers.base import Item, Verdict
@@ -20,11 +21,12 @@ class Verifiers(Protocol):
 
 def build(config: Config, tokenizer: TextTokenizer, pool: Verifiers) -> Environment:
     """Build the environment that ``rollout.environment`` names. Raises ConfigError."""
+    of_sets = {name: made.verifier for name, made in evaluation_sets(config).items()}
 
     async def verify(task: Task, response: Response) -> Verdict:
         prompt = task.prompt
         item = Item(prompt.text, response.text, prompt.answer, prompt.extra)
-        return await pool.verify(config.data.verifier, item)
+        return await pool.verify(of_sets.get(task.ticket.set, config.data.verifier), item)
 
     parts = EnvironmentParts(config, tokenizer, verify)
     arguments = config.rollout.environment_args

@@ -21,6 +21,7 @@ class Judgement:
     metrics   numbers for the step log, averaged over episodes by name
     feedback  text of the next user turn; None: the default feedback of the agent, if it has one
     done      True ends the episode, even if turns are left
+    answer    final answer of the response, for the majority vote of an evaluation; None if there is none
     """
 
     reward: float
@@ -28,9 +29,11 @@ class Judgement:
     metrics: dict[str, float] = field(default_factory=dict)
     feedback: str | None = None
     done: bool = False
+    answer: str | None = None
 
 
-#: Runs ``data.verifier`` in a verifier process. Raises RewardError without a verdict: an error is no reward.
+#: Runs ``data.verifier``, or the one of the evaluation's data set, in a verifier process. Raises RewardError without a
+#: verdict: an error is no reward.
 Verify = Callable[[Task, Response], Awaitable[Verdict]]
 
 

@@ -24,4 +24,4 @@ class VerifierEnvironment:
         reward = verdict.reward
         if reward is None:
             reward = self._reward.correct if verdict.correct else self._reward.wrong
-        return Judgement(reward + verdict.bonus, verdict.correct, verdict.metrics)
+        return Judgement(reward + verdict.bonus, verdict.correct, verdict.metrics, answer=verdict.answer)

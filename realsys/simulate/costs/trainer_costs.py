@@ -12,7 +12,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from realsys.buffer.token_losses import STALE
+from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets, id_of_set
 from realsys.config.schema import Config
+from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.manager.messages import ClaimRequest, EvaluateRequest, RollBackRequest, TrainedRequest
 from realsys.manager.operations import CLAIM, EVALUATE, ROLL_BACK, STATUS, TRAINED
 from realsys.manager.refusals import Refusal
@@ -258,17 +260,19 @@ class Trainer:
         self.logged = step
         if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
             self.checkpoint = step
-        every = config.evaluation.every_steps
-        if every and step % every == 0:
-            self._when_published(self._evaluate)  # the manager evaluates the newest published version
+        sets = evaluation_sets(config)
+        if due := [made for made in sets.values() if made.every_steps and step % made.every_steps == 0]:
+            self._when_published(partial(self._evaluate, due))  # the manager evaluates the newest published version
         else:
             self._wait()
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, sets: list[EvaluationSet]) -> None:
         config = self._world.config
-        problems = config.evaluation.every_problems
-        request = EvaluateRequest(eval_id_of(self.version), "eval", problems, config.seed, self.incarnation)
-        self._call(EVALUATE, request, lambda _: None)
+        for made in sets:
+            eval_id = id_of_set(eval_id_of(self.version), made.name)
+            request = EvaluateRequest(eval_id, HELD_OUT, made.every_problems, config.seed, self.incarnation)
+            request.samples, request.set = made.samples, made.name
+            self._call(EVALUATE, request, lambda _: None)
         self._wait()
 
     def _written(self) -> None:

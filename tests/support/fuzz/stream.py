@@ -272,7 +272,7 @@ def _name(value: Any, tickets: list[str], state: ManagerState, rng: Any) -> None
 def _route_to_one_server(state: ManagerState) -> None:
     state.servers.publish(PublishedVersion(0, "1", "/weights/v0", 0))
     state.observe_servers([ServerAddress("generation_server/0", "http://127.0.0.1:1", 1, "h", "1")])
-    order = state.servers.next_order("generation_server/0", "1", 0.0)
+    order = state.next_order("generation_server/0", "1", 0.0)
     assert isinstance(order, UpdateOrder)
     assert state.begin_update(order, 0.0)
     state.servers.succeeded(order, 0.1, {})

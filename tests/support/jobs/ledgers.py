@@ -6,7 +6,7 @@ import math
 from collections import Counter
 
 from realsys.launch.commands.audit import audit_trial
-from realsys.manager.ledger.events import EvalAnswered, EvalStarted, Granted, Trained
+from realsys.manager.ledger.events import EvalEvent, Granted, Trained
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.order import PromptOrder
@@ -24,7 +24,7 @@ def check_ledger(job: Job, *, batch_groups: int, eta: int, prompts: int, max_att
     versions: list[int] = []
     newest = 0
     for event, _ in read_journal(job.paths.ledger):
-        if isinstance(event, EvalStarted | EvalAnswered):
+        if isinstance(event, EvalEvent):
             continue
         ledger.apply(event)  # raises LedgerError for what cannot follow
         if isinstance(event, Granted):

@@ -176,7 +176,7 @@ class WithMaster(Workers):
 
     def _master_crashes(self) -> None:
         """Crash the whole trainer: its groups are lost. A server may be updating, and a call may be under way."""
-        order = self.manager.servers.next_order(SERVER, str(self.births[SERVER]), 0.0)
+        order = self.manager.next_order(SERVER, str(self.births[SERVER]), 0.0)
         if isinstance(order, UpdateOrder) and self.manager.begin_update(order, 0.0):
             self.echoes.append(order)
         if self.phase == "asking":
@@ -228,7 +228,7 @@ class World(WithMaster):
 
     def enabled(self) -> list[Act]:
         acts = self._workers_act() + self._master_acts()
-        order = self.manager.servers.next_order(SERVER, str(self.births[SERVER]), 0.0)
+        order = self.manager.next_order(SERVER, str(self.births[SERVER]), 0.0)
         if isinstance(order, UpdateOrder):
             acts.append(Act("server_updates"))
         acts += [Act("stray_arrives", (number,)) for number in range(len(self.strays))]
@@ -359,7 +359,7 @@ class World(WithMaster):
 
     def _server_updates(self) -> None:
         servers = self.manager.servers
-        order = servers.next_order(SERVER, str(self.births[SERVER]), 0.0)
+        order = self.manager.next_order(SERVER, str(self.births[SERVER]), 0.0)
         assert isinstance(order, UpdateOrder) and order.target == self.published
         assert self.manager.begin_update(order, 0.0) and servers.succeeded(order, 0.0, {})
 

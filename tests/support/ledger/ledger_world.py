@@ -18,7 +18,7 @@ import msgspec
 
 from realsys.buffer.sequence_buffer import StalePolicy
 from realsys.manager.audit.auditor import Auditor
-from realsys.manager.ledger.events import EvalAnswered, EvalStarted, Event, Resumed, Snapshot
+from realsys.manager.ledger.events import EvalEvent, Event, Resumed, Snapshot
 from realsys.manager.ledger.journal import decode_record, encode_record
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.order import PromptOrder
@@ -239,7 +239,7 @@ class WorldState:
             self.journal.append(record)
             copy = decode_record(record)
             assert copy == event, f"the journal reads {copy} for {event}"
-            if not isinstance(copy, EvalStarted | EvalAnswered):
+            if not isinstance(copy, EvalEvent):
                 ledger.apply(copy)  # type: ignore[arg-type]
         assert ledger_key(ledger) == ledger_key(self.manager.ledger), f"not what the journal says: {events}"
 
@@ -323,7 +323,7 @@ class WorldState:
         """The ledger that the journal leads to."""
         ledger = Ledger(self.bounds.order(), self.bounds.attempts)
         for event in self._events():
-            if not isinstance(event, EvalStarted | EvalAnswered):
+            if not isinstance(event, EvalEvent):
                 ledger.apply(event)
         return ledger
 

@@ -58,10 +58,11 @@ class SurroundingsMachine(ManagerModel):
         truth = self.servers.get(f"generation_server/{index}")
         if truth is None:
             return multiple()
-        order = self.state.servers.next_order(truth.address.name, truth.address.incarnation, self.now)
+        order = self.state.next_order(truth.address.name, truth.address.incarnation, self.now)
         if not isinstance(order, UpdateOrder):
             return multiple()
         assert order.target.version == self.version and order.url == truth.address.url
+        assert not self.evaluates(truth.address.name), "an update in the middle of an evaluation's completion"
         if self.settings.pace.fraction < 1 and self.serves(truth, self.version - ETA) and truth.began is None:
             serving = [other for other in self.servers.values() if self.serves(other, self.version - ETA)]
             slots = max(1, int(self.settings.pace.fraction * len(serving)))
@@ -76,6 +77,18 @@ class SurroundingsMachine(ManagerModel):
             assert self.state.reservations.load(order.server) == (0, 0), "an update in the middle of an answer"
             assert not any(self.runs_unseen(*attempt) for attempt in self.unplaced), "an answer whose place is unknown"
         return order
+
+    def evaluates(self, name: str) -> bool:
+        """Return True if a completion of an evaluation is sampled there, with the version that the server serves."""
+        server, reservations = self.state.servers.get(name), self.state.reservations
+        if server is None or self.state.servers.current(server) is None:
+            return False
+        return any(
+            place.server == name and place.version == problem.ticket.version
+            for problem in self.state.evaluations.running.values()
+            for call in reservations.calls(problem.ticket_id)
+            if (place := reservations.get(problem.ticket_id, call)) is not None
+        )
 
     def runs_unseen(self, ticket_id: str, attempt: int) -> bool:
         known = self.model[ticket_id]
@@ -142,7 +155,8 @@ class SurroundingsMachine(ManagerModel):
                 if isinstance(order, UpdateOrder):
                     self.update_ends(order, True)
         if self.settings.interruptible and not hanging:
-            due = {s.name for s in self.state.servers.all() if s.retry_at <= self.now}
+            kept = self.state.servers.holds  # for an evaluation
+            due = {s.name for s in self.state.servers.all() if s.retry_at <= self.now and s.name not in kept}
             assert all(t.version == self.version for n, t in self.servers.items() if t.trusted and n in due)
 
     # -- workers and the clock -----------------------------------------------------------------------------------------

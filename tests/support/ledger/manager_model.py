@@ -179,6 +179,8 @@ class ManagerModel(RuleBasedStateMachine):
         for evaluation in self.state.evaluations.by_id.values():
             runs = [index for owner, index in running if owner is evaluation]
             indices = [*evaluation.waiting, *runs, *evaluation.saved.done]
-            assert sorted(indices) == [*range(evaluation.started.total)]
+            assert evaluation.saved.lost or sorted(indices) == [*range(evaluation.started.total)]
+            assert not (evaluation.saved.lost and runs)
+            assert evaluation.saved.version_min == evaluation.saved.version_max, "one-version"
             total += evaluation.started.total
         assert total == self.eval_total

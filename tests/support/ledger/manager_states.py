@@ -30,7 +30,7 @@ def address(index: int, incarnation: str = "1") -> ServerAddress:
 
 
 def order(state: ManagerState, index: int, now: float = 0.0, incarnation: str = "1") -> UpdateOrder:
-    made = state.servers.next_order(f"generation_server/{index}", incarnation, now)
+    made = state.next_order(f"generation_server/{index}", incarnation, now)
     assert isinstance(made, UpdateOrder)
     return made
 

@@ -66,7 +66,7 @@ class Manager:
 
     def publish(self, version: int) -> None:
         self.state.servers.publish(PublishedVersion(version, "m", f"/v{version}", version))
-        order: Any = self.state.servers.next_order("generation_server/0", "1", 0.0)
+        order: Any = self.state.next_order("generation_server/0", "1", 0.0)
         assert self.state.begin_update(order, 0.0) and self.state.servers.succeeded(order, 0.1, {"pause_s": 0.0})
 
     async def claim(self, request: ClaimRequest) -> ClaimReply:

@@ -22,7 +22,7 @@ from realsys.manager.ledger.events import Resumed
 from realsys.manager.messages import AllocateReply
 from realsys.manager.overview import explain
 from realsys.manager.refusals import Refusal
-from realsys.manager.routing.servers import Probe, UpdateOrder
+from realsys.manager.routing.servers import Idle, Probe, UpdateOrder
 from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion
 from tests.support.ledger.manager_states import ANSWER, SETTINGS, address, update
@@ -91,7 +91,16 @@ class Scenario:
         return None
 
     def verify(self, number):
+        """Run the due update of a server."""
+        name = f"generation_server/{number}"
+        if isinstance(idle := self.state.next_order(name, "1", self.now), Idle):
+            return "not due" if idle.until is None else f"not due until {idle.until}"
         update(self.state, number, self.now)
+        return None
+
+    def holds(self):
+        kept = self.state.servers.holds.items()
+        return "\n".join(f"{name[-1]} {'keeps' if h.keeps else 'drains'} until {h.until}" for name, h in kept) or "none"
 
     def probe(self, number, version=None):
         """Run the due probe of a server: it serves ``version``, or does not answer."""
@@ -106,7 +115,7 @@ class Scenario:
 
     def fail(self, number, error):
         """Begin the due update of a server, and let it fail."""
-        order = self.state.servers.next_order(f"generation_server/{number}", "1", self.now)
+        order = self.state.next_order(f"generation_server/{number}", "1", self.now)
         if not isinstance(order, UpdateOrder):
             return f"not due until {order.until}"
         self.state.begin_update(order, self.now)
@@ -157,7 +166,10 @@ class Scenario:
         if not operation.is_post:
             return shown(operation.decide(self.state, *plain or [None], self.now))
         names = operation.request.__struct_fields__
-        fields = {"incarnation": self.state.trainer_incarnation, "worker": "w", "answers": [ANSWER], "request_id": ""}
+        running = self.state.evaluations.running.get(plain[0]) if plain else None
+        at = running.ticket.version if running is not None else 0
+        answers = [msgspec.structs.replace(ANSWER, version_min=at, version_max=at)]
+        fields = {"incarnation": self.state.trainer_incarnation, "worker": "w", "answers": answers, "request_id": ""}
         body = {key: value for key, value in fields.items() if key in names}
         body |= dict(zip(names, plain, strict=False)) | named
         request = msgspec.convert(msgspec.to_builtins(body), operation.request)

@@ -33,7 +33,7 @@ from tests.support.ledger.manager_states import (
 
 def test_evaluation_means_each_metric_over_its_answers() -> None:
     state = ready()
-    state.evaluate(EvaluateRequest("e", "eval", 3), 0.0)
+    state.evaluate(EvaluateRequest("e", "eval", 2), 0.0)
     results: list[tuple[bool | None, dict[str, float]]] = [(True, {"turns": 1.0}), (None, {"turns": 2.0, "x": 5.0})]
     for ticket, (correct, metrics) in zip(tickets(state, 2), results, strict=True):
         answer = msgspec.structs.replace(ANSWER, correct=correct, metrics=metrics)

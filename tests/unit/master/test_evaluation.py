@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
 from realsys.errors import Fenced, StreamError
 from realsys.manager.messages import (
     AllocateRequest,
@@ -25,6 +26,7 @@ from realsys.manager.messages import (
 )
 from realsys.manager.overview import status
 from realsys.manager.refusals import OlderTrainer
+from realsys.manager.routing.servers import UpdateOrder
 from realsys.manager.state import ManagerState
 from realsys.master import evaluation
 from realsys.master.evaluation import Evaluations
@@ -32,6 +34,7 @@ from realsys.master.recovery import Start, eval_id_of, unanswered
 from realsys.master.run.phases import MasterRun
 from realsys.types import PublishedVersion
 from tests.support.ledger.manager_states import ANSWER, ready, update, version
+from tests.support.processes.config_trees import changed
 
 BOUND_S = 60.0
 
@@ -72,7 +75,8 @@ class Answering:
 
     def publishes(self, step: int) -> None:
         self.state.servers.publish(PublishedVersion(step, self.state.trainer_incarnation, f"/v{step}", step))
-        update(self.state, 0)
+        if isinstance(self.state.next_order("generation_server/0", "1", 0.0), UpdateOrder):  # else it is held
+            update(self.state, 0)
 
     def trains(self, step: int) -> None:
         """One ticket becomes version ``step``."""
@@ -84,10 +88,27 @@ class Answering:
         self.publishes(step)
 
 
+class NoWriter:
+    """Stores nothing."""
+
+    def write(
+        self, eval_id: str, made: EvaluationSet, result: dict[str, Any], state: EvaluationReply
+    ) -> dict[str, Any]:
+        return result
+
+
+SETS = evaluation_sets(changed("evaluation.problems=2", "evaluation.every_steps=1"))
+HELD_OUT_SET = SETS["eval"]
+
+
 def evaluations(manager: Answering) -> Evaluations:
-    return Evaluations(
-        manager, trainer_incarnation=manager.state.trainer_incarnation, seed=1, timeout_s=BOUND_S, repair=manager.repair
-    )  # type: ignore[arg-type]
+    parts: Any = {"config": changed(), "repair": manager.repair, "writer": NoWriter()}
+    return Evaluations(manager, trainer_incarnation=manager.state.trainer_incarnation, **parts)  # type: ignore[arg-type]
+
+
+def missing(log: list[dict[str, Any]], asked: list[str], done: int) -> list[int]:
+    """Return the steps whose evaluation has no result."""
+    return [step for _, step in unanswered(log, asked, done, SETS, 100)]
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:
@@ -101,11 +122,11 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
 def test_extended_run_is_evaluated_at_its_new_end() -> None:
     async def body() -> None:
         manager = Answering(ready())
-        first = await evaluations(manager).run("after", 2, 0)
+        [first] = await evaluations(manager).run("after", SETS, 0)
         manager.state.servers.publish(version(1))
-        made: Any = manager.state.servers.next_order("generation_server/0", "1", 0.0)
+        made: Any = manager.state.next_order("generation_server/0", "1", 0.0)
         assert manager.state.begin_update(made, 0.0) and manager.state.servers.succeeded(made, 0.1, {})
-        second = await evaluations(manager).run("after", 2, 1)
+        [second] = await evaluations(manager).run("after", SETS, 1)
         assert [(r["eval_id"], r["step"], r["problems"]) for r in (first, second)] == [("after", 0, 2), ("after", 1, 2)]
         assert len(set(manager.asked)) == 2, "the manager answers the same id with what it has"
 
@@ -115,8 +136,8 @@ def test_extended_run_is_evaluated_at_its_new_end() -> None:
 def test_master_waits_for_evaluations_at_end() -> None:
     async def body() -> None:
         asking = evaluations(Answering(ready()))
-        await asking.start("step-1", 2, 1)
-        await asking.start("step-2", 3, 2)
+        await asking.start("step-1", HELD_OUT_SET, 2, 1)
+        await asking.start("step-2", HELD_OUT_SET, 3, 2)
         records = await asking.finish_all()
         assert sorted((r["eval_id"], r["problems"]) for r in records) == [("step-1", 2), ("step-2", 3)]
         assert await asking.finish_all() == []
@@ -131,7 +152,7 @@ def test_evaluation_wait_checks_newest_version(monkeypatch: pytest.MonkeyPatch) 
 
     async def body() -> None:
         manager = Answering(ready())
-        await evaluations(manager).run("after", 2, 0)
+        await evaluations(manager).run("after", SETS, 0)
         assert manager.looks and set(manager.looks) == {0}
 
     run(body)
@@ -149,25 +170,25 @@ def test_recovery_requests_unfinished_evaluations_once() -> None:
         for step in (1, 2, 3):
             manager.trains(step)
             if step < 3:
-                await first.start(eval_id_of(step), 2, step)
+                await first.start(eval_id_of(step), HELD_OUT_SET, 2, step)
             if step == 1:
                 log += await first.finish_all()
             while step == 2 and (await manager.evaluation("step-2")).done < 2:
                 pass
-        await first.start("step-4", 2, 4)  # of a step that was undone
+        await first.start("step-4", HELD_OUT_SET, 2, 4)  # of a step that was undone
         asked = manager.starts(3, 2)
-        assert asked == ["step-1", "step-2", "step-4"] and unanswered(log, asked, 3) == [2, 3]
+        assert asked == ["step-1", "step-2", "step-4"] and missing(log, asked, 3) == [2, 3]
         second = evaluations(manager)
-        for step in unanswered(log, asked, 3):
-            await second.start(eval_id_of(step), 2, step, requested_at=3)
+        for step in missing(log, asked, 3):
+            await second.start(eval_id_of(step), HELD_OUT_SET, 2, step, requested_at=3)
         asked = manager.starts(3, 3)
-        assert unanswered(log, asked, 3) == [2, 3], "step 2 is done and in no log, step 3 was forgotten again"
+        assert missing(log, asked, 3) == [2, 3], "step 2 is done and in no log, step 3 was forgotten again"
         third = evaluations(manager)
-        for step in unanswered(log, asked, 3):
-            await third.start(eval_id_of(step), 2, step, requested_at=3)
+        for step in missing(log, asked, 3):
+            await third.start(eval_id_of(step), HELD_OUT_SET, 2, step, requested_at=3)
         log += await third.finish_all()
         assert [(r["eval_id"], r["step"]) for r in log] == [("step-1", 1), ("step-2", 2), ("step-3", 3)]
-        assert unanswered(log, asked, 3) == []
+        assert missing(log, asked, 3) == []
 
     run(body)
 
@@ -177,13 +198,13 @@ def test_repeated_evaluation_is_logged_with_answering_version() -> None:
         manager = Answering(ready(eta=9))
         manager.starts(-1, 1)
         manager.trains(1)
-        await evaluations(manager).start("step-1", 2, 1)
+        await evaluations(manager).start("step-1", HELD_OUT_SET, 2, 1)
         for step in (2, 3):
             manager.trains(step)
         asked = manager.starts(3, 2)
-        assert unanswered([], asked, 3) == [1, 3]
+        assert missing([], asked, 3) == [1, 3]
         again = evaluations(manager)
-        await again.start("step-1", 2, 1, requested_at=3)
+        await again.start("step-1", HELD_OUT_SET, 2, 1, requested_at=3)
         [record] = await again.finish_all()
         assert (record["eval_id"], record["step"], record["version_min"]) == ("step-1", 3, 3)
 
@@ -197,7 +218,7 @@ def test_replaced_trainer_starts_no_evaluation() -> None:
         dead = evaluations(manager)
         manager.starts(0, 2)
         with pytest.raises(Fenced, match="must end"):
-            await dead.start("step-1", 2, 1)
+            await dead.start("step-1", HELD_OUT_SET, 2, 1)
         assert not manager.state.evaluations.by_id
 
     run(body)

@@ -94,10 +94,10 @@ def test_last_checkpoint_waits_for_the_last_version(stopped: bool) -> None:
 def test_evaluation_starts_after_its_version_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         job = Run("train.total_steps=2", "evaluation.every_steps=1")
-        seen: list[tuple[int, int]] = []
+        seen: list[tuple[str, int]] = []
 
-        async def start(step: int, requested_at: int | None = None) -> None:
-            seen.append((step, job.manager.state.version))
+        async def start(eval_id: str, step: int) -> None:
+            seen.append((eval_id, job.manager.state.version))
 
         monkeypatch.setattr(job.loop, "start_evaluation", start)
         job.versions.holds = True
@@ -107,6 +107,6 @@ def test_evaluation_starts_after_its_version_is_published(monkeypatch: pytest.Mo
         assert seen == []
         await _complete_both(job)
         await running
-        assert seen == [(1, 1)]
+        assert seen == [("step-1", 1)]
 
     run(body)

@@ -69,7 +69,7 @@ def test_evaluation_has_its_own_sampling():
     config = changed("generation.sampling.stop_token_ids=[7]", "evaluation.sampling={temperature: 0.5}")
     group = group_player(config, Script(), engine, [1])
     for kind in ("train", "eval"):
-        asyncio.run(group.play(Ticket("t", 0, 0, kind=kind, n=2), PROMPT))
+        asyncio.run(group.play(Ticket("t", 0, 0, kind=kind, n=2, set="eval" * (kind == "eval")), PROMPT))
     assert [(call.spec.temperature, call.spec.stop_token_ids) for call in engine.calls] == [
         (1.0, (1, 7)),
         (0.5, (1, 7)),

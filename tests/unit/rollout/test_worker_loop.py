@@ -131,7 +131,8 @@ class Bench:
         self.manager, self.player, self.prompts, self.pusher = FakeManager(), FakePlayer(), FakePrompts(), FakePusher()
         settings = {"max_groups": 2, "group_size": 2, **options}
         verifiers = SimpleNamespace(waiting=5, undecided=3, take_failures=lambda: {"raised": 3})
-        parts = LoopParts(self.manager, self.player, self.prompts, self.pusher, verifiers)
+        self.stored = []
+        parts = LoopParts(self.manager, self.player, self.prompts, self.pusher, verifiers, self)
         self.loop = RolloutLoop(parts, "rollout_worker/0", **settings)
         self.stop = asyncio.Event()
 
@@ -145,6 +146,10 @@ class Bench:
                 self.stop.set()
                 await asyncio.wait({task})
         assert self.loop.running == 0
+
+    async def store(self, ticket, prompt, episode, worker):
+        assert self.manager.finished.empty(), "a completion is stored before its end is reported"
+        self.stored.append((ticket.ticket_id, episode.reward, worker))
 
     def grant(self, *tickets):
         self.manager.grants.put_nowait(list(tickets))
@@ -199,6 +204,7 @@ def test_evaluation_ticket_is_finished_and_never_pushed():
         request = await bench.finish()
         assert request.outcome == "accepted" and [a.metrics for a in request.answers] == [{"turns": 1.0}]
         assert not bench.pusher.groups and bench.prompts.asked == [("eval", 4)]
+        assert bench.stored == [("eval-1/0", 0.0, "rollout_worker/0")]
 
     bench_test(body)
 

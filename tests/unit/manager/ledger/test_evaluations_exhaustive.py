@@ -70,7 +70,7 @@ class Evaluated(World):
         evaluation = self._evaluation()
         if self.phase == "idle" and self.version == 1 and evaluation is None:
             acts.append(Act("asks_for_evaluation"))
-        if evaluation is not None and evaluation.waiting and self.manager.router.routes(evaluation.started.version):
+        if evaluation is not None and evaluation.waiting and self.manager.playable(evaluation) is not None:
             acts = [act for act in acts if act.name not in ("allocate", "reply_lost")]  # problems go first
             acts += [Act("takes_problem", (worker,)) for worker in self._workers() if worker not in self.unanswered]
         for key, (_, worker) in self.problems.items():
@@ -98,7 +98,8 @@ class Evaluated(World):
         self.problems[ticket.ticket_id, ticket.attempt] = (ticket, worker)
 
     def _answers_problem(self, ticket_id: str, attempt: int) -> None:
-        self._finish_problem(ticket_id, attempt, [Answer(1.0, True, 1, "stop", self.version, self.version)])
+        version = self.problems[ticket_id, attempt][0].version
+        self._finish_problem(ticket_id, attempt, [Answer(1.0, True, 1, "stop", version, version)])
 
     def _problem_answered_twice(self, ticket_id: str, attempt: int) -> None:
         held = self.problems[ticket_id, attempt]

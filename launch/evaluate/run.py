@@ -1,0 +1,57 @@
+"""Starts the processes of an evaluation, shows them, and reports the results."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from datetime import datetime
+
+from realsys.config.evaluation_sets import id_of_set
+from realsys.launch.evaluate.results import report
+from realsys.launch.evaluate.settings import Choices, evaluation_config
+from realsys.launch.evaluate.target import Target, exported
+from realsys.launch.launchers.build import check_start
+from realsys.launch.prepare import prepare, resolve
+from realsys.launch.processes.restart_policy import Outcome
+from realsys.launch.run import Planned, Terminal, plan_of, report_failure, summarised, supervise, tell
+from realsys.launch.screen.evaluation_view import EvaluationView
+from realsys.master.run.evaluation_run import EVAL_ID
+from realsys.telemetry.steps import read_steps
+from realsys.weights.host.places import sweep
+
+
+def evaluate_model(target: Target, choices: Choices) -> int:
+    """Evaluate a model with servers of its own; return the exit code. Raises RealsysError for bad input."""
+    config, given = evaluation_config(target, choices, datetime.now())
+    if target.version:  # before the checks, which read the model's files
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(exported(target))})})
+    planned = plan_of(resolve(config, now=datetime.now()), given)
+    check_start(planned.config)
+    console = Terminal()
+    say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    say(f"evaluating {planned.config.model.path} (step {target.step}) in {planned.paths.root}")
+    for line in planned.chosen:
+        say(line)
+    with prepare(planned.config, say) as ready:
+        started = time.time()
+        outcome = asyncio.run(supervise(planned.config, ready, planned.specs, EvaluationView(console)))
+        if outcome.refused:
+            raise outcome.refused
+        sweep()  # a server that was killed leaves its copy of the weights in /dev/shm
+        return _conclude(planned, target, outcome, started)
+
+
+def _conclude(planned: Planned, target: Target, outcome: Outcome, started: float) -> int:
+    """Write and print what the evaluation has found; return the exit code."""
+    config, paths = planned.config, planned.paths
+    _, failure = summarised(config, paths, outcome, started)
+    if outcome.status == "failed":
+        return report_failure(outcome, failure, paths, "give the command again to repeat the evaluation")
+    if outcome.status == "interrupted":
+        tell(f"realsys: {outcome.reason}; the evaluation is incomplete and has no result")
+        return 128 + (outcome.signal or 2)
+    records = [record for record in read_steps(paths.steps) if record["kind"] == "eval"]
+    stored = {id_of_set(f"{EVAL_ID}-{record['step']}", record["set"]): record for record in records}
+    about = {"model": str(target.model), "trial": str(target.trial.root) if target.trial else None, "step": target.step}
+    return report(paths, paths.root, about, stored)

@@ -1,0 +1,125 @@
+"""Configuration of an evaluation: that of a trial or of an experiment, without its training.
+
+The data sets, the sampling, the servers, the agent and the verifier stay. What belongs to training, and to the machines
+on which the trial ran, gets its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from realsys.config.compose import changed, compose, given_fields, quoted
+from realsys.config.dump import read_config
+from realsys.config.rules.lengths import longest_sequence
+from realsys.config.schema import AsyncConfig, Config, WarmupConfig, WeightsConfig
+from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.config.sections.schema_evaluation import HELD_OUT, EvalSetConfig
+from realsys.config.sections.schema_train import CheckpointConfig, RecordConfig, RolesConfig, TrainConfig
+from realsys.errors import ConfigError
+from realsys.launch.evaluate.target import EVALUATIONS, Target
+from realsys.launch.fit import AUTO
+
+_EXPERIMENT = "experiment"
+#: sections that only training reads
+_OF_TRAINING = {
+    "roles": RolesConfig(),
+    "warmup": WarmupConfig(),
+    "checkpoint": CheckpointConfig(every_steps=0, at_end=False, on_stop=False),
+    "record": RecordConfig(samples=False),
+    "asynchronous": AsyncConfig(),
+    "weights": WeightsConfig(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Options of the command line. ``name``: of the evaluation; None: the time of its start."""
+
+    overrides: Sequence[str] = ()
+    config_dir: Path | None = None
+    name: str | None = None
+
+
+def evaluation_config(target: Target, choices: Choices, now: datetime) -> tuple[Config, set[str]]:
+    """Return the configuration of an evaluation of ``target``, and the fields that the user has set.
+
+    The agreement, the model and the folder are not fitted yet. Raises ConfigError.
+    """
+    for text in choices.overrides:
+        if text.partition("=")[0] in ("model.path", "trial", "resume", "recover", "evaluate_only"):
+            raise ConfigError("override", text, "belongs to training: TARGET, --step and --name say what is evaluated")
+    if target.trial is None:
+        named = any(text.partition("=")[0] == _EXPERIMENT for text in choices.overrides)
+        overrides = [*([] if named else [f"{_EXPERIMENT}=math"]), *choices.overrides]
+        config = compose([*overrides, f"model.path={quoted(str(target.model))}"], config_dir=choices.config_dir)
+        given = given_fields(overrides, config_dir=choices.config_dir)
+        fileroot = config.fileroot
+    else:
+        config = _stored(target, choices)
+        given = {*type(config).model_fields}
+        fileroot = str(target.trial.root)
+    overridden = {text.partition("=")[0].lstrip("+") for text in choices.overrides}
+    return _without_training(config, target, overridden, fileroot, choices.name or _name(now, fileroot)), given
+
+
+def _stored(target: Target, choices: Choices) -> Config:
+    """Return the configuration of a trial, for processes of this machine."""
+    assert target.trial is not None
+    config = read_config(target.trial.config)
+    here = config.model_copy(update={"cluster": ClusterConfig()})
+    return changed(here, choices.overrides)
+
+
+def _name(now: datetime, fileroot: str) -> str:
+    """Return a name by the time, with a number if two evaluations start within one second."""
+    stem = name = now.strftime("%Y%m%d-%H%M%S")
+    number = 2
+    while (Path(fileroot) / EVALUATIONS / name).exists():
+        name, number = f"{stem}-{number}", number + 1
+    return name
+
+
+def _without_training(config: Config, target: Target, overridden: Collection[str], fileroot: str, name: str) -> Config:
+    allocation = config.allocation if "allocation" in overridden else AUTO
+    if allocation != AUTO and "+" not in allocation:
+        allocation += "+d1"  # the actor's part, which no process takes
+    tokens = max(TrainConfig().microbatch_tokens, longest_sequence(config))
+    update = {
+        **_OF_TRAINING,
+        "agreement": config.agreement.model_copy(update={"sample_tokens": 0}),
+        "train": TrainConfig(microbatch_tokens=tokens),
+        "model": config.model.model_copy(update={"path": str(target.model)}),
+        **_held_out_only(config),
+        "fileroot": fileroot,
+        "experiment": EVALUATIONS,
+        "trial": name,
+        "allocation": allocation,
+        "resume": "",
+        "recover": "off",
+        "evaluate_only": True,
+    }
+    return config.model_copy(update=update)
+
+
+def _held_out_only(config: Config) -> dict[str, object]:
+    """Return data and evaluation that read the held-out problems alone: the rows to train on may be gone, or not given.
+
+    If sets are all that is given, the first one stands in for the held-out problems, which are then not evaluated.
+    Raises ConfigError if nothing is given.
+    """
+    data, evaluation = config.data, config.evaluation.model_copy(update={"every_steps": 0})
+    if data.kind == "arith" or (not data.eval and (data.train or data.mixture)):
+        return {"data": data, "evaluation": evaluation}
+    alone = {"train": data.eval, "eval": "", "eval_fraction": 1.0, "mixture": [], "demos": ""}
+    if not data.eval:
+        first = next((own for own in evaluation.sets.values() if own.path), None)
+        if first is None:
+            raise ConfigError("data.eval", "", "name the problems to evaluate on, or a set: evaluation.sets.NAME.path")
+        source = ("layout", "layout_args", "source_args")
+        alone |= {"train": first.path, **{name: getattr(first, name) for name in source}}
+        off = {HELD_OUT: EvalSetConfig(problems=0)}
+        evaluation = evaluation.model_copy(update={"sets": {**evaluation.sets, **off}})
+    return {"data": data.model_copy(update=alone), "evaluation": evaluation}

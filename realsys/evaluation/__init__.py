@@ -1,0 +1,1 @@
+"""Evaluations: statistics of their verdicts, majority votes, stored completions. Pure, without torch."""

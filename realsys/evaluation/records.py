@@ -1,0 +1,149 @@
+"""The step log's record of an evaluation: numbers with intervals if it is complete, else the reason why it has none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from realsys.config.evaluation_sets import EvaluationSet
+from realsys.evaluation.samples import EvalSample
+from realsys.evaluation.statistics import Estimate, Statistics, Tally, estimate, summarize
+from realsys.evaluation.votes import Same, Vote, by_text, majority
+
+#: Returns the comparison of final answers for the completions of one problem.
+SameOf = Callable[[Sequence[EvalSample]], Same]
+
+
+_NO_NUMBERS: dict[str, Any] = {"pass_at": {}, "metrics": {}, "majority": None}
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Result of an evaluation's sampling.
+
+    tallies     verdicts of each problem
+    incomplete  why its numbers must not be shown, "" if they may
+    failed      completions whose attempts all failed, of ``total``
+    """
+
+    tallies: list[Tally]
+    incomplete: str
+    failed: int
+    total: int
+    reward_mean: float | None
+    length_mean: float
+    version_min: int
+    version_max: int
+    metrics: dict[str, float] = {}
+    restarts: int = 0
+
+
+def record(eval_id: str, step: int, made: EvaluationSet, outcome: Outcome, seconds: float) -> dict[str, Any]:
+    """Return the record without a majority vote: see ``docs/evaluation.md`` for its fields."""
+    statistics = summarize(outcome.tallies, made.k)
+    result: dict[str, Any] = {
+        "kind": "eval",
+        "time": time.time(),
+        "eval_id": eval_id,
+        "set": made.name,
+        "step": step,
+        "complete": not outcome.incomplete,
+        "incomplete": outcome.incomplete,
+        "problems": outcome.total // made.samples,
+        "samples": made.samples,
+        "failed": outcome.failed,
+        "length_mean": outcome.length_mean,
+        "version": outcome.version_min,
+        "version_min": outcome.version_min,
+        "version_max": outcome.version_max,
+        "restarts": outcome.restarts,
+        "temperature": made.sampling.temperature,
+        "seconds": seconds,
+        "accuracy": None,
+        "interval": None,
+        "stderr": None,
+        "pass_at": {},
+        "reward_mean": None,
+        "metrics": {},
+    }
+    if not outcome.incomplete:
+        result |= {"reward_mean": outcome.reward_mean, "metrics": outcome.metrics} | _numbers(statistics)
+    return result
+
+
+def _numbers(statistics: Statistics) -> dict[str, Any]:
+    accuracy = statistics.accuracy
+    if accuracy is None:
+        return {}
+    pass_at = {str(k): numbers_of(value) for k, value in statistics.pass_at.items()}
+    interval = [accuracy.low, accuracy.high]
+    return {"accuracy": accuracy.value, "interval": interval, "stderr": accuracy.stderr, "pass_at": pass_at}
+
+
+def numbers_of(value: Estimate) -> dict[str, float]:
+    """Return an estimate as the step log has it."""
+    return {"value": value.value, "low": value.low, "high": value.high}
+
+
+def majority_of(samples: Sequence[EvalSample], same_of: SameOf = lambda _: by_text) -> dict[str, float] | None:
+    """Return the accuracy of majority votes, from the samples in the order of their problems.
+
+    None if no problem has several completions, if no completion has a final answer (the verifier knows none), or if
+    one has no right or wrong.
+    """
+    problems = [list(group) for _, group in groupby(samples, key=lambda sample: sample.problem)]
+    is_voted = any(len(group) > 1 for group in problems) and any(sample.answer is not None for sample in samples)
+    if not is_voted or any(sample.correct is None for sample in samples):
+        return None
+    shares = [
+        majority([Vote(sample.answer, sample.correct is True) for sample in group], same_of(group))
+        for group in problems
+    ]
+    return numbers_of(estimate(shares, len(shares)))
+
+
+def headline(result: Mapping[str, Any]) -> str:
+    """Return the result of an evaluation in one line: `accuracy 83.4 % ± 2.3 (96 problems x 4)`.
+
+    An incomplete one has no number: `incomplete: 3 of 96 failed`.
+    """
+    if reason := incomplete_reason(result):
+        return f"incomplete: {reason}"
+    problems, samples = result.get("problems"), result.get("samples", 1)
+    asked = f"{problems} problems x {samples}" if samples != 1 else f"{problems} problems"
+    if failed := result.get("failed"):
+        asked += f", {failed} of {problems * samples if isinstance(problems, int) else '?'} failed"
+    accuracy = result.get("accuracy")
+    if not isinstance(accuracy, int | float):
+        reward = result.get("reward_mean")
+        return f"reward {reward:.3f} ({asked})" if isinstance(reward, int | float) else f"no verdicts ({asked})"
+    parts = [f"accuracy {100 * accuracy:.1f} %{_margin(result.get('interval'))} ({asked})"]
+    pass_at = result.get("pass_at") or {}
+    parts += [f"pass@{k} {100 * value['value']:.1f} %" for k, value in pass_at.items() if k != "1"]
+    if vote := result.get("majority"):
+        parts.append(f"majority {100 * vote['value']:.1f} %")
+    return ", ".join(parts)
+
+
+def incomplete_reason(result: Mapping[str, Any]) -> str:
+    """Return why an evaluation has no numbers; "" if it has. Records of older versions know failures only."""
+    if "complete" in result:
+        return "" if result["complete"] else str(result.get("incomplete") or "unknown reason")
+    failed, done = result.get("failed") or 0, result.get("problems") or 0
+    return f"{failed} of {done + failed} failed" if failed else ""
+
+
+def without_incomplete(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record of the step log, without its numbers if the evaluation is incomplete."""
+    if not incomplete_reason(result):
+        return result
+    return {**result, "accuracy": None, "interval": None, "stderr": None, "reward_mean": None, **_NO_NUMBERS}
+
+
+def _margin(interval: Any) -> str:
+    if not isinstance(interval, list | tuple) or len(interval) != 2:
+        return ""
+    return f" ± {50 * (interval[1] - interval[0]):.1f}"

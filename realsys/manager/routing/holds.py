@@ -1,0 +1,153 @@
+"""Servers that keep the version of a running evaluation while the others update. Pure: time is an argument.
+
+    version v + 1 is published, an evaluation of v is running
+        a share of the servers at v          ──> keep v, and sample what is left of the evaluation
+        other servers with its completions   ──> take no further ones, and update when those have ended
+        all other servers                    ──> update
+    the evaluation has ended, or hold_s after the first delay it is lost ──> all update
+
+Training goes on: a server that keeps v samples train tickets while ``admission`` and the staleness bound let it. A
+completion of an evaluation never meets an update, so all of them are of one version (``one-version``).
+
+An evaluation is pinned to a version by its first grant, or when the first server that may serve it has to decide about
+an update. If no server has that version any more, the evaluation begins anew with another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from realsys.manager.ledger.evaluations import Evaluation, Evaluations
+from realsys.manager.ledger.events import EvalLost
+from realsys.manager.routing.placement import Reservations
+from realsys.manager.routing.server_table import Hold, Server, ServerTable
+
+
+@dataclass(frozen=True, slots=True)
+class HoldRules:
+    """Limits of what an evaluation may delay: ``share`` of the servers, at least one, for ``seconds``."""
+
+    share: float = 0.25
+    seconds: float = 600.0
+
+
+class Holds:
+    """Decides which servers keep their version (``ServerTable.holds``)."""
+
+    def __init__(
+        self, rules: HoldRules, servers: ServerTable, reservations: Reservations, evaluations: Evaluations
+    ) -> None:
+        self._rules = rules
+        self._servers = servers
+        self._reservations = reservations
+        self._evaluations = evaluations
+
+    def playable(self, evaluation: Evaluation, serves: Callable[[int], object]) -> int | None:
+        """Return the version that the evaluation may be sampled with now; None: it must wait.
+
+        ``serves`` tells if servers take new completions of an evaluation of exactly this version.
+        """
+        published = self._servers.published
+        if published is None:
+            return None
+        version = published.version if evaluation.pinned is None else evaluation.pinned
+        return version if version >= evaluation.started.version and serves(version) else None
+
+    def refresh(self, now: float) -> list[EvalLost]:
+        """Decide anew which servers keep their version. Returns the evaluations whose version is lost."""
+        holds: dict[str, Hold] = {}
+        lost = []
+        for evaluation in self._evaluations.unfinished():
+            if event := self._lost(evaluation, now):
+                lost.append(event)
+            elif self._needs_hold(evaluation):
+                if evaluation.held_since is None:
+                    evaluation.held_since = now
+                self._hold(evaluation, holds)
+        self._servers.take_holds(holds)
+        return lost
+
+    def _lost(self, evaluation: Evaluation, now: float) -> EvalLost | None:
+        """End or restart an evaluation whose version cannot be kept any longer."""
+        evaluations, pinned = self._evaluations, evaluation.pinned
+        if pinned is None:
+            self._pin(evaluation)
+            return None
+        since, seconds = evaluation.held_since, self._rules.seconds
+        if since is not None and now >= since + seconds:
+            left = evaluation.units - len(evaluation.saved.done)
+            reason = f"{left} of {evaluation.units} had not ended when version {pinned} was kept for {seconds:g} s"
+            return evaluations.lose_version(evaluation, reason, False, now)
+        if any(self._serving(pinned)):
+            return None
+        others = [version for version in self._current_versions() if version >= evaluation.started.version]
+        if not others:
+            return None  # no server is ready, and one that comes may have this version
+        reason = f"no server has version {pinned} any more"
+        return evaluations.lose_version(evaluation, reason, True, now)
+
+    def _pin(self, evaluation: Evaluation) -> None:
+        """Pin an evaluation to the oldest version that may sample it, if its server is about to leave it."""
+        published = self._servers.published
+        leaving = [
+            server.verified.version
+            for server in self._servers.all()
+            if _is_free(server)
+            and self._servers.current(server) not in (None, published)
+            and server.verified is not None
+        ]
+        evaluation.pinned = min((v for v in leaving if v >= evaluation.started.version), default=None)
+
+    def _needs_hold(self, evaluation: Evaluation) -> bool:
+        """Return True if the servers of its version have a newer one to load."""
+        published = self._servers.published
+        return published is not None and evaluation.pinned is not None and evaluation.pinned != published.version
+
+    def _hold(self, evaluation: Evaluation, holds: dict[str, Hold]) -> None:
+        assert evaluation.pinned is not None and evaluation.held_since is not None
+        until = evaluation.held_since + self._rules.seconds
+        sampling = self._servers_of(evaluation)
+        before = self._servers.holds
+        ready = [server for server in self._serving(evaluation.pinned) if _is_free(server)]
+
+        def preference(server: Server) -> tuple[bool, bool, str]:
+            keeps = server.name in before and before[server.name].keeps
+            return not keeps, server.name not in sampling, server.name
+
+        trusted = sum(self._servers.current(server) is not None for server in self._servers.all())
+        most = max(1, int(self._rules.share * trusted))
+        for number, server in enumerate(sorted(ready, key=preference)):
+            if number < most or server.name in sampling:
+                keeps, end = number < most, until
+                if earlier := holds.get(server.name):
+                    keeps, end = keeps or earlier.keeps, max(end, earlier.until)
+                holds[server.name] = Hold(end, keeps)
+
+    def _servers_of(self, evaluation: Evaluation) -> set[str]:
+        """Return the servers that have calls of the evaluation."""
+        names = set()
+        for problem in self._evaluations.running_of(evaluation):
+            for call in self._reservations.calls(problem.ticket_id):
+                if place := self._reservations.get(problem.ticket_id, call):
+                    names.add(place.server)
+        return names
+
+    def _serving(self, version: int) -> Iterator[Server]:
+        """Yield the servers with this version of the current trainer, in quarantine or not."""
+        published = self._servers.published
+        trainer = published.incarnation if published is not None else None
+        for server in self._servers.all():
+            verified = server.verified
+            if verified is not None and (verified.version, verified.incarnation) == (version, trainer):
+                yield server
+
+    def _current_versions(self) -> Iterator[int]:
+        for server in self._servers.all():
+            if served := self._servers.current(server):
+                yield served.version
+
+
+def _is_free(server: Server) -> bool:
+    """Return True if no update has begun that would end in the middle of a completion."""
+    return server.target is None and not server.draining

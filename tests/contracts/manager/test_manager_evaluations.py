@@ -1,0 +1,162 @@
+"""An evaluation keeps one version on real embedded servers while weights are published in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from realsys.config.schema import EvalConfig
+from realsys.errors import RealsysError
+from realsys.generation.client import Generated, GenerationClient, SamplingSpec
+from realsys.manager.messages import AllocateRequest, Answer, EvaluateRequest, EvaluationReply, FinishRequest
+from realsys.rollout.manager_client import ManagerClient
+from realsys.rollout.partial import Call, PartialRolloutManager
+from realsys.types import PublishedVersion, Ticket
+from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, Trial, config, trial
+
+PROMPT = [3, 1, 4, 1, 5]
+LENGTH = 400
+LONG = SamplingSpec(max_new_tokens=LENGTH, min_new_tokens=LENGTH)
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tests.support.serving.generation_servers import make_versions
+
+    return make_versions(tmp_path_factory.mktemp("weights"))
+
+
+class Evaluated:
+    """A manager with two embedded servers, and a worker that plays an evaluation."""
+
+    def __init__(self, running: Trial, versions: Any) -> None:
+        self.trial = running
+        self.versions = versions
+        self.client = ManagerClient(lambda: running.url, TOKEN, no_server_retry_timeout_s=BOUND_S)
+        self.generation = GenerationClient(BOUND_S)
+        self.engine = PartialRolloutManager(self.client, self.generation)
+
+    def publish(self, version: int) -> None:
+        published = PublishedVersion(version, "m1", str(self.versions.paths[version]), version)
+        value = msgspec.json.encode(published).decode()
+        self.trial.store.add(self.trial.names.model_version(), value, replace=True)
+
+    async def begin(self, problems: int) -> list[tuple[Ticket, asyncio.Task[list[Generated]]]]:
+        """Request an evaluation, and sample all of it; returns when a server samples."""
+        await self.client.evaluate(EvaluateRequest("e", "eval", problems))
+        return await self.sample(problems)
+
+    async def sample(self, problems: int) -> list[tuple[Ticket, asyncio.Task[list[Generated]]]]:
+        tickets = (await self.client.allocate(AllocateRequest(WORKER, problems, 1.0))).tickets
+        assert [ticket.kind for ticket in tickets] == ["eval"] * problems
+        calls = [Call(ticket, "0.0", PROMPT, LONG, ticket.seed) for ticket in tickets]
+        begun = [(call.ticket, asyncio.create_task(self.engine.generate(call))) for call in calls]
+        urls = [server.address.url for server in self.trial.state.servers.all()]
+        async with asyncio.timeout(BOUND_S):
+            while not any([(await self.generation.server_info(url)).running for url in urls]):
+                pass
+        return begun
+
+    async def finish(self, ticket: Ticket, generated: Generated) -> None:
+        low, high = int(generated.versions.min()), int(generated.versions.max())
+        answer = Answer(1.0, True, len(generated.tokens), "length", low, high)
+        await self.client.finish(FinishRequest(ticket.ticket_id, ticket.attempt, WORKER, "accepted", "", [answer]))
+
+    async def reply(self) -> EvaluationReply:
+        return await self.client.evaluation("e")
+
+
+def drive(
+    tmp_path: Path, versions: Any, scenario: Callable[[Evaluated], Awaitable[None]], servers: int = 2, **settings: Any
+) -> None:
+    from tests.support.serving.generation_servers import embedded_server
+
+    async def main(urls: list[str]) -> None:
+        made = config(eta=4).model_copy(update={"evaluation": EvalConfig(**settings)})
+        async with asyncio.timeout(2 * BOUND_S), trial(tmp_path, made) as running:
+            world = Evaluated(running, versions)
+            world.publish(0)
+            for index, url in enumerate(urls):
+                await running.add_server(index, server=SimpleNamespace(name=f"generation_server/{index}", url=url))
+            for index in range(servers):
+                await running.until(f"server {index} serves 0", running.serves(index, 0))
+            try:
+                await scenario(world)
+            finally:
+                await world.generation.close()
+                await world.client.close()
+
+    with ExitStack() as stack:
+        asyncio.run(main([stack.enter_context(embedded_server(versions)).url for _ in range(servers)]))
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_evaluation_keeps_its_version_through_an_update(tmp_path: Path, versions: Any, servers: int) -> None:
+    async def scenario(world: Evaluated) -> None:
+        begun = await world.begin(4 * servers)
+        world.publish(1)
+        await world.trial.until("a server keeps version 0", lambda: bool(world.trial.state.servers.holds))
+        assert [hold.keeps for hold in world.trial.state.servers.holds.values()].count(True) == 1
+        for ticket, task in begun:
+            [generated] = await task
+            assert set(generated.versions.tolist()) == {0} and len(generated.tokens) == LENGTH
+            await world.finish(ticket, generated)
+        found = await world.reply()
+        assert (found.ended, found.incomplete, found.version_min, found.version_max) == (True, "", 0, 0)
+        for index in range(servers):
+            await world.trial.until(f"server {index} serves 1", world.trial.serves(index, 1))
+
+    drive(tmp_path, versions, scenario, servers)
+
+
+def test_evaluation_over_its_limit_has_no_number(tmp_path: Path, versions: Any) -> None:
+    """Without the hold the update meets its completions: that the versions would mix is why it ends."""
+
+    async def scenario(world: Evaluated) -> None:
+        begun = await world.begin(4)
+        world.publish(1)
+        await world.trial.until("server 0 serves 1", world.trial.serves(0, 1))
+        found = await world.reply()
+        assert found.ended and found.accuracy is None
+        assert found.incomplete == "4 of 4 had not ended when version 0 was kept for 0 s"
+        results = await asyncio.gather(*(task for _, task in begun), return_exceptions=True)
+        for (ticket, _), result in zip(begun, results, strict=True):
+            if isinstance(result, list):  # the engine had all tokens: their end is not known any more
+                await world.finish(ticket, result[0])
+            else:
+                assert isinstance(result, RealsysError)
+        assert (await world.reply()).done == 0
+
+    drive(tmp_path, versions, scenario, 1, hold_s=0.0)
+
+
+def test_lost_version_begins_evaluation_anew(tmp_path: Path, versions: Any) -> None:
+    async def scenario(world: Evaluated) -> None:
+        begun = await world.begin(2)
+        world.publish(1)
+        state, names = world.trial.state, world.trial.names
+        await world.trial.until("a server keeps version 0", lambda: bool(state.servers.holds))
+        [keeper] = [name for name, hold in state.servers.holds.items() if hold.keeps]
+        ticket, task = begun[0]
+        [generated] = await task
+        await world.finish(ticket, generated)
+        other = 1 - int(keeper[-1])
+        await asyncio.gather(*(task for _, task in begun))
+        await world.client.finish(FinishRequest(begun[1][0].ticket_id, begun[1][0].attempt, WORKER, "failed"))
+        await world.trial.until("the other server updates", world.trial.serves(other, 1))
+        world.trial.store.delete(names.generation_server(int(keeper[-1])))
+        await world.trial.until("it is gone", lambda: state.evaluations.find("e").saved.restarts == 1)
+        for ticket, task in await world.sample(2):
+            [generated] = await task
+            await world.finish(ticket, generated)
+        found = await world.reply()
+        assert (found.incomplete, found.version_min, found.version_max, found.restarts) == ("", 1, 1, 1)
+
+    drive(tmp_path, versions, scenario)

@@ -1,0 +1,68 @@
+"""The step log's record of an evaluation, and its line on the terminal."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
+from realsys.evaluation.records import Outcome, headline, majority_of, record, without_incomplete
+from realsys.evaluation.samples import EvalSample
+from realsys.evaluation.statistics import Tally
+from tests.support.processes.config_trees import changed
+
+GOOD = Outcome([Tally(4, 4)] * 80 + [Tally(4, 0)] * 16, "", 0, 384, 3.2, 21.0, 7, 7, {"turns": 1.0})
+
+
+def made() -> EvaluationSet:
+    return evaluation_sets(changed("evaluation.samples=4", "evaluation.k=[4]"))["eval"]
+
+
+def test_complete_evaluation_has_numbers_and_interval():
+    found = record("step-7", 7, made(), GOOD, 3.0)
+    assert (found["complete"], found["accuracy"], found["version"]) == (True, pytest.approx(5 / 6), 7)
+    assert found["interval"][0] < 5 / 6 < found["interval"][1] and [*found["pass_at"]] == ["1", "4"]
+    assert headline(found) == "accuracy 83.3 % ± 7.4 (96 problems x 4), pass@4 83.3 %"
+
+
+def test_incomplete_evaluation_has_no_number():
+    found = record("step-7", 7, made(), msgspec.structs.replace(GOOD, incomplete="3 of 384 failed", failed=3), 3.0)
+    assert not found["complete"] and found["failed"] == 3
+    assert [found[key] for key in ("accuracy", "interval", "stderr", "reward_mean")] == [None] * 4
+    assert found["pass_at"] == found["metrics"] == {}
+    assert headline(found) == "incomplete: 3 of 384 failed"
+
+
+def test_tolerated_failures_are_shown_beside_the_number():
+    found = record("after", 7, made(), msgspec.structs.replace(GOOD, failed=3), 3.0)
+    assert "(96 problems x 4, 3 of 384 failed)" in headline(found)
+
+
+def test_failures_in_older_records_hide_their_numbers():
+    older = {"kind": "eval", "eval_id": "after", "problems": 93, "failed": 3, "accuracy": 0.5, "reward_mean": 1.0}
+    assert headline(older) == "incomplete: 3 of 96 failed"
+    assert without_incomplete(older)["accuracy"] is None
+    assert headline(older | {"failed": 0}) == "accuracy 50.0 % (93 problems)"
+
+
+def test_task_without_right_or_wrong_shows_its_reward():
+    found = record("after", 7, made(), msgspec.structs.replace(GOOD, tallies=[Tally(0, 0)] * 96), 3.0)
+    assert found["accuracy"] is None and found["complete"]
+    assert headline(found) == "reward 3.200 (96 problems x 4)"
+
+
+def samples(*answers: str | None) -> list[EvalSample]:
+    """Return samples of one problem, whose right answer is R."""
+    return [
+        EvalSample("e", "eval", 0, k, 0, 1, 1, "p", f"#{answer}", "R", 0.0, answer == "R", "stop", 1, answer)
+        for k, answer in enumerate(answers)
+    ]
+
+
+def test_majority_vote_is_absent_without_final_answers():
+    assert majority_of(samples(None, None)) is None, "the verifier knows no final answer"
+    assert majority_of(samples("R")) is None, "one completion has no majority"
+    unjudged = [msgspec.structs.replace(sample, correct=None) for sample in samples("R", "R")]
+    assert majority_of(unjudged) is None
+    vote = majority_of(samples("R", "R", "x"))
+    assert vote is not None and vote["value"] == 1.0 and vote["low"] < 1.0

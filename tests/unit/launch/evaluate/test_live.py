@@ -1,0 +1,137 @@
+"""Evaluations beside training: what may be asked, the wait for them, and the cancel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realsys.config.dump import write_config
+from realsys.config.evaluation_sets import evaluation_sets
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ConfigError, StreamError, WaitTimeout
+from realsys.evaluation.samples import read_result
+from realsys.launch.evaluate import live
+from realsys.launch.evaluate.live import LiveEvaluations, live_sets
+from realsys.launch.evaluate.settings import Choices
+from realsys.launch.lock import TrialLock
+from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
+
+
+class Manager:
+    """A manager that answers each poll with the next of the states."""
+
+    def __init__(self, states: list[EvaluationReply], problem: Exception | None = None) -> None:
+        self.requests: list[EvaluateRequest] = []
+        self.cancelled: list[str] = []
+        self.polled = asyncio.Event()
+        self._states = states
+        self._problem = problem
+
+    async def evaluate(self, request: EvaluateRequest) -> None:
+        self.requests.append(request)
+
+    async def evaluation(self, eval_id: str) -> EvaluationReply:
+        self.polled.set()
+        if self._problem is not None:
+            raise self._problem
+        return self._states.pop(0) if len(self._states) > 1 else self._states[0]
+
+    async def cancel_evaluation(self, request: CancelRequest) -> None:
+        self.cancelled.append(request.eval_id)
+
+
+def state(done: int, *, total: int = 4, **more: Any) -> EvaluationReply:
+    return EvaluationReply(done, total, 0, None, None, 0.0, 3, 3, ended=done == total, **more)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_POLL_S", 0.0)
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Iterator[TrialPaths]:
+    """The folder of a trial that runs."""
+    paths = TrialPaths(tmp_path / "t")
+    paths.root.mkdir()
+    write_config(Config.model_validate({"evaluation": {"sets": {"a": {"path": "/a"}}}}), paths.config)
+    lock = TrialLock(paths.lock, "t", retry_timeout_s=1.0)
+    yield paths
+    lock.close()
+
+
+def evaluations(manager: Manager, said: list[str], **fields: Any) -> LiveEvaluations:
+    return LiveEvaluations(manager, Config.model_validate(fields), "user-1", said.append)  # type: ignore[arg-type]
+
+
+def test_settings_of_requests_can_be_changed(trial):
+    overrides = ["evaluation.samples=4", "evaluation.k=[1,4]", "evaluation.sets.a.problems=7"]
+    _, sets = live_sets(trial, Choices(overrides))
+    assert {name: (made.samples, made.problems) for name, made in sets.items()} == {"eval": (4, 512), "a": (4, 7)}
+
+
+@pytest.mark.parametrize(
+    "override", ["evaluation.sampling.temperature=0.5", "data.eval=/x", "evaluation.sets.a.path=/b"]
+)
+def test_settings_of_workers_are_refused(trial, override):
+    with pytest.raises(ConfigError, match="cannot be set with --live"):
+        live_sets(trial, Choices([override]))
+
+
+def test_trial_that_does_not_run_is_named(tmp_path):
+    paths = TrialPaths(tmp_path)
+    write_config(Config(), paths.config)
+    with pytest.raises(ConfigError, match="does not run: leave --live out"):
+        live_sets(paths, Choices())
+
+
+def test_request_is_of_a_user(tmp_path) -> None:
+    async def body() -> None:
+        manager, said = Manager([state(1), state(4)]), list[str]()
+        found = await evaluations(manager, said).run(evaluation_sets(Config()), TrialPaths(tmp_path))
+        [request] = manager.requests
+        assert (request.by_user, request.n, request.set, request.incarnation) == (True, 512, "eval", "")
+        assert list(found) == [request.eval_id] == ["user-1"] and found["user-1"]["complete"]
+        assert read_result(tmp_path / "evaluations" / "user-1") == found["user-1"]
+        assert said == ["eval 1/4 of version 3"] and manager.cancelled == []
+
+    asyncio.run(body())
+
+
+def test_interrupt_cancels_what_has_not_ended(tmp_path) -> None:
+    async def body() -> None:
+        manager = Manager([state(1)])
+        task = asyncio.create_task(evaluations(manager, []).run(evaluation_sets(Config()), TrialPaths(tmp_path)))
+        await manager.polled.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert manager.cancelled == [manager.requests[0].eval_id]
+
+    asyncio.run(body())
+
+
+def test_error_of_the_manager_cancels_too(tmp_path) -> None:
+    async def body() -> None:
+        manager = Manager([state(1)], StreamError("gserver_manager: no"))
+        with pytest.raises(StreamError):
+            await evaluations(manager, []).run(evaluation_sets(Config()), TrialPaths(tmp_path))
+        assert len(manager.cancelled) == 1
+
+    asyncio.run(body())
+
+
+def test_standstill_is_named_and_cancelled(tmp_path) -> None:
+    async def body() -> None:
+        manager = Manager([state(1)])
+        slow = {"cluster": {"request_timeout_s": 0.01}}
+        with pytest.raises(WaitTimeout, match="no new completion for 0.01 s: eval 1/4 of version 3"):
+            await evaluations(manager, [], **slow).run(evaluation_sets(Config()), TrialPaths(tmp_path))
+        assert len(manager.cancelled) == 1
+
+    asyncio.run(body())

@@ -1,0 +1,106 @@
+"""The configuration of an evaluation."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from realsys.config.devices.needs import nodes_of, seats_of
+from realsys.config.dump import write_config
+from realsys.config.evaluation_sets import evaluation_sets
+from realsys.config.paths import TrialPaths
+from realsys.config.rules.machine import Machine
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+from realsys.launch.evaluate.settings import Choices, evaluation_config
+from realsys.launch.evaluate.target import Target
+from realsys.launch.plan import plan
+
+NOW = datetime(2026, 1, 2, 3, 4, 5)
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> TrialPaths:
+    paths = TrialPaths(tmp_path / "t")
+    paths.root.mkdir()
+    stored = {
+        "seed": 5,
+        "allocation": "serve.d4+d4p2",
+        "cluster": {"nodes": 2, "gpus_per_node": 8},
+        "data": {"train": "/gone/train.parquet", "eval": "/data/eval.parquet"},
+        "train": {"batch_groups": 8},
+        "warmup": {"steps": 3},
+    }
+    write_config(Config.model_validate(stored), paths.config)
+    return paths
+
+
+def made(target: Target, *overrides: str, name: str | None = None) -> Config:
+    return evaluation_config(target, Choices(overrides, name=name), NOW)[0]
+
+
+def test_model_takes_the_settings_of_an_experiment(tmp_path):
+    config = made(Target(tmp_path), "experiment=arith", "generation.sampling.max_new_tokens=99")
+    assert (config.data.kind, config.generation.sampling.max_new_tokens) == ("arith", 99)
+    assert (config.model.path, config.allocation, config.evaluate_only) == (str(tmp_path), "auto", True)
+    assert TrialPaths.of(config).root == Path("runs/eval/20260102-030405").resolve()
+
+
+def test_trial_keeps_its_settings_without_machines(trial):
+    config = made(Target(Path("/m"), 4, trial), "evaluation.problems=7")
+    assert (config.seed, config.evaluation.problems) == (5, 7)
+    assert (config.cluster.nodes, config.allocation, config.warmup.steps) == (0, "auto", 0)
+    assert TrialPaths.of(config).root == trial.root / "eval" / "20260102-030405"
+
+
+def test_only_held_out_rows_are_read(trial):
+    data = made(Target(Path("/m"), 4, trial)).data
+    assert (data.train, data.eval, data.eval_fraction) == ("/data/eval.parquet", "", 1.0)
+
+
+def test_sets_alone_are_enough(tmp_path):
+    config = made(Target(tmp_path), "evaluation.sets.a.path=/a.jsonl", "evaluation.sets.a.layout=gsm8k")
+    assert (config.data.train, config.data.layout, config.data.eval_fraction) == ("/a.jsonl", "gsm8k", 1.0)
+    assert list(evaluation_sets(config)) == ["a"]
+
+
+def test_missing_data_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="data.eval=.*name the problems to evaluate on"):
+        made(Target(tmp_path))
+
+
+def test_second_evaluation_of_a_second_gets_a_number(trial):
+    (trial.root / "eval" / "20260102-030405").mkdir(parents=True)
+    assert made(Target(Path("/m"), 4, trial)).trial == "20260102-030405-2"
+
+
+def test_allocation_of_servers_alone_is_enough(trial):
+    assert made(Target(Path("/m"), 4, trial), "allocation=serve.d2").allocation == "serve.d2+d1"
+
+
+@pytest.mark.parametrize("override", ["model.path=/x", "trial=a", "resume=b", "evaluate_only=false"])
+def test_settings_of_training_are_refused(tmp_path, override):
+    with pytest.raises(ConfigError, match="TARGET, --step and --name say what is evaluated"):
+        made(Target(tmp_path), "data.eval=/e.jsonl", override)
+
+
+def test_group_is_refused_for_a_trial(trial):
+    with pytest.raises(ConfigError, match="the trial's own settings are used"):
+        made(Target(Path("/m"), 4, trial), "experiment=math")
+
+
+def test_plan_has_an_evaluator_and_no_trainer():
+    config = Config.model_validate({"evaluate_only": True, "allocation": "serve.d2+d8", "rollout": {"workers": 1}})
+    machine = Machine(cpus=2, memory_bytes=32 << 30)
+    specs = plan(config, TrialPaths(Path("/x")), seats_of(config, machine, nodes_of(config, machine)), "id")
+    names = [spec.name for spec in specs]
+    assert names == [
+        "gserver_manager/0",
+        "generation_server/0",
+        "generation_server/1",
+        "rollout_worker/0",
+        "evaluator/0",
+    ]
+    assert specs[-1].on_death == "end" and "realsys.workers.evaluator" in specs[-1].argv
