@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from realsys.config.compose import compose, quoted
-from realsys.config.doors import VERIFIER
-from realsys.config.rules.checks import check_sources
+from realsys.config.rules.checks import check_sources, check_verifier
 from realsys.config.schema import Config
 from realsys.config.sections.schema_data import absolute_source
 from realsys.data.layouts.base import Row
@@ -38,7 +37,7 @@ def check_data_set(source: str, overrides: Sequence[str]) -> int:
     )
     check_sources(data)
     tokenizer = TextTokenizer(Path(config.model.path).expanduser()) if config.model.path else None
-    VERIFIER.check(data.verifier, data.verifier_args)
+    check_verifier(config)
     with ReferenceChecker(config) as checker:
         report = Examiner(data, tokenizer, lambda rows: checker.problems(reference_items(rows))).examine()
     for line in describe(report, config, has_tokens=tokenizer is not None):

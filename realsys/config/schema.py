@@ -23,6 +23,7 @@ from realsys.config.fields import (
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.config.sections.schema_data import ArithConfig as ArithConfig
 from realsys.config.sections.schema_data import DataConfig as DataConfig
+from realsys.config.sections.schema_judge import JudgeConfig
 from realsys.config.sections.schema_train import (
     CheckpointConfig,
     OptimizerConfig,
@@ -156,6 +157,7 @@ class RewardConfig(Section):
     )
     correct: float = Field(5.0, description="reward of a correct completion if the verifier returns True")
     wrong: float = Field(-5.0, description="reward of a wrong completion if the verifier returns False")
+    judge: JudgeConfig = JudgeConfig()
 
 
 class RolloutConfig(Section):

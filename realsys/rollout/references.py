@@ -12,15 +12,14 @@ from typing import Self
 
 import msgspec
 
-from realsys.config.doors import VERIFIER
+from realsys.config.doors import JUDGE, VERIFIER
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.lines import ORIGIN, Lines, Problem
 from realsys.data.prompts import open_splits, plain_text
 from realsys.errors import ConfigError, DataError, NoVerifierError
-from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
 from realsys.reward.verifiers.base import Item
+from realsys.reward.verifiers_of_trial import open_verifiers
 
 CHUNK = 1024  # references that are checked together
 MAX_PROCESSES = 8
@@ -37,7 +36,7 @@ class ReferenceChecker:
         self._name = config.data.verifier
         self.has_check = _has_check(self._name)
         processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
-        self._pool = VerifierPool(processes, Limits.of(config.rollout.reward), {self._name: config.data.verifier_args})
+        self._verifiers = open_verifiers(config, processes=processes)
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Self:
@@ -45,7 +44,7 @@ class ReferenceChecker:
 
     def __exit__(self, *_: object) -> None:
         with self._runner:
-            self._runner.run(self._pool.close())
+            self._runner.run(self._verifiers.close())
 
     def problems(self, items: Sequence[Item]) -> list[str | None]:
         """Return for each item why the verifier cannot use its reference; None if it can.
@@ -62,17 +61,17 @@ class ReferenceChecker:
     async def _problems(self, items: Sequence[Item]) -> list[str | None]:
         keys = [_key(item) for item in items]
         distinct = dict(zip(keys, items, strict=True))  # many rows have the same answer
-        checks = (self._pool.check_answer(self._name, item) for item in distinct.values())
+        checks = (self._verifiers.check_answer(self._name, item) for item in distinct.values())
         problems = dict(zip(distinct, await asyncio.gather(*checks), strict=True))
         return [problems[key] for key in keys]
 
 
 def check_references(config: Config, paths: TrialPaths) -> None:
-    """Raise DataError for the first reference that ``data.verifier`` cannot use. Generated data needs no check.
+    """Raise DataError for the first reference that ``data.verifier`` cannot use. The arith task fits all functions.
 
     Raises ConfigError if the verifier cannot be loaded.
     """
-    if config.data.kind == "arith":
+    if config.data.kind == "arith" and config.data.verifier not in JUDGE.builtin:
         return
     with ReferenceChecker(config) as checker:
         for lines in open_splits(config, paths).values() if checker.has_check else ():
