@@ -79,6 +79,7 @@ class LlmJudge:
         self._first_delay_s = first_delay_s
         self._tally = FailureTally()
         self._accepted = False  # the endpoint has answered a request: a refusal is then the completion's fault
+        self._refused: StuckError | None = None  # the endpoint will refuse every request: none is sent any more
         self._troubles = 0
         self._closed = False
 
@@ -164,7 +165,8 @@ class LlmJudge:
             is_over = asking.failed > self._config.retries or not trouble.again
         # An endpoint that has never answered is a mistake in the settings, whatever the completion is.
         if trouble.fatal or (is_over and trouble.cause == ENDPOINT and not self._accepted):
-            return StuckError(f"{described}: correct rollout.reward.judge, or the endpoint")
+            self._refused = StuckError(f"{described}: correct rollout.reward.judge, or the endpoint")
+            return self._refused
         return RewardError(described, trouble.cause) if is_over else None
 
     def _pause_s(self, trouble: Trouble, asking: _Asking) -> float:
@@ -182,6 +184,8 @@ class LlmJudge:
         asking.requests += 1
         asking.waited_s += sent - begun
         try:
+            if self._refused is not None:
+                raise self._refused
             raw = await self._client.call(self._url, self._body(asking), self._config.timeout_s)
             used = read_tokens(raw)
             asking.tokens += used or 0
