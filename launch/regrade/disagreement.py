@@ -12,7 +12,7 @@ from realsys.launch.regrade.recorded import LeftOut, Recorded
 from realsys.rollout.environments.base import Judgement
 
 TOLERANCE = 1e-6  # rewards that differ by less are equal
-_Z = 1.959964  # of a 95 % interval
+_Z = 1.959964  # quantile of a 95 % interval
 _VERDICTS = {True: "right", False: "wrong", None: "not judged"}
 
 
@@ -71,7 +71,7 @@ class Disagreement:
         self.first_left_out.setdefault(sample.reason, sample.what)
 
     def results(self) -> dict[str, Any]:
-        """Return all counts as plain values; None for what was not measured."""
+        """Return all counts as plain values; a mean or rate that was not measured is None."""
         low, high = interval(self.different, self.judged)
         return {
             "samples": self.samples,

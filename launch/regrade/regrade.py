@@ -40,7 +40,7 @@ from realsys.train.records import record_files as files
 
 CHUNK = 512  # completions that are judged together
 _PROGRESS_S = 5.0
-_CAUSE = "environment"  # of an environment that raised
+_CAUSE = "environment"  # cause of an error that an environment raised
 #: settings that decide a verdict, and sections of them
 _CHANGEABLE = ("data.verifier_args", "rollout.environment", "rollout.environment_args", "rollout.reward")
 
@@ -113,21 +113,22 @@ async def _judge_steps(
     try:
         environment = environments.build(config, tokenizer, verifiers)
         told = time.monotonic()
-        for done, (step, directory) in enumerate(steps.items()):
-            for chunk in _chunks(reader.read(step, directory)):
-                await judge_chunk(environment, chunk, counts)
-                if time.monotonic() - told > _PROGRESS_S:
-                    told = time.monotonic()
-                    progress = f"{counts.samples:,} samples, {done} of {len(steps)} steps, {counts.different:,} differ"
-                    print(f"realsys: regrade: {progress}", file=sys.stderr)
+        for step, chunk in _chunks(reader, steps):
+            await judge_chunk(environment, chunk, counts)
+            if time.monotonic() - told > _PROGRESS_S:
+                told = time.monotonic()
+                progress = f"{counts.samples:,} samples, step {step} of {max(steps)}, {counts.different:,} differ"
+                print(f"realsys: regrade: {progress}", file=sys.stderr)
     finally:
         await verifiers.close()
 
 
-def _chunks(samples: Iterable[Recorded | LeftOut]) -> Iterator[list[Recorded | LeftOut]]:
-    iterator = iter(samples)
-    while chunk := list(itertools.islice(iterator, CHUNK)):
-        yield chunk
+def _chunks(reader: RecordReader, steps: dict[int, Path]) -> Iterator[tuple[int, list[Recorded | LeftOut]]]:
+    """Yield (step, samples), a few samples at a time."""
+    for step, directory in steps.items():
+        samples = reader.read(step, directory)
+        while chunk := list(itertools.islice(samples, CHUNK)):
+            yield step, chunk
 
 
 async def judge_chunk(environment: Environment, chunk: Sequence[Recorded | LeftOut], counts: Disagreement) -> None:
@@ -163,10 +164,8 @@ def report(counts: Disagreement) -> Iterator[str]:
     yield f"samples     {counts.samples:,} on record, {counts.judged:,} judged again"
     if counts.judged:
         low, high = results["rate_interval_95"]
-        yield (
-            f"disagree    {counts.different:,}: {results['rate']:.2%} "
-            f"(95 % interval {low:.2%} to {high:.2%}; the samples of a prompt are alike, so it may be wider)"
-        )
+        rate = f"{results['rate']:.2%} (95 % interval {low:.2%} to {high:.2%})"
+        yield f"disagree    {counts.different:,}: {rate}"
     for flip, count in counts.flips.most_common():
         yield f"            {count:,} {flip}"
     for name, spec in (("reward_mean", "+.4f"), ("accuracy", ".2%")):

@@ -30,13 +30,17 @@ class Gate:
         try:
             async with self._turn:
                 while (wait_s := self._limits.wait_s(self._clock(), tokens)) > 0:
-                    self._ended.clear()
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(None if math.isinf(wait_s) else wait_s):
-                            await self._ended.wait()
+                    await self._wait(wait_s)
                 return self._limits.start(self._clock(), tokens)
         finally:
             self.waiting -= 1
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait until a request has ended, for at most ``seconds``."""
+        self._ended.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if math.isinf(seconds) else seconds):
+                await self._ended.wait()
 
     def leave(self, started: Start, used: int | None) -> None:
         """End a request. ``used``: its tokens, None if not known."""

@@ -35,7 +35,7 @@ class Trouble(Exception):
     again    another request for the same completion may succeed
     fatal    no request of this run can succeed
     busy     the endpoint cannot serve any request now
-    wait_s   seconds that it asked for; None: it did not say
+    wait_s   seconds after which it wants the next request; None: it did not say
     """
 
     def __init__(

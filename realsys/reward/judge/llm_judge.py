@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 FIRST_DELAY_S = 1.0  # pause of a busy endpoint that asks for none; doubles each time
 LAST_DELAY_S = 60.0
 _MAX_REPLY = 4 << 20  # bytes
-_BYTES_PER_TOKEN = 3  # for reservations: English text has about 4, and most other text 3
+_BYTES_PER_TOKEN = 3  # reserved: English text has about 4, and most other text 3
 _LOGGED = 20  # troubles of one endpoint that are logged; all are counted
 
 
 @dataclass(slots=True)
 class _Asking:
-    """One item while its verdict is asked for."""
+    """One item that waits for its verdict."""
 
     messages: list[dict[str, str]]
     delay_s: float  # next pause, if the endpoint asks for none
@@ -50,8 +50,8 @@ class _Asking:
     busy_since: float | None = None  # time of the first answer of an endpoint that is busy
     malformed: bool = False  # a verdict was malformed, so another sample is wanted
     requests: int = 0
-    seconds: float = 0.0  # in requests
-    waited_s: float = 0.0  # for the limits
+    seconds: float = 0.0  # duration of its requests
+    waited_s: float = 0.0  # time before them, because of the limits
     tokens: int = 0
 
 

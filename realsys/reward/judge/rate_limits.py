@@ -36,7 +36,7 @@ class RateLimits:
     requests: int = 0
     tokens: int = 0
     running: int = field(default=0, init=False)
-    _starts: deque[Start] = field(default_factory=deque, init=False)  # of the last WINDOW_S, oldest first
+    _starts: deque[Start] = field(default_factory=deque, init=False)  # requests of the last WINDOW_S, oldest first
     _paused_until: float = field(default=-math.inf, init=False)
 
     def wait_s(self, now: float, tokens: int) -> float:
@@ -65,7 +65,7 @@ class RateLimits:
             started.tokens = used
 
     def pause(self, now: float, seconds: float) -> None:
-        """Start nothing for ``seconds``, because the endpoint asked for it."""
+        """Start nothing for ``seconds``: the endpoint is busy."""
         self._paused_until = max(self._paused_until, now + seconds)
 
     def _bounded(self, tokens: int) -> int:

@@ -118,7 +118,7 @@ def _marked(text: str, mark: str) -> str:
 
 
 def _text(extra: Mapping[str, Any], name: str) -> str:
-    """Return the value of a key of the row, ``outer.inner`` for a nested one; what is no text as JSON."""
+    """Return the value of a key of the row, ``outer.inner`` for a nested one. A value that is no text becomes JSON."""
     value: Any = extra
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:

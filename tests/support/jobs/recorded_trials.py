@@ -38,7 +38,8 @@ class Trained:
 def make_trial(root: Path, steps: dict[int, Sequence[Trained]], *overrides: str) -> TrialPaths:
     """Make the trial ``arith/t`` under ``root``."""
     small = ["data.arith.train_size=20", "data.arith.eval_size=4", "data.arith.demo_size=0", "evaluation.problems=0"]
-    config = changed(f"fileroot={root}", "trial=t", f"rollout.reward.wrong={WRONG}", *small, *overrides)
+    rewards = [f"rollout.reward.correct={CORRECT}", f"rollout.reward.wrong={WRONG}"]
+    config = changed(f"fileroot={root}", "trial=t", *rewards, *small, *overrides)
     paths = TrialPaths.of(config)
     paths.data.mkdir(parents=True)
     write_dataset(config.data.arith, paths.data, seed=config.seed)

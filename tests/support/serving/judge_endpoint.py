@@ -38,7 +38,7 @@ FAULTS: dict[str, tuple[int, str, str]] = {
 class JudgeEndpoint:
     """The endpoint. ``faults``: what happens to the next requests; ``hang``: no reply until the caller has gone.
 
-    ``score``: what it gives for correctness, from completion and reference.
+    ``score``: its score of correctness, from completion and reference.
     """
 
     faults: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What an endpoint sends is a complete verdict, or trouble that says whether another request may help."""
+"""A reply of an endpoint is a complete verdict, or trouble that says whether another request may help."""
 
 from __future__ import annotations
 
