@@ -10,6 +10,7 @@ import numpy as np
 
 from realsys.config.compose import compose, quoted
 from realsys.config.rules.checks import check_sources, check_verifier
+from realsys.config.rules.rubric_file import read_rubric
 from realsys.config.schema import Config
 from realsys.config.sections.schema_data import absolute_source
 from realsys.data.layouts.base import Row
@@ -32,6 +33,7 @@ def check_data_set(source: str, overrides: Sequence[str]) -> int:
     """
     named = any(text.startswith("experiment=") for text in overrides)
     config = compose([*([] if named else ["experiment=math"]), *overrides, f"data.train={quoted(source)}"])
+    config = config.model_copy(update={"rollout": read_rubric(config.rollout)})
     data = config.data.model_copy(
         update={"train": absolute_source(config.data.train), "eval": absolute_source(config.data.eval), "kind": "jsonl"}
     )
