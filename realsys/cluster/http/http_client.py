@@ -33,12 +33,10 @@ class CallFailed(Exception):
     """A call without a usable reply. ``status`` is 0 if no reply came. ``reason`` and the message are one line each.
 
     ``timed_out``: no reply came within the time limit, and no connection broke. ``retry_after_s``: seconds after which
-    the service wants the next call; None: it did not say.
+    the service wants the next call; 0: it did not say.
     """
 
-    def __init__(
-        self, reason: str, status: int = 0, *, timed_out: bool = False, retry_after_s: float | None = None
-    ) -> None:
+    def __init__(self, reason: str, status: int = 0, *, timed_out: bool = False, retry_after_s: float = 0.0) -> None:
         self.reason = reason
         self.status = status
         self.timed_out = timed_out
@@ -56,18 +54,18 @@ class HttpClient:
         check_alive: CheckAlive = unleased,
         faults: Callable[[bool], str] = lambda replied: "",
         reuse: bool = True,
-        max_reply: int = MAX_REPLY,
+        max_reply: int = 0,
     ) -> None:
         """``faults`` names the fault of a test, "" for none; called with False before a request, True after a reply.
 
         ``reuse``: idle connections are used again. If the server closes one at that moment, the request is lost.
-        ``max_reply``: bytes of a reply.
+        ``max_reply``: bytes of a reply; 0: MAX_REPLY.
         """
         self._headers = _HEADERS if token is None else {**_HEADERS, "Authorization": f"Bearer {token}"}
         self._check_alive = check_alive
         self._faults = faults
         self._reuse = reuse
-        self._max_reply = max_reply
+        self._max_reply = max_reply or MAX_REPLY
         self._session: aiohttp.ClientSession | None = None
 
     async def call(
@@ -186,13 +184,13 @@ async def _read_reply(response: aiohttp.ClientResponse, on_line: OnLine | None, 
     return bytes(body)
 
 
-def retry_after_s(headers: Mapping[str, str], now: float) -> float | None:
-    """Return the seconds of a Retry-After header, a number or a date; None without a usable one. ``now``: unix time."""
+def retry_after_s(headers: Mapping[str, str], now: float) -> float:
+    """Return the seconds of a Retry-After header, a number or a date; 0 without a usable one. ``now``: unix time."""
     text = headers.get("Retry-After", "").strip()
     try:
         seconds = float(text) if text[:1].isdigit() else parsedate_to_datetime(text).timestamp() - now
     except (ValueError, TypeError, OverflowError):
-        return None
+        return 0.0
     return max(0.0, seconds)
 
 

@@ -35,7 +35,7 @@ class Trouble(Exception):
     again    another request for the same completion may succeed
     fatal    no request of this run can succeed
     busy     the endpoint cannot serve any request now
-    wait_s   seconds after which it wants the next request; None: it did not say
+    wait_s   seconds after which it wants the next request; 0: it did not say
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Trouble(Exception):
         again: bool = True,
         fatal: bool = False,
         busy: bool = False,
-        wait_s: float | None = None,
+        wait_s: float = 0.0,
     ) -> None:
         self.cause = cause
         self.again = again

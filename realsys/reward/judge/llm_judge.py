@@ -170,7 +170,7 @@ class LlmJudge:
         return RewardError(described, trouble.cause) if is_over else None
 
     def _pause_s(self, trouble: Trouble, asking: _Asking) -> float:
-        if trouble.wait_s is not None:
+        if trouble.wait_s:
             return min(trouble.wait_s, self._config.outage_s)
         pause_s, asking.delay_s = asking.delay_s, min(2 * asking.delay_s, LAST_DELAY_S)
         return pause_s
