@@ -205,6 +205,25 @@ def _add_record_commands(commands: Any) -> None:
     verdicts = samples.add_mutually_exclusive_group()
     verdicts.add_argument("--correct", dest="verdict", action="store_const", const=True, help="with --eval: right ones")
     verdicts.add_argument("--wrong", dest="verdict", action="store_const", const=False, help="with --eval: wrong ones")
+    _add_regrade(commands)
+
+
+def _add_regrade(commands: Any) -> None:
+    again = commands.add_parser(
+        "regrade",
+        help="judge the recorded samples of a trial again",
+        description="Judge the recorded samples of a trial again, with its verifier or with another one, and report "
+        "how often the verdict differs. The trial is only read; it may be running.",
+    )
+    again.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR")
+    again.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="rollout.reward.FIELD=VALUE, rollout.environment=..., ..."
+    )
+    again.add_argument("--verifier", metavar="NAME", help="built-in name or package.module:function (default: its own)")
+    again.add_argument("--args", metavar="{...}", help="keyword arguments of the verifier, as data.verifier_args")
+    again.add_argument("--step", type=int, metavar="K", help="default: all recorded steps")
+    again.add_argument("--show", type=int, metavar="N", default=0, help="print the first N samples that disagree")
+    again.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -214,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         # argparse takes positional arguments in one piece only, and users write overrides on both sides of an option.
         unknown = [text for text in rest if text.startswith("-")]
-        if unknown or args.command not in ("run", "submit", "eval", "simulate", "data"):
+        if unknown or args.command not in ("run", "submit", "eval", "simulate", "data", "regrade"):
             commands.get(args.command, parser).error(f"unknown argument: {' '.join(unknown or rest)}")
         args.overrides += rest
     if args.version:
@@ -285,6 +304,25 @@ def _run_command(args: argparse.Namespace) -> int:
         from realsys.launch.nodes.node_agent import node_agent
 
         return node_agent(args.trial_dir, args.node, args.wait, once=args.once)
+    if args.command == "eval":
+        from realsys.launch.evaluate.command import evaluate
+        from realsys.launch.evaluate.settings import Choices
+
+        return evaluate(args.target, Choices(args.overrides, args.config_dir, args.name), args.step, live=args.live)
+    if args.command in ("replay", "samples", "regrade"):
+        return _run_record_command(args)
+    from realsys.launch.run import RunOptions, run
+
+    options = RunOptions(args.trial, args.config_dir, args.dry_run, plain=args.command == "submit" or args.plain)
+    if args.command == "submit":
+        from realsys.launch.commands.submit import SubmitOptions, submit_trial
+
+        return submit_trial(args.overrides, SubmitOptions(options, args.detach))
+    return run(args.overrides, options)
+
+
+def _run_record_command(args: argparse.Namespace) -> int:
+    """Run a command that reads recorded steps, as ``_run_command`` does."""
     if args.command == "replay":
         from realsys.launch.commands.replay import replay
 
@@ -298,19 +336,10 @@ def _run_command(args: argparse.Namespace) -> int:
         from realsys.launch.commands.samples import show_samples
 
         return show_samples(args.trial_dir, args.step, args.ticket, args.limit, args.json)
-    if args.command == "eval":
-        from realsys.launch.evaluate.command import evaluate
-        from realsys.launch.evaluate.settings import Choices
+    from realsys.launch.regrade.regrade import RegradeOptions, regrade
 
-        return evaluate(args.target, Choices(args.overrides, args.config_dir, args.name), args.step, live=args.live)
-    from realsys.launch.run import RunOptions, run
-
-    options = RunOptions(args.trial, args.config_dir, args.dry_run, plain=args.command == "submit" or args.plain)
-    if args.command == "submit":
-        from realsys.launch.commands.submit import SubmitOptions, submit_trial
-
-        return submit_trial(args.overrides, SubmitOptions(options, args.detach))
-    return run(args.overrides, options)
+    options = RegradeOptions(args.verifier, args.args, args.overrides, args.step, args.show, args.json)
+    return regrade(args.trial_dir, options)
 
 
 if __name__ == "__main__":

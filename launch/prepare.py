@@ -28,6 +28,7 @@ from realsys.config.dump import newest_dump, read_config, write_config
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.checks import check_made_model
+from realsys.config.rules.rubric_file import read_rubric
 from realsys.config.schema import Config
 from realsys.config.sections.schema_data import absolute_source
 from realsys.config.sections.schema_evaluation import HELD_OUT
@@ -75,6 +76,7 @@ def resolve(config: Config, *, now: datetime) -> Config:
     update["generation"] = config.generation.model_copy(update={"sglang": sglang})
     store = store.model_copy(update={"root": _absolute(store.root)})
     update["cluster"] = config.cluster.model_copy(update={"name_store": store})
+    update["rollout"] = read_rubric(config.rollout)
     resolved = config.model_copy(update=update)
     return resolved.model_copy(update={"resume": _resume(resolved)})
 

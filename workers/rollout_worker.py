@@ -1,4 +1,4 @@
-"""A RolloutWorker process: many rollouts on one event loop, rewards in its verifier pool. Stateless."""
+"""A RolloutWorker process: many rollouts on one event loop, rewards from its verifiers. Stateless."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from realsys.cluster.aio import stop_event
 from realsys.cluster.topology import receivers_of
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.config.allocation import parse_allocation
-from realsys.config.evaluation_sets import verifier_arguments
 from realsys.config.rules.backend_rules import backend_rules
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
-from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
+from realsys.reward.verifiers_of_trial import open_verifiers
 from realsys.rollout import agents, environments
 from realsys.rollout.evaluation_store import EvaluationStore
 from realsys.rollout.manager_client import ManagerClient
@@ -52,14 +50,12 @@ async def serve(ctx: WorkerContext) -> None:
     )
     ctx.count(lambda: {"bad_messages": pusher.bad_messages})
     generation = GenerationClient.of(config.generation, ctx.token, ctx.check_alive)
-    reward = config.rollout.reward
-    pool = VerifierPool(reward.processes, Limits.of(reward), verifier_arguments(config))
-    agent = agents.build(config, tokenizer, environments.build(config, tokenizer, pool))
+    verifiers = open_verifiers(config, sharers=config.rollout.workers)
+    agent = agents.build(config, tokenizer, environments.build(config, tokenizer, verifiers))
     player = group_player(config, agent, PartialRolloutManager(manager, generation), tokenizer.eos_token_ids)
+    evaluations = EvaluationStore(ctx.paths.evaluations, tokenizer, ctx.incarnation)
     loop = RolloutLoop(
-        LoopParts(
-            manager, player, prompts, pusher, pool, EvaluationStore(ctx.paths.evaluations, tokenizer, ctx.incarnation)
-        ),
+        LoopParts(manager, player, prompts, pusher, verifiers, evaluations),
         ctx.name,
         incarnation=ctx.incarnation,
         max_groups=config.rollout.max_concurrent,
@@ -71,7 +67,7 @@ async def serve(ctx: WorkerContext) -> None:
         await loop.run(stop_event(ctx))
     finally:
         ctx.store.interrupt()  # the event loop waits for its threads, and one may wait for an address
-        await pool.close()
+        await verifiers.close()
         await pusher.close()
         await generation.close()
         await manager.close()

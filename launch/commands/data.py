@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from realsys.config.compose import compose, quoted
-from realsys.config.doors import VERIFIER
-from realsys.config.rules.checks import check_sources
+from realsys.config.rules.checks import check_sources, check_verifier
+from realsys.config.rules.rubric_file import read_rubric
 from realsys.config.schema import Config
 from realsys.config.sections.schema_data import absolute_source
 from realsys.data.layouts.base import Row
@@ -33,12 +33,13 @@ def check_data_set(source: str, overrides: Sequence[str]) -> int:
     """
     named = any(text.startswith("experiment=") for text in overrides)
     config = compose([*([] if named else ["experiment=math"]), *overrides, f"data.train={quoted(source)}"])
+    config = config.model_copy(update={"rollout": read_rubric(config.rollout)})
     data = config.data.model_copy(
         update={"train": absolute_source(config.data.train), "eval": absolute_source(config.data.eval), "kind": "jsonl"}
     )
     check_sources(data)
     tokenizer = TextTokenizer(Path(config.model.path).expanduser()) if config.model.path else None
-    VERIFIER.check(data.verifier, data.verifier_args)
+    check_verifier(config)
     with ReferenceChecker(config) as checker:
         report = Examiner(data, tokenizer, lambda rows: checker.problems(reference_items(rows))).examine()
     for line in describe(report, config, has_tokens=tokenizer is not None):

@@ -131,7 +131,14 @@ def train_line(record: Record) -> str:
         f"{fmt(number(record, 'consumed_tokens_per_s'), ',.0f')} tok/s  "
         f"{fmt(number(record, 'seconds', 'total'), '.1f')} s (waited {fmt(number(record, 'seconds', 'wait'), '.1f')})"
         + "".join(f"  {name} {share:.0%}" for name, share in _shares(record) if share >= 0.005)
+        + (f"  verdict failures {failures}" if (failures := failures_text(record.get("verdict_failures"))) else "")
     )
+
+
+def failures_text(failures: object) -> str:
+    """Return the completions whose verifier failed or exceeded a limit, by cause; "" if there are none."""
+    counts = failures if isinstance(failures, Mapping) else {}
+    return ", ".join(f"{number(counts, cause) or 0:,.0f} {cause}" for cause in sorted(counts))
 
 
 def _shares(record: Record) -> Iterator[tuple[str, float]]:
@@ -292,6 +299,8 @@ def _asynchrony(progress: Progress, config: Config) -> Table:
         ("dropped stale", fmt(number(last, "dropped_stale"), ".0f")),
         ("not trained", _untrained(last)),
     ]
+    if failures := failures_text(last.get("verdict_failures")):
+        rows.append(("verdict failures", Text(failures, style="bold red")))
     if filtered := number(last, "dropped_filtered"):
         rows.append(("dropped by filter", fmt(filtered, ".0f")))
     ledger = status.get("ledger")

@@ -15,7 +15,7 @@ from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.evaluation.records import headline
 from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Outcome
-from realsys.launch.screen.display import fmt
+from realsys.launch.screen.display import failures_text, fmt
 from realsys.launch.screen.progress import TIME_PARTS, Record, mean, number
 from realsys.launch.screen.totals import Totals, course, course_ends
 from realsys.telemetry.signal import signal_warning
@@ -84,6 +84,7 @@ def summarise(
             "tokens_too_old": totals.too_old.value,
         },
         "without_signal": totals.without_signal,  # steps
+        "verdict_failures": dict(totals.verdict_failures.most_common()),
         "signal_warning": signal_warning(list(totals.last), config.train.ppo.advantage.mean, before),
         "recoveries": totals.recoveries,
         "given_up": outcome.given_up,
@@ -161,6 +162,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     if idle := summary.get("without_signal"):
         cause = "every advantage was 0, as when all answers to a prompt get the same reward"
         yield "no signal", f"{idle} of {summary['steps']} steps: {cause}"
+    if failures := failures_text(summary.get("verdict_failures")):  # older summaries have none
+        yield "verdict failures", f"{failures} (docs/rewards.md)"
     if summary["given_up"]:
         yield "given up", ", ".join(summary["given_up"])
     if warning := summary.get("signal_warning"):

@@ -64,6 +64,7 @@ class Totals:
     dropped_filtered: float = 0.0
     too_old: Mean = field(default_factory=Mean)  # share of a step's sampled tokens that staleness took from training
     without_signal: int = 0  # steps
+    verdict_failures: Counter[str] = field(default_factory=Counter)  # cause -> completions
 
     @classmethod
     def of(cls, records: Iterable[Record], since: float = 0.0) -> Self:
@@ -113,6 +114,9 @@ class Totals:
         lost = [number(record, "untrained", reason) for reason in ("stale", "masked")]
         self.too_old.add(sum(share or 0.0 for share in lost))
         self.without_signal += number(record, "stats", "grad_norm_max") == 0.0
+        failures = record.get("verdict_failures")
+        for cause in failures if isinstance(failures, Mapping) else {}:
+            self.verdict_failures[str(cause)] += int(number(failures, cause) or 0)
 
     def phase_seconds(self, end: float) -> dict[str, float]:
         """Wall seconds spent in each phase since ``since``; a phase entered twice is summed."""

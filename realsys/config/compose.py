@@ -84,6 +84,23 @@ def validate(tree: object) -> Config:
         raise ConfigError(field, value, problem) from None
 
 
+def overridden(config: Config, overrides: Sequence[str]) -> Config:
+    """Return a configuration with other values in some fields: ``field.path=value``. Raises ConfigError."""
+    tree = config.model_dump()
+    for text in overrides:
+        parsed = _parse(text)
+        *sections, name = parsed.key_or_group.split(".")
+        if parsed.is_delete() or parsed.is_sweep_override():
+            raise ConfigError(parsed.key_or_group, text.partition("=")[2], "takes one value: a list is written [a,b]")
+        node: Any = tree
+        for section in sections:
+            node = node.setdefault(section, {}) if isinstance(node, dict) else None  # validate() names unknown sections
+        if not isinstance(node, dict):
+            raise ConfigError(parsed.key_or_group, parsed.value(), "unknown field")
+        node[name] = parsed.value()
+    return validate(tree)
+
+
 def fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths of all leaf fields of the schema."""
     for name, info in section.model_fields.items():

@@ -220,6 +220,9 @@ ENVIRONMENT = Door(
     builds("judge"),
 )
 
+#: verifiers that wait for a service: classes on the event loop of the caller, in place of a verifier process
+JUDGE = Door("data.verifier", "verifier", {"judge": "realsys.reward.judge.llm_judge:LlmJudge"}, builds("verify"))
+
 VERIFIER = Door(
     "data.verifier",
     "verifier",
@@ -227,6 +230,7 @@ VERIFIER = Door(
         "exact": "realsys.reward.verifiers.exact:exact",
         "math": "realsys.reward.verifiers.math:math",
         "reasoning_gym": "realsys.reward.verifiers.reasoning_gym:reasoning_gym",
+        **JUDGE.builtin,
     },
     takes("item"),
 )

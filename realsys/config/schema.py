@@ -24,6 +24,7 @@ from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.config.sections.schema_data import ArithConfig as ArithConfig
 from realsys.config.sections.schema_data import DataConfig as DataConfig
 from realsys.config.sections.schema_evaluation import EvalConfig as EvalConfig
+from realsys.config.sections.schema_judge import JudgeConfig
 from realsys.config.sections.schema_sampling import KeepConfig
 from realsys.config.sections.schema_train import (
     CheckpointConfig,
@@ -158,6 +159,7 @@ class RewardConfig(Section):
     )
     correct: float = Field(5.0, description="reward of a correct completion if the verifier returns True")
     wrong: float = Field(-5.0, description="reward of a wrong completion if the verifier returns False")
+    judge: JudgeConfig = JudgeConfig()
 
 
 class RolloutConfig(Section):

@@ -26,6 +26,7 @@ CAUSES = (
     RESOURCES := "resources",  # it lacked memory, files, processes or disk
     CPU_TIME := "cpu_time",  # it reached rollout.reward.timeout_s
     ELAPSED := "elapsed",  # it hung: it reached rollout.reward.elapsed_timeout_s
+    ENDPOINT := "endpoint",  # judge: its endpoint was busy, unreachable or refused the request
     DIED := "died",  # its process ended, or said something that cannot be read
     REFUSED := "refused",  # check_answer: the reference cannot be used
 )

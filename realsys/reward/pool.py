@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from realsys.errors import NoVerifierError, RealsysError, RewardError
+from realsys.reward.failure_tally import FailureTally
 from realsys.reward.frames import CPU_TIME, MAX_ITEMS, REFUSED, Outcome, encode_item
 from realsys.reward.verifier_process import Limits, VerifierProcess, Work
 from realsys.reward.verifiers.base import Item, Verdict
@@ -35,9 +36,6 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0  # enough to start Python and to import a verifier's libraries on a busy machine
 MEMORY_BYTES = 4 << 30  # address space of a process; a verifier that wants more gets MemoryError
-#: items in a row without a verdict after which the verifier counts as defective: a group could be trained with its
-#: cut-off completions only, and the run would go on with them
-HOPELESS = 64
 _CLOSED = "the verifier pool is closed"
 
 
@@ -69,10 +67,8 @@ class VerifierPool:
         if processes < 1:
             raise ValueError(f"a verifier pool needs at least one process, got {processes}")
         self.restarts = 0  # processes replaced since the start
-        self.undecided = 0  # items without a verdict since the start
-        self.failures: Counter[str] = Counter()  # cause -> items since ``take_failures``; see above
         self._arguments = arguments or {}
-        self._in_a_row = 0  # items without a verdict since the last verdict
+        self._tally = FailureTally()
         self._processes = processes
         self._limits = limits
         self._queue: dict[Work, deque[_Call]] = {}  # the first key is served next
@@ -86,10 +82,19 @@ class VerifierPool:
         """Number of items that no process has taken yet."""
         return sum(not call.future.done() for calls in self._queue.values() for call in calls)
 
+    @property
+    def undecided(self) -> int:
+        """Number of items without a verdict since the start."""
+        return self._tally.undecided
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """Items since ``take_failures`` without a verdict or over a limit, by cause."""
+        return self._tally.failures
+
     def take_failures(self) -> dict[str, int]:
         """Return the failures since the last call, by cause."""
-        failures, self.failures = dict(self.failures), Counter()
-        return failures
+        return self._tally.take()
 
     async def verify(self, name: str, item: Item) -> Verdict:
         """Judge one completion with the verifier ``name``. Raises RewardError if two judgements give no verdict.
@@ -228,7 +233,7 @@ class VerifierPool:
             for outcome in outcomes:
                 call = calls.popleft()
                 if isinstance(outcome, Verdict):
-                    self._in_a_row = 0
+                    self._tally.decide()
                     call.succeed(outcome)
                 elif outcome.cause == REFUSED:
                     call.fail(RewardError(outcome.message, REFUSED))
@@ -250,7 +255,7 @@ class VerifierPool:
 
     def _over_limit(self, call: _Call, error: RewardError) -> None:
         """Judge an item over the limit of CPU time as wrong. Many in a row mean that the limit is too low."""
-        if (hopeless := self._count_failure(error)) is not None:
+        if (hopeless := self._tally.fail(error)) is not None:
             call.fail(hopeless)
         else:
             call.succeed(Verdict(correct=False))
@@ -261,19 +266,11 @@ class VerifierPool:
             call.again = True
             self._queue.setdefault(call.work, deque()).append(call)
             return
-        self.undecided += not self._closed
-        call.fail(self._count_failure(error) or error)
-
-    def _count_failure(self, error: RewardError) -> NoVerifierError | None:
-        """Count a failure of an item. After many in a row the verifier or its limit is to blame, not the item.
-
-        Then the attempt must fail with the error that is returned, so that the run ends by name.
-        """
-        self.failures[error.cause] += not self._closed
-        self._in_a_row += 1
-        if self._in_a_row < HOPELESS:
-            return None
-        return NoVerifierError(f"{self._in_a_row} completions in a row had no verdict; the last one: {error}")
+        if self._closed:
+            call.fail(error)
+            return
+        self._tally.undecided += 1
+        call.fail(self._tally.fail(error) or error)
 
     def _fail(self, calls: deque[_Call], problem: str) -> None:
         while calls:

@@ -12,17 +12,16 @@ from typing import Self
 
 import msgspec
 
-from realsys.config.doors import VERIFIER
-from realsys.config.evaluation_sets import evaluation_sets, verifier_arguments
+from realsys.config.doors import JUDGE, VERIFIER
+from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.data.lines import ORIGIN, Lines, Problem
 from realsys.data.prompts import open_splits, plain_text
 from realsys.errors import ConfigError, DataError, NoVerifierError
-from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
 from realsys.reward.verifiers.base import Item
+from realsys.reward.verifiers_of_trial import open_verifiers
 
 CHUNK = 1024  # references that are checked together
 MAX_PROCESSES = 8
@@ -40,7 +39,7 @@ class ReferenceChecker:
         self._name = verifier or config.data.verifier
         self.has_check = _has_check(self._name)
         processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
-        self._pool = VerifierPool(processes, Limits.of(config.rollout.reward), verifier_arguments(config))
+        self._verifiers = open_verifiers(config, processes=processes)
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Self:
@@ -48,7 +47,7 @@ class ReferenceChecker:
 
     def __exit__(self, *_: object) -> None:
         with self._runner:
-            self._runner.run(self._pool.close())
+            self._runner.run(self._verifiers.close())
 
     def problems(self, items: Sequence[Item]) -> list[str | None]:
         """Return for each item why the verifier cannot use its reference; None if it can.
@@ -65,19 +64,19 @@ class ReferenceChecker:
     async def _problems(self, items: Sequence[Item]) -> list[str | None]:
         keys = [_key(item) for item in items]
         distinct = dict(zip(keys, items, strict=True))  # many rows have the same answer
-        checks = (self._pool.check_answer(self._name, item) for item in distinct.values())
+        checks = (self._verifiers.check_answer(self._name, item) for item in distinct.values())
         problems = dict(zip(distinct, await asyncio.gather(*checks), strict=True))
         return [problems[key] for key in keys]
 
 
 def check_references(config: Config, paths: TrialPaths) -> None:
-    """Raise DataError for the first reference that ``data.verifier`` cannot use. Generated data needs no check.
+    """Raise DataError for the first reference that ``data.verifier`` cannot use. The arith task fits all functions.
 
     Raises ConfigError if the verifier cannot be loaded.
     """
     for verifier, splits in _splits_of_verifiers(config).items():
         with ReferenceChecker(config, verifier) as checker:
-            records = open_splits(config, paths).values() if checker.has_check else {}
+            records = open_splits(config, paths).by_name() if checker.has_check else {}
             for lines in (records[split] for split in splits if split in records):
                 for start in range(0, len(lines), CHUNK):
                     indices = range(start, min(start + CHUNK, len(lines)))
@@ -89,8 +88,10 @@ def _splits_of_verifiers(config: Config) -> dict[str, list[str]]:
     splits = {config.data.verifier: dict.fromkeys(["train", HELD_OUT])}
     for made in evaluation_sets(config).values():
         splits.setdefault(made.verifier, {})[made.split] = None
-    generated = ("train", HELD_OUT) if config.data.kind == "arith" else ()
-    return {name: named for name, of in splits.items() if (named := [split for split in of if split not in generated])}
+    # A judge wants keys of the row, which the generated problems may lack; functions take all of their answers.
+    fits = ("train", HELD_OUT) if config.data.kind == "arith" else ()
+    checked = {name: [s for s in of if name in JUDGE.builtin or s not in fits] for name, of in splits.items()}
+    return {name: named for name, named in checked.items() if named}
 
 
 def _check_chunk(checker: ReferenceChecker, lines: Lines[Problem], indices: range) -> None:

@@ -9,7 +9,9 @@ A client adds to this what its reply means, and whether to try again (``attempts
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Self
 
 import aiohttp
@@ -30,13 +32,15 @@ _PLAIN = {"Accept-Encoding": "identity"}  # unpacked, a reply that is small on t
 class CallFailed(Exception):
     """A call without a usable reply. ``status`` is 0 if no reply came. ``reason`` and the message are one line each.
 
-    ``timed_out``: no reply came within the time limit, and no connection broke.
+    ``timed_out``: no reply came within the time limit, and no connection broke. ``retry_after_s``: seconds after which
+    the service wants the next call; 0: it did not say.
     """
 
-    def __init__(self, reason: str, status: int = 0, *, timed_out: bool = False) -> None:
+    def __init__(self, reason: str, status: int = 0, *, timed_out: bool = False, retry_after_s: float = 0.0) -> None:
         self.reason = reason
         self.status = status
         self.timed_out = timed_out
+        self.retry_after_s = retry_after_s
         super().__init__(f"status {status}: {reason}" if status else reason)
 
 
@@ -50,15 +54,18 @@ class HttpClient:
         check_alive: CheckAlive = unleased,
         faults: Callable[[bool], str] = lambda replied: "",
         reuse: bool = True,
+        max_reply: int = 0,
     ) -> None:
         """``faults`` names the fault of a test, "" for none; called with False before a request, True after a reply.
 
         ``reuse``: idle connections are used again. If the server closes one at that moment, the request is lost.
+        ``max_reply``: bytes of a reply; 0: MAX_REPLY.
         """
         self._headers = _HEADERS if token is None else {**_HEADERS, "Authorization": f"Bearer {token}"}
         self._check_alive = check_alive
         self._faults = faults
         self._reuse = reuse
+        self._max_reply = max_reply or MAX_REPLY
         self._session: aiohttp.ClientSession | None = None
 
     async def call(
@@ -88,7 +95,7 @@ class HttpClient:
                 case "garbage":
                     data = b"{\xff"
             for _ in range(repeat):
-                status, payload = await self._exchange(url, data, (timeout_s, connect_timeout_s), on_line)
+                status, payload, headers = await self._exchange(url, data, (timeout_s, connect_timeout_s), on_line)
             match self._faults(True):
                 case "drop":
                     raise ConnectionResetError("the reply was lost")
@@ -100,7 +107,7 @@ class HttpClient:
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed(f"connection failed: {str(error) or type(error).__name__}") from error
         if status != 200:
-            raise CallFailed(reason_of(payload), status)
+            raise CallFailed(reason_of(payload), status, retry_after_s=retry_after_s(headers, time.time()))
         return payload
 
     async def answers(self, url: str, timeout_s: float) -> bool:
@@ -125,8 +132,8 @@ class HttpClient:
 
     async def _exchange(
         self, url: str, data: bytes | None, bounds_s: tuple[float, float], on_line: OnLine | None
-    ) -> tuple[int, bytes]:
-        """Return status and body. ``bounds_s``: of the call (or of its silence), and of the connection."""
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        """Return status, body and headers. ``bounds_s``: of the call (or of its silence), and of the connection."""
         if self._session is None:
             self._session = _open_session(self._headers, force_close=not self._reuse)
         limit_s, connect_s = bounds_s
@@ -134,7 +141,8 @@ class HttpClient:
         timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=connect_s, sock_read=silence_s)
         method = "GET" if data is None else "POST"
         async with self._session.request(method, url, data=data, timeout=timeout) as response:
-            return response.status, await _read_reply(response, on_line if response.status == 200 else None)
+            on_line = on_line if response.status == 200 else None
+            return response.status, await _read_reply(response, on_line, self._max_reply), response.headers
 
 
 def _open_session(headers: Mapping[str, str], **connector: bool) -> aiohttp.ClientSession:
@@ -160,20 +168,30 @@ async def attempts(limit_s: float, first_delay_s: float = 0.05, last_delay_s: fl
         number, delay = number + 1, min(2 * delay, last_delay_s)
 
 
-async def _read_reply(response: aiohttp.ClientResponse, on_line: OnLine | None) -> bytes:
+async def _read_reply(response: aiohttp.ClientResponse, on_line: OnLine | None, limit: int) -> bytes:
     """Return the whole body, or what follows its lines. Raises aiohttp.ClientPayloadError once it is too large."""
-    if (response.content_length or 0) > MAX_REPLY:
-        raise _too_large(response)
+    if (response.content_length or 0) > limit:
+        raise _too_large(response, limit)
     body, size = bytearray(), 0
     async for piece in response.content.iter_any():
         body += piece
         size += len(piece)
-        if size > MAX_REPLY:
-            raise _too_large(response)
+        if size > limit:
+            raise _too_large(response, limit)
         while on_line is not None and (end := body.find(b"\n")) >= 0:
             on_line(bytes(body[:end]))
             del body[: end + 1]
     return bytes(body)
+
+
+def retry_after_s(headers: Mapping[str, str], now: float) -> float:
+    """Return the seconds of a Retry-After header, a number or a date; 0 without a usable one. ``now``: unix time."""
+    text = headers.get("Retry-After", "").strip()
+    try:
+        seconds = float(text) if text[:1].isdigit() else parsedate_to_datetime(text).timestamp() - now
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+    return max(0.0, seconds)
 
 
 def reason_of(payload: bytes) -> str:
@@ -189,6 +207,6 @@ def reason_of(payload: bytes) -> str:
     return " ".join(text.split()) or "no reason given"
 
 
-def _too_large(response: aiohttp.ClientResponse) -> aiohttp.ClientPayloadError:
+def _too_large(response: aiohttp.ClientResponse, limit: int) -> aiohttp.ClientPayloadError:
     response.close()
-    return aiohttp.ClientPayloadError(f"the reply is over the limit of {MAX_REPLY} bytes")
+    return aiohttp.ClientPayloadError(f"the reply is over the limit of {limit} bytes")

@@ -13,7 +13,7 @@ from pathlib import Path
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
 from realsys.config.devices.needs import nodes_of, seats_of
-from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, LAYOUT, TRANSPORT, VERIFIER
+from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, JUDGE, LAYOUT, TRANSPORT, VERIFIER
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.memory.memory_check import Place, check_memory, place_of
 from realsys.config.paths import TrialPaths
@@ -242,8 +242,17 @@ def check_sources(data: DataConfig, *, has_copy: bool = False) -> None:
 
 
 def _check_doors(config: Config) -> None:
-    VERIFIER.check(config.data.verifier, config.data.verifier_args)
+    check_verifier(config)
     ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)
+
+
+def check_verifier(config: Config) -> None:
+    """Check data.verifier and its settings. Raises ConfigError."""
+    name = config.data.verifier
+    if name in JUDGE.builtin:
+        JUDGE.load(name).check(config)
+    else:
+        VERIFIER.check(name, config.data.verifier_args)
 
 
 # ---- model

@@ -105,6 +105,23 @@ def test_reply_over_the_limit_is_an_error(answer: Answer, ask: Any, error: type[
     assert getattr(caught.value, "retryable", True)
 
 
+def test_client_may_have_a_lower_limit() -> None:
+    async def ask(url: str) -> None:
+        async with http_client.HttpClient(max_reply=LIMIT) as http:
+            await http.call(url, None, BOUND_S)
+
+    with pytest.raises(http_client.CallFailed, match="the reply is over the limit of 1000 bytes"):
+        with_server(declared, ask)
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("7", 7.0), ("1.5", 1.5), ("Wed, 21 Oct 2015 07:28:10 GMT", 10.0), ("soon", 0.0), ("-3", 0.0), ("", 0.0)],
+)
+def test_service_says_when_to_call_again(header: str, seconds: float) -> None:
+    assert http_client.retry_after_s({"Retry-After": header}, now=1445412480.0) == seconds
+
+
 @pytest.mark.usefixtures("small")
 def test_reply_is_not_unpacked() -> None:
     with pytest.raises(GenerationError, match="reply cannot be read"):

@@ -39,6 +39,8 @@ def test_groups_train_without_undecided_episodes(tmp_path: Path) -> None:
     assert [step["version"] for step in steps] == [1, 2, 3]
     assert all(8 <= step["episodes"] <= 32 for step in steps)
     assert sum(step["episodes"] for step in steps) < 3 * 32, "a failed episode was trained"
+    assert sum(step["verdict_failures"].get("raised", 0) for step in steps) > 0
+    assert "verdict failures" in job.stdout, "the user was not told"
     failed = 0
     for _, folder in recorded_steps(job.paths.records).items():
         record = read_record(folder)

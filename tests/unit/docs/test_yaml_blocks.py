@@ -20,7 +20,7 @@ BLOCKS = [
 
 
 def test_pages_have_such_blocks() -> None:
-    assert {page for page, _ in BLOCKS} == {"cluster.md", "configuration.md"}
+    assert {page for page, _ in BLOCKS} == {"cluster.md", "configuration.md", "rewards.md"}
 
 
 @pytest.mark.parametrize(("page", "block"), BLOCKS)

@@ -10,7 +10,7 @@ import uvloop
 
 from realsys.config.schema import RewardConfig
 from realsys.errors import NoVerifierError, RewardError
-from realsys.reward import pool as pool_module
+from realsys.reward import failure_tally
 from realsys.reward.frames import MAX_ITEMS
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
@@ -43,7 +43,7 @@ def test_items_of_one_turn_share_a_trip():
 
 def test_verifier_without_any_verdict_is_to_blame(monkeypatch):
     """Otherwise groups would be trained with their cut-off completions only, and nothing would say so."""
-    monkeypatch.setattr(pool_module, "HOPELESS", 4)
+    monkeypatch.setattr(failure_tally, "HOPELESS", 4)
 
     async def body(pool):
         failing = [Item("", "raise", "")] * 3

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from realsys.errors import NoVerifierError, RewardError
-from realsys.reward import pool as pool_module
+from realsys.reward import failure_tally
 from realsys.reward.frames import CAUSES
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
@@ -55,7 +55,7 @@ def test_completion_over_limit_is_wrong_if_declared():
 
 def test_limit_that_nothing_keeps_is_an_error(monkeypatch):
     """Else a limit that is too low would make every completion wrong."""
-    monkeypatch.setattr(pool_module, "HOPELESS", 2)
+    monkeypatch.setattr(failure_tally, "HOPELESS", 2)
 
     async def body(pool):
         await pool.verify(CHECKED, Item("", "a", "a"))

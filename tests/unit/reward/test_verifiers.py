@@ -134,7 +134,7 @@ def test_anything_else_is_an_error(result, problem):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("exactly", "unknown verifier: use one of exact, math, reasoning_gym, or package.module:name"),
+        ("exactly", "unknown verifier: use one of exact, judge, math, reasoning_gym, or package.module:name"),
         ("nowhere:verify", "no module named 'nowhere'"),
         ("tests.support.serving.reward_verifiers:nothing", "has no attribute 'nothing'"),
         ("tests.support.serving.reward_verifiers:os", "it must be a function"),

@@ -6,6 +6,7 @@ import pytest
 
 from realsys.config.schema import Config, DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from realsys.config.sections.schema_data import MixtureSource
+from realsys.config.sections.schema_judge import JudgeConfig
 from realsys.data.conversion.convert import convert
 from realsys.data.lines import ORIGIN
 from realsys.errors import ConfigError, DataError
@@ -43,6 +44,16 @@ def test_good_references_pass(tmp_path):
 def test_verifier_without_check_takes_any(tmp_path, verifier):
     path = jsonl(tmp_path / "t", rows("it depends"))
     check_references(config_of(path, verifier), trial(tmp_path))
+
+
+def test_rubric_key_that_a_row_lacks_is_named(tmp_path):
+    """Nothing is sent to the endpoint of a judge, which does not exist."""
+    path = jsonl(tmp_path / "t", [row | {"topic": "sums"} for row in rows("1")] + rows("2"))
+    judge = JudgeConfig(base_url="http://127.0.0.1:9/v1", model="m", rubric="{topic} {completion}")
+    config = config_of(path, "judge")
+    config = config.model_copy(update={"rollout": RolloutConfig(reward=RewardConfig(judge=judge))})
+    with pytest.raises(DataError, match=rf"{path}:2: .*the row has no key 'topic', which the rubric names"):
+        check_references(config, trial(tmp_path))
 
 
 def test_check_that_hangs_or_raises_names_line(tmp_path):

@@ -204,6 +204,19 @@ def test_step_line_names_shares_to_notice() -> None:
     assert train_line(train_record(1)).endswith("7.0 s (waited 1.0)")
 
 
+def test_verdict_failures_are_shown_by_cause(paths: TrialPaths) -> None:
+    """In the line of a step, in the live display and in the summary: no failure is silent."""
+    first = train_record(1, verdict_failures={"raised": 1200, "elapsed": 1})
+    assert train_line(first).endswith("(waited 1.0)  verdict failures 1 elapsed, 1,200 raised")
+    assert train_line(train_record(1, verdict_failures={})).endswith("(waited 1.0)")
+    assert "1 elapsed, 1,200 raised" in drawn(progress_of([first]), paths)
+    summary = summary_of(paths, [first, train_record(2, verdict_failures={"raised": 2}), train_record(3)])
+    assert summary["verdict_failures"] == {"raised": 1202, "elapsed": 1}
+    out = io.StringIO()
+    print_summary(Console(file=out, width=200), summary)
+    assert "verdict failures      1 elapsed, 1,202 raised" in out.getvalue()
+
+
 def test_rolled_back_steps_are_counted_once(paths: TrialPaths) -> None:
     records = run_records()
     steps = [record for record in records if record["kind"] == "train"]

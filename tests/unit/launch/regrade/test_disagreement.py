@@ -1,0 +1,66 @@
+"""Counts of `realsys regrade`: what a disagreement is, its directions, and the interval of the rate."""
+
+from __future__ import annotations
+
+import pytest
+
+from realsys.data.prompts import Prompt
+from realsys.errors import RewardError
+from realsys.launch.regrade.disagreement import Disagreement, interval
+from realsys.launch.regrade.recorded import LeftOut, Recorded
+from realsys.rollout.environments.base import Judgement
+from realsys.rollout.task import Response, Task
+from realsys.types import Ticket
+
+
+def recorded(reward, correct):
+    task = Task(Prompt("1+1=", "2", [1]), Ticket("7", 0, 0))
+    return Recorded(3, "7.0/0.0", task, Response("2", "stop", 1), reward, correct)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "flip"),
+    [
+        ((5.0, True), (-5.0, False), "right -> wrong"),
+        ((-5.0, False), (5.0, True), "wrong -> right"),
+        ((5.0, True), (1.0, True), ""),
+        ((0.5, None), (0.75, None), "higher reward"),
+        ((0.5, True), (0.25, None), "lower reward"),
+        ((0.5, None), (0.5 + 1e-9, True), ""),
+    ],
+)
+def test_correctness_decides_where_both_have_it(before, now, flip):
+    counts = Disagreement()
+    counts.add(recorded(*before), Judgement(*now))
+    assert dict(counts.flips) == ({flip: 1} if flip else {})
+    assert counts.different == bool(flip)
+
+
+def test_results_have_means_rate_and_causes():
+    counts = Disagreement(keep=1)
+    for _ in range(2):
+        counts.add(recorded(5.0, True), Judgement(-5.0, False))
+    for _ in range(6):
+        counts.add(recorded(5.0, True), Judgement(5.0, True))
+    counts.fail(RewardError("verifier x: ValueError: first", "raised"))
+    counts.fail(RewardError("verifier x: ValueError: second", "raised"))
+    counts.leave_out(LeftOut("8.0/0.0", "it has no completion"))
+    results = counts.results()
+    assert (results["samples"], results["judged"], results["disagreements"], results["rate"]) == (10, 8, 2, 0.25)
+    assert results["rate_interval_95"] == [pytest.approx(0.0715, abs=1e-3), pytest.approx(0.5907, abs=1e-3)]
+    assert results["reward_mean"] == {"recorded": 5.0, "now": 2.5}
+    assert results["accuracy"] == {"recorded": 1.0, "now": 0.75}
+    assert (results["errors"], results["left_out"]) == ({"raised": 2}, {"it has no completion": 1})
+    assert counts.first_errors["raised"].endswith("first") and len(counts.shown) == 1
+
+
+def test_nothing_judged_has_no_rate():
+    results = Disagreement().results()
+    assert results["rate"] is results["rate_interval_95"] is results["reward_mean"] is results["accuracy"] is None
+
+
+@pytest.mark.parametrize("total", [1, 10, 1000])
+def test_interval_holds_its_rate(total):
+    for count in (0, total // 2, total):
+        low, high = interval(count, total)
+        assert 0.0 <= low <= count / total <= high <= 1.0 and high - low > 0.0

@@ -1,0 +1,282 @@
+"""LlmJudge against an endpoint that misbehaves: a verdict is complete, or an error with its cause."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+
+import pytest
+
+from realsys.errors import ConfigError, NoVerifierError, RewardError, StuckError
+from realsys.reward import failure_tally
+from realsys.reward.judge.llm_judge import LlmJudge
+from realsys.reward.verifiers.base import Item
+from realsys.reward.verifiers_of_trial import open_verifiers
+from tests.support.processes.config_trees import changed
+from tests.support.serving.judge_endpoint import KEY, JudgeEndpoint, judge_endpoint
+from tests.support.serving.reward_pools import until
+
+JUDGE = "rollout.reward.judge"
+RIGHT, WRONG = Item("2+2=", "it is 4", "4"), Item("2+2=", "it is 5", "4")
+
+
+@pytest.fixture
+def endpoint():
+    with judge_endpoint() as started:
+        yield started
+
+
+def settings(endpoint: JudgeEndpoint, *overrides: str):
+    return changed(
+        "data.verifier=judge",
+        f"{JUDGE}.base_url={endpoint.url}",
+        f"{JUDGE}.model=judge-7b",
+        "rollout.reward.correct=1",
+        "rollout.reward.wrong=-1",
+        "rollout.workers=1",
+        *overrides,
+    )
+
+
+def judged(config, *items, sharers=1):
+    """Return verdicts and errors of items that are given together, and the judge."""
+
+    async def run():
+        judge = LlmJudge(config, sharers, first_delay_s=0.01)
+        try:
+            async with asyncio.timeout(60):
+                calls = (judge.verify("judge", item) for item in items)
+                return await asyncio.gather(*calls, return_exceptions=True), judge
+        finally:
+            await judge.close()
+
+    return asyncio.run(run())
+
+
+def test_verdict_has_reward_correctness_and_metrics(endpoint):
+    (right, wrong), judge = judged(settings(endpoint), RIGHT, WRONG)
+    assert (right.reward, right.correct) == (1.0, True) and (wrong.reward, wrong.correct) == (-1.0, False)
+    assert right.metrics["judge/correctness"] == 1.0 and right.metrics["judge_tokens"] == 100.0
+    assert right.metrics["judge_retries"] == 0.0 and right.metrics["judge_seconds"] > 0.0
+    assert judge.take_failures() == {} and judge.undecided == judge.waiting == 0
+    body = endpoint.bodies[0]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge-7b", 0.0, 1024)
+    assert body["response_format"]["json_schema"]["strict"] is True
+
+
+def test_reward_is_between_wrong_and_correct(endpoint):
+    endpoint.score = lambda completion, reference: float(completion)
+    config = settings(endpoint, f"{JUDGE}.correct_from=0.75")
+    verdicts, _ = judged(config, *(Item("", text, "") for text in ("0.5", "0.75")))
+    assert [(verdict.reward, verdict.correct) for verdict in verdicts] == [(0.0, False), (0.5, True)]
+
+
+@pytest.mark.parametrize("fault", ["malformed", "schema", "truncated", "nan", "range", "500"])
+def test_another_sample_mends_a_bad_verdict(endpoint, fault):
+    endpoint.faults = [fault, fault]
+    (verdict,), judge = judged(settings(endpoint, f"{JUDGE}.retries=2"), RIGHT)
+    assert verdict.correct is True and verdict.metrics["judge_retries"] == 2.0
+    assert judge.take_failures() == {}
+    assert [body["temperature"] for body in endpoint.bodies] == ([0.0] * 3 if fault == "500" else [0.0, 0.7, 0.7])
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("malformed", "no_verdict"),
+        ("schema", "no_verdict"),
+        ("truncated", "no_verdict"),
+        ("nan", "no_verdict"),
+        ("range", "no_verdict"),
+        ("500", "endpoint"),
+        ("hang", "elapsed"),
+    ],
+)
+def test_missing_verdict_costs_one_completion(endpoint, fault, cause):
+    """It is an error by its cause after the last retry, and never a reward."""
+    judged(settings(endpoint), RIGHT)  # the settings are good
+    endpoint.bodies.clear()
+    endpoint.faults = ["", fault, fault]
+    config = settings(endpoint, f"{JUDGE}.retries=1", f"{JUDGE}.concurrency=1", f"{JUDGE}.timeout_s=0.5")
+
+    async def run():
+        judge = LlmJudge(config, first_delay_s=0.01)
+        try:
+            async with asyncio.timeout(60):
+                first = await judge.verify("judge", WRONG)
+                with pytest.raises(RewardError, match="the judge http") as caught:
+                    await judge.verify("judge", RIGHT)
+                last = await judge.verify("judge", RIGHT)
+        finally:
+            await judge.close()
+        assert (first.correct, last.correct, caught.value.cause) == (False, True, cause)
+        assert judge.take_failures() == {cause: 1} and judge.undecided == 1
+
+    asyncio.run(run())
+    assert len(endpoint.bodies) == 4
+
+
+@pytest.mark.parametrize("fault", ["429", "503"])
+def test_busy_endpoint_is_waited_for(endpoint, fault):
+    """More often than ``retries``: an outage says nothing about a completion."""
+    endpoint.faults = [fault] * 4
+    (verdict,), _ = judged(settings(endpoint, f"{JUDGE}.retries=0"), RIGHT)
+    assert verdict.correct is True and len(endpoint.bodies) == 5
+
+
+def test_retry_after_pauses_all_requests(endpoint):
+    endpoint.faults, endpoint.retry_after = ["429"], "1"
+    verdicts, _ = judged(settings(endpoint, f"{JUDGE}.concurrency=1"), RIGHT, RIGHT)
+    assert all(verdict.correct for verdict in verdicts)
+    assert endpoint.times[1] - endpoint.times[0] >= 0.99
+
+
+def test_outage_has_an_end(endpoint):
+    endpoint.faults, endpoint.always = [""], "503"
+    outcomes, judge = judged(settings(endpoint, f"{JUDGE}.outage_s=0.2", f"{JUDGE}.concurrency=1"), RIGHT, RIGHT)
+    assert outcomes[0].correct is True
+    assert isinstance(outcomes[1], RewardError) and outcomes[1].cause == "endpoint"
+    assert judge.take_failures() == {"endpoint": 1}
+
+
+def test_unreachable_endpoint_ends_the_run_by_name():
+    config = settings(JudgeEndpoint(url="http://127.0.0.1:9/v1"), f"{JUDGE}.outage_s=0.1")
+    (error,), _ = judged(config, RIGHT)
+    assert isinstance(error, StuckError) and "127.0.0.1:9" in str(error) and "connection failed" in str(error)
+
+
+@pytest.mark.parametrize("fault", ["400", "401", "404"])
+def test_refusal_is_not_repeated(endpoint, fault):
+    endpoint.always = fault
+    errors, _ = judged(settings(endpoint, f"{JUDGE}.concurrency=1"), RIGHT, RIGHT, RIGHT)
+    for error in errors:
+        assert isinstance(error, StuckError) and f"status {fault}" in str(error) and "\n" not in str(error)
+    assert len(endpoint.bodies) == 1
+
+
+def test_refused_completion_costs_itself_only(endpoint):
+    """After a first answer the settings are good, so a 400 is about the completion: it is too long."""
+    endpoint.faults = ["", "400"]
+    (first, second, third), judge = judged(settings(endpoint, f"{JUDGE}.concurrency=1"), RIGHT, RIGHT, RIGHT)
+    assert first.correct and third.correct
+    assert isinstance(second, RewardError) and "too long" in str(second)
+    assert judge.take_failures() == {"endpoint": 1} and len(endpoint.bodies) == 3
+
+
+def test_judge_without_any_verdict_is_to_blame(endpoint, monkeypatch):
+    monkeypatch.setattr(failure_tally, "HOPELESS", 3)
+    endpoint.always = "malformed"
+    outcomes, _ = judged(settings(endpoint, f"{JUDGE}.retries=0", f"{JUDGE}.concurrency=1"), *[RIGHT] * 4)
+    assert [type(outcome) for outcome in outcomes] == [RewardError, RewardError, NoVerifierError, NoVerifierError]
+    assert "3 completions in a row had no verdict" in str(outcomes[2])
+
+
+def test_key_is_sent_and_never_shown(endpoint, monkeypatch, caplog):
+    monkeypatch.setenv("JUDGE_KEY", f"{KEY}\n")
+    config = settings(endpoint, f"{JUDGE}.api_key_env=JUDGE_KEY")
+    endpoint.always = "401"  # its message repeats the key
+    with caplog.at_level(logging.DEBUG):
+        (error,), _ = judged(config, RIGHT)
+    assert endpoint.keys == [f"Bearer {KEY}"]
+    assert "***" in str(error) and KEY not in str(error)
+    assert KEY not in caplog.text and KEY not in config.model_dump_json()
+
+
+@pytest.mark.parametrize(("sharers", "running"), [(1, 9), (4, 2)])
+def test_limits_are_divided_among_workers(endpoint, sharers, running):
+    config = settings(endpoint, "rollout.workers=4", f"{JUDGE}.concurrency=9", f"{JUDGE}.timeout_s=50")
+    endpoint.always = "hang"
+
+    async def run():
+        judge = LlmJudge(config, sharers)
+        try:
+            async with asyncio.timeout(30):
+                tasks = [asyncio.create_task(judge.verify("judge", RIGHT)) for _ in range(12)]
+                await until(lambda: endpoint.running == running)
+                assert judge.waiting == 12 - running
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            await judge.close()
+
+    asyncio.run(run())
+    assert endpoint.most == running
+
+
+def test_cancelled_episode_cancels_its_request(endpoint):
+    endpoint.faults = ["hang"]
+    config = settings(endpoint, f"{JUDGE}.concurrency=1", f"{JUDGE}.timeout_s=50")
+
+    async def run():
+        judge = LlmJudge(config)
+        try:
+            async with asyncio.timeout(30):
+                hung, waiting, last = (asyncio.create_task(judge.verify("judge", RIGHT)) for _ in range(3))
+                await until(lambda: endpoint.bodies)
+                assert judge.waiting == 2
+                waiting.cancel()
+                hung.cancel()
+                assert (await last).correct is True
+                await until(lambda: endpoint.left)
+            assert hung.cancelled() and waiting.cancelled()
+            assert judge.waiting == 0 and judge.take_failures() == {}
+        finally:
+            await judge.close()
+
+    asyncio.run(run())
+    assert len(endpoint.bodies) == 2
+
+
+def test_own_fields_replace_those_of_the_request(endpoint):
+    config = settings(
+        endpoint,
+        f"{JUDGE}.request={{temperature: null, max_tokens: null, max_completion_tokens: 99}}",
+        f"{JUDGE}.response_format=none",
+    )
+    judged(config, RIGHT)
+    body = endpoint.bodies[0]
+    assert set(body) == {"model", "messages", "max_completion_tokens"} and body["max_completion_tokens"] == 99
+
+
+def test_row_without_key_is_an_error_of_the_row(endpoint):
+    config = settings(endpoint, f"{JUDGE}.rubric=\"'{{topic}} {{completion}}'\"")
+    (error, verdict), judge = judged(config, RIGHT, Item("", "4", "", {"topic": "sums"}))
+    assert isinstance(error, RewardError) and "no key 'topic'" in str(error) and error.cause == "raised"
+    assert math.isfinite(verdict.reward) and len(endpoint.bodies) == 1
+    assert asyncio.run(judge.check_answer("judge", RIGHT)) == "the row has no key 'topic', which the rubric names"
+
+
+def test_judge_takes_the_place_of_the_pool(endpoint):
+    async def run():
+        verifiers = open_verifiers(settings(endpoint), sharers=1)
+        try:
+            return await verifiers.verify("judge", RIGHT)
+        finally:
+            await verifiers.close()
+
+    assert asyncio.run(run()).correct is True
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ([f"{JUDGE}.base_url=''"], "must be an address"),
+        ([f"{JUDGE}.base_url=localhost:8000"], "must be an address"),
+        ([f"{JUDGE}.base_url=http://me:{KEY}@host/v1"], "address alone"),
+        ([f"{JUDGE}.model=''"], "name the model"),
+        ([f"{JUDGE}.api_key_env={KEY}"], "not the key itself"),
+        ([f"{JUDGE}.api_key_env=NOT_SET_ANYWHERE"], "is not set"),
+        ([f"{JUDGE}.rubric=judge"], "would not see"),
+        ([f"{JUDGE}.criteria=[{{name: a}},{{name: a}}]"], "two criteria"),
+        ([f"{JUDGE}.request={{stream: true}}"], "must not set stream"),
+        (["rollout.workers=32"], "divided among rollout.workers"),
+        ([f"{JUDGE}.requests_per_minute=1", "rollout.workers=2"], "divided among rollout.workers"),
+        (["data.verifier_args={a: 1}"], "the judge has none"),
+    ],
+)
+def test_bad_setting_is_refused_in_one_line(overrides, problem):
+    with pytest.raises(ConfigError, match=problem) as caught:
+        LlmJudge.check(settings(JudgeEndpoint(url="http://127.0.0.1:9/v1"), *overrides))
+    assert "\n" not in str(caught.value) and KEY not in str(caught.value)
