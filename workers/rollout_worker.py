@@ -1,4 +1,4 @@
-"""A RolloutWorker process: many rollouts on one event loop, rewards in its verifier pool. Stateless."""
+"""A RolloutWorker process: many rollouts on one event loop, rewards in verifier processes. Stateless."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from realsys.config.rules.backend_rules import backend_rules
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
-from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
+from realsys.reward.build import open_verifiers
 from realsys.rollout import agents, environments
 from realsys.rollout.manager_client import ManagerClient
 from realsys.rollout.partial import PartialRolloutManager
@@ -50,12 +49,11 @@ async def serve(ctx: WorkerContext) -> None:
     )
     ctx.count(lambda: {"bad_messages": pusher.bad_messages})
     generation = GenerationClient.of(config.generation, ctx.token, ctx.check_alive)
-    reward, data = config.rollout.reward, config.data
-    pool = VerifierPool(reward.processes, Limits.of(reward), {data.verifier: data.verifier_args})
-    agent = agents.build(config, tokenizer, environments.build(config, tokenizer, pool))
+    verifiers = await open_verifiers(ctx)
+    agent = agents.build(config, tokenizer, environments.build(config, tokenizer, verifiers))
     player = group_player(config, agent, PartialRolloutManager(manager, generation), tokenizer.eos_token_ids)
     loop = RolloutLoop(
-        LoopParts(manager, player, prompts, pusher, pool),
+        LoopParts(manager, player, prompts, pusher, verifiers),
         ctx.name,
         incarnation=ctx.incarnation,
         max_groups=config.rollout.max_concurrent,
@@ -67,7 +65,7 @@ async def serve(ctx: WorkerContext) -> None:
         await loop.run(stop_event(ctx))
     finally:
         ctx.store.interrupt()  # the event loop waits for its threads, and one may wait for an address
-        await pool.close()
+        await verifiers.close()
         await pusher.close()
         await generation.close()
         await manager.close()

@@ -37,7 +37,7 @@ from realsys.manager.messages import (
     TouchReply,
     TouchRequest,
 )
-from realsys.reward.pool import VerifierPool
+from realsys.reward.build import Verifiers
 from realsys.rollout.defects import one_line
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.sessions import Played
@@ -84,7 +84,7 @@ class LoopParts:
     player: Player
     prompts: Prompts
     pusher: Push
-    verifiers: VerifierPool
+    verifiers: Verifiers
 
 
 class _Stopped(Exception):

@@ -31,12 +31,24 @@ class CallFailed(Exception):
     """A call without a usable reply. ``status`` is 0 if no reply came. ``reason`` and the message are one line each.
 
     ``timed_out``: no reply came within the time limit, and no connection broke.
+    ``unreachable``: no connection was made.
+    ``retry_after_s``: for how long the service asks to be left alone, 0 if it does not.
     """
 
-    def __init__(self, reason: str, status: int = 0, *, timed_out: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        status: int = 0,
+        *,
+        timed_out: bool = False,
+        unreachable: bool = False,
+        retry_after_s: float = 0.0,
+    ) -> None:
         self.reason = reason
         self.status = status
         self.timed_out = timed_out
+        self.unreachable = unreachable
+        self.retry_after_s = retry_after_s
         super().__init__(f"status {status}: {reason}" if status else reason)
 
 
@@ -88,7 +100,9 @@ class HttpClient:
                 case "garbage":
                     data = b"{\xff"
             for _ in range(repeat):
-                status, payload = await self._exchange(url, data, (timeout_s, connect_timeout_s), on_line)
+                status, payload, retry_after_s = await self._exchange(
+                    url, data, (timeout_s, connect_timeout_s), on_line
+                )
             match self._faults(True):
                 case "drop":
                     raise ConnectionResetError("the reply was lost")
@@ -98,9 +112,12 @@ class HttpClient:
             what = "no answer" if on_line is None else "no answer and no progress"
             raise CallFailed(f"{what} within {timeout_s:g} s", timed_out=True) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise CallFailed(f"connection failed: {str(error) or type(error).__name__}") from error
+            unreachable = isinstance(error, aiohttp.ClientConnectorError)
+            raise CallFailed(
+                f"connection failed: {str(error) or type(error).__name__}", unreachable=unreachable
+            ) from error
         if status != 200:
-            raise CallFailed(reason_of(payload), status)
+            raise CallFailed(reason_of(payload), status, retry_after_s=retry_after_s)
         return payload
 
     async def answers(self, url: str, timeout_s: float) -> bool:
@@ -125,8 +142,11 @@ class HttpClient:
 
     async def _exchange(
         self, url: str, data: bytes | None, bounds_s: tuple[float, float], on_line: OnLine | None
-    ) -> tuple[int, bytes]:
-        """Return status and body. ``bounds_s``: of the call (or of its silence), and of the connection."""
+    ) -> tuple[int, bytes, float]:
+        """Return status, body and the seconds of Retry-After.
+
+        ``bounds_s``: of the call (or of its silence), and of the connection.
+        """
         if self._session is None:
             self._session = _open_session(self._headers, force_close=not self._reuse)
         limit_s, connect_s = bounds_s
@@ -134,7 +154,9 @@ class HttpClient:
         timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=connect_s, sock_read=silence_s)
         method = "GET" if data is None else "POST"
         async with self._session.request(method, url, data=data, timeout=timeout) as response:
-            return response.status, await _read_reply(response, on_line if response.status == 200 else None)
+            body = await _read_reply(response, on_line if response.status == 200 else None)
+            after = response.headers.get("Retry-After", "")[:9]
+            return response.status, body, float(after) if after.isascii() and after.isdigit() else 0.0
 
 
 def _open_session(headers: Mapping[str, str], **connector: bool) -> aiohttp.ClientSession:
