@@ -9,6 +9,7 @@ A client adds to this what its reply means, and whether to try again (``attempts
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Self
 
@@ -20,6 +21,7 @@ from realsys.errors import MALFORMED
 
 MAX_REPLY = 1 << 30  # bytes; 64 answers of 32,768 tokens are 90 MB
 _CONNECT_TIMEOUT_S = 10.0
+_IN_ONE_GO = 1 << 19  # bytes of a request
 _SHOWN = 300  # characters of a reply that is not the JSON of an error
 _HEADERS = {"Content-Type": "application/json"}
 #: Receives a line of a reply without its end.
@@ -153,10 +155,12 @@ class HttpClient:
         total_s, silence_s = (limit_s, None) if on_line is None else (None, limit_s)
         timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=connect_s, sock_read=silence_s)
         method = "GET" if data is None else "POST"
-        async with self._session.request(method, url, data=data, timeout=timeout) as response:
-            body = await _read_reply(response, on_line if response.status == 200 else None)
+        # aiohttp copies bytes into the socket's buffer in one go, and warns of that; a file is sent in pieces.
+        body = io.BytesIO(data) if data is not None and len(data) > _IN_ONE_GO else data
+        async with self._session.request(method, url, data=body, timeout=timeout) as response:
+            reply = await _read_reply(response, on_line if response.status == 200 else None)
             after = response.headers.get("Retry-After", "")[:9]
-            return response.status, body, float(after) if after.isascii() and after.isdigit() else 0.0
+            return response.status, reply, float(after) if after.isascii() and after.isdigit() else 0.0
 
 
 def _open_session(headers: Mapping[str, str], **connector: bool) -> aiohttp.ClientSession:

@@ -216,7 +216,8 @@ class ServiceVerifiers:
         """Hand outcomes to their callers."""
         for end in settled:
             future, outcome = self._futures[end.number], end.outcome
-            self.failures[CPU_TIME] += end.over_limit
+            if end.over_limit:
+                self.failures[CPU_TIME] += 1
             if isinstance(outcome, Failure) and outcome.cause != REFUSED:
                 self.failures[outcome.cause] += 1
                 self.undecided += 1

@@ -8,6 +8,7 @@ POST /verify ──> room? ──> a task for each item in the pool ──> line
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
@@ -42,7 +43,7 @@ class RewardServer:
     ) -> None:
         """``token`` is what every POST must carry; None only for a service on loopback without a trial."""
         self._pool = pool
-        self._room = Room(max_items, asyncio.get_running_loop().time)
+        self._room = Room(max_items, time.monotonic)
         routes = [
             Route("/verify", self._verify, methods=["POST"]),
             Route("/info", self._info),
@@ -118,10 +119,15 @@ class _Batch:
         self._pool = pool
         self._decided: list[p.Decided] = []
         work = Work(request.name, request.check)
-        tasks = [asyncio.create_task(self._judge(index, work, bytes(item))) for index, item in enumerate(request.items)]
-        for task in tasks:
-            task.add_done_callback(lambda ended: room.leave(decided=not ended.cancelled()))
-        self.done = asyncio.gather(*tasks)
+        self._room = room
+        self._tasks = {
+            asyncio.create_task(self._judge(index, work, bytes(item))) for index, item in enumerate(request.items)
+        }
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+        if not self._tasks:
+            self.done.set_result(None)
 
     def take(self) -> p.VerifyReply:
         """Return what was decided since the last call."""
@@ -130,7 +136,8 @@ class _Batch:
 
     def cancel(self) -> None:
         """Give up the items that are not decided."""
-        self.done.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     async def lines(self) -> AsyncIterator[bytes]:
         """Yield a line every PROGRESS_S, then the rest."""
@@ -141,6 +148,12 @@ class _Batch:
             yield msgspec.json.encode(self.take())
         finally:
             self.cancel()  # the caller closed the connection, unless all are decided
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._room.leave(decided=not task.cancelled())
+        self._tasks.discard(task)
+        if not self._tasks:
+            self.done.set_result(None)
 
     async def _judge(self, index: int, work: Work, item: bytes) -> None:
         outcome: Verdict | Failure | p.NoVerifier
