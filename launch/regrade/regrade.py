@@ -32,7 +32,7 @@ from realsys.launch.commands.replay import last_recorded
 from realsys.launch.regrade.disagreement import Different, Disagreement, verdict_name
 from realsys.launch.regrade.recorded import LeftOut, Recorded, RecordReader
 from realsys.launch.screen.evaluation_samples import printable
-from realsys.reward.verifiers_of_trial import open_verifiers
+from realsys.reward.build import open_verifiers
 from realsys.rollout import environments
 from realsys.rollout.defects import explain
 from realsys.rollout.environments.base import Environment

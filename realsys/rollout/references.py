@@ -20,8 +20,8 @@ from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.data.lines import ORIGIN, Lines, Problem
 from realsys.data.prompts import open_splits, plain_text
 from realsys.errors import ConfigError, DataError, NoVerifierError
+from realsys.reward.build import open_verifiers
 from realsys.reward.verifiers.base import Item
-from realsys.reward.verifiers_of_trial import open_verifiers
 
 CHUNK = 1024  # references that are checked together
 MAX_PROCESSES = 8

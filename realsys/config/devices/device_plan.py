@@ -26,6 +26,7 @@ Kind = Literal[
     "gserver_manager",
     "generation_server",
     "model_worker",
+    "reward_service",
     "rollout_worker",
     "master_worker",
     "evaluator",

@@ -1,0 +1,110 @@
+"""The verifiers of a process: verifier processes of its own or the trial's reward services, and the trial's judges."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from realsys.config.doors import JUDGE
+from realsys.config.evaluation_sets import verifier_arguments
+from realsys.config.schema import Config
+from realsys.reward.pool import VerifierPool
+from realsys.reward.service.dispatch import Bounds
+from realsys.reward.service.reward_client import ServiceVerifiers
+from realsys.reward.verifier_process import Limits
+from realsys.reward.verifiers.base import Item, Verdict
+
+if TYPE_CHECKING:
+    from realsys.cluster.worker import WorkerContext
+
+
+class Verifiers(Protocol):
+    """Judges of completions, for one event loop.
+
+    ``waiting``: items that wait to be begun. ``undecided``: items without a verdict since the start.
+    """
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def undecided(self) -> int: ...
+
+    def take_failures(self) -> dict[str, int]:
+        """Return the items since the last call without a verdict or over a limit, by cause."""
+        ...
+
+    async def verify(self, name: str, item: Item) -> Verdict:
+        """Judge one completion. Raises RewardError if it has no verdict, NoVerifierError or StuckError if none has."""
+        ...
+
+    async def check_answer(self, name: str, item: Item) -> str | None:
+        """Return why the row of an item, which has no completion, cannot be judged; None if it can."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class VerifiersByName:
+    """Some verifiers by their names, and ``others`` for all further names."""
+
+    def __init__(self, by_name: Mapping[str, Verifiers], others: Verifiers) -> None:
+        self._by_name, self._others = by_name, others
+        self._all = [*by_name.values(), others]
+
+    @property
+    def waiting(self) -> int:
+        return sum(each.waiting for each in self._all)
+
+    @property
+    def undecided(self) -> int:
+        return sum(each.undecided for each in self._all)
+
+    def take_failures(self) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for each in self._all:
+            total.update(each.take_failures())
+        return dict(total)
+
+    async def verify(self, name: str, item: Item) -> Verdict:
+        return await self._by_name.get(name, self._others).verify(name, item)
+
+    async def check_answer(self, name: str, item: Item) -> str | None:
+        return await self._by_name.get(name, self._others).check_answer(name, item)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(each.close() for each in self._all))
+
+
+def make_pool(config: Config, *, processes: int = 0, judgements: int = 2) -> VerifierPool:
+    """Return verifier processes. ``processes``: their number; 0: rollout.reward.processes."""
+    reward = config.rollout.reward
+    arguments = verifier_arguments(config)
+    return VerifierPool(processes or reward.processes, Limits.of(reward), arguments, judgements=judgements)
+
+
+def open_verifiers(config: Config, *, processes: int = 0) -> Verifiers:
+    """Return the verifiers of a process that judges alone. ``processes``: as in ``make_pool``. Raises ConfigError."""
+    return _with_judges(config, make_pool(config, processes=processes), sharers=1)
+
+
+async def open_verifiers_of_worker(ctx: WorkerContext) -> Verifiers:
+    """Return the verifiers of a RolloutWorker: ``rollout.reward.services`` chooses. Raises ConfigError."""
+    config = ctx.config
+    others: Verifiers
+    if config.rollout.reward.services:
+        bounds = Bounds(config.cluster.connect_timeout_s, config.manager.rollout_lease_s)
+        others = services = ServiceVerifiers(bounds, ctx.token, check_alive=ctx.check_alive)
+        await services.follow(ctx.store, ctx.names.reward_services)
+    else:
+        others = make_pool(config)
+    return _with_judges(config, others, sharers=config.rollout.workers)
+
+
+def _with_judges(config: Config, others: Verifiers, sharers: int) -> Verifiers:
+    """``sharers``: processes of the trial that share the limits of a judge."""
+    names = [name for name in verifier_arguments(config) if name in JUDGE.builtin]
+    judges: dict[str, Verifiers] = {name: JUDGE.load(name)(config, sharers) for name in names}
+    return VerifiersByName(judges, others) if judges else others
