@@ -9,7 +9,7 @@ import pytest
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
 from tests.support.sandbox.attacks import honest, read_attacks, tests_of
-from tests.support.sandbox.outside import ENVIRONMENT, Outside
+from tests.support.sandbox.outside import ENVIRONMENT, Outside, opened
 from tests.support.sandbox.unguarded import passes_unguarded
 
 ATTACKS = {attack.name: attack for attack in read_attacks()}
@@ -50,10 +50,8 @@ def judge() -> Iterator[Judge]:
 
 @pytest.fixture
 def outside(tmp_path) -> Iterator[Outside]:
-    outside = Outside(tmp_path)
-    outside.open()
-    yield outside
-    outside.close()
+    with opened(Outside(tmp_path)) as outside:
+        yield outside
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, attack in ATTACKS.items() for kind in attack.kinds])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +30,7 @@ OUTSIDE = types.SimpleNamespace(syscall=_syscall, **{values!r})
 
 @dataclass
 class Outside:
-    """Files of a trial in ``folder``, and servers that note who knocks. ``open`` and ``close`` it."""
+    """Files of a trial in ``folder``, and servers that note who knocks. ``opened`` opens and closes it."""
 
     folder: Path
     knocks: list[str] = field(default_factory=list)
@@ -109,6 +111,15 @@ class Outside:
         names = sorted(path.name for path in self.folder.iterdir() if path.name != "socket")
         system = {"host name": socket.gethostname(), "files of the trial": names, "marked files": marked, "ipc": left}
         return {**files, **system}
+
+
+@contextlib.contextmanager
+def opened(outside: Outside) -> Iterator[Outside]:
+    outside.open()
+    try:
+        yield outside
+    finally:
+        outside.close()
 
 
 def _file_state(file: Path) -> object:

@@ -1,4 +1,4 @@
-"""Has 64 processes that take 256 MB each.
+"""Has 24 processes that take 128 MB each.
 
 tests: stdio
 """
@@ -7,10 +7,10 @@ import contextlib
 import os
 import signal
 
-for _ in range(64):
+for _ in range(24):
     with contextlib.suppress(OSError):
         if os.fork() == 0:
             with contextlib.suppress(MemoryError):
-                kept = b"x" * (256 << 20)
+                kept = b"x" * (128 << 20)
             signal.pause()
 signal.pause()
