@@ -1,0 +1,427 @@
+"""Sandbox: runs programs that nobody has read. For one thread.
+
+    with Sandbox() as sandbox:
+        output = sandbox.run("print(input())", b"hi", Limits())            # input and output
+        with sandbox.serve("def f(x): return x + 1", Limits()) as program:  # calls
+            program.call("f", 1)
+        sandbox.test("def f(x): return x + 1", UnitTests("assert f(1) == 2"), Limits())
+
+`error-is-not-data`: a failure of the sandbox itself raises SandboxError. It is never the result of a program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from realsys.errors import SandboxError
+from realsys.sandbox import isolation
+from realsys.sandbox.inside import plain
+from realsys.sandbox.inside.child import READY
+from realsys.sandbox.inside.zygote import MAX_MESSAGE
+from realsys.sandbox.limits import CPU, CRASHED, OUTPUT, WALL, WRONG, Ended, Limits, Output, Tested
+
+START_S = 20.0  # bound on the start of the zygote
+_BEGIN_S = 20.0  # bound on the start of a program, on a busy machine
+_END_S = 20.0  # bound on the end of a killed program
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command to run instead of Python.
+
+    argv   absolute path of the executable, and arguments; the working folder is /tmp
+    files  files to write before, path -> content; they are executable
+    makes  file whose content is wanted afterwards (Output.made), such as a compiled program
+    """
+
+    argv: tuple[str, ...]
+    files: dict[str, bytes]
+    makes: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTests:
+    """Source of tests; names that it does not define are the program's.
+
+    trusted   sources that define helpers of the tests, such as the prompt; ``function`` is always the program's
+    """
+
+    source: str
+    function: str = ""
+    trusted: tuple[str, ...] = ()
+
+
+class ProgramRaised(Exception):
+    """The program raised an exception, or has ended. ``reason``: one of ``limits.REASONS``."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class _Child:
+    """A child of the zygote, from the outside."""
+
+    def __init__(self, sandbox: Sandbox, number: int, channel: socket.socket, limits: Limits) -> None:
+        self.number = number
+        self.channel = channel
+        self.limits = limits
+        self.begin = time.monotonic()
+        self.ended: Ended | None = None
+        self.reached = ""
+        self._sandbox = sandbox
+
+    def kill(self, reached: str) -> None:
+        self.reached = self.reached or reached
+        self._sandbox.send({"kill": self.number})
+
+    @property
+    def left_s(self) -> float:
+        return self.begin + self.limits.wall_s - time.monotonic()
+
+
+class Sandbox:
+    """Programs in a sandbox with one zygote, which is started when it is needed. ``restarts``: zygotes that died."""
+
+    def __init__(self, settings: isolation.Settings | None = None) -> None:
+        self.restarts = 0
+        self._settings = settings or isolation.Settings()
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        #: Ended zygotes are not collected: their CPU time would count as that of this process.
+        self._dead: list[subprocess.Popen[bytes]] = []
+        self._number = 0
+        self._children: dict[int, _Child] = {}
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- what a caller wants
+
+    def run(self, program: str | Command, stdin: bytes, limits: Limits) -> Output:
+        """Run a program, source or command, with input and output. Raises SandboxError."""
+        is_command = isinstance(program, Command)
+        with contextlib.ExitStack() as stack:
+            given = stack.enter_context(os.fdopen(os.memfd_create("stdin"), "w+b", buffering=0))
+            given.write(stdin)
+            given.seek(0)
+            pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
+            readers = [stack.enter_context(os.fdopen(pipe[0], "rb", buffering=0)) for pipe in pipes]
+            writers = [stack.enter_context(os.fdopen(pipe[1], "wb", buffering=0)) for pipe in pipes]
+            descriptors = [given.fileno(), *(writer.fileno() for writer in writers)]
+            child = stack.enter_context(self._child("command" if is_command else "run", limits, descriptors))
+            for writer in writers:
+                writer.close()
+            self._give(child, _command_task(program) if isinstance(program, Command) else {"source": program})
+            return self._pump(child, [reader.fileno() for reader in readers], is_command)
+
+    @contextlib.contextmanager
+    def serve(self, source: str, limits: Limits) -> Iterator[Program]:
+        """Load a program in a process that answers calls. Raises SandboxError."""
+        ours, theirs = socket.socketpair()
+        with ours, contextlib.ExitStack() as stack:
+            child = stack.enter_context(self._child("serve", limits, [theirs.fileno()]))
+            theirs.close()
+            self._give(child, {"source": source})
+            yield Program(self, child, ours)
+
+    def test(self, source: str, tests: UnitTests, limits: Limits) -> Tested:
+        """Run unit tests in one process against the program in another. Raises SandboxError."""
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as stack:
+            program = stack.enter_context(self._child("serve", limits, [theirs.fileno()]))
+            tester = stack.enter_context(self._child("test", limits, [ours.fileno()]))
+            ours.close()
+            theirs.close()
+            self._give(program, {"source": source})
+            task = {"source": tests.source, "function": tests.function, "trusted": list(tests.trusted)}
+            self._give(tester, task)
+            verdict = self._verdict(tester, program)
+            if verdict is None:
+                reason = tester.reached or self.finish(tester).reached or self._how(program) or CRASHED
+                return Tested(False, reason, f"the tests gave no verdict: {reason}")
+            if verdict["passed"]:
+                return Tested(True)
+            return Tested(False, self._how(program) or WRONG, verdict["why"])
+
+    def close(self) -> None:
+        """End the zygote and all programs."""
+        self._drop()
+        for process in self._dead:
+            process.kill()
+            process.wait()
+        self._dead.clear()
+
+    # ---- children
+
+    @contextlib.contextmanager
+    def _child(self, mode: str, limits: Limits, descriptors: list[int]) -> Iterator[_Child]:
+        """Start a child; on leaving it is killed, with all that it started."""
+        control = self._started()
+        self._number += 1
+        ours, theirs = socket.socketpair()
+        child = _Child(self, self._number, ours, limits)
+        with ours:
+            message = {"id": child.number, "mode": mode, "limits": limits.as_message()}
+            try:
+                socket.send_fds(control, [json.dumps(message).encode()], [theirs.fileno(), *descriptors])
+            except OSError as error:
+                theirs.close()
+                raise self._failed(f"cannot be asked: {error}") from None
+            theirs.close()
+            self._children[child.number] = child
+            try:
+                yield child
+            finally:
+                if self._control is control and child.ended is None:
+                    self.finish(child)
+                self._children.pop(child.number, None)
+
+    def _give(self, child: _Child, task: dict[str, Any]) -> None:
+        """Wait until the child is confined, and give it its task. Raises SandboxError."""
+        descriptor = child.channel.fileno()
+        ready, _, _ = select.select([descriptor], [], [], _BEGIN_S)
+        said = plain.receive(descriptor) if ready else b""
+        if said != READY:
+            self._look(0.2)
+            problem = "ended" if said is None else said.decode("utf-8", "replace") or f"no start within {_BEGIN_S:g} s"
+            raise self._failed(f"a program could not be confined: {problem}")
+        child.begin = time.monotonic()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            plain.send(descriptor, plain.encode(task))
+
+    def finish(self, child: _Child) -> Ended:
+        """Kill the child if it has not ended, and return how it ended."""
+        if child.ended is None:
+            self.send({"kill": child.number})
+            self.wait(child, _END_S)
+        if child.ended is None:
+            raise self._failed("a killed program did not end")
+        return child.ended
+
+    def wait(self, child: _Child, seconds: float) -> None:
+        """Wait until the child has ended, at most so long."""
+        until = time.monotonic() + seconds
+        while child.ended is None and (left := until - time.monotonic()) > 0:
+            self._look(left)
+
+    def _how(self, child: _Child) -> str:
+        """Return the limit that a child reached, or "crashed" if it ended although it should serve; else ""."""
+        if child.reached:
+            return child.reached
+        self._look(0.0)
+        if child.ended is None:
+            return ""
+        return child.ended.reason
+
+    def _verdict(self, tester: _Child, program: _Child) -> dict[str, Any] | None:
+        """Return what the tests say; None if they reach a limit or crash."""
+        while (left := tester.left_s) > 0:
+            assert self._control is not None
+            ready, _, _ = select.select([tester.channel, self._control], [], [], left)
+            if self._control in ready:
+                self._look(0.0)
+            if tester.channel in ready:
+                data = plain.receive(tester.channel.fileno())
+                return None if data is None else plain.decode(data)
+        program.reached = program.reached or WALL
+        tester.reached = WALL
+        return None
+
+    def _pump(self, child: _Child, readers: list[int], is_command: bool) -> Output:
+        """Read what the child writes until it has ended."""
+        texts = {reader: bytearray() for reader in readers}
+        open_readers, most = list(readers), int(child.limits.output_mb * (1 << 20))
+        answer: dict[str, Any] = {}
+        if is_command:
+            open_readers.append(child.channel.fileno())
+        while child.ended is None or open_readers:
+            assert self._control is not None
+            watched = [*open_readers, self._control.fileno()] if child.ended is None else open_readers
+            left = child.left_s if not child.reached else _END_S
+            ready, _, _ = select.select(watched, [], [], max(0.0, left))
+            if not ready:
+                if child.reached:
+                    raise self._failed("a killed program did not end")
+                child.kill(WALL)
+            for descriptor in ready:
+                if descriptor == self._control.fileno():
+                    self._look(0.0)
+                elif descriptor not in texts:
+                    open_readers.remove(descriptor)
+                    answer = self._answer(descriptor)
+                elif data := os.read(descriptor, _CHUNK):
+                    if sum(map(len, texts.values())) <= most:
+                        texts[descriptor] += data
+                    elif not child.reached:
+                        child.kill(OUTPUT)
+                else:
+                    open_readers.remove(descriptor)
+        ended = child.ended
+        if answer:
+            ended = Ended(answer["code"], ended.reached, ended.cpu_s, ended.wall_s, ended.peak_mb)
+        return Output(ended, *(bytes(texts[reader]) for reader in readers), answer.get("made"))
+
+    def _answer(self, descriptor: int) -> dict[str, Any]:
+        """Return what a command's process says; it is as little trusted as the program."""
+        try:
+            data = plain.receive(descriptor)
+            answer = {} if data is None else plain.decode(data)
+        except (OSError, plain.PlainError):
+            return {}
+        fits = isinstance(answer, dict) and type(answer.get("code")) is int
+        return answer if fits and isinstance(answer.get("made"), bytes | None) else {}
+
+    # ---- the zygote
+
+    def _started(self) -> socket.socket:
+        """Return the channel of a zygote that is up. Raises SandboxError."""
+        if self._control is not None:
+            return self._control
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            os.set_inheritable(theirs.fileno(), True)
+            setup = json.dumps(isolation.setup_of(self._settings))
+            command = isolation.zygote_command(self._settings, theirs.fileno(), setup)
+            self._zygote = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                env=isolation.environment(),
+            )
+        self._control = ours
+        ready, _, _ = select.select([ours], [], [], START_S)
+        said = ours.recv(MAX_MESSAGE) if ready else b""
+        if not said:
+            raise self._failed(f"did not start: {self._last_words()}")
+        return ours
+
+    def _last_words(self) -> str:
+        assert self._zygote is not None and self._zygote.stderr is not None
+        self._zygote.kill()
+        text = self._zygote.stderr.read(4000).decode("utf-8", "replace").split("\n")
+        return next((line.strip() for line in reversed(text) if line.strip()), "it said nothing")
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Tell the zygote. Raises SandboxError."""
+        if self._control is None:
+            raise SandboxError("the sandbox is closed")
+        try:
+            self._control.sendall(json.dumps(message).encode())
+        except OSError as error:
+            raise self._failed(f"cannot be told: {error}") from None
+
+    def _look(self, seconds: float) -> None:
+        """Read what the zygote says: one message, if there is one within this time. Raises SandboxError."""
+        assert self._control is not None
+        ready, _, _ = select.select([self._control], [], [], max(0.0, seconds))
+        if not ready:
+            return
+        try:
+            data = self._control.recv(MAX_MESSAGE)
+        except OSError:
+            data = b""
+        if not data:
+            raise self._failed("died")
+        message = json.loads(data)
+        child = self._children.get(message["id"])
+        if "error" in message:
+            raise self._failed(f"a program could not be started: {message['error']}")
+        if child is not None:
+            wall_s = time.monotonic() - child.begin
+            reached = child.reached or message["reached"]
+            child.ended = Ended(message["code"], reached, message["cpu_s"], wall_s, message["peak_mb"])
+
+    def _failed(self, problem: str) -> SandboxError:
+        """End the zygote; the next program gets a new one."""
+        self.restarts += 1
+        self._drop()
+        return SandboxError(f"sandbox: {problem}")
+
+    def _drop(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._zygote is not None:
+            self._zygote.kill()
+            if self._zygote.stderr is not None:
+                self._zygote.stderr.close()
+            self._dead.append(self._zygote)
+            self._zygote = None
+        self._children.clear()
+
+
+class Program:
+    """A program that answers calls. After ProgramRaised with another reason than CRASHED it is gone."""
+
+    def __init__(self, sandbox: Sandbox, child: _Child, link: socket.socket) -> None:
+        self._sandbox = sandbox
+        self._child = child
+        self._link = link
+        self._loaded = False
+
+    def call(self, name: str, arguments: list[Any]) -> Any:
+        """Return the plain data that a function returns. Raises ProgramRaised, and SandboxError."""
+        if not self._loaded:
+            self._receive()
+            self._loaded = True
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            plain.send(self._link.fileno(), plain.encode(("call", name, arguments, {})))
+        return self._receive()
+
+    def _receive(self) -> Any:
+        descriptor = self._link.fileno()
+        data = bytearray()
+        wanted = plain.LENGTH.size
+        while len(data) < wanted:
+            left = self._child.left_s
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                raise ProgramRaised(WALL, "no result in time")
+            chunk = os.read(descriptor, min(_CHUNK, wanted - len(data)))
+            if not chunk:
+                raise self._gone()
+            data += chunk
+            if len(data) == plain.LENGTH.size:
+                wanted += plain.LENGTH.unpack(data)[0]
+                if wanted > self._child.limits.output_mb * (1 << 20):
+                    raise ProgramRaised(OUTPUT, "the result is too long")
+        try:
+            answer = plain.decode(bytes(data[plain.LENGTH.size :]))
+        except plain.PlainError as error:
+            raise ProgramRaised(CRASHED, str(error)) from None
+        if isinstance(answer, tuple) and len(answer) == 2 and answer[0] == "ok":
+            return answer[1]
+        if isinstance(answer, tuple) and len(answer) == 3:
+            raise ProgramRaised(CRASHED, f"{answer[1]}: {answer[2]}"[:300])
+        raise ProgramRaised(CRASHED, "the result cannot be read")
+
+    def _gone(self) -> ProgramRaised:
+        """Return why the program has ended."""
+        self._sandbox.wait(self._child, 1.0)
+        ended = self._child.ended
+        reason = CRASHED if ended is None else ended.reason or CRASHED
+        return ProgramRaised(reason, "the program ended")
+
+
+def _command_task(command: Command) -> dict[str, Any]:
+    return {
+        "argv": list(command.argv),
+        "files": command.files,
+        "makes": command.makes,
+        "environment": isolation.environment(),
+    }
