@@ -9,11 +9,10 @@ import os
 
 
 def gained(outside):
-    found = False
     home = os.path.expanduser("~")
-    for folder in ("/tmp", "/dev/shm", "/var/tmp", "/run", "/run/lock", ".", home, "/dev", "/dev/mqueue"):
-        with contextlib.suppress(OSError):
-            found = found or outside.mark in os.listdir(folder)
-            with open(f"{folder}/{outside.mark}", "w") as file:
-                file.write("from the program before")
+    folders = ("/tmp", "/dev/shm", "/var/tmp", "/run", "/run/lock", ".", home, "/dev", "/dev/mqueue")
+    found = any(os.path.exists(f"{folder}/{outside.mark}") for folder in folders)
+    for folder in folders:
+        with contextlib.suppress(OSError), open(f"{folder}/{outside.mark}", "w") as file:
+            file.write("from the program before")
     return found

@@ -5,7 +5,7 @@ tests: stdio
 
 import contextlib
 
-block = bytearray(b"x" * (1 << 20))
+block = b"x" * (1 << 20)
 while True:
     with contextlib.suppress(MemoryError):
-        block += block
+        block = block + block

@@ -9,8 +9,7 @@ import resource
 
 
 def gained(outside):
-    others = {os.getppid(), 1, *outside.pids, *(int(name) for name in os.listdir("/proc") if name.isdigit())}
-    for pid in others - {os.getpid(), 0}:
+    for pid in outside.others():
         for change in (
             lambda pid=pid: resource.prlimit(pid, resource.RLIMIT_CPU, (1, 1)),
             lambda pid=pid: os.setpriority(os.PRIO_PROCESS, pid, 19),

@@ -7,8 +7,8 @@ import contextlib
 import os
 import signal
 
-for pid in (os.getppid(), *(int(name) for name in os.listdir("/proc") if name.isdigit())):
-    if pid not in (os.getpid(), 0):
+for pid in range(1, 1 << 15):
+    if pid != os.getpid():
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 with contextlib.suppress(OSError):

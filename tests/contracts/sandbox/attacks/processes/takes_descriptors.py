@@ -9,8 +9,7 @@ import os
 
 def gained(outside):
     pidfd_open, pidfd_getfd = 434, 438
-    others = {os.getppid(), 1, *outside.pids, *(int(name) for name in os.listdir("/proc") if name.isdigit())}
-    for pid in others - {os.getpid(), 0}:
+    for pid in outside.others():
         pidfd = outside.syscall(pidfd_open, pid, 0)
         if pidfd >= 0 and any(outside.syscall(pidfd_getfd, pidfd, number, 0) >= 0 for number in range(32)):
             return True

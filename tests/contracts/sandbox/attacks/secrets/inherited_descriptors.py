@@ -8,13 +8,11 @@ import stat
 
 
 def gained(outside):
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) < 3:
-            continue
+    for number in range(3, 4096):
         try:
-            mode, target = os.fstat(int(name)).st_mode, os.readlink(f"/proc/self/fd/{name}")
-        except OSError:  # the descriptor of listdir itself
+            mode = os.fstat(number).st_mode
+        except OSError:
             continue
-        if stat.S_ISDIR(mode) or stat.S_ISBLK(mode) or (stat.S_ISREG(mode) and not target.startswith("/tmp")):
+        if stat.S_ISDIR(mode) or stat.S_ISBLK(mode) or stat.S_ISREG(mode):
             return True
     return False

@@ -4,9 +4,13 @@ tests: stdio
 unguarded: gains
 """
 
+import contextlib
 import os
 
 
 def gained(outside):
-    with open("/proc/self/environ", "rb") as file:
-        return outside.environment in os.environ or outside.environment.encode() in file.read()
+    if outside.environment in os.environ:
+        return True
+    with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:
+        return outside.environment.encode() in file.read()
+    return False

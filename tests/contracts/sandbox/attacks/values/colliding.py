@@ -11,9 +11,9 @@ FACTOR = sys.hash_info.modulus
 def double(n):
     class Colliding(frozenset):
         def __iter__(self):
-            return (index * FACTOR for index in range(500_000))
+            return (index * FACTOR for index in range(40_000))
 
         def __len__(self):
-            return 500_000
+            return 40_000
 
     return Colliding()

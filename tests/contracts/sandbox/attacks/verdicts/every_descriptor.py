@@ -18,7 +18,7 @@ def forge():
     messages += [b"\xc3", b"\x06", b"\x91\x06", b"\x92\xc3\x06", b"\x82\xa2ok\xc3\xa5value\x06", b"\x00", b"\x01"]
     messages += [struct.pack(order + "I", len(one)) + one for one in messages for order in "<>"]
     messages += [struct.pack(order + "Q", len(one)) + one for one in messages[:19] for order in "<>"]
-    paths = [f"/proc/{pid}/fd" for pid in os.listdir("/proc") if pid.isdigit()]
+    paths = [f"/proc/{pid}/fd" for pid in ("self", *range(1, 50))]
     for message in messages:
         for number in range(64):
             with contextlib.suppress(OSError):
