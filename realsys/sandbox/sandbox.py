@@ -28,7 +28,7 @@ from realsys.sandbox import isolation
 from realsys.sandbox.inside import plain
 from realsys.sandbox.inside.child import READY
 from realsys.sandbox.inside.zygote import MAX_MESSAGE
-from realsys.sandbox.limits import CRASHED, OUTPUT, WRONG, Ended, Limits, Output, Tested
+from realsys.sandbox.limits import CRASHED, MEMORY, OUTPUT, WRONG, Ended, Limits, Output, Tested
 
 START_S = 20.0  # bound on the start of the zygote
 _BEGIN_S = 20.0  # bound on the start of a program, on a busy machine
@@ -66,11 +66,12 @@ class UnitTests:
 
 
 class ProgramRaised(Exception):
-    """The program raised an exception, or has ended. ``reason``: one of ``limits.REASONS``."""
+    """The program raised an exception, or has ended (``gone``). ``reason``: one of ``limits.REASONS``."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, *, gone: bool = True) -> None:
         super().__init__(message)
         self.reason = reason
+        self.gone = gone
 
 
 class _Child:
@@ -370,13 +371,15 @@ class Sandbox:
 
 
 class Program:
-    """A program that answers calls. After ProgramRaised with another reason than CRASHED it is gone."""
+    """A program that answers calls. ``time_s``: from its start to its last answer."""
 
     def __init__(self, sandbox: Sandbox, child: _Child, link: socket.socket) -> None:
         self._sandbox = sandbox
         self._child = child
         self._link = link
         self._loaded = False
+        self._begin = time.monotonic()
+        self.time_s = 0.0
 
     def call(self, name: str, arguments: list[Any]) -> Any:
         """Return the plain data that a function returns. Raises ProgramRaised, and SandboxError."""
@@ -387,7 +390,10 @@ class Program:
             self._child.mark()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             plain.send(self._link.fileno(), plain.encode(("call", name, arguments, {})))
-        return self._receive()
+        try:
+            return self._receive()
+        finally:
+            self.time_s = time.monotonic() - self._begin
 
     def _receive(self) -> Any:
         descriptor = self._link.fileno()
@@ -414,7 +420,8 @@ class Program:
         if isinstance(answer, tuple) and len(answer) == 2 and answer[0] == "ok":
             return answer[1]
         if isinstance(answer, tuple) and len(answer) == 3:
-            raise ProgramRaised(CRASHED, f"{answer[1]}: {answer[2]}"[:300])
+            reason = MEMORY if answer[1] and answer[1][:1] == ["MemoryError"] else CRASHED
+            raise ProgramRaised(reason, f"{answer[1]}: {answer[2]}"[:300], gone=not self._loaded)
         raise ProgramRaised(CRASHED, "the result cannot be read")
 
     def _gone(self) -> ProgramRaised:
