@@ -224,6 +224,7 @@ VERIFIER = Door(
     "data.verifier",
     "verifier",
     {
+        "code": "realsys.reward.verifiers.code:code",
         "exact": "realsys.reward.verifiers.exact:exact",
         "math": "realsys.reward.verifiers.math:math",
         "reasoning_gym": "realsys.reward.verifiers.reasoning_gym:reasoning_gym",

@@ -17,13 +17,15 @@ REASONS = (
     NO_PROGRAM := "no_program",  # the completion has no program
 )
 
+_BUSY = 4.0  # times its time that a program may take on a busy machine
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of one run of a program and all that it starts.
 
     cpu_s       CPU time, of all its processes together
-    wall_s      time on the clock
+    wall_s      time on the clock, less the time in which the machine had no processor for it
     memory_mb   memory in MiB: address space of each process, and memory of all its processes together
     processes   processes and threads at a time
     output_mb   stdout and stderr together
@@ -49,8 +51,14 @@ class Limits:
             if not getattr(self, field.name) > 0 and field.name != "bound_address_space":
                 raise ValueError(f"{field.name} is {getattr(self, field.name)}: it must be greater than 0")
 
-    def as_message(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    def as_message(self, runs: int = 1) -> dict[str, Any]:
+        """Return them for a process that does so many runs, one after another."""
+        return {**dataclasses.asdict(self), "process_cpu_s": self.cpu_s * runs}
+
+    @property
+    def clock_s(self) -> float:
+        """Bound on a run by the clock. A program that reaches it has not been given its time."""
+        return _BUSY * self.wall_s + 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +67,14 @@ class Ended:
 
     code     exit code, or the negative number of the signal
     reached  the limit that it reached (one of REASONS), or ""
+    waited_s part of wall_s in which the machine had no processor for it, if it was long
     """
 
     code: int
     reached: str = ""
     cpu_s: float = 0.0
     wall_s: float = 0.0
+    waited_s: float = 0.0
     peak_mb: float = 0.0
 
     @property

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -27,12 +28,15 @@ from realsys.sandbox import isolation
 from realsys.sandbox.inside import plain
 from realsys.sandbox.inside.child import READY
 from realsys.sandbox.inside.zygote import MAX_MESSAGE
-from realsys.sandbox.limits import CPU, CRASHED, OUTPUT, WALL, WRONG, Ended, Limits, Output, Tested
+from realsys.sandbox.limits import CRASHED, MEMORY, OUTPUT, WRONG, Ended, Limits, Output, Tested
 
 START_S = 20.0  # bound on the start of the zygote
 _BEGIN_S = 20.0  # bound on the start of a program, on a busy machine
+_LAST_S = 1.0  # a program that closes its channel ends within this time, or is killed
 _END_S = 20.0  # bound on the end of a killed program
 _CHUNK = 1 << 16
+MAX_CALLS = 1000  # calls that may take all their CPU time; the system's own limit of a process counts all of them
+_LONG_S = 0.2  # a run that has taken less goes on with the next call
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +66,12 @@ class UnitTests:
 
 
 class ProgramRaised(Exception):
-    """The program raised an exception, or has ended. ``reason``: one of ``limits.REASONS``."""
+    """The program raised an exception, or has ended (``gone``). ``reason``: one of ``limits.REASONS``."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, *, gone: bool = True) -> None:
         super().__init__(message)
         self.reason = reason
+        self.gone = gone
 
 
 class _Child:
@@ -87,7 +92,13 @@ class _Child:
 
     @property
     def left_s(self) -> float:
-        return self.begin + self.limits.wall_s - time.monotonic()
+        """Return the time until the sandbox gives up. The zygote watches over the limits of the program."""
+        return max(0.0, self.begin + self.limits.clock_s - time.monotonic())
+
+    def mark(self) -> None:
+        """Begin another run."""
+        self.begin = time.monotonic()
+        self._sandbox.send({"mark": self.number})
 
 
 class Sandbox:
@@ -149,13 +160,14 @@ class Sandbox:
             self._give(program, {"source": source})
             task = {"source": tests.source, "function": tests.function, "trusted": list(tests.trusted)}
             self._give(tester, task)
-            verdict = self._verdict(tester, program)
+            verdict = self._verdict(tester)
             if verdict is None:
-                reason = tester.reached or self.finish(tester).reached or self._how(program) or CRASHED
-                return Tested(False, reason, f"the tests gave no verdict: {reason}")
+                reason = self._how(tester) or CRASHED
+                return Tested(False, reason, "the process of the tests ended")
             if verdict["passed"]:
                 return Tested(True)
-            return Tested(False, self._how(program) or WRONG, verdict["why"])
+            reason = self._how(program) if verdict["gone"] else WRONG
+            return Tested(False, reason or CRASHED, verdict["why"])
 
     def close(self) -> None:
         """End the zygote and all programs."""
@@ -175,7 +187,8 @@ class Sandbox:
         ours, theirs = socket.socketpair()
         child = _Child(self, self._number, ours, limits)
         with ours:
-            message = {"id": child.number, "mode": mode, "limits": limits.as_message()}
+            runs = MAX_CALLS if mode == "serve" else 1
+            message = {"id": child.number, "mode": mode, "limits": limits.as_message(runs)}
             try:
                 socket.send_fds(control, [json.dumps(message).encode()], [theirs.fileno(), *descriptors])
             except OSError as error:
@@ -203,8 +216,9 @@ class Sandbox:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             plain.send(descriptor, plain.encode(task))
 
-    def finish(self, child: _Child) -> Ended:
-        """Kill the child if it has not ended, and return how it ended."""
+    def finish(self, child: _Child, seconds: float = 0.0) -> Ended:
+        """Kill the child if it has not ended after so long, and return how it ended."""
+        self.wait(child, seconds)
         if child.ended is None:
             self.send({"kill": child.number})
             self.wait(child, _END_S)
@@ -219,27 +233,19 @@ class Sandbox:
             self._look(left)
 
     def _how(self, child: _Child) -> str:
-        """Return the limit that a child reached, or "crashed" if it ended although it should serve; else ""."""
-        if child.reached:
-            return child.reached
-        self._look(0.0)
-        if child.ended is None:
-            return ""
-        return child.ended.reason
+        """Return why a child that ends has ended."""
+        return self.finish(child, _LAST_S).reason
 
-    def _verdict(self, tester: _Child, program: _Child) -> dict[str, Any] | None:
+    def _verdict(self, tester: _Child) -> dict[str, Any] | None:
         """Return what the tests say; None if they reach a limit or crash."""
-        while (left := tester.left_s) > 0:
-            assert self._control is not None
-            ready, _, _ = select.select([tester.channel, self._control], [], [], left)
-            if self._control in ready:
-                self._look(0.0)
-            if tester.channel in ready:
-                data = plain.receive(tester.channel.fileno())
-                return None if data is None else plain.decode(data)
-        program.reached = program.reached or WALL
-        tester.reached = WALL
-        return None
+        if not select.select([tester.channel], [], [], tester.left_s)[0]:
+            raise self.starved(tester)
+        data = plain.receive(tester.channel.fileno())
+        return None if data is None else plain.decode(data)
+
+    def starved(self, child: _Child) -> SandboxError:
+        """Give up a program that the machine did not run."""
+        return self._failed(f"no end of a program within {child.limits.clock_s:g} s: the machine is too busy")
 
     def _pump(self, child: _Child, readers: list[int], is_command: bool) -> Output:
         """Read what the child writes until it has ended."""
@@ -251,12 +257,9 @@ class Sandbox:
         while child.ended is None or open_readers:
             assert self._control is not None
             watched = [*open_readers, self._control.fileno()] if child.ended is None else open_readers
-            left = child.left_s if not child.reached else _END_S
-            ready, _, _ = select.select(watched, [], [], max(0.0, left))
+            ready, _, _ = select.select(watched, [], [], child.left_s)
             if not ready:
-                if child.reached:
-                    raise self._failed("a killed program did not end")
-                child.kill(WALL)
+                raise self.starved(child)
             for descriptor in ready:
                 if descriptor == self._control.fileno():
                     self._look(0.0)
@@ -272,7 +275,7 @@ class Sandbox:
                     open_readers.remove(descriptor)
         ended = child.ended
         if answer:
-            ended = Ended(answer["code"], ended.reached, ended.cpu_s, ended.wall_s, ended.peak_mb)
+            ended = dataclasses.replace(ended, code=ended.code or answer["code"])
         return Output(ended, *(bytes(texts[reader]) for reader in readers), answer.get("made"))
 
     def _answer(self, descriptor: int) -> dict[str, Any]:
@@ -345,7 +348,8 @@ class Sandbox:
         if child is not None:
             wall_s = time.monotonic() - child.begin
             reached = child.reached or message["reached"]
-            child.ended = Ended(message["code"], reached, message["cpu_s"], wall_s, message["peak_mb"])
+            use = message["cpu_s"], wall_s, message["waited_s"], message["peak_mb"]
+            child.ended = Ended(message["code"], reached, *use)
 
     def _failed(self, problem: str) -> SandboxError:
         """End the zygote; the next program gets a new one."""
@@ -367,32 +371,41 @@ class Sandbox:
 
 
 class Program:
-    """A program that answers calls. After ProgramRaised with another reason than CRASHED it is gone."""
+    """A program that answers calls. ``time_s``: from its start to its last answer."""
 
     def __init__(self, sandbox: Sandbox, child: _Child, link: socket.socket) -> None:
         self._sandbox = sandbox
         self._child = child
         self._link = link
         self._loaded = False
+        self._begin = time.monotonic()
+        self.time_s = 0.0
 
     def call(self, name: str, arguments: list[Any]) -> Any:
         """Return the plain data that a function returns. Raises ProgramRaised, and SandboxError."""
         if not self._loaded:
             self._receive()
             self._loaded = True
+        if time.monotonic() - self._child.begin > _LONG_S:
+            self._child.mark()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             plain.send(self._link.fileno(), plain.encode(("call", name, arguments, {})))
-        return self._receive()
+        try:
+            return self._receive()
+        finally:
+            self.time_s = time.monotonic() - self._begin
 
     def _receive(self) -> Any:
         descriptor = self._link.fileno()
         data = bytearray()
         wanted = plain.LENGTH.size
         while len(data) < wanted:
-            left = self._child.left_s
-            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                raise ProgramRaised(WALL, "no result in time")
-            chunk = os.read(descriptor, min(_CHUNK, wanted - len(data)))
+            if not select.select([descriptor], [], [], self._child.left_s)[0]:
+                raise self._sandbox.starved(self._child)
+            try:
+                chunk = os.read(descriptor, min(_CHUNK, wanted - len(data)))
+            except ConnectionResetError:
+                chunk = b""
             if not chunk:
                 raise self._gone()
             data += chunk
@@ -407,15 +420,14 @@ class Program:
         if isinstance(answer, tuple) and len(answer) == 2 and answer[0] == "ok":
             return answer[1]
         if isinstance(answer, tuple) and len(answer) == 3:
-            raise ProgramRaised(CRASHED, f"{answer[1]}: {answer[2]}"[:300])
+            reason = MEMORY if answer[1] and answer[1][:1] == ["MemoryError"] else CRASHED
+            raise ProgramRaised(reason, f"{answer[1]}: {answer[2]}"[:300], gone=not self._loaded)
         raise ProgramRaised(CRASHED, "the result cannot be read")
 
     def _gone(self) -> ProgramRaised:
-        """Return why the program has ended."""
-        self._sandbox.wait(self._child, 1.0)
-        ended = self._child.ended
-        reason = CRASHED if ended is None else ended.reason or CRASHED
-        return ProgramRaised(reason, "the program ended")
+        """Return why the program has ended, or has closed its end of the link."""
+        ended = self._sandbox.finish(self._child, _LAST_S)
+        return ProgramRaised(ended.reached or CRASHED, "the program ended")
 
 
 def _command_task(command: Command) -> dict[str, Any]:

@@ -36,10 +36,9 @@ def own_folders(disk_mb: int) -> None:
 def limit(limits: dict[str, Any]) -> None:
     """Set the limits of the process and of each that it starts."""
     memory, files = int(limits["memory_mb"] * _MIB), int(limits["file_mb"] * _MIB)
-    cpu_s = int(limits["cpu_s"]) + 1
     bounds = {
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_CPU: cpu_s,
+        resource.RLIMIT_CPU: int(limits["process_cpu_s"]) + 1,
         resource.RLIMIT_FSIZE: files,
         resource.RLIMIT_NOFILE: limits["open_files"],
         resource.RLIMIT_NPROC: limits["processes"],

@@ -86,7 +86,7 @@ def run(task: dict[str, Any], channel: int, descriptor: int) -> None:
     except BaseException as error:
         why = f"{type(error).__name__}: {error}"[:300]
     passed = not why and not link.gone
-    plain.send(channel, plain.encode({"passed": passed, "why": why}))
+    plain.send(channel, plain.encode({"passed": passed, "gone": link.gone, "why": why}))
     os._exit(0)
 
 

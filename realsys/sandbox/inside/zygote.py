@@ -11,6 +11,7 @@ a copy of the zygote's.
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import select
@@ -18,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import child, confine, kernel
 
@@ -29,17 +30,55 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_MB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
+class _Use(NamedTuple):
+    """What a process has used."""
+
+    parent: int
+    cpu_s: float
+    memory_mb: float
+
+
 class _Running:
-    """A child: its number and limits, and the limit that it reached."""
+    """A child: its number and limits, and the limit that it reached.
+
+    ``mark`` begins another run of it: a program that answers calls has its limits for each call.
+    """
 
     def __init__(self, message: dict[str, Any], pid: int) -> None:
         self.number: int = message["id"]
         self.limits: dict[str, Any] = message["limits"]
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
-        self.begin = time.monotonic()
+        self.born = time.monotonic()
+        self.begin = self.born
+        self.cpu_before_s = 0.0
+        self.waited_before_s: dict[int, float] = {}
+        self.waited_s = 0.0
         self.reached = ""
         self.peak_mb = 0.0
+
+    def mark(self, tree: dict[int, _Use]) -> None:
+        """Begin another run."""
+        self.begin = time.monotonic()
+        self.cpu_before_s = sum(use.cpu_s for use in tree.values())
+        self.waited_before_s = {pid: _waited_s(pid) for pid in tree}
+
+    def look(self, tree: dict[int, _Use]) -> None:
+        """Find which limit it has reached, from the use of its processes."""
+        cpu_s = sum(use.cpu_s for use in tree.values()) - self.cpu_before_s
+        memory_mb = sum(use.memory_mb for use in tree.values())
+        # Time in which the machine had no processor for the program is not its own.
+        waited = [_waited_s(pid) - self.waited_before_s.get(pid, 0.0) for pid in tree]
+        self.waited_s = max([self.waited_s, *waited])
+        self.peak_mb = max(self.peak_mb, memory_mb)
+        if self.reached:
+            return
+        if cpu_s > self.limits["cpu_s"]:
+            self.reached = "cpu"
+        elif memory_mb > self.limits["memory_mb"]:
+            self.reached = "memory"
+        elif time.monotonic() - self.begin - self.waited_s > self.limits["wall_s"]:
+            self.reached = "wall"
 
 
 class Zygote:
@@ -62,8 +101,7 @@ class Zygote:
             if self._control.fileno() in ready and not self._command():
                 return
             now = time.monotonic()
-            old = [each for each in self._children.values() if now - each.begin > LOOK_S]
-            if old:
+            if old := [each for each in self._children.values() if now - each.born > LOOK_S]:
                 self._look(old)
 
     def _command(self) -> bool:
@@ -71,10 +109,12 @@ class Zygote:
         if not data:
             return False
         message = json.loads(data)
-        if "kill" in message:
-            for each in self._children.values():
-                if each.number == message["kill"]:
-                    os.kill(each.pid, signal.SIGKILL)
+        for each in self._children.values():
+            if each.number == message.get("kill"):
+                self._kill(each)
+            elif each.number == message.get("mark"):
+                each.mark(_tree(each.pid, _uses()))
+        if "mode" not in message:
             return True
         descriptors = array.array("i")
         for _, _, part in ancillary:
@@ -110,44 +150,40 @@ class Zygote:
         os.close(ended.pidfd)
         _, status, usage = os.wait4(ended.pid, 0)
         cpu_s = usage.ru_utime + usage.ru_stime
-        if not ended.reached and cpu_s > ended.limits["cpu_s"]:
+        if not ended.reached and cpu_s - ended.cpu_before_s > ended.limits["cpu_s"]:
             ended.reached = "cpu"
         peak = max(ended.peak_mb, usage.ru_maxrss / 1024)
         code = os.waitstatus_to_exitcode(status)
-        self._send({"id": ended.number, "code": code, "cpu_s": cpu_s, "peak_mb": peak, "reached": ended.reached})
+        answer = {"id": ended.number, "code": code, "cpu_s": cpu_s, "peak_mb": peak, "reached": ended.reached}
+        self._send({**answer, "waited_s": ended.waited_s})
 
     def _look(self, running: list[_Running]) -> None:
-        """Kill children that use too much, with what they started."""
-        children: dict[int, list[int]] = {}
-        use: dict[int, tuple[float, float]] = {}
-        for name in os.listdir("/proc"):
-            if name.isdigit() and (found := _stat(int(name))):
-                parent, cpu_s, memory_mb = found
-                children.setdefault(parent, []).append(int(name))
-                use[int(name)] = cpu_s, memory_mb
+        """Kill children that reach a limit, with what they started."""
+        uses = _uses()
         for each in running:
-            cpu_s = memory_mb = 0.0
-            todo = [each.pid]
-            while todo:
-                pid = todo.pop()
-                todo += children.get(pid, [])
-                cpu, memory = use.get(pid, (0.0, 0.0))
-                cpu_s += cpu
-                memory_mb += memory
-            each.peak_mb = max(each.peak_mb, memory_mb)
-            if cpu_s > each.limits["cpu_s"]:
-                each.reached = each.reached or "cpu"
-            if memory_mb > each.limits["memory_mb"]:
-                each.reached = each.reached or "memory"
+            each.look(_tree(each.pid, uses))
             if each.reached:
-                os.kill(each.pid, signal.SIGKILL)
+                self._kill(each)
+
+    def _kill(self, child_of: _Running) -> None:
+        """Kill a child. All others in its namespace of processes die with it."""
+        if self._setup["namespaces"]:
+            os.kill(child_of.pid, signal.SIGKILL)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child_of.pid, signal.SIGKILL)
 
     def _send(self, message: dict[str, Any]) -> None:
         self._control.sendall(json.dumps(message).encode())
 
 
-def _stat(pid: int) -> tuple[int, float, float] | None:
-    """Return parent, CPU time with that of ended children, and memory of its own in MiB."""
+def _uses() -> dict[int, _Use]:
+    """Return what each process has used."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return {pid: use for pid in pids if (use := _use(pid))}
+
+
+def _use(pid: int) -> _Use | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -155,8 +191,30 @@ def _stat(pid: int) -> tuple[int, float, float] | None:
             pages = file.read().split()
     except OSError:
         return None  # it has ended
-    ticks = sum(int(each) for each in fields[11:15])
-    return int(fields[1]), ticks / _TICKS, (int(pages[1]) - int(pages[2])) * _PAGE_MB
+    ticks = sum(int(each) for each in fields[11:15])  # with those of its ended children
+    # Pages that it shares with the zygote are not its own.
+    return _Use(int(fields[1]), ticks / _TICKS, (int(pages[1]) - int(pages[2])) * _PAGE_MB)
+
+
+def _tree(root: int, uses: dict[int, _Use]) -> dict[int, _Use]:
+    """Return the uses of a child and its descendants. Orphans are its children: it is the first in its namespace."""
+    tree: dict[int, _Use] = {}
+    todo = [root]
+    while todo:
+        pid = todo.pop()
+        if pid in uses and pid not in tree:
+            tree[pid] = uses[pid]
+            todo += [other for other, use in uses.items() if use.parent == pid]
+    return tree
+
+
+def _waited_s(pid: int) -> float:
+    """Return the time in which a process could run and had no processor."""
+    try:
+        with open(f"/proc/{pid}/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def main() -> None:
