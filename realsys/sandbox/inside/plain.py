@@ -18,6 +18,7 @@ from typing import Any
 
 LENGTH = struct.Struct("!I")
 MAX_FRAME = 64 << 20  # bytes of one message
+MAX_EQUAL_HASHES = 100  # values of one hash in a set or dict: with many, making it takes quadratic time
 _BIG = 1 << 62  # integers beyond travel in hexadecimal: decimal text of long ones takes quadratic time
 
 Keep = Callable[[object], int]
@@ -119,6 +120,19 @@ def _items(body: Any) -> list[Any]:
     return [_value(each) for each in body]
 
 
+def _keys(keys: list[Any]) -> list[Any]:
+    """Return the keys. Raises PlainError if the program has chosen them to have equal hashes."""
+    if len(keys) - len(set(map(hash, keys))) > MAX_EQUAL_HASHES:
+        raise PlainError("cannot be read: too many equal hashes")
+    return keys
+
+
+def _dict(body: Any) -> dict[Any, Any]:
+    pairs = [(_value(key), _value(each)) for key, each in body]
+    _keys([key for key, _ in pairs])
+    return dict(pairs)
+
+
 def _handle(body: Any) -> Handle:
     if type(body) is not int:
         raise PlainError("cannot be read: no handle")
@@ -135,9 +149,9 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "i": lambda body: int(body, 16),
     "n": _float,
     "t": lambda body: tuple(_items(body)),
-    "d": lambda body: {_value(key): _value(each) for key, each in body},
-    "f": lambda body: frozenset(_items(body)),
-    "s": lambda body: set(_items(body)),
+    "d": _dict,
+    "f": lambda body: frozenset(_keys(_items(body))),
+    "s": lambda body: set(_keys(_items(body))),
     "b": bytes.fromhex,
     "c": lambda body: complex(*_items(body)),
     "r": _range,

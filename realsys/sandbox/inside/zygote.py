@@ -13,7 +13,9 @@ from __future__ import annotations
 import array
 import contextlib
 import json
+import math
 import os
+import re
 import select
 import signal
 import socket
@@ -27,7 +29,7 @@ MAX_MESSAGE = 1 << 16
 MAX_DESCRIPTORS = 8
 LOOK_S = 0.05  # between two looks at the use of CPU and memory by a program and what it started
 _TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE_MB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+_MEMORY = re.compile(rb"^(RssAnon|RssShmem):\s+(\d+) kB$", re.M)
 
 
 class _Use(NamedTuple):
@@ -54,6 +56,7 @@ class _Running:
         self.cpu_before_s = 0.0
         self.waited_before_s: dict[int, float] = {}
         self.waited_s = 0.0
+        self.several = False  # it has had more than one process
         self.reached = ""
         self.peak_mb = 0.0
 
@@ -67,9 +70,12 @@ class _Running:
         """Find which limit it has reached, from the use of its processes."""
         cpu_s = sum(use.cpu_s for use in tree.values()) - self.cpu_before_s
         memory_mb = sum(use.memory_mb for use in tree.values())
-        # Time in which the machine had no processor for the program is not its own.
+        # Time in which the machine had no processor for the program is not its own. Several processes may also wait
+        # for each other, and the CPU time of children that nobody waits for is not counted: so there is a bound.
+        self.several = self.several or len(tree) > 1
+        most_s = self.limits["wall_s"] if self.several else math.inf
         waited = [_waited_s(pid) - self.waited_before_s.get(pid, 0.0) for pid in tree]
-        self.waited_s = max([self.waited_s, *waited])
+        self.waited_s = min(max([self.waited_s, *waited]), most_s)
         self.peak_mb = max(self.peak_mb, memory_mb)
         if self.reached:
             return
@@ -187,13 +193,13 @@ def _use(pid: int) -> _Use | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            pages = file.read().split()
+        with open(f"/proc/{pid}/status", "rb") as file:
+            memory_kb = {name: int(value) for name, value in _MEMORY.findall(file.read())}
     except OSError:
         return None  # it has ended
     ticks = sum(int(each) for each in fields[11:15])  # with those of its ended children
-    # Pages that it shares with the zygote are not its own.
-    return _Use(int(fields[1]), ticks / _TICKS, (int(pages[1]) - int(pages[2])) * _PAGE_MB)
+    # Not RssFile: pages of libraries. But RssShmem: blocks that only the processes of this program share.
+    return _Use(int(fields[1]), ticks / _TICKS, sum(memory_kb.values()) / 1024)
 
 
 def _tree(root: int, uses: dict[int, _Use]) -> dict[int, _Use]:

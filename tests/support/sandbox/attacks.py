@@ -31,6 +31,7 @@ TASKS: dict[str, tuple[Any, Any]] = {
     "double": (6, 10),
     "secret": ("answer-5ec2e700", "answer-0c0ffee0"),
     "list": ([3, 6], [5, 10]),
+    "dict": ({"n": 3}, {"n": 5}),
 }
 _ARGUMENTS = (3, 5)
 _SOLVED = "def double(n):\n    return {3: %r, 5: %r}[n]\n"
