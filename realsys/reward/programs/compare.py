@@ -22,7 +22,7 @@ def same_output(actual: str, expected: str) -> bool:
 
 
 def same_value(actual: Any, expected: Any) -> bool:
-    """Compare plain data of a program with a JSON value: tuples are lists, keys of objects are text, floats are near."""
+    """Compare plain data of a program with a JSON value: tuples are lists, keys are text, floats are near."""
     if isinstance(expected, list):
         return (
             isinstance(actual, (list, tuple))

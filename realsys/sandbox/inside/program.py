@@ -26,7 +26,7 @@ def run(task: dict[str, Any], descriptors: list[int]) -> None:
     _open_standard()
     code = 0
     try:
-        _load(task["source"])
+        _load(task["source"], "__main__")
     except SystemExit as error:
         code = _exit_code(error)
     except BaseException:
@@ -69,7 +69,7 @@ def serve(task: dict[str, Any], link: int) -> None:
     _open_standard()
     objects: list[Any] = []
     try:
-        namespace = _load(task["source"])
+        namespace = _load(task["source"], "program")  # so that its main part does not run
     except BaseException as error:
         plain.send(link, _raised(error))
         os._exit(1)
@@ -134,18 +134,19 @@ def _raised(error: BaseException) -> bytes:
     return plain.encode(("raised", names, text))
 
 
-def _load(source: str) -> dict[str, Any]:
-    main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
+def _load(source: str, name: str) -> dict[str, Any]:
+    module = types.ModuleType(name)
+    sys.modules["__main__"] = sys.modules[name] = module
     sys.argv = ["program"]
-    exec(compile(source, "program", "exec", dont_inherit=True), main.__dict__)
-    return main.__dict__
+    exec(compile(source, "program", "exec", dont_inherit=True), module.__dict__)
+    return module.__dict__
 
 
 def _open_standard() -> None:
-    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    replace = {"encoding": "utf-8", "errors": "surrogateescape"}
+    sys.stdin = open(0, closefd=False, **replace)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False, **replace)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, **replace)  # noqa: SIM115
 
 
 def _exit_code(error: SystemExit) -> int:
