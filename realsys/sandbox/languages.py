@@ -73,7 +73,6 @@ BUILTIN: dict[str, Language] = {
         run=["./program"],
         reserves=True,
     ),
-    "java": Language(source="Main.java", run=["java", "-Xshare:auto", "Main.java"], reserves=True),
     "javascript": Language(source="main.js", run=["node", "main.js"], reserves=True),
     "rust": Language(
         source="main.rs", compile=["rustc", "-O", "-o", "program", "main.rs"], makes="program", run=["./program"]

@@ -23,7 +23,7 @@ _MARGIN_S = 5.0  # between total_s and the time limit of the verifier process
 _DEFAULTS = Limits()
 
 
-def check_answer(item: Item) -> str | None:
+def check_answer(item: Item, *, languages: Mapping[str, Any] | None = None, **_: object) -> str | None:
     """Return why the tests of a row cannot be used; None if they can."""
     try:
         tests = code_tests_of(item.extra)
@@ -33,7 +33,7 @@ def check_answer(item: Item) -> str | None:
         return _python_problem(tests)
     if tests.calls or tests.source.strip():
         return f"tests of a program in {tests.language} must be stdio: calls and source are for python"
-    return None
+    return other_languages.problem_of(other_languages.languages_of(languages or {}), tests.language)
 
 
 def _python_problem(tests: CodeTests) -> str | None:

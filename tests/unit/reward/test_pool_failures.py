@@ -108,6 +108,7 @@ def test_arguments_reach_the_verifier():
         try:
             async with asyncio.timeout(60):
                 assert await pool.verify(CHECKED, Item("", "a", "a")) == Verdict(None, True, {}, 0.5)
+                assert await pool.check_answer(CHECKED, Item("", "", "bonus")) == "the bonus is 0.5"
         finally:
             await pool.close()
 
