@@ -45,7 +45,7 @@ class Verdict(msgspec.Struct, array_like=True, tag="verdict"):
 
 #: A bool is ``Verdict(correct=...)``, a float (or int) is ``Verdict(reward=...)``.
 Verifier = Callable[..., "bool | float | Verdict"]
-#: ``(item, **arguments)``: returns why the reference of an item, which has no completion, cannot be used; None if it can.
+#: ``(item, **arguments)``: returns why the reference of an item without completion cannot be used; None if it can.
 CheckAnswer = Callable[..., str | None]
 
 V = TypeVar("V", bound=Verifier)
