@@ -11,9 +11,11 @@ import os
 def gained(outside):
     found = False
     home = os.path.expanduser("~")
-    for folder in ("/tmp", "/dev/shm", "/var/tmp", "/run", "/run/lock", ".", home, "/dev", "/dev/mqueue"):
+    folders = ("/tmp", "/dev/shm", "/var/tmp", "/run", "/run/lock", ".", home, "/dev", "/dev/mqueue")
+    for folder in folders:
         with contextlib.suppress(OSError):
             found = found or outside.mark in os.listdir(folder)
-            with open(f"{folder}/{outside.mark}", "w") as file:
-                file.write("from the program before")
+    for folder in folders:  # after the search: two of them may be the same
+        with contextlib.suppress(OSError), open(f"{folder}/{outside.mark}", "w") as file:
+            file.write("from the program before")
     return found
