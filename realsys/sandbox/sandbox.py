@@ -35,6 +35,7 @@ _BEGIN_S = 20.0  # bound on the start of a program, on a busy machine
 _LAST_S = 1.0  # a program that closes its channel ends within this time, or is killed
 _END_S = 20.0  # bound on the end of a killed program
 _CHUNK = 1 << 16
+_STDERR = 4096  # bytes of stderr that are kept
 MAX_CALLS = 1000  # calls that may take all their CPU time; the system's own limit of a process counts all of them
 _LONG_S = 0.2  # a run that has taken less goes on with the next call
 
@@ -123,7 +124,10 @@ class Sandbox:
     # ---- what a caller wants
 
     def run(self, program: str | Command, stdin: bytes, limits: Limits) -> Output:
-        """Run a program, source or command, with input and output. Raises SandboxError."""
+        """Run a program, source or command, with input and output. Raises SandboxError.
+
+        Output.stderr is the end of it.
+        """
         is_command = isinstance(program, Command)
         with contextlib.ExitStack() as stack:
             given = stack.enter_context(os.fdopen(os.memfd_create("stdin"), "w+b", buffering=0))
@@ -249,8 +253,8 @@ class Sandbox:
 
     def _pump(self, child: _Child, readers: list[int], is_command: bool) -> Output:
         """Read what the child writes until it has ended."""
-        texts = {reader: bytearray() for reader in readers}
-        open_readers, most = list(readers), int(child.limits.output_mb * (1 << 20))
+        stdout, stderr = bytearray(), bytearray()
+        open_readers, left = list(readers), int(child.limits.output_mb * (1 << 20))
         answer: dict[str, Any] = {}
         if is_command:
             open_readers.append(child.channel.fileno())
@@ -263,20 +267,23 @@ class Sandbox:
             for descriptor in ready:
                 if descriptor == self._control.fileno():
                     self._look(0.0)
-                elif descriptor not in texts:
+                elif descriptor not in readers:
                     open_readers.remove(descriptor)
                     answer = self._answer(descriptor)
                 elif data := os.read(descriptor, _CHUNK):
-                    if sum(map(len, texts.values())) <= most:
-                        texts[descriptor] += data
-                    elif not child.reached:
+                    left -= len(data)
+                    if left < 0 and not child.reached:
                         child.kill(OUTPUT)
+                    elif left >= 0 and descriptor == readers[0]:
+                        stdout += data
+                    elif left >= 0:
+                        stderr[:] = (stderr + data)[-_STDERR:]
                 else:
                     open_readers.remove(descriptor)
         ended = child.ended
         if answer:
             ended = dataclasses.replace(ended, code=ended.code or answer["code"])
-        return Output(ended, *(bytes(texts[reader]) for reader in readers), answer.get("made"))
+        return Output(ended, bytes(stdout), bytes(stderr), answer.get("made"))
 
     def _answer(self, descriptor: int) -> dict[str, Any]:
         """Return what a command's process says; it is as little trusted as the program."""
@@ -381,21 +388,21 @@ class Program:
         self._begin = time.monotonic()
         self.time_s = 0.0
 
-    def call(self, name: str, arguments: list[Any]) -> Any:
-        """Return the plain data that a function returns. Raises ProgramRaised, and SandboxError."""
+    def call(self, name: str, arguments: list[Any], most: int = plain.MAX_FRAME) -> Any:
+        """Return the plain data that a function returns, of at most so many bytes. Raises ProgramRaised."""
         if not self._loaded:
-            self._receive()
+            self._receive(most)
             self._loaded = True
         if time.monotonic() - self._child.begin > _LONG_S:
             self._child.mark()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             plain.send(self._link.fileno(), plain.encode(("call", name, arguments, {})))
         try:
-            return self._receive()
+            return self._receive(most)
         finally:
             self.time_s = time.monotonic() - self._begin
 
-    def _receive(self) -> Any:
+    def _receive(self, most: int) -> Any:
         descriptor = self._link.fileno()
         data = bytearray()
         wanted = plain.LENGTH.size
@@ -411,7 +418,7 @@ class Program:
             data += chunk
             if len(data) == plain.LENGTH.size:
                 wanted += plain.LENGTH.unpack(data)[0]
-                if wanted > self._child.limits.output_mb * (1 << 20):
+                if wanted > most + plain.LENGTH.size:
                     raise ProgramRaised(OUTPUT, "the result is too long")
         try:
             answer = plain.decode(bytes(data[plain.LENGTH.size :]))

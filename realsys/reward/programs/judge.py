@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from realsys.sandbox.limits import CRASHED, MEMORY, WALL, WRONG, Ended, Limits
 from realsys.sandbox.sandbox import Command, ProgramRaised, Sandbox, UnitTests
 
 _COMPILE = Limits(cpu_s=30.0, wall_s=45.0, memory_mb=2048.0, processes=64, bound_address_space=False)
+_ROOM = 1 << 18  # bytes of a result, and of what the program prints besides
 _OUT_OF_MEMORY = ("MemoryError", "std::bad_alloc", "OutOfMemoryError")
 
 
@@ -100,6 +102,7 @@ class Judge:
                 continue
             if language is not None and language.reserves:
                 limits = dataclasses.replace(limits, bound_address_space=False, processes=max(64, limits.processes))
+            limits = dataclasses.replace(limits, output_mb=min(limits.output_mb, _most(test.stdout) / (1 << 20)))
             output = self._sandbox.run(program, test.stdin.encode("utf-8", "surrogatepass"), limits)
             score.time_s += _time_s(output.ended)
             if reason := output.ended.reason:
@@ -132,7 +135,8 @@ class Judge:
                 while todo and self._total_s > score.time_s + program.time_s:
                     test = todo.pop(0)
                     try:
-                        result = program.call(tests.function, test.args)
+                        most = _most(json.dumps(test.result))
+                        result = program.call(tests.function, test.args, min(most, int(limits.output_mb * (1 << 20))))
                     except ProgramRaised as raised:
                         yield raised.reason
                         if raised.gone:
@@ -140,6 +144,11 @@ class Judge:
                     else:
                         yield "" if same_value(result, test.result) else WRONG
                 score.time_s += program.time_s
+
+
+def _most(expected: str) -> int:
+    """Return more bytes than any right result has. Reading more would only cost this process time."""
+    return _ROOM + 8 * len(expected)
 
 
 def _argv(words: list[str]) -> tuple[str, ...]:

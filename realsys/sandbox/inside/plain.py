@@ -9,6 +9,7 @@ method of the sender's runs at the receiver. A value that is no plain data trave
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import os
@@ -17,8 +18,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 LENGTH = struct.Struct("!I")
-MAX_FRAME = 64 << 20  # bytes of one message
-MAX_EQUAL_HASHES = 100  # values of one hash in a set or dict: with many, making it takes quadratic time
+MAX_FRAME = 16 << 20  # bytes of one message
+_SAME_HASH = 64  # different members of a set, or keys of a dict, that may have the same hash
 _BIG = 1 << 62  # integers beyond travel in hexadecimal: decimal text of long ones takes quadratic time
 
 Keep = Callable[[object], int]
@@ -120,16 +121,18 @@ def _items(body: Any) -> list[Any]:
     return [_value(each) for each in body]
 
 
-def _keys(keys: list[Any]) -> list[Any]:
-    """Return the keys. Raises PlainError if the program has chosen them to have equal hashes."""
-    if len(keys) - len(set(map(hash, keys))) > MAX_EQUAL_HASHES:
-        raise PlainError("cannot be read: too many equal hashes")
-    return keys
+def _hashable(members: list[Any]) -> list[Any]:
+    """Return the members. Refuse those that were made to have the same hash: a set of them takes quadratic time."""
+    if len(members) > _SAME_HASH:
+        counts = collections.Counter(map(hash, members))
+        if max(counts.values()) > _SAME_HASH:
+            raise PlainError("cannot be read: too many members with the same hash")
+    return members
 
 
-def _dict(body: Any) -> dict[Any, Any]:
+def _pairs(body: Any) -> dict[Any, Any]:
     pairs = [(_value(key), _value(each)) for key, each in body]
-    _keys([key for key, _ in pairs])
+    _hashable([key for key, _ in pairs])
     return dict(pairs)
 
 
@@ -149,9 +152,9 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "i": lambda body: int(body, 16),
     "n": _float,
     "t": lambda body: tuple(_items(body)),
-    "d": _dict,
-    "f": lambda body: frozenset(_keys(_items(body))),
-    "s": lambda body: set(_keys(_items(body))),
+    "d": _pairs,
+    "f": lambda body: frozenset(_hashable(_items(body))),
+    "s": lambda body: set(_hashable(_items(body))),
     "b": bytes.fromhex,
     "c": lambda body: complex(*_items(body)),
     "r": _range,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import array
 import contextlib
 import json
-import math
 import os
 import re
 import select
@@ -29,14 +28,17 @@ MAX_MESSAGE = 1 << 16
 MAX_DESCRIPTORS = 8
 LOOK_S = 0.05  # between two looks at the use of CPU and memory by a program and what it started
 _TICKS = os.sysconf("SC_CLK_TCK")
-_MEMORY = re.compile(rb"^(RssAnon|RssShmem):\s+(\d+) kB$", re.M)
+_OWN_KB = re.compile(rb"^Rss(?:Anon|Shmem):\s*(\d+)", re.M)
 
 
 class _Use(NamedTuple):
     """What a process has used."""
 
     parent: int
+    born: int
+    threads: int
     cpu_s: float
+    children_s: float  # CPU time of the children that it has collected
     memory_mb: float
 
 
@@ -54,28 +56,36 @@ class _Running:
         self.born = time.monotonic()
         self.begin = self.born
         self.cpu_before_s = 0.0
-        self.waited_before_s: dict[int, float] = {}
+        self.ended_cpu_s = 0.0  # of processes that ended, and that no other process has collected
+        self.waited_before_s = 0.0
         self.waited_s = 0.0
-        self.several = False  # it has had more than one process
+        self.last: dict[int, _Use] = {}
         self.reached = ""
         self.peak_mb = 0.0
 
     def mark(self, tree: dict[int, _Use]) -> None:
         """Begin another run."""
         self.begin = time.monotonic()
-        self.cpu_before_s = sum(use.cpu_s for use in tree.values())
-        self.waited_before_s = {pid: _waited_s(pid) for pid in tree}
+        self.cpu_before_s = self._cpu_s(tree)
+        self.waited_before_s = _waited_s(self.pid)
+        self.waited_s = 0.0
+
+    def _cpu_s(self, tree: dict[int, _Use]) -> float:
+        """Return the CPU time of all processes until now."""
+        # A program may have the kernel forget its ended children. A number may also have been given to another one.
+        gone = [use for pid, use in self.last.items() if pid not in tree or tree[pid].born != use.born]
+        collected_s = sum(use.children_s for use in tree.values()) - sum(use.children_s for use in self.last.values())
+        self.ended_cpu_s += max(0.0, sum(use.cpu_s + use.children_s for use in gone) - max(0.0, collected_s))
+        self.last = tree
+        return self.ended_cpu_s + sum(use.cpu_s + use.children_s for use in tree.values())
 
     def look(self, tree: dict[int, _Use]) -> None:
         """Find which limit it has reached, from the use of its processes."""
-        cpu_s = sum(use.cpu_s for use in tree.values()) - self.cpu_before_s
+        cpu_s = self._cpu_s(tree) - self.cpu_before_s
         memory_mb = sum(use.memory_mb for use in tree.values())
-        # Time in which the machine had no processor for the program is not its own. Several processes may also wait
-        # for each other, and the CPU time of children that nobody waits for is not counted: so there is a bound.
-        self.several = self.several or len(tree) > 1
-        most_s = self.limits["wall_s"] if self.several else math.inf
-        waited = [_waited_s(pid) - self.waited_before_s.get(pid, 0.0) for pid in tree]
-        self.waited_s = min(max([self.waited_s, *waited]), most_s)
+        if sum(use.threads for use in tree.values()) == 1:
+            # Time in which the machine had no processor for it is not its own. Several wait for each other, too.
+            self.waited_s = _waited_s(self.pid) - self.waited_before_s
         self.peak_mb = max(self.peak_mb, memory_mb)
         if self.reached:
             return
@@ -194,12 +204,13 @@ def _use(pid: int) -> _Use | None:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
         with open(f"/proc/{pid}/status", "rb") as file:
-            memory_kb = {name: int(value) for name, value in _MEMORY.findall(file.read())}
+            status = file.read()
     except OSError:
         return None  # it has ended
-    ticks = sum(int(each) for each in fields[11:15])  # with those of its ended children
-    # Not RssFile: pages of libraries. But RssShmem: blocks that only the processes of this program share.
-    return _Use(int(fields[1]), ticks / _TICKS, sum(memory_kb.values()) / 1024)
+    cpu, children = (sum(map(int, fields[at : at + 2])) / _TICKS for at in (11, 13))
+    # Pages of files, such as libraries, are not its own; files in memory are RssShmem while they are mapped.
+    memory_mb = sum(int(size) for size in _OWN_KB.findall(status)) / 1024
+    return _Use(int(fields[1]), int(fields[19]), int(fields[17]), cpu, children, memory_mb)
 
 
 def _tree(root: int, uses: dict[int, _Use]) -> dict[int, _Use]:
