@@ -21,17 +21,7 @@ INSTALL = "install bubblewrap (apt install bubblewrap)"
 _CODE = Path(__file__).resolve().parent / "inside"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 #: files of /etc that libraries and other languages read; none has a secret
-_ETC = (
-    "ld.so.cache",
-    "ld.so.conf",
-    "ld.so.conf.d",
-    "localtime",
-    "timezone",
-    "alternatives",
-    "java-17-openjdk",
-    "mime.types",
-)
-_HIDDEN = ("/usr/local/etc", "/usr/share/ca-certificates")
+_ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "timezone", "alternatives", "mime.types")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _BOOT = "import sys; sys.path.insert(0, '/realsys'); from inside.zygote import main; main()"
 
@@ -40,8 +30,8 @@ _BOOT = "import sys; sys.path.insert(0, '/realsys'); from inside.zygote import m
 class Settings:
     """Isolation of programs.
 
-    isolation  full: every part must be there; available: namespaces and the system call filter must be there, Landlock
-               is used if the kernel has it; none: limits only. A program can then read and change what this user can.
+    isolation  full: bubblewrap, seccomp and Landlock must be there; available: bubblewrap must be there, the others are
+               used if they are; none: limits only. A program can then read and change what this user can.
     readable   further files and folders that programs may read, such as a compiler outside of /usr
     """
 
@@ -74,7 +64,7 @@ def zygote_command(settings: Settings, control: int, setup: str) -> list[str]:
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user"]
-    command += ["--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
+    command += ["--die-with-parent", "--clearenv", "--hostname", "sandbox"]
     paths = readable_paths(settings)
     for folder in _parents([*paths, "/dev/shm/x", "/realsys/inside", "/tmp/x"]):
         command += ["--perms", "0755", "--dir", folder]  # without this, only the owner could enter them
@@ -103,15 +93,17 @@ def environment() -> dict[str, str]:
 
 
 def setup_of(settings: Settings) -> dict[str, Any]:
-    """Return what the zygote must know."""
+    """Return what the zygote must know. Raises SandboxError."""
     isolated = settings.isolation != NONE
     # The number depends on the process, so that the programs of two zygotes belong to different users.
     user = 20000 + os.getpid() % 40000 if isolated and os.geteuid() == 0 else 0
+    if settings.isolation == FULL and (missing := missing_parts()):
+        raise SandboxError(f"isolation is full, and this machine lacks {missing[0]}")
     return {
         "namespaces": isolated,
         "user": user,
         "landlock": isolated,
-        "readable": readable_paths(settings),
+        "readable": [path for path in readable_paths(settings) if not (path in _SYSTEM and os.path.islink(path))],
     }
 
 
@@ -124,12 +116,10 @@ def _bwrap() -> str:
 
 
 def missing_parts() -> list[str]:
-    """Return the parts of the isolation that this machine lacks, without starting anything."""
+    """Return the parts of the isolation, other than bubblewrap, that this machine lacks."""
     missing = []
-    if shutil.which("bwrap") is None:
-        missing.append(f"bwrap is not found: {INSTALL}")
     if not confine.has_filter():
-        missing.append(f"no table of system calls for {os.uname().machine}")
+        missing.append(f"seccomp: there is no table of system calls for {os.uname().machine}")
     if not kernel.landlock_abi():
-        missing.append("the kernel has no Landlock: use Linux 5.13 or later with lsm=landlock")
+        missing.append("Landlock: use Linux 5.13 or later with landlock in its list of security modules (lsm=)")
     return missing

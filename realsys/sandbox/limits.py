@@ -17,7 +17,7 @@ REASONS = (
     NO_PROGRAM := "no_program",  # the completion has no program
 )
 
-_BUSY = 4.0  # times its time that a program may take on a busy machine
+_BUSY = 10.0  # times its time that a program may take on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Limits:
     @property
     def clock_s(self) -> float:
         """Bound on a run by the clock. A program that reaches it has not been given its time."""
-        return _BUSY * self.wall_s + 5.0
+        return _BUSY * self.wall_s + 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,6 +313,7 @@ class Sandbox:
                 stderr=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 env=isolation.environment(),
+                start_new_session=True,  # the kernel shares processors fairly among sessions
             )
         self._control = ours
         ready, _, _ = select.select([ours], [], [], START_S)

@@ -8,10 +8,11 @@ import os
 import sys
 from typing import Any
 
-from . import confine, plain, program, tests
+from . import confine, kernel, plain, program, tests
 
 BROKEN = 99  # exit code of a child that could not begin; it has not said that it is ready
 READY = b"ready"
+_NICE = 10  # so that the zygote, which watches over the limits, runs first
 #: modules that programs import most
 _COMMON = (
     "ast bisect collections copy datetime decimal fractions functools heapq io itertools json math operator os random "
@@ -62,19 +63,21 @@ def _low(descriptors: list[int]) -> list[int]:
     for number in (0, 1, 2):
         os.dup2(null, number)
     low = [os.dup2(each, 3 + place, inheritable=False) for place, each in enumerate(high)]
-    os.closerange(3 + len(low), 4096)
+    os.closerange(3 + len(low), 1 << 16)
     return low
 
 
 def _confine(limits: dict[str, Any], setup: dict[str, Any], user: tuple[int, int]) -> None:
-    os.setsid()
-    if setup["namespaces"]:
+    os.setpgid(0, 0)
+    if not setup["namespaces"]:
+        kernel.die_with_parent()
+    else:
         confine.enter_namespaces(*user)
         confine.own_folders(int(limits["disk_mb"]))
     os.chdir(confine.TMP)
     os.umask(0o077)
     with contextlib.suppress(OSError):
-        os.nice(19)
+        os.nice(_NICE)
     confine.limit(limits)
     if setup["namespaces"]:
         confine.give_up(setup["readable"], landlock=setup["landlock"])

@@ -12,7 +12,8 @@ TMP, SHM = "/tmp", "/dev/shm"
 USER = 1000  # of the program, in its own user namespace
 _MIB = 1 << 20
 _STACK_BYTES = 64 * _MIB
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+#: folders of the sandbox that hold nothing but what it put there
+_OWN = {"/etc": kernel.READ, "/dev": kernel.DEVICE, TMP: kernel.ALL, SHM: kernel.ALL}
 _FILTER = syscalls.filter_program(kernel.ALL_NAMESPACES)
 
 
@@ -59,8 +60,7 @@ def give_up(readable: list[str], *, landlock: bool) -> None:
     """Drop capabilities, restrict files and system calls: from here on the process can undo nothing. Raises OSError."""
     kernel.drop_privileges()
     if landlock:
-        rules = dict.fromkeys(readable, kernel.READ) | dict.fromkeys(_DEVICES, kernel.DEVICE)
-        kernel.landlock(rules | {TMP: kernel.ALL, SHM: kernel.ALL})
+        kernel.landlock(dict.fromkeys(readable, kernel.READ) | _OWN)
     if _FILTER is not None:
         kernel.seccomp(_FILTER)
 

@@ -74,6 +74,9 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "migrate_pages": (256, 238),
     "mbind": (237, 235),
     "set_mempolicy": (238, 237),
+    # things that are counted per user
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
     # doors into the kernel
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
