@@ -8,6 +8,7 @@ from realsys.cluster.aio import stop_event
 from realsys.cluster.topology import receivers_of
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.config.allocation import parse_allocation
+from realsys.config.doors import VERIFIER
 from realsys.config.rules.backend_rules import backend_rules
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
@@ -51,6 +52,7 @@ async def serve(ctx: WorkerContext) -> None:
     ctx.count(lambda: {"bad_messages": pusher.bad_messages})
     generation = GenerationClient.of(config.generation, ctx.token, ctx.check_alive)
     reward, data = config.rollout.reward, config.data
+    VERIFIER.check_settings(data.verifier, data.verifier_args, config)  # this machine may not be the launcher's
     pool = VerifierPool(reward.processes, Limits.of(reward), {data.verifier: data.verifier_args})
     agent = agents.build(config, tokenizer, environments.build(config, tokenizer, pool))
     player = group_player(config, agent, PartialRolloutManager(manager, generation), tokenizer.eos_token_ids)

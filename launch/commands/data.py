@@ -39,6 +39,7 @@ def check_data_set(source: str, overrides: Sequence[str]) -> int:
     check_sources(data)
     tokenizer = TextTokenizer(Path(config.model.path).expanduser()) if config.model.path else None
     VERIFIER.check(data.verifier, data.verifier_args)
+    VERIFIER.check_settings(data.verifier, data.verifier_args, config)
     with ReferenceChecker(config) as checker:
         report = Examiner(data, tokenizer, lambda rows: checker.problems(reference_items(rows))).examine()
     for line in describe(report, config, has_tokens=tokenizer is not None):

@@ -225,6 +225,7 @@ def check_sources(data: DataConfig, *, has_copy: bool = False) -> None:
 
 def _check_doors(config: Config) -> None:
     VERIFIER.check(config.data.verifier, config.data.verifier_args)
+    VERIFIER.check_settings(config.data.verifier, config.data.verifier_args, config)
     ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)
 
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from realsys.config.schema import Config
 from realsys.data.layouts.code_tests import CodeTests, code_tests_of
 from realsys.errors import ConfigError, DataError, SandboxError
 from realsys.reward.programs.completion import PYTHON, program_in
@@ -20,6 +21,7 @@ ALL, SHARE = "all", "share"
 #: the verifier process has 4 GiB of addresses, and programs inherit that limit
 MAX_MEMORY_MB = 4096.0
 _MARGIN_S = 5.0  # between total_s and the time limit of the verifier process
+TOTAL_S = 40.0  # default; rollout.reward.elapsed_timeout_s is 60 by default
 _DEFAULTS = Limits()
 
 
@@ -52,7 +54,7 @@ def code(
     reward: str = ALL,
     cpu_s: float = _DEFAULTS.cpu_s,
     wall_s: float = _DEFAULTS.wall_s,
-    total_s: float = 40.0,
+    total_s: float = TOTAL_S,
     memory_mb: float = _DEFAULTS.memory_mb,
     processes: int = _DEFAULTS.processes,
     output_mb: float = _DEFAULTS.output_mb,
@@ -79,28 +81,32 @@ def code(
     return _verdict(score.passed / score.tests, score.reason, reward)
 
 
-def check_settings(arguments: Mapping[str, Any], elapsed_timeout_s: float) -> str | None:
+def check_settings(arguments: Mapping[str, Any], config: Config) -> str | None:
     """Return why the settings cannot be used on this machine; None if they can. Runs a program in the sandbox."""
-    settings = {"isolation": AVAILABLE, "reward": ALL, "total_s": 40.0, **arguments}
-    if settings["isolation"] not in ISOLATIONS:
+    given = {"isolation": AVAILABLE, "reward": ALL, "total_s": TOTAL_S, "readable": (), **arguments}
+    if given["isolation"] not in ISOLATIONS:
         return f"isolation must be one of {', '.join(ISOLATIONS)}"
-    if settings["reward"] not in (ALL, SHARE):
+    if given["reward"] not in (ALL, SHARE):
         return f"reward must be {ALL} or {SHARE}"
-    named = {name: settings[name] for name in Limits.__dataclass_fields__ if name in settings}
     try:
-        limits = Limits(**named)
-        other_languages.languages_of(settings.get("languages") or {})
+        limits = Limits(**{name: given[name] for name in Limits.__dataclass_fields__ if name in given})
+        other_languages.languages_of(given.get("languages") or {})
+        problem = _limits_problem(limits, float(given["total_s"]), config.rollout.reward.elapsed_timeout_s)
     except (TypeError, ValueError, ConfigError) as error:
         return str(error)
+    return problem or _isolation_problem(Settings(given["isolation"], tuple(given["readable"])))
+
+
+def _limits_problem(limits: Limits, total_s: float, elapsed_timeout_s: float) -> str | None:
     if limits.memory_mb > MAX_MEMORY_MB:
-        return f"memory_mb is {limits.memory_mb:g}: at most {MAX_MEMORY_MB:g}"
-    total_s = settings["total_s"]
+        return f"memory_mb is {limits.memory_mb:g}: it must be at most {MAX_MEMORY_MB:g}"
     if not limits.cpu_s <= limits.wall_s <= total_s:
-        return f"cpu_s, wall_s and total_s are {limits.cpu_s:g}, {limits.wall_s:g}, {total_s:g}: each must not be less"
+        values = f"{limits.cpu_s:g}, {limits.wall_s:g} and {total_s:g}"
+        return f"cpu_s, wall_s and total_s are {values}: none may be less than the one before"
     if total_s + _MARGIN_S > elapsed_timeout_s:
-        needed = f"rollout.reward.elapsed_timeout_s ({elapsed_timeout_s:g}) must be {_MARGIN_S:g} s more"
-        return f"total_s is {total_s:g}: {needed}"
-    return _isolation_problem(Settings(settings["isolation"], tuple(settings.get("readable", ()))))
+        least = f"rollout.reward.elapsed_timeout_s ({elapsed_timeout_s:g}) must be {_MARGIN_S:g} s more at least"
+        return f"total_s is {total_s:g}: {least}"
+    return None
 
 
 def _isolation_problem(settings: Settings) -> str | None:

@@ -60,8 +60,8 @@ def _wire(value: Any, keep: Keep | None) -> Any:
         number = int(value)
         return number if -_BIG < number < _BIG else {"i": hex(number)}
     if isinstance(value, float):
-        number = float(value)
-        return number if math.isfinite(number) else {"n": repr(number)}
+        real = float(value)
+        return real if math.isfinite(real) else {"n": repr(real)}
     if isinstance(value, str):
         return "".join(value)
     if isinstance(value, list):

@@ -13,7 +13,8 @@ import sys
 import threading
 import traceback
 import types
-from typing import Any
+from io import TextIOWrapper
+from typing import Any, Literal
 
 from . import plain
 
@@ -143,10 +144,14 @@ def _load(source: str, name: str) -> dict[str, Any]:
 
 
 def _open_standard() -> None:
-    replace = {"encoding": "utf-8", "errors": "surrogateescape"}
-    sys.stdin = open(0, closefd=False, **replace)  # noqa: SIM115
-    sys.stdout = open(1, "w", closefd=False, **replace)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False, **replace)  # noqa: SIM115
+    sys.stdin = _text(0, "r")
+    sys.stdout = _text(1, "w")
+    sys.stderr = _text(2, "w")
+    sys.stderr.reconfigure(line_buffering=True)
+
+
+def _text(descriptor: int, mode: Literal["r", "w"]) -> TextIOWrapper:
+    return open(descriptor, mode, encoding="utf-8", errors="surrogateescape", closefd=False)
 
 
 def _exit_code(error: SystemExit) -> int:
