@@ -94,7 +94,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Tested:
+class UnitTestsResult:
     """Result of unit tests. ``reason``: "" if they passed, else one of REASONS; ``why``: in words."""
 
     passed: bool

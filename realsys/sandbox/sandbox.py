@@ -28,7 +28,7 @@ from realsys.sandbox import isolation
 from realsys.sandbox.inside import plain
 from realsys.sandbox.inside.child import READY
 from realsys.sandbox.inside.zygote import MAX_MESSAGE
-from realsys.sandbox.limits import CRASHED, MEMORY, OUTPUT, WRONG, Ended, Limits, Output, Tested
+from realsys.sandbox.limits import CRASHED, MEMORY, OUTPUT, WRONG, Ended, Limits, Output, UnitTestsResult
 
 START_S = 20.0  # bound on the start of the zygote
 _BEGIN_S = 20.0  # bound on the start of a program, on a busy machine
@@ -153,7 +153,7 @@ class Sandbox:
             self._give(child, {"source": source})
             yield Program(self, child, ours)
 
-    def test(self, source: str, tests: UnitTests, limits: Limits) -> Tested:
+    def test(self, source: str, tests: UnitTests, limits: Limits) -> UnitTestsResult:
         """Run unit tests in one process against the program in another. Raises SandboxError."""
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as stack:
@@ -167,11 +167,11 @@ class Sandbox:
             verdict = self._verdict(tester)
             if verdict is None:
                 reason = self._how(tester) or CRASHED
-                return Tested(False, reason, "the process of the tests ended")
+                return UnitTestsResult(False, reason, "the process of the tests ended")
             if verdict["passed"]:
-                return Tested(True)
+                return UnitTestsResult(True)
             reason = self._how(program) if verdict["gone"] else WRONG
-            return Tested(False, reason or CRASHED, verdict["why"])
+            return UnitTestsResult(False, reason or CRASHED, verdict["why"])
 
     def close(self) -> None:
         """End the zygote and all programs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +41,7 @@ def check_answer(item: Item, *, languages: Mapping[str, Any] | None = None, **_:
 
 def _python_problem(tests: CodeTests) -> str | None:
     try:
-        compile(tests.source, "source", "exec", dont_inherit=True)
+        ast.parse(tests.source)
     except (SyntaxError, ValueError) as error:
         return f"code_tests.source is no Python: {error}"
     return None
