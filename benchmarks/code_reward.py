@@ -29,20 +29,20 @@ import psutil
 
 from benchmarks._table import report
 from benchmarks._verdicts import Judge, judges
-from tests.support.sandbox.attacks import honest, tests_of
+from tests.support.sandbox.attacks import code_tests, honest
 
 _PROGRAM = "def double(n):\n    return 2 * n\n"
 _BARE = {
     "stdio": f"{_PROGRAM}\nprint(double(int(input())))\n",
     "calls": f"{_PROGRAM}\nassert double(3) == 6\nassert double(5) == 10\n",
-    "source": f"{_PROGRAM}\n{tests_of('source').source}",
+    "source": f"{_PROGRAM}\n{code_tests('source').source}",
 }
 
 
 def bare(kind: str, file: Path) -> bool:
     """Judge the program of a kind as a plain script would."""
     file.write_text(_BARE[kind])
-    tests = tests_of(kind).stdio
+    tests = code_tests(kind).stdio
     for stdin, stdout in [(test.stdin, test.stdout) for test in tests] or [("", "")]:
         run = subprocess.run([sys.executable, str(file)], input=stdin.encode(), capture_output=True)
         if run.returncode or run.stdout.decode() != stdout:

@@ -8,7 +8,7 @@ import pytest
 
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
-from tests.support.sandbox.attacks import honest, read_attacks, tests_of
+from tests.support.sandbox.attacks import code_tests, honest, read_attacks
 from tests.support.sandbox.outside import ENVIRONMENT, Outside, opened
 from tests.support.sandbox.unguarded import passes_unguarded
 
@@ -70,7 +70,7 @@ def test_attack_gains_nothing(judge, outside, name, kind):
 def test_attack_gains_without_isolation(outside, tmp_path, name):
     """Otherwise the attack would test nothing."""
     attack, environment = ATTACKS[name], {**os.environ, ENVIRONMENT: SECRET}
-    tests = tests_of(attack.kinds[-1], attack.task, outside.source())
+    tests = code_tests(attack.kinds[-1], attack.task, outside.source())
     assert passes_unguarded(attack.program(), tests, tmp_path, environment)
 
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from realsys.data.layouts.code_tests import KEY, CallTest, CodeTests, StdioTest
 from realsys.reward.verifiers.base import Item
 
@@ -103,7 +105,7 @@ def _read(path: Path) -> Attack:
 
 def item_of(program: str, kind: str, task: str = "double", preamble: str = "") -> Item:
     """Return a program with the tests of one kind."""
-    return Item("", f"```python\n{program}```", "", {KEY: _as_json(tests_of(kind, task, preamble))})
+    return Item("", f"```python\n{program}```", "", {KEY: _as_json(code_tests(kind, task, preamble))})
 
 
 def honest(kind: str, task: str = "double") -> Item:
@@ -111,7 +113,7 @@ def honest(kind: str, task: str = "double") -> Item:
     return item_of(_SOLVED % TASKS[task] + _MAIN, kind, task)
 
 
-def tests_of(kind: str, task: str = "double", preamble: str = "") -> CodeTests:
+def code_tests(kind: str, task: str = "double", preamble: str = "") -> CodeTests:
     """Return the tests of one kind, with the limits of the suite."""
     pairs = list(zip(_ARGUMENTS, TASKS[task], strict=True))
     tests: dict[str, Any] = {
@@ -128,6 +130,4 @@ def _source(pairs: list[tuple[int, Any]]) -> str:
 
 
 def _as_json(tests: CodeTests) -> Any:
-    import msgspec
-
     return json.loads(msgspec.json.encode(tests))

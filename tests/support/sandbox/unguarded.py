@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+
 from realsys.data.layouts.code_tests import CodeTests
 
 _CALLS = """
@@ -22,8 +24,6 @@ _TIMEOUT_S = 20.0
 
 def passes_unguarded(program: str, tests: CodeTests, folder: Path, environment: dict[str, str]) -> bool:
     """Return True if the program passes: it ends with status 0, and its output is the expected one."""
-    import msgspec
-
     parts = [tests.preamble, program]
     if tests.source:
         parts.append(tests.source)
