@@ -26,6 +26,11 @@ def enter_namespaces(user: int, group: int) -> None:
     kernel.set_dumpable(False)
 
 
+def die_first() -> None:
+    """Have the kernel end this process or its children, and none of the run, if the machine has no memory left."""
+    _write("/proc/self/oom_score_adj", "1000")
+
+
 def own_folders(disk_mb: int) -> None:
     """Mount an empty TMP and SHM, and hide /proc. Raises OSError."""
     flags = kernel.MS_NOSUID | kernel.MS_NODEV

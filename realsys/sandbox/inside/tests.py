@@ -115,6 +115,8 @@ def _test(task: dict[str, Any], link: Link) -> None:
 def _exception(names: list[Any], text: str) -> Exception:
     """Make the built-in exception that the program's is derived from most closely."""
     for name in names:
+        if name in ("StopIteration", "StopAsyncIteration"):
+            return RuntimeError(text)  # it would end a loop of the tests early, as if all had passed
         found = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(found, type) and issubclass(found, Exception):
             try:

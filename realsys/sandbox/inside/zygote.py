@@ -237,6 +237,7 @@ def _waited_s(pid: int) -> float:
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     setup = json.loads(sys.argv[2])
+    confine.die_first()
     if user := setup["user"]:
         os.setgroups([])
         os.setresgid(user, user, user)

@@ -76,4 +76,4 @@ def test_attack_gains_without_isolation(outside, tmp_path, name):
 
 def test_suite_has_every_kind_of_attack():
     assert len(ATTACKS) >= 100
-    assert {kind for attack in ATTACKS.values() for kind in attack.kinds} == {"stdio", "calls", "source"}
+    assert {kind for attack in ATTACKS.values() for kind in attack.kinds} == {"stdio", "calls", "source", "mapped"}

@@ -1,5 +1,7 @@
 """The sandbox with real programs: results, limits, what a program sees, and failures of the sandbox itself."""
 
+from pathlib import Path
+
 import psutil
 import pytest
 
@@ -61,6 +63,10 @@ print(sorted(os.environ))
     first, second = sandbox.run(source, b"", LIMITS).stdout.decode().splitlines()
     assert first == "[] [] 1 1000"
     assert second == "['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'PWD']"
+
+
+def test_kernel_ends_programs_before_the_run(sandbox):
+    assert Path(f"/proc/{zygote_of(sandbox).pid}/oom_score_adj").read_text() == "1000\n"
 
 
 def test_what_a_program_leaves_is_gone(sandbox):

@@ -2,7 +2,7 @@
 
 The first line of a file's docstring says what the program does; lines ``key: value`` behind it are settings:
 
-    tests      kinds of tests that judge it: stdio, calls, source
+    tests      kinds of tests that judge it: stdio, calls, source; mapped: source that calls through ``map``
     task       what the program should do, by its name in TASKS; ``double`` if not given
     runs       2: the program looks for what its own first run has left behind
     right      yes: the program is right, and does harm besides; its verdict does not count
@@ -120,6 +120,7 @@ def code_tests(kind: str, task: str = "double", preamble: str = "") -> CodeTests
         "stdio": {"stdio": [StdioTest(f"{n}\n", f"{result}\n") for n, result in pairs]},
         "calls": {"calls": [CallTest([n], result) for n, result in pairs], "function": "double"},
         "source": {"source": _source(pairs)},
+        "mapped": {"source": f"assert all(a == b for a, b in zip(map(double, {_ARGUMENTS}), {TASKS[task]!r}))\n"},
     }[kind]
     return CodeTests(preamble=preamble, time_limit_s=TIME_LIMIT_S, memory_limit_mb=MEMORY_LIMIT_MB, **tests)
 
