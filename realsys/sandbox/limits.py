@@ -78,6 +78,11 @@ class Ended:
     peak_mb: float = 0.0
 
     @property
+    def own_s(self) -> float:
+        """Return the time for which the program is to blame."""
+        return max(0.0, self.wall_s - self.waited_s)
+
+    @property
     def reason(self) -> str:
         """Return why the run failed; "" if it did not."""
         return self.reached or (CRASHED if self.code else "")

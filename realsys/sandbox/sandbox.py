@@ -82,7 +82,7 @@ class _Child:
         self.number = number
         self.channel = channel
         self.limits = limits
-        self.begin = time.monotonic()
+        self.born = self.begin = time.monotonic()
         self.ended: Ended | None = None
         self.reached = ""
         self._sandbox = sandbox
@@ -216,7 +216,7 @@ class Sandbox:
             self._look(0.2)
             problem = "ended" if said is None else said.decode("utf-8", "replace") or f"no start within {_BEGIN_S:g} s"
             raise self._failed(f"a program could not be confined: {problem}")
-        child.begin = time.monotonic()
+        child.born = child.begin = time.monotonic()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             plain.send(descriptor, plain.encode(task))
 
@@ -354,7 +354,7 @@ class Sandbox:
         if "error" in message:
             raise self._failed(f"a program could not be started: {message['error']}")
         if child is not None:
-            wall_s = time.monotonic() - child.begin
+            wall_s = time.monotonic() - child.born
             reached = child.reached or message["reached"]
             use = message["cpu_s"], wall_s, message["waited_s"], message["peak_mb"]
             child.ended = Ended(message["code"], reached, *use)
@@ -379,15 +379,19 @@ class Sandbox:
 
 
 class Program:
-    """A program that answers calls. ``time_s``: from its start to its last answer."""
+    """A program that answers calls."""
 
     def __init__(self, sandbox: Sandbox, child: _Child, link: socket.socket) -> None:
         self._sandbox = sandbox
         self._child = child
         self._link = link
         self._loaded = False
-        self._begin = time.monotonic()
-        self.time_s = 0.0
+
+    @property
+    def time_s(self) -> float:
+        """Return its time since its start; once it has ended, without the time in which it had no processor."""
+        ended = self._child.ended
+        return time.monotonic() - self._child.born if ended is None else ended.own_s
 
     def call(self, name: str, arguments: list[Any], most: int = plain.MAX_FRAME) -> Any:
         """Return the plain data that a function returns, of at most so many bytes. Raises ProgramRaised."""
@@ -398,10 +402,7 @@ class Program:
             self._child.mark()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             plain.send(self._link.fileno(), plain.encode(("call", name, arguments, {})))
-        try:
-            return self._receive(most)
-        finally:
-            self.time_s = time.monotonic() - self._begin
+        return self._receive(most)
 
     def _receive(self, most: int) -> Any:
         descriptor = self._link.fileno()

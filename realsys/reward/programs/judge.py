@@ -9,16 +9,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
 from realsys.data.layouts.code_tests import CodeTests
 from realsys.reward.programs.compare import same_output, same_value
 from realsys.reward.programs.completion import PYTHON
 from realsys.sandbox.languages import Language, find_command
-from realsys.sandbox.limits import CRASHED, MEMORY, WALL, WRONG, Ended, Limits
+from realsys.sandbox.limits import CRASHED, MEMORY, WALL, WRONG, Limits
 from realsys.sandbox.sandbox import Command, ProgramRaised, Sandbox, UnitTests
 
 _COMPILE = Limits(cpu_s=30.0, wall_s=45.0, memory_mb=2048.0, processes=64, bound_address_space=False)
@@ -55,13 +56,14 @@ class Judge:
     def score(self, source: str, tests: CodeTests, *, all_tests: bool) -> Score:
         """Run the tests: ``all_tests``, or up to the first that fails. Raises SandboxError."""
         score = Score(len(tests.stdio) + len(tests.calls) + bool(tests.source.strip()))
-        for reason in self._reasons(source, tests, score):
-            score.add(reason)
-            if reason and not all_tests:
-                break
+        with contextlib.closing(self._reasons(source, tests, score)) as reasons:
+            for reason in reasons:
+                score.add(reason)
+                if reason and not all_tests:
+                    break
         return score
 
-    def _reasons(self, source: str, tests: CodeTests, score: Score) -> Iterator[str]:
+    def _reasons(self, source: str, tests: CodeTests, score: Score) -> Generator[str, None, None]:
         """Run one test after another; yield why each failed, "" if it passed."""
         yield from self._stdio(source, tests, score)
         if tests.calls:
@@ -87,7 +89,7 @@ class Judge:
 
     # ---- input and output
 
-    def _stdio(self, source: str, tests: CodeTests, score: Score) -> Iterator[str]:
+    def _stdio(self, source: str, tests: CodeTests, score: Score) -> Generator[str, None, None]:
         program: str | Command = source
         language = self._languages[tests.language] if tests.language != PYTHON else None
         if language is not None and tests.stdio:
@@ -104,7 +106,7 @@ class Judge:
                 limits = dataclasses.replace(limits, bound_address_space=False, processes=max(64, limits.processes))
             limits = dataclasses.replace(limits, output_mb=min(limits.output_mb, _most(test.stdout) / (1 << 20)))
             output = self._sandbox.run(program, test.stdin.encode("utf-8", "surrogatepass"), limits)
-            score.time_s += _time_s(output.ended)
+            score.time_s += output.ended.own_s
             if reason := output.ended.reason:
                 yield MEMORY if reason == CRASHED and _out_of_memory(output.stderr) else reason
             else:
@@ -115,7 +117,7 @@ class Judge:
         files = {language.source: source.encode("utf-8", "surrogatepass")}
         if language.compile:
             output = self._sandbox.run(Command(_argv(language.compile), files, language.makes), b"", _COMPILE)
-            score.time_s += _time_s(output.ended)
+            score.time_s += output.ended.own_s
             if output.ended.reason or output.made is None:
                 return Command((), {}), output.ended.reason or CRASHED
             files = {language.makes: output.made}
@@ -123,7 +125,7 @@ class Judge:
 
     # ---- calls
 
-    def _calls(self, source: str, tests: CodeTests, score: Score) -> Iterator[str]:
+    def _calls(self, source: str, tests: CodeTests, score: Score) -> Generator[str, None, None]:
         """Call the function for each test. A process that has ended, or is over a limit, gets a successor."""
         todo = list(tests.calls)
         while todo:
@@ -143,7 +145,7 @@ class Judge:
                             break
                     else:
                         yield "" if same_value(result, test.result) else WRONG
-                score.time_s += program.time_s
+            score.time_s += program.time_s
 
 
 def _most(expected: str) -> int:
@@ -154,11 +156,6 @@ def _most(expected: str) -> int:
 def _argv(words: list[str]) -> tuple[str, ...]:
     found = words[0] if words[0].startswith("./") else find_command(words[0])
     return (found or words[0], *words[1:])
-
-
-def _time_s(ended: Ended) -> float:
-    """Return the time of a run for which the program is to blame."""
-    return max(0.0, ended.wall_s - ended.waited_s)
 
 
 def _out_of_memory(stderr: bytes) -> bool:

@@ -78,6 +78,6 @@ def _confine(limits: dict[str, Any], setup: dict[str, Any], user: tuple[int, int
     os.umask(0o077)
     with contextlib.suppress(OSError):
         os.nice(_NICE)
-    confine.limit(limits)
+    confine.limit(limits, namespaces=setup["namespaces"])
     if setup["namespaces"]:
         confine.give_up(setup["readable"], landlock=setup["landlock"])

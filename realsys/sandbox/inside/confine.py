@@ -39,7 +39,7 @@ def own_folders(disk_mb: int) -> None:
     kernel.mount_tmpfs("/proc", flags | kernel.MS_RDONLY | kernel.MS_NOEXEC, "size=4k,nr_inodes=2,mode=0555")
 
 
-def limit(limits: dict[str, Any]) -> None:
+def limit(limits: dict[str, Any], *, namespaces: bool) -> None:
     """Set the limits of the process and of each that it starts."""
     memory, files = int(limits["memory_mb"] * _MIB), int(limits["file_mb"] * _MIB)
     bounds = {
@@ -47,12 +47,13 @@ def limit(limits: dict[str, Any]) -> None:
         resource.RLIMIT_CPU: int(limits["process_cpu_s"]) + 1,
         resource.RLIMIT_FSIZE: files,
         resource.RLIMIT_NOFILE: limits["open_files"],
-        resource.RLIMIT_NPROC: limits["processes"],
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 1024,
         resource.RLIMIT_STACK: _STACK_BYTES,
     }
+    if namespaces:  # elsewhere the kernel counts all processes of the user
+        bounds[resource.RLIMIT_NPROC] = limits["processes"]
     if limits["bound_address_space"]:
         bounds[resource.RLIMIT_AS] = memory
     for which, wanted in bounds.items():

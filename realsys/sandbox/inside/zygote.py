@@ -58,7 +58,8 @@ class _Running:
         self.cpu_before_s = 0.0
         self.ended_cpu_s = 0.0  # of processes that ended, and that no other process has collected
         self.waited_before_s = 0.0
-        self.waited_s = 0.0
+        self.waited_s = 0.0  # in this run
+        self.all_waited_s = 0.0
         self.last: dict[int, _Use] = {}
         self.reached = ""
         self.peak_mb = 0.0
@@ -85,7 +86,8 @@ class _Running:
         memory_mb = sum(use.memory_mb for use in tree.values())
         if sum(use.threads for use in tree.values()) == 1:
             # Time in which the machine had no processor for it is not its own. Several wait for each other, too.
-            self.waited_s = _waited_s(self.pid) - self.waited_before_s
+            self.all_waited_s = _waited_s(self.pid)
+            self.waited_s = self.all_waited_s - self.waited_before_s
         self.peak_mb = max(self.peak_mb, memory_mb)
         if self.reached:
             return
@@ -171,7 +173,7 @@ class Zygote:
         peak = max(ended.peak_mb, usage.ru_maxrss / 1024)
         code = os.waitstatus_to_exitcode(status)
         answer = {"id": ended.number, "code": code, "cpu_s": cpu_s, "peak_mb": peak, "reached": ended.reached}
-        self._send({**answer, "waited_s": ended.waited_s})
+        self._send({**answer, "waited_s": ended.all_waited_s})
 
     def _look(self, running: list[_Running]) -> None:
         """Kill children that reach a limit, with what they started."""
