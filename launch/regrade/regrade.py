@@ -22,7 +22,7 @@ from realsys.config.compose import overridden
 from realsys.config.doors import ENVIRONMENT
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.checks import check_verifier
+from realsys.config.rules.checks import check_verifiers
 from realsys.config.rules.rubric_file import read_rubric
 from realsys.config.schema import Config
 from realsys.data.prompts import PromptDataset
@@ -101,7 +101,7 @@ def regrade_config(config: Config, options: RegradeOptions) -> Config:
         config = config.model_copy(update={"data": own})
     config = overridden(config, overrides)
     config = config.model_copy(update={"rollout": read_rubric(config.rollout)})
-    check_verifier(config)
+    check_verifiers(config)
     ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)
     return config
 

@@ -11,6 +11,7 @@ one line and exit code 2.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -31,12 +32,15 @@ class Door:
     kind      word for such a part in messages
     builtin   built-in name -> "module:attribute"
     contract  check of a loaded object
+    settings  built-in name -> "module:function" that checks the part's arguments, against the configuration and this
+              machine: ``function(arguments, config)`` returns the problem, or None
     """
 
     field: str
     kind: str
     builtin: Mapping[str, str]
     contract: Contract
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def check(self, value: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Check a name before anything starts. Import strings are imported; built-in names only to check arguments.
@@ -49,6 +53,14 @@ class Door:
         loaded = self.load(value)
         if arguments is not None:
             self._check_arguments(value, loaded, arguments)
+
+    def check_settings(self, value: str, arguments: Mapping[str, Any], config: Any) -> None:
+        """Check that a built-in part can work as it is configured, on this machine. Raises ConfigError."""
+        if value not in self.settings:
+            return
+        module, _, attribute = self.settings[value].partition(":")
+        if problem := getattr(importlib.import_module(module), attribute)(arguments, config):
+            raise ConfigError(f"{self.field}_args", dict(arguments), problem)
 
     def load(self, value: str) -> Any:
         """Import the object that ``value`` names, and check it against the contract. Raises ConfigError."""
@@ -227,12 +239,14 @@ VERIFIER = Door(
     "data.verifier",
     "verifier",
     {
+        "code": "realsys.reward.verifiers.code:code",
         "exact": "realsys.reward.verifiers.exact:exact",
         "math": "realsys.reward.verifiers.math:math",
         "reasoning_gym": "realsys.reward.verifiers.reasoning_gym:reasoning_gym",
         **JUDGE.builtin,
     },
     takes("item"),
+    {"code": "realsys.reward.verifiers.code:check_settings"},
 )
 
 #: reads one row of a data set; ``auto`` (realsys.data.layouts.detect) finds the layout by the keys of the first row

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from realsys.config.doors import JUDGE
+from realsys.config.doors import JUDGE, VERIFIER
 from realsys.config.evaluation_sets import verifier_arguments
 from realsys.config.schema import Config
 from realsys.reward.pool import VerifierPool
@@ -79,9 +79,10 @@ class VerifiersByName:
 
 
 def make_pool(config: Config, *, processes: int = 0, judgements: int = 2) -> VerifierPool:
-    """Return verifier processes. ``processes``: their number; 0: rollout.reward.processes."""
-    reward = config.rollout.reward
-    arguments = verifier_arguments(config)
+    """Return verifier processes. ``processes``: their number; 0: rollout.reward.processes. Raises ConfigError."""
+    reward, arguments = config.rollout.reward, verifier_arguments(config)
+    for name in arguments:
+        VERIFIER.check_settings(name, arguments[name], config)  # this machine may not be the launcher's
     return VerifierPool(processes or reward.processes, Limits.of(reward), arguments, judgements=judgements)
 
 

@@ -14,7 +14,7 @@ from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, JUDGE, LAYOUT, TRANSPORT, VERIFIER
-from realsys.config.evaluation_sets import evaluation_sets
+from realsys.config.evaluation_sets import evaluation_sets, verifier_arguments
 from realsys.config.memory.memory_check import Place, check_memory, place_of
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_field, role_settings
@@ -209,7 +209,6 @@ def _check_sets(config: Config) -> None:
     has_copy = TrialPaths.of(config).config.is_file()
     for name, made in evaluation_sets(config).items():
         field = f"evaluation.sets.{name}"
-        VERIFIER.check(made.verifier, dict(made.verifier_args))
         if made.source is None:
             continue
         if not has_copy and (problem := source_problem(made.source.path)):
@@ -243,17 +242,18 @@ def check_sources(data: DataConfig, *, has_copy: bool = False) -> None:
 
 
 def _check_doors(config: Config) -> None:
-    check_verifier(config)
+    check_verifiers(config)
     ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)
 
 
-def check_verifier(config: Config) -> None:
-    """Check data.verifier and its settings. Raises ConfigError."""
-    name = config.data.verifier
-    if name in JUDGE.builtin:
-        JUDGE.load(name).check(config)
-    else:
-        VERIFIER.check(name, config.data.verifier_args)
+def check_verifiers(config: Config) -> None:
+    """Check the verifiers of the trial and their settings. Raises ConfigError."""
+    for name, arguments in verifier_arguments(config).items():
+        if name in JUDGE.builtin:
+            JUDGE.load(name).check(config)
+        else:
+            VERIFIER.check(name, dict(arguments))
+            VERIFIER.check_settings(name, arguments, config)
 
 
 # ---- model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from realsys.data.layouts.base import Row, RowError, Values, others, parsed, take, text, texts
@@ -37,8 +38,10 @@ def mbpp(row: Values) -> Row:
     shown = "\n".join(asserts)
     prompt = f"{text(row, field)} {_REPLY}\n\nThe program must pass these tests:\n\n```python\n{shown}\n```"
     taken = (field, "test_list", "challenge_test_list", "test_imports", "test_setup_code", "code")
-    tests = CodeTests(source=source, preamble=preamble)
-    return Row(prompt, str(row.get("code") or ""), others(row, *taken), code_tests=tests)
+    code = str(row.get("code") or "")
+    # Named, because it may have the name of a built-in function, which the tests would call instead.
+    tests = CodeTests(source=source, preamble=preamble, function=_called(code, source))
+    return Row(prompt, code, others(row, *taken), code_tests=tests)
 
 
 def code_contests(row: Values) -> Row:
@@ -125,6 +128,12 @@ def _cases(value: str, field: str, max_bytes: int) -> list[dict[str, str]]:
     ):
         raise RowError(field, f"must be a list of objects with the texts {', '.join(names)}")
     return cases
+
+
+def _called(code: str, source: str) -> str:
+    """Return the first function of ``code`` that ``source`` calls, or ""."""
+    names = re.findall(r"^def (\w+)", code, re.M)
+    return next((name for name in names if re.search(rf"\b{name}\(", source)), "")
 
 
 def _function(row: Values, starter: str) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 from urllib.parse import urlsplit
 
+from realsys.config.evaluation_sets import verifier_arguments
 from realsys.config.schema import Config
 from realsys.config.sections.schema_judge import JudgeConfig
 from realsys.errors import ConfigError
@@ -19,8 +20,8 @@ _OWN_FIELDS = ("messages", "model", "n", "stream")
 def check_judge(config: Config) -> None:
     """Check address, key, rubric and limits. Raises ConfigError."""
     judge = config.rollout.reward.judge
-    if config.data.verifier_args:
-        raise ConfigError("data.verifier_args", config.data.verifier_args, f"the judge has none: set {_FIELD}")
+    if arguments := verifier_arguments(config).get("judge"):
+        raise ConfigError("verifier_args", dict(arguments), f"the judge has none: set {_FIELD}")
     _check_address(judge)
     _check_key(judge.api_key_env)
     try:

@@ -48,8 +48,8 @@ class Verdict(msgspec.Struct, array_like=True, tag="verdict"):
 
 #: A bool is ``Verdict(correct=...)``, a float (or int) is ``Verdict(reward=...)``.
 Verifier = Callable[..., "bool | float | Verdict"]
-#: Returns why the reference of an item, which has no completion, cannot be used; None if it can.
-CheckAnswer = Callable[[Item], str | None]
+#: ``(item, **arguments)``: returns why the reference of an item without completion cannot be used; None if it can.
+CheckAnswer = Callable[..., str | None]
 
 V = TypeVar("V", bound=Verifier)
 
@@ -83,7 +83,8 @@ def wrong_over_limit(verifier: Verifier) -> bool:
 def answer_problem(verifier: Verifier, item: Item) -> str | None:
     """Return why the verifier cannot use the reference of an item; None if it can, or does not check references."""
     check = getattr(verifier, "check_answer", None)
-    problem = check(item) if check is not None else None
+    arguments = getattr(verifier, "keywords", {})  # the pool makes a ``partial`` of verifier and arguments
+    problem = check(item, **arguments) if check is not None else None
     if problem is not None and not isinstance(problem, str):
         raise TypeError(f"check_answer returned {reprlib.repr(problem)}: return the reason as a text, or None")
     return problem

@@ -55,8 +55,10 @@ def behave(item: Item) -> Any:
     return does == answer
 
 
-def _check(item: Item) -> str | None:
+def _check(item: Item, *, bonus: float = 0.0) -> str | None:
     _end(item.answer, "")
+    if item.answer == "bonus":
+        return f"the bonus is {bonus}"
     return "it is bad" if item.answer == "bad" else None
 
 

@@ -150,6 +150,13 @@ def test_mbpp_tests_run():
     assert read(sanitized).code_tests.preamble == "import math"
 
 
+def test_mbpp_names_the_called_function():
+    """Else tests of a function ``sum`` would call the built-in one."""
+    code = "def helper(x):\n    return x\ndef sum(a, b):\n    return helper(a) + b\n"
+    found = read({**rows.MBPP, "code": code, "test_list": ["assert sum(10, 15) == 25"]})
+    assert found.code_tests.function == "sum"
+
+
 def test_code_contests_tests_and_limits():
     tests = read(rows.CODE_CONTESTS).code_tests
     assert [test.stdin for test in tests.stdio] == ["1\n", "2\n", "3\n"]

@@ -1,0 +1,49 @@
+"""A verifier pool with one process that judges programs, for benchmarks of the verifier ``code``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from realsys.errors import RewardError
+from realsys.reward.pool import VerifierPool
+from realsys.reward.verifier_process import Limits
+from realsys.reward.verifiers.base import Item
+
+
+class Judge:
+    """Judges items on an event loop of its own. ``judges`` makes and closes it."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self._pool = VerifierPool(1, Limits(60.0, 120.0))
+
+    def one(self, item: Item) -> bool | None:
+        """Return whether a program is right; None if there is no verdict."""
+        try:
+            return self._runner.run(self._pool.verify("code", item)).correct
+        except RewardError:
+            return None
+
+    def all(self, items: Sequence[Item]) -> list[bool | None]:
+        """Judge all items, given at the same time."""
+
+        async def gather() -> list[bool | None]:
+            verdicts = await asyncio.gather(*(self._pool.verify("code", item) for item in items))
+            return [verdict.correct for verdict in verdicts]
+
+        return self._runner.run(gather())
+
+    def close(self) -> None:
+        self._runner.run(self._pool.close())
+        self._runner.close()
+
+
+@contextlib.contextmanager
+def judges() -> Iterator[Judge]:
+    judge = Judge()
+    try:
+        yield judge
+    finally:
+        judge.close()

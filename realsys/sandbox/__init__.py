@@ -1,0 +1,1 @@
+"""Runs programs that nobody has read: isolation, limits, tests (docs/sandbox.md)."""

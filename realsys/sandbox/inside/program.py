@@ -1,0 +1,173 @@
+"""The process of a program: runs it with input and output, answers calls, or executes a command.
+
+Nothing here is trusted: the program can do with this process, and with its descriptors, what it likes. It can only
+send plain data, as if its functions had returned them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import traceback
+import types
+from io import TextIOWrapper
+from typing import Any, Literal
+
+from . import plain
+
+
+def run(task: dict[str, Any], descriptors: list[int]) -> None:
+    """Run the source with stdin, stdout and stderr; ends the process as Python would."""
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    _open_standard()
+    code = 0
+    try:
+        _load(task["source"], "__main__")
+    except SystemExit as error:
+        code = _exit_code(error)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    _end(code)
+
+
+def command(task: dict[str, Any], channel: int, descriptors: list[int]) -> None:
+    """Write the files and execute the command; then send the file that it made, if one is wanted."""
+    for name, data in task["files"].items():
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o700)
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(OSError):
+            for number, descriptor in enumerate(descriptors):
+                os.dup2(descriptor, number)
+            os.execve(task["argv"][0], task["argv"], task["environment"])
+        os._exit(127)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    while True:
+        ended, status = os.wait()
+        if ended == pid:
+            break
+    code = os.waitstatus_to_exitcode(status)
+    made = None
+    if task["makes"] and code == 0:
+        with contextlib.suppress(OSError), open(task["makes"], "rb") as file:
+            made = file.read()
+    plain.send(channel, plain.encode({"code": code, "made": made}))
+    os._exit(0)
+
+
+def serve(task: dict[str, Any], link: int) -> None:
+    """Load the source, then answer requests until the other side closes the link."""
+    _open_standard()
+    objects: list[Any] = []
+    try:
+        namespace = _load(task["source"], "program")  # so that its main part does not run
+    except BaseException as error:
+        plain.send(link, _raised(error))
+        os._exit(1)
+    plain.send(link, plain.encode(("ok", None)))
+    while (data := plain.receive(link)) is not None:
+        try:
+            answer = plain.encode(("ok", _answer(namespace, objects, plain.decode(data))), _keeper(objects))
+        except BaseException as error:
+            answer = _raised(error)
+        plain.send(link, answer)
+    os._exit(0)
+
+
+def _keeper(objects: list[Any]) -> plain.Keep:
+    def keep(value: object) -> int:
+        objects.append(value)
+        return len(objects) - 1
+
+    return keep
+
+
+def _answer(namespace: dict[str, Any], objects: list[Any], request: Any) -> Any:
+    operation, target, arguments, named = request
+    found = objects[target.number] if isinstance(target, plain.Handle) else _named(namespace, target)
+    if operation == "get":
+        return found
+    if operation == "attribute":
+        return getattr(found, arguments[0])
+    return found(*_given(list(arguments), objects), **_given(named, objects))
+
+
+def _named(namespace: dict[str, Any], name: str) -> Any:
+    """Return a value of the program. ``Class.method``: of a new object."""
+    first, *others = name.split(".")
+    if first not in namespace:
+        raise NameError(f"name {first!r} is not defined")
+    found = namespace[first]
+    if others and isinstance(found, type):
+        found = found()
+    for other in others:
+        found = getattr(found, other)
+    return found
+
+
+def _given(value: Any, objects: list[Any]) -> Any:
+    """Put the program's own objects in the place of their handles."""
+    if isinstance(value, plain.Handle):
+        return objects[value.number]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_given(each, objects) for each in value)
+    if isinstance(value, dict):
+        return {key: _given(each, objects) for key, each in value.items()}
+    return value
+
+
+def _raised(error: BaseException) -> bytes:
+    try:
+        text = str(error)[:300]
+    except BaseException:
+        text = ""
+    names = [each.__name__ for each in type(error).__mro__]
+    return plain.encode(("raised", names, text))
+
+
+def _load(source: str, name: str) -> dict[str, Any]:
+    module = types.ModuleType(name)
+    sys.modules["__main__"] = sys.modules[name] = module
+    sys.argv = ["program"]
+    exec(compile(source, "program", "exec", dont_inherit=True), module.__dict__)
+    return module.__dict__
+
+
+def _open_standard() -> None:
+    sys.stdin = _text(0, "r")
+    sys.stdout = _text(1, "w")
+    sys.stderr = _text(2, "w")
+    sys.stderr.reconfigure(line_buffering=True)
+
+
+def _text(descriptor: int, mode: Literal["r", "w"]) -> TextIOWrapper:
+    return open(descriptor, mode, encoding="utf-8", errors="surrogateescape", closefd=False)
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _end(code: int) -> None:
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException:
+        code = code or 1
+    os._exit(code)

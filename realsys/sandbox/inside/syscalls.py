@@ -1,0 +1,163 @@
+"""The filter of system calls (seccomp): what a program may never ask of the kernel.
+
+The kernel answers "not permitted" to a forbidden call, and "no such call" to calls that are newer than this table, so
+that libraries fall back to older ones. Calls of another architecture kill the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+NEWEST = 456  # calls beyond are unknown here
+
+#: name -> number on x86_64, number on aarch64; None: does not exist there
+_NUMBERS: dict[str, tuple[int | None, int | None]] = {
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "socketpair": (53, 199),
+    # network
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    # other processes
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "setsid": (112, 157),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "ioprio_set": (251, 30),
+    # files and namespaces
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "fanotify_init": (300, 262),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "acct": (163, 89),
+    # memory that no limit counts
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "move_pages": (279, 239),
+    "migrate_pages": (256, 238),
+    "mbind": (237, 235),
+    "set_mempolicy": (238, 237),
+    # things that are counted per user
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    # doors into the kernel
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "syslog": (103, 116),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "personality": (135, 92),
+    "lookup_dcookie": (212, 18),
+    "vhangup": (153, 58),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "modify_ldt": (154, None),
+    "uselib": (134, None),
+    "ustat": (136, None),
+    "sysfs": (139, None),
+}
+_SPECIAL = {"clone", "clone3", "socketpair"}
+
+# BPF: struct sock_filter is (code, jump if true, jump if false, value)
+_LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
+_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_AF_UNIX = 1
+
+
+def number(name: str) -> int | None:
+    """Return the number of a call on this machine, or None."""
+    column = _MACHINES.get(platform.machine())
+    return None if column is None else _NUMBERS[name][column[0]]
+
+
+def filter_program(namespaces: int) -> bytes | None:
+    """Return the filter; None if this architecture is unknown. ``namespaces``: flags of clone to refuse."""
+    if platform.machine() not in _MACHINES:
+        return None
+    _, architecture = _MACHINES[platform.machine()]
+    forbidden = [value for name in _NUMBERS if name not in _SPECIAL and (value := number(name)) is not None]
+    refuse, missing = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
+    steps = [
+        _step(_LOAD, _ARCH_AT),
+        _step(_EQUAL, architecture, 1, 0),
+        _step(_RETURN, _KILL),
+        _step(_LOAD, _NUMBER_AT),
+        _step(_GREATER, NEWEST, 0, 1),  # also the x32 calls of x86_64
+        _step(_RETURN, missing),
+        _step(_EQUAL, number("clone3") or 0, 0, 1),
+        _step(_RETURN, missing),
+        _step(_EQUAL, number("clone") or 0, 0, 4),
+        _step(_LOAD, _FIRST_ARGUMENT_AT),
+        _step(_ANY_BIT, namespaces, 0, 1),
+        _step(_RETURN, refuse),
+        _step(_RETURN, _ALLOW),
+        _step(_EQUAL, number("socketpair") or 0, 0, 4),
+        _step(_LOAD, _FIRST_ARGUMENT_AT),
+        _step(_EQUAL, _AF_UNIX, 1, 0),
+        _step(_RETURN, refuse),
+        _step(_RETURN, _ALLOW),
+    ]
+    count = len(forbidden)
+    steps += [_step(_EQUAL, value, count - place, 0) for place, value in enumerate(forbidden)]
+    return b"".join([*steps, _step(_RETURN, _ALLOW), _step(_RETURN, refuse)])
+
+
+def _step(code: int, value: int, true: int = 0, false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, true, false, value)

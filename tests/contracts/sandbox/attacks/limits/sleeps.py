@@ -1,0 +1,8 @@
+"""Sleeps for an hour.
+
+tests: stdio
+"""
+
+import time
+
+time.sleep(3600)

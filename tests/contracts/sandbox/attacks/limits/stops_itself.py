@@ -1,0 +1,9 @@
+"""Stops itself with SIGSTOP.
+
+tests: stdio
+"""
+
+import os
+import signal
+
+os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,0 +1,11 @@
+"""Forks without end.
+
+tests: stdio
+"""
+
+import contextlib
+import os
+
+while True:
+    with contextlib.suppress(OSError):
+        os.fork()

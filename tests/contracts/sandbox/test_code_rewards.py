@@ -1,0 +1,56 @@
+"""Rewards of code tasks through the pool: right, wrong, over a limit; a dead sandbox is no verdict."""
+
+import asyncio
+
+import psutil
+import pytest
+
+from realsys.data.layouts.code_tests import KEY
+from realsys.reward.pool import VerifierPool
+from realsys.reward.verifier_process import Limits
+from realsys.reward.verifiers.base import Item
+
+TESTS = {"function": "f", "calls": [{"args": [2], "result": 4}, {"args": [3], "result": 6}], "time_limit_s": 0.3}
+
+pytestmark = pytest.mark.needs("bwrap")
+
+
+def item(body: str) -> Item:
+    return Item("", f"<think>hm</think>```python\ndef f(x):\n    {body}\n```", "", {KEY: TESTS})
+
+
+async def verdicts(bodies, **arguments):
+    pool = VerifierPool(1, Limits(10.0, 60.0), {"code": arguments})
+    try:
+        return await asyncio.gather(*(pool.verify("code", item(body)) for body in bodies))
+    finally:
+        await pool.close()
+
+
+def test_programs_are_right_or_wrong():
+    right, wrong, slow = asyncio.run(verdicts(["return 2 * x", "return x", "while True: pass"]))
+    assert [right.correct, wrong.correct, slow.correct] == [True, False, False]
+    assert [right.metrics["program_cpu"], slow.metrics["program_cpu"]] == [0.0, 1.0]
+
+
+def test_share_of_tests_is_the_reward():
+    (verdict,) = asyncio.run(verdicts(["return 4"], reward="share"))
+    assert (verdict.reward, verdict.correct) == (0.5, False)
+
+
+def test_dead_sandbox_is_judged_again():
+    """The first judgement fails with the zygote; the second has a new one."""
+
+    async def judge():
+        pool = VerifierPool(1, Limits(10.0, 60.0))
+        try:
+            assert (await pool.verify("code", item("return 2 * x"))).correct
+            (sandbox,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "bwrap"][:1]
+            sandbox.kill()
+            psutil.wait_procs([sandbox], 2.0)
+            verdict = await pool.verify("code", item("return 2 * x"))
+            return verdict.correct, pool.undecided
+        finally:
+            await pool.close()
+
+    assert asyncio.run(judge()) == (True, 0)

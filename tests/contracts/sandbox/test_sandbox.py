@@ -1,0 +1,193 @@
+"""The sandbox with real programs: results, limits, what a program sees, and failures of the sandbox itself."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from realsys.errors import SandboxError
+from realsys.sandbox.isolation import Settings
+from realsys.sandbox.limits import CPU, CRASHED, MEMORY, OUTPUT, WALL, WRONG, Limits
+from realsys.sandbox.sandbox import Command, ProgramRaised, Sandbox, UnitTests
+
+LIMITS = Limits(cpu_s=0.5, wall_s=1.5, memory_mb=256)
+ADD = "def add(a, b=1):\n    return a + b\n"
+
+pytestmark = pytest.mark.needs("bwrap")
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(Settings()) as sandbox:
+        sandbox.run("", b"", LIMITS)
+        yield sandbox
+
+
+def zygote_of(sandbox) -> psutil.Process:
+    """Return the innermost process that stays: bwrap, its first process in the namespace, the zygote."""
+    process = psutil.Process(sandbox._zygote.pid)
+    while children := process.children():
+        process = children[0]
+    return process
+
+
+def test_program_reads_and_writes(sandbox):
+    output = sandbox.run("import sys\nprint(input()[::-1])\nprint('x', file=sys.stderr)", b"abc\n", LIMITS)
+    assert (output.stdout, output.stderr, output.ended.reason) == (b"cba\n", b"x\n", "")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("while True: pass", CPU),
+        ("import time\ntime.sleep(60)", WALL),
+        ("print('x' * 2**25)", OUTPUT),
+        ("1 / 0", CRASHED),
+        ("raise SystemExit(3)", CRASHED),
+        ("import ctypes\nctypes.string_at(0)", CRASHED),
+        ("import os\nb = [bytearray(10**8)]\nwhile os.fork() >= 0: b[0][::4096] = b'x' * len(b[0][::4096])", MEMORY),
+    ],
+)
+def test_run_over_a_limit_has_its_reason(sandbox, source, reason):
+    assert sandbox.run(source, b"", LIMITS).ended.reason == reason
+
+
+def test_program_sees_nothing_of_the_machine(sandbox, monkeypatch):
+    monkeypatch.setenv("SECRET", "x")
+    source = """
+import os
+hidden = ["/root/.ssh", "/home", "/run", "/var", "/sys", "/etc/shadow", "/etc/passwd", "/proc/self"]
+print([path for path in hidden if os.path.exists(path)], os.listdir("/tmp"), os.getpid(), os.getuid())
+print(sorted(os.environ))
+"""
+    first, second = sandbox.run(source, b"", LIMITS).stdout.decode().splitlines()
+    assert first == "[] [] 1 1000"
+    assert second == "['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'PWD']"
+
+
+def test_kernel_ends_programs_before_the_run(sandbox):
+    assert Path(f"/proc/{zygote_of(sandbox).pid}/oom_score_adj").read_text() == "1000\n"
+
+
+def test_what_a_program_leaves_is_gone(sandbox):
+    source = "import subprocess\nopen('/tmp/a', 'w').write('x')\nsubprocess.Popen(['sleep', '60'])"
+    assert sandbox.run(source, b"", LIMITS).ended.reason == ""
+    assert zygote_of(sandbox).children() == []
+    assert sandbox.run("import os\nprint(os.listdir('/tmp'))", b"", LIMITS).stdout == b"[]\n"
+
+
+def test_command_makes_a_file_for_the_next(sandbox):
+    made = sandbox.run(Command(("/bin/sh", "make"), {"make": b"echo echo hi > made"}, "made"), b"", LIMITS).made
+    assert sandbox.run(Command(("/bin/sh", "made"), {"made": made}), b"", LIMITS).stdout == b"hi\n"
+
+
+def test_failed_command_has_its_exit_code(sandbox):
+    output = sandbox.run(Command(("/bin/sh", "-c", "exit 7"), {}), b"", LIMITS)
+    assert (output.ended.code, output.ended.reason) == (7, CRASHED)
+
+
+def test_calls_return_plain_data(sandbox):
+    with sandbox.serve(ADD + "class Solution:\n    def twice(self, x): return (x, [x])\n", LIMITS) as program:
+        assert program.call("add", [1]) == 2
+        assert program.call("Solution.twice", [{"a": None}]) == ({"a": None}, [{"a": None}])
+        with pytest.raises(ProgramRaised, match="TypeError"):
+            program.call("add", [None])
+        assert program.call("add", [2, 3]) == 5
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("def f():\n    while True: pass", CPU),
+        ("def f():\n    import os\n    os._exit(0)", CRASHED),
+        ("def f():\n    return 'x' * 10**6", OUTPUT),
+        ("def f():\n    return ' ' * 10**10", MEMORY),
+        ("import os\nos.close(3)\ndef f(): return 1", CRASHED),
+        ("def f(: pass", CRASHED),
+    ],
+)
+def test_failed_call_has_its_reason(sandbox, source, reason):
+    with sandbox.serve(source, LIMITS) as program, pytest.raises(ProgramRaised) as raised:
+        program.call("f", [], most=1000)
+    assert raised.value.reason == reason
+
+
+def test_each_call_has_its_own_limit(sandbox):
+    source = "import time\ndef f():\n    end = time.process_time() + 0.3\n    while time.process_time() < end: pass\n"
+    with sandbox.serve(source, LIMITS) as program:
+        assert [program.call("f", []) for _ in range(4)] == [None] * 4
+
+
+def judged(sandbox, source, tests, **settings):
+    return sandbox.test(source, UnitTests(tests, **settings), LIMITS)
+
+
+def test_unit_tests_call_the_program(sandbox):
+    assert judged(sandbox, ADD, "assert add(1) == 2\nassert add(1, b=3) == 4").passed
+    result = judged(sandbox, ADD, "assert add(1) == 3, 'not three'")
+    assert (result.passed, result.reason, result.why) == (False, WRONG, "AssertionError: not three")
+
+
+def test_helpers_come_from_the_prompt(sandbox):
+    lying = ADD + "def helper(x): return add(*x)\n"
+    tests = "assert add(1, 1) == helper((1, 1))"
+    assert judged(sandbox, lying, tests, function="add", trusted=("def helper(x): return sum(x)",)).passed
+    wrong = lying.replace("a + b", "7")
+    assert not judged(sandbox, wrong, tests, function="add", trusted=("def helper(x): return sum(x)",)).passed
+
+
+def test_builtins_of_the_tests_are_their_own(sandbox):
+    lying = "import builtins\ndef f(): return 2\ndef set(x): return 0\nbuiltins.set = set\n"
+    assert not judged(sandbox, lying, "assert set([f()]) == set([1])").passed
+
+
+def test_exceptions_of_the_program_reach_the_tests(sandbox):
+    source = "class Mine(KeyError): pass\ndef f(): raise Mine('x')\n"
+    tests = "try:\n    f()\nexcept KeyError:\n    pass\nelse:\n    raise AssertionError\n"
+    assert judged(sandbox, source, tests).passed
+
+
+def test_objects_of_the_program_can_be_passed_back(sandbox):
+    source = "class Pair:\n    def __init__(self, a): self.a = a\n    def get(self): return self.a\n"
+    source += "def f(pairs): return pairs[0].a\n"
+    assert judged(sandbox, source, "p = Pair(3)\nassert f([p]) == 3 and p.get() == 3 and p.a == 3").passed
+
+
+@pytest.mark.parametrize("end", ["import os\n    os._exit(0)", "raise SystemExit(0)", "import os\n    os.kill(1, 9)"])
+def test_program_that_ends_passes_nothing(sandbox, end):
+    tests = "try:\n    f()\nexcept BaseException:\n    pass\nassert True\n"
+    result = judged(sandbox, f"def f():\n    {end}\n", tests)
+    assert result.passed is ("SystemExit" in end or "kill" in end)  # those do not end it
+
+
+def test_dead_zygote_is_an_error_and_replaced():
+    with Sandbox() as sandbox:
+        sandbox.run("", b"", LIMITS)
+        zygote_of(sandbox).kill()
+        with pytest.raises(SandboxError, match="sandbox: "):
+            sandbox.run("", b"", LIMITS)
+        assert sandbox.restarts == 1
+        assert sandbox.run("print(1)", b"", LIMITS).stdout == b"1\n"
+
+
+def test_zygote_that_dies_in_a_run_is_an_error():
+    with Sandbox() as sandbox, pytest.raises(SandboxError, match="sandbox: "):  # noqa: SIM117
+        with sandbox.serve(ADD, LIMITS) as program:
+            assert program.call("add", [1]) == 2
+            zygote_of(sandbox).parent().kill()
+
+
+def test_closed_sandbox_leaves_no_processes():
+    sandbox = Sandbox()
+    with sandbox:
+        sandbox.run("", b"", LIMITS)
+        processes = psutil.Process(sandbox._zygote.pid).children(recursive=True)
+    _, alive = psutil.wait_procs(processes, 5.0)
+    assert alive == []
+
+
+def test_no_isolation_keeps_the_limits():
+    with Sandbox(Settings("none")) as sandbox:
+        assert sandbox.run("print(1)", b"", LIMITS).stdout == b"1\n"
+        assert sandbox.run("while True: pass", b"", LIMITS).ended.reason == CPU
+        assert sandbox.test(ADD, UnitTests("assert add(1) == 2"), LIMITS).passed

@@ -1,0 +1,79 @@
+"""The verifier ``code``: references, settings, verdicts."""
+
+import pytest
+
+from realsys.config.schema import Config
+from realsys.data.layouts.code_tests import KEY
+from realsys.errors import ConfigError, SandboxError
+from realsys.reward.verifiers import code as module
+from realsys.reward.verifiers.base import Item
+from realsys.reward.verifiers.code import check_answer, check_settings
+from realsys.sandbox.sandbox import Sandbox
+
+
+def item(**tests):
+    return Item("", "", "", {KEY: tests})
+
+
+@pytest.mark.parametrize(
+    ("tests", "problem"),
+    [
+        ({}, "has no tests"),
+        ({"source": "assert f( == 1"}, "is no Python"),
+        ({"language": "c", "source": "x"}, "must be stdio"),
+        ({"language": "cobol", "stdio": [{"stdin": "", "stdout": ""}]}, "'cobol' is not known"),
+    ],
+)
+def test_useless_tests_are_refused(tests, problem):
+    assert problem in check_answer(item(**tests))
+
+
+def test_row_without_tests_is_refused():
+    assert "not a code task" in check_answer(Item("", "", "1"))
+
+
+def test_useful_tests_are_taken():
+    assert check_answer(item(source="assert f() == 1")) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"isolation": "jail"}, "isolation must be one of full, available, none"),
+        ({"reward": "half"}, "reward must be all or share"),
+        ({"cpu_s": 0}, "cpu_s is 0"),
+        ({"cpu_s": "x"}, "not supported"),
+        ({"memory_mb": 8192}, "at most 4096"),
+        ({"wall_s": 5}, "none may be less than the one before"),
+        ({"total_s": 58}, r"rollout.reward.elapsed_timeout_s \(60\) must be 5 s more"),
+        ({"languages": {"x": {"source": "a"}}}, "missing required field"),
+    ],
+)
+def test_wrong_settings_are_refused(arguments, problem):
+    import re
+
+    assert re.search(problem, check_settings(arguments, Config()))
+
+
+def test_machine_without_isolation_is_refused(monkeypatch):
+    def refuse(self, *_):
+        raise SandboxError("bwrap is not found: install it")
+
+    monkeypatch.setattr(Sandbox, "run", refuse)
+    assert "install it, or set isolation to none" in check_settings({}, Config())
+
+
+def test_door_names_the_field_of_settings(monkeypatch):
+    from realsys.config.doors import VERIFIER
+
+    with pytest.raises(ConfigError, match="data.verifier_args="):
+        VERIFIER.check_settings("code", {"reward": "half"}, Config())
+    VERIFIER.check_settings("exact", {}, Config())
+
+
+def test_verdict_has_share_and_reason():
+    verdict = module._verdict(0.5, "cpu", "share")
+    assert (verdict.reward, verdict.correct) == (0.5, False)
+    assert verdict.metrics["tests_passed"] == 0.5
+    assert [name for name, value in verdict.metrics.items() if value == 1.0] == ["program_cpu"]
+    assert module._verdict(1.0, "", "all").reward is None

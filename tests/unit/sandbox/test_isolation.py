@@ -1,0 +1,56 @@
+"""Isolation: what a program may see, and refusals of machines that lack a part."""
+
+import shutil
+
+import pytest
+
+from realsys.errors import SandboxError
+from realsys.sandbox import isolation
+from realsys.sandbox.inside import kernel, syscalls
+from realsys.sandbox.isolation import Settings
+
+
+@pytest.fixture
+def no_cache():
+    isolation._bwrap.cache_clear()
+    yield
+    isolation._bwrap.cache_clear()
+
+
+def test_missing_bubblewrap_is_refused(monkeypatch, no_cache):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(SandboxError, match=r"bwrap is not found: install bubblewrap"):
+        isolation.zygote_command(Settings(), 3, "{}")
+
+
+def test_no_isolation_needs_no_bubblewrap(monkeypatch, no_cache):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert isolation.zygote_command(Settings("none"), 3, "{}")[0] == isolation.python()
+
+
+def test_full_isolation_refuses_missing_landlock(monkeypatch):
+    monkeypatch.setattr(kernel, "landlock_abi", lambda: 0)
+    with pytest.raises(SandboxError, match="lacks Landlock"):
+        isolation.setup_of(Settings("full"))
+    assert isolation.setup_of(Settings("available"))["namespaces"]
+
+
+def test_secrets_are_not_readable(tmp_path):
+    paths = isolation.readable_paths(Settings(readable=(str(tmp_path),)))
+    assert str(tmp_path.resolve()) in paths
+    assert not {"/", "/home", "/root", "/run", "/var", "/proc", "/etc", "/etc/shadow", "/tmp"} & set(paths)
+
+
+def test_environment_is_made_anew(monkeypatch):
+    monkeypatch.setenv("SECRET", "x")
+    assert isolation.environment().keys() == {"PATH", "HOME", "LANG", "OMP_NUM_THREADS"}
+
+
+def test_filter_jumps_stay_inside():
+    program = syscalls.filter_program(kernel.ALL_NAMESPACES)
+    if program is None:
+        pytest.skip("no table of system calls for this architecture")
+    steps = [program[at : at + 8] for at in range(0, len(program), 8)]
+    for place, step in enumerate(steps):
+        if int.from_bytes(step[:2], "little") in (0x15, 0x25, 0x45):
+            assert place + 1 + max(step[2], step[3]) < len(steps)

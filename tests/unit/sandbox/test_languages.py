@@ -1,0 +1,43 @@
+"""Commands of other languages: settings and what is missing on this machine."""
+
+import pytest
+
+from realsys.errors import ConfigError
+from realsys.sandbox.languages import BUILTIN, Language, languages_of, problem_of
+
+PASCAL = {"source": "main.pas", "compile": ["fpc", "main.pas"], "makes": "main", "run": ["./main"]}
+
+
+def test_settings_add_and_replace_languages():
+    languages = languages_of({"pascal": PASCAL, "bash": {"source": "a.sh", "run": ["sh", "a.sh"]}})
+    assert languages["pascal"] == Language(**PASCAL)
+    assert languages["bash"].run == ["sh", "a.sh"]
+    assert languages["c"] == BUILTIN["c"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"source": "../main.pas"}, "source is '../main.pas': it must be a file name without a folder"),
+        ({"run": []}, "source and run must not be empty"),
+        ({"makes": ""}, "compile needs makes"),
+        ({"compile": "fpc main.pas"}, "Expected `array`"),
+        ({"compiler": []}, "unknown field `compiler`"),
+    ],
+)
+def test_bad_settings_are_named(changed, problem):
+    with pytest.raises(ConfigError, match=r"languages\.pascal=.*: .*" + problem):
+        languages_of({"pascal": PASCAL | changed})
+
+
+def test_built_in_languages_have_no_problem():
+    assert [name for name, language in BUILTIN.items() if language.problem()] == []
+
+
+def test_missing_compiler_is_named():
+    languages = languages_of({"pascal": PASCAL | {"compile": ["no-such-compiler", "main.pas"]}})
+    assert "needs no-such-compiler, which is not found" in problem_of(languages, "pascal")
+
+
+def test_unknown_language_is_named():
+    assert "set data.verifier_args.languages.cobol" in problem_of({}, "cobol")
