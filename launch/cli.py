@@ -285,19 +285,8 @@ def _run_command(args: argparse.Namespace) -> int:
         from realsys.launch.nodes.node_agent import node_agent
 
         return node_agent(args.trial_dir, args.node, args.wait, once=args.once)
-    if args.command == "replay":
-        from realsys.launch.commands.replay import replay
-
-        return replay(args.trial_dir, args.step)
-    if args.command == "samples":
-        if args.eval is not None:
-            from realsys.launch.screen.evaluation_samples import Wanted, show_eval_samples
-
-            wanted = Wanted(args.eval, args.set, args.problem, args.verdict, args.limit)
-            return show_eval_samples(args.trial_dir, wanted, args.json)
-        from realsys.launch.commands.samples import show_samples
-
-        return show_samples(args.trial_dir, args.step, args.ticket, args.limit, args.json)
+    if args.command in ("replay", "samples"):
+        return _show_records(args)
     if args.command == "eval":
         from realsys.launch.evaluate.command import evaluate
         from realsys.launch.evaluate.settings import Choices
@@ -311,6 +300,22 @@ def _run_command(args: argparse.Namespace) -> int:
 
         return submit_trial(args.overrides, SubmitOptions(options, args.detach))
     return run(args.overrides, options)
+
+
+def _show_records(args: argparse.Namespace) -> int:
+    """Run a command that reads the recorded samples of a trial. Returns the exit code. Raises RealsysError."""
+    if args.command == "replay":
+        from realsys.launch.commands.replay import replay
+
+        return replay(args.trial_dir, args.step)
+    if args.eval is not None:
+        from realsys.launch.screen.evaluation_samples import Wanted, show_eval_samples
+
+        wanted = Wanted(args.eval, args.set, args.problem, args.verdict, args.limit)
+        return show_eval_samples(args.trial_dir, wanted, args.json)
+    from realsys.launch.commands.samples import show_samples
+
+    return show_samples(args.trial_dir, args.step, args.ticket, args.limit, args.json)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def _without_training(config: Config, target: Target, overridden: Collection[str
 def _held_out_only(config: Config) -> dict[str, object]:
     """Return data and evaluation that read the held-out problems alone: the rows to train on may be gone, or not given.
 
-    If sets are all that is given, the first one stands in for the held-out problems, which are then not evaluated.
+    If only sets are given, the data of the first one is read as held-out problems, and these are not evaluated.
     Raises ConfigError if nothing is given.
     """
     data, evaluation = config.data, config.evaluation.model_copy(update={"every_steps": 0})

@@ -22,7 +22,7 @@ from realsys.weights.disk.tensor_files import materialise
 
 _RUNS = Path("runs")
 EVALUATIONS = "eval"  # folder of what `realsys eval` makes, in a trial or under runs/
-EXPORTS = "models"  # in it: exported weight versions, one folder per step
+EXPORTS = "models"  # folder of exported weight versions, one per step, in that folder
 
 
 @dataclass(frozen=True, slots=True)
