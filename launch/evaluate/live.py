@@ -1,4 +1,4 @@
-"""Asks the manager of a trial that runs for evaluations beside its training, and waits for them.
+"""Asks the manager of a trial for evaluations while it trains, and waits for them.
 
     request per data set ──> poll ──> all have ended ──> records
                               └── Ctrl-C, no progress: cancel what has not ended
@@ -72,7 +72,7 @@ class LiveEvaluations:
     config: Config
     name: str
     say: Callable[[str], None]
-    _states: dict[str, EvaluationReply | None] = field(default_factory=dict)  # by id
+    _states: dict[str, EvaluationReply | None] = field(default_factory=dict)  # evaluation id -> its last known state
 
     async def run(self, sets: Mapping[str, EvaluationSet], paths: TrialPaths) -> dict[str, dict[str, Any]]:
         """Evaluate all sets; store and return their records by their ids. If cancelled, cancel what has not ended.
@@ -89,7 +89,7 @@ class LiveEvaluations:
         finally:
             await self._cancel()
         writer, seconds = ResultWriter(self.config, paths.evaluations), time.monotonic() - began
-        # In a thread: the comparison of answers has an event loop of its own.
+        # In a thread, because the comparison of answers runs another event loop.
         return {
             eval_id: await asyncio.to_thread(self._stored, writer, eval_id, made, seconds)
             for eval_id, made in asked.items()
@@ -143,7 +143,7 @@ class LiveEvaluations:
         return "; ".join(parts)
 
     async def _cancel(self) -> None:
-        """Cancel what has not ended, so that the servers do not go on with it."""
+        """Cancel what has not ended, so that the servers stop sampling it."""
         for eval_id in self._open():
             try:
                 async with asyncio.timeout(_CANCEL_S):

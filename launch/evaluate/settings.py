@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from realsys.config.compose import changed, compose, given_fields, quoted
+from realsys.config.compose import changed, compose, given_fields, quoted, validate
 from realsys.config.dump import read_config
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.schema import AsyncConfig, Config, WarmupConfig, WeightsConfig
@@ -19,7 +19,7 @@ from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.config.sections.schema_evaluation import HELD_OUT, EvalSetConfig
 from realsys.config.sections.schema_train import CheckpointConfig, RecordConfig, RolesConfig, TrainConfig
 from realsys.errors import ConfigError
-from realsys.launch.evaluate.target import EVALUATIONS, Target
+from realsys.launch.evaluate.target import EVALUATIONS, EXPORTS, Target
 from realsys.launch.fit import AUTO
 
 _EXPERIMENT = "experiment"
@@ -46,23 +46,24 @@ class Choices:
 def evaluation_config(target: Target, choices: Choices, now: datetime) -> tuple[Config, set[str]]:
     """Return the configuration of an evaluation of ``target``, and the fields that the user has set.
 
-    The agreement, the model and the folder are not fitted yet. Raises ConfigError.
+    It is not fitted to the model and the machine yet. Raises ConfigError.
     """
-    for text in choices.overrides:
-        if text.partition("=")[0] in ("model.path", "trial", "resume", "recover", "evaluate_only"):
-            raise ConfigError("override", text, "belongs to training: TARGET, --step and --name say what is evaluated")
+    if choices.name == EXPORTS:
+        raise ConfigError("--name", EXPORTS, "is the folder of exported weights: choose another name")
+    overridden = {text.partition("=")[0].lstrip("+") for text in choices.overrides}
+    for name in sorted(overridden):
+        if name in ("model.path", "trial", "resume", "recover", "evaluate_only"):
+            raise ConfigError("override", name, "belongs to training: TARGET, --step and --name say what is evaluated")
     if target.trial is None:
-        named = any(text.partition("=")[0] == _EXPERIMENT for text in choices.overrides)
-        overrides = [*([] if named else [f"{_EXPERIMENT}=math"]), *choices.overrides]
+        overrides = [*([] if _EXPERIMENT in overridden else [f"{_EXPERIMENT}=math"]), *choices.overrides]
         config = compose([*overrides, f"model.path={quoted(str(target.model))}"], config_dir=choices.config_dir)
         given = given_fields(overrides, config_dir=choices.config_dir)
-        fileroot = config.fileroot
     else:
         config = _stored(target, choices)
         given = {*type(config).model_fields}
-        fileroot = str(target.trial.root)
-    overridden = {text.partition("=")[0].lstrip("+") for text in choices.overrides}
-    return _without_training(config, target, overridden, fileroot, choices.name or _name(now, fileroot)), given
+    fileroot = config.fileroot if target.trial is None or "fileroot" in overridden else str(target.trial.root)
+    made = _without_training(config, target, overridden, fileroot, choices.name or _name(now, fileroot))
+    return validate(made.model_dump()), given
 
 
 def _stored(target: Target, choices: Choices) -> Config:
@@ -107,7 +108,7 @@ def _without_training(config: Config, target: Target, overridden: Collection[str
 def _held_out_only(config: Config) -> dict[str, object]:
     """Return data and evaluation that read the held-out problems alone: the rows to train on may be gone, or not given.
 
-    If sets are all that is given, the first one stands in for the held-out problems, which are then not evaluated.
+    If only sets are given, the data of the first one is read as held-out problems, and these are not evaluated.
     Raises ConfigError if nothing is given.
     """
     data, evaluation = config.data, config.evaluation.model_copy(update={"every_steps": 0})

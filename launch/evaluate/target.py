@@ -22,7 +22,7 @@ from realsys.weights.disk.tensor_files import materialise
 
 _RUNS = Path("runs")
 EVALUATIONS = "eval"  # folder of what `realsys eval` makes, in a trial or under runs/
-_EXPORTS = "models"  # in it: exported weight versions, one folder per step
+EXPORTS = "models"  # folder of exported weight versions, one per step, in that folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def exported(target: Target) -> Path:
     """
     if not target.version or target.trial is None:
         return target.model
-    folder = target.trial.root / EVALUATIONS / _EXPORTS / f"{target.step:08d}"
+    folder = target.trial.root / EVALUATIONS / EXPORTS / f"{target.step:08d}"
     try:
         if folder.is_dir() and load_manifest(folder).incarnation == load_manifest(target.model).incarnation:
             return folder

@@ -105,6 +105,7 @@ class Evaluations:
         self._writer = writer
         self._status_read = time.monotonic()
         self._running: dict[str, _Requested] = {}  # eval_id -> evaluation
+        self._moved: dict[str, tuple[tuple[int, int], float]] = {}  # eval_id -> last progress, and its time
         self._writing: dict[str, asyncio.Task[dict[str, Any]]] = {}  # ended, and not stored yet
 
     async def start(
@@ -177,7 +178,7 @@ class Evaluations:
         """Return the step-log records of those of ``eval_ids`` (default: all) that are done, each
         record once.
 
-        Raises WaitTimeout for one that exceeds its time limit, StuckError if all its episodes
+        Raises WaitTimeout for one without progress for the time limit, StuckError if all its episodes
         failed.
         """
         records = []
@@ -192,12 +193,21 @@ class Evaluations:
             state = await self._manager.evaluation(eval_id)
             if state.ended:
                 self._write(eval_id, running, seconds, state)
-            elif seconds > self._timeout_s:
+            elif self._stands_still(eval_id, state):
                 raise WaitTimeout(
-                    f"master_worker: evaluation {eval_id!r} has {state.done} of {state.total} completions after "
-                    f"{seconds:.0f} s ({state.failed} failed); see the logs of the rollout workers"
+                    f"master_worker: evaluation {eval_id!r} has {state.done} of {state.total} completions, and no new "
+                    f"one for {self._timeout_s:g} s ({state.failed} failed); see the logs of the rollout workers"
                 )
         return records
+
+    def _stands_still(self, eval_id: str, state: EvaluationReply) -> bool:
+        """Return True if no completion has ended for the time limit: a large evaluation may take any time."""
+        now, ended = time.monotonic(), (state.restarts, state.done + state.failed)
+        before, since = self._moved.get(eval_id, (None, now))
+        if ended != before:
+            self._moved[eval_id] = ended, now
+            return False
+        return now - since > self._timeout_s
 
     def _write(self, eval_id: str, running: _Requested, seconds: float, state: EvaluationReply) -> None:
         """Store an ended evaluation beside the training."""

@@ -9,8 +9,8 @@ one-version   All completions of an evaluation are of one version, at or after t
               keeps it (``realsys.manager.routing.holds``). A completion of another version counts as failed.
 
 When the trainer rolls back, unfinished evaluations and those of undone versions are discarded; the trainer starts them
-anew. An unfinished evaluation of a user begins again by itself, with a version that the trainer publishes next; a
-finished one stays. A completion whose attempts all failed has no verdict, which is not a wrong one
+anew. An unfinished evaluation of a user begins again with a version that the trainer publishes next; a finished one
+stays. A completion whose attempts all failed has no verdict, which is not a wrong one
 (``error-is-not-data``). An evaluation with more failures than it may have is incomplete: it has no accuracy.
 """
 

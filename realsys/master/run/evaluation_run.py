@@ -40,7 +40,7 @@ class EvaluationRun:
             manager,
             trainer_incarnation=ctx.incarnation,
             config=ctx.config,
-            repair=self._check_weights,
+            repair=self.check_weights,
             writer=ResultWriter(ctx.config, ctx.paths.evaluations),
         )
 
@@ -71,7 +71,7 @@ class EvaluationRun:
         await key.set(published)
         self._published = published
 
-    async def _check_weights(self, status: Mapping[str, Any]) -> None:
+    async def check_weights(self, status: Mapping[str, Any]) -> None:
         """End the run if no server can load the weights because the model was changed. Raises WeightsError."""
         published = self._published
         if unserved(status, published.version):

@@ -49,7 +49,7 @@ def adopt(model_dir: Path, root: Path, version: int, incarnation: str, *, check_
 
 
 def _linked(path: Path, tmp: Path) -> ShardInfo:
-    """Link a file of weights into the folder of the version; return what is in it."""
+    """Link a file of weights into the folder of the version; return its record."""
     header = read_header(path)
     try:
         (tmp / path.name).symlink_to(path)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
-from realsys.errors import Fenced, StreamError
+from realsys.errors import Fenced, StreamError, WaitTimeout
 from realsys.manager.messages import (
     AllocateRequest,
     ClaimRequest,
@@ -101,8 +101,8 @@ SETS = evaluation_sets(changed("evaluation.problems=2", "evaluation.every_steps=
 HELD_OUT_SET = SETS["eval"]
 
 
-def evaluations(manager: Answering) -> Evaluations:
-    parts: Any = {"config": changed(), "repair": manager.repair, "writer": NoWriter()}
+def evaluations(manager: Answering, *settings: str) -> Evaluations:
+    parts: Any = {"config": changed(*settings), "repair": manager.repair, "writer": NoWriter()}
     return Evaluations(manager, trainer_incarnation=manager.state.trainer_incarnation, **parts)  # type: ignore[arg-type]
 
 
@@ -154,6 +154,33 @@ def test_evaluation_wait_checks_newest_version(monkeypatch: pytest.MonkeyPatch) 
         manager = Answering(ready())
         await evaluations(manager).run("after", SETS, 0)
         assert manager.looks and set(manager.looks) == {0}
+
+    run(body)
+
+
+def test_standstill_of_an_evaluation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "POLL_S", 0.0)
+
+    async def body() -> None:
+        manager = Answering(ready(servers=0))
+        asking = evaluations(manager, "cluster.request_timeout_s=0.01")
+        with pytest.raises(WaitTimeout, match=r"'after-0' has 0 of 2 completions, and no new one for 0.01 s"):
+            await asking.run("after", SETS, 0)
+
+    run(body)
+
+
+def test_long_evaluation_with_progress_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit counts from the last completion, however many there are."""
+    clock = itertools.count(0.0, 20.0)
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(evaluation, "POLL_S", 0.0)
+
+    async def body() -> None:
+        asking = evaluations(Answering(ready()), "cluster.request_timeout_s=90")
+        await asking.start("step-1", HELD_OUT_SET, 3, 1)
+        [record] = await asking.finish_all()
+        assert record["problems"] == 3 and record["seconds"] > 90
 
     run(body)
 

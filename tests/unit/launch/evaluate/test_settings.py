@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from realsys.config.allocation import parse_allocation
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.dump import write_config
 from realsys.config.evaluation_sets import evaluation_sets
+from realsys.config.memory.memory_check import place_of
 from realsys.config.paths import TrialPaths
+from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
@@ -69,6 +72,24 @@ def test_sets_alone_are_enough(tmp_path):
 def test_missing_data_is_named(tmp_path):
     with pytest.raises(ConfigError, match="data.eval=.*name the problems to evaluate on"):
         made(Target(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "problem"), [("a/b", "trial='a/b'"), ("models", "is the folder of exported weights")])
+def test_unusable_name_is_refused(trial, name, problem):
+    with pytest.raises(ConfigError, match=problem):
+        made(Target(Path("/m"), 4, trial), name=name)
+
+
+def test_trial_may_be_evaluated_in_another_folder(trial):
+    config = made(Target(Path("/m"), 4, trial), "fileroot=/tmp/elsewhere", name="n")
+    assert TrialPaths.of(config).root == Path("/tmp/elsewhere/eval/n")
+
+
+def test_training_ranks_need_no_memory():
+    config = Config.model_validate({"evaluate_only": True, "allocation": "serve.d1+d64"})
+    machine = Machine(cpus=2, memory_bytes=32 << 30)
+    place = place_of(config, parse_allocation(config.allocation), backend_rules(config), machine)
+    assert (place.here.ranks, place.here.servers, place.ranks_on_gpu) == (0, 1, False)
 
 
 def test_second_evaluation_of_a_second_gets_a_number(trial):
