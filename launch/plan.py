@@ -3,7 +3,8 @@
     config, nodes ──seats_of──> seats ──plan──> ProcessSpecs ──> orders to their nodes (realsys.launch.nodes)
 
 name_store x 1 (etcd, with cluster.name_store.start), gserver_manager x 1, generation_server x (data part of inference),
-model_worker x (world size of training), rollout_worker x rollout.workers, master_worker x 1
+model_worker x (world size of training), reward_service x rollout.reward.services, rollout_worker x rollout.workers,
+master_worker x 1
 """
 
 from __future__ import annotations

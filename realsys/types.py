@@ -226,7 +226,7 @@ class PublishedVersion(msgspec.Struct, frozen=True):
 
 
 class ServerAddress(msgspec.Struct, frozen=True):
-    """The entry of a GenerationServer in the name store."""
+    """The entry of a GenerationServer or of a reward service in the name store."""
 
     name: str  # generation_server/0
     url: str  # http://host:port

@@ -1,4 +1,4 @@
-"""A RolloutWorker process: many rollouts on one event loop, rewards from its verifiers. Stateless."""
+"""A RolloutWorker process: many rollouts on one event loop, rewards in verifier processes. Stateless."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from realsys.config.rules.backend_rules import backend_rules
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
-from realsys.reward.verifiers_of_trial import open_verifiers
+from realsys.reward.build import open_verifiers
 from realsys.rollout import agents, environments
 from realsys.rollout.manager_client import ManagerClient
 from realsys.rollout.partial import PartialRolloutManager
@@ -49,7 +49,7 @@ async def serve(ctx: WorkerContext) -> None:
     )
     ctx.count(lambda: {"bad_messages": pusher.bad_messages})
     generation = GenerationClient.of(config.generation, ctx.token, ctx.check_alive)
-    verifiers = open_verifiers(config, sharers=config.rollout.workers)
+    verifiers = await open_verifiers(ctx)
     agent = agents.build(config, tokenizer, environments.build(config, tokenizer, verifiers))
     player = group_player(config, agent, PartialRolloutManager(manager, generation), tokenizer.eos_token_ids)
     loop = RolloutLoop(

@@ -1,12 +1,13 @@
 """Decides what a death means: restart one worker, restart the trainer, or end the run. Pure: no process, no file.
 
-    RolloutWorker, GenerationServer, GserverManager, own etcd   restart alone
+    RolloutWorker, GenerationServer, GserverManager,            restart alone
+    reward service, own etcd
     ModelWorkers, MasterWorker: the trainer                     restart together, from the last checkpoint
     same defect twice in a row, no restarts left                the run continues without a spare worker, or ends
     permanent failure                                           end of the run
 
-`spare`: a GenerationServer or a RolloutWorker, if others of its kind have run for much longer than it did. So one bad
-GPU does not end a run that has others, and a fault that all of them share does.
+`spare`: a GenerationServer, a RolloutWorker or a reward service, if others of its kind have run for much longer than it
+did. So one bad GPU does not end a run that has others, and a fault that all of them share does.
 
 `same-defect`: an exception of the same type with the same stack, twice in a row, would come a third time.
 """

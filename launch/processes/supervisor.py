@@ -51,7 +51,11 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
-_REPLACEABLE = {"generation_server": "generation servers", "rollout_worker": "RolloutWorkers"}
+_REPLACEABLE = {
+    "generation_server": "generation servers",
+    "rollout_worker": "RolloutWorkers",
+    "reward_service": "reward services",
+}
 _SAME_SIGNAL_S = 2.0
 _BAD_INPUT = 2  # RealsysError.exit_code of ConfigError, DataError, ModelError
 

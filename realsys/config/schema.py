@@ -150,7 +150,16 @@ class GenerationConfig(Section):
 class RewardConfig(Section):
     """Rewards and the processes that compute them."""
 
-    processes: Positive = Field(1, description="verifier processes per RolloutWorker")
+    processes: Positive = Field(
+        1, description="verifier processes per RolloutWorker; with services: per reward service"
+    )
+    services: NonNegative = Field(
+        0,
+        description="processes that judge for all RolloutWorkers (docs/data.md); 0: each RolloutWorker judges itself",
+    )
+    service_items: Positive = Field(
+        4096, description="completions that one reward service holds; when it is full, RolloutWorkers send them later"
+    )
     timeout_s: PositiveFloat = Field(10.0, description="seconds of CPU time that a verifier may use for one completion")
     elapsed_timeout_s: PositiveFloat = Field(
         60.0, description="seconds on the clock that a verifier may take for one completion, its waits included"

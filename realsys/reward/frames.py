@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from realsys.errors import RewardError
 from realsys.reward.verifiers.base import Item, Verdict
 
 LENGTH = struct.Struct("!I")
@@ -42,7 +43,7 @@ class Failure(msgspec.Struct, array_like=True, tag="failure"):
 Outcome = Verdict | Failure
 
 #: Items are JSON inside of the msgpack: msgpack has no integers beyond 64 bits, and a dataset row may.
-encode_item = msgspec.json.Encoder().encode
+_encode_item = msgspec.json.Encoder().encode
 decode_item = msgspec.json.Decoder(Item).decode
 
 
@@ -88,6 +89,14 @@ class NotLoaded(msgspec.Struct, array_like=True, tag="not_loaded"):
 
 
 Reply = Done | Loaded | NotLoaded
+
+
+def encoded(name: str, item: Item) -> bytes:
+    """Encode an item for the verifier ``name``. Raises RewardError if it is not JSON."""
+    try:
+        return _encode_item(item)
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise RewardError(f"an item for verifier {name} cannot be written as JSON: {error}") from None
 
 
 def frame(message: msgspec.Struct | Outcome) -> bytes:

@@ -24,11 +24,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from realsys.errors import NoVerifierError, RealsysError, RewardError
 from realsys.reward.failure_tally import FailureTally
-from realsys.reward.frames import CPU_TIME, MAX_ITEMS, REFUSED, Outcome, encode_item
+from realsys.reward.frames import CPU_TIME, MAX_ITEMS, REFUSED, Outcome, encoded
 from realsys.reward.verifier_process import Limits, VerifierProcess, Work
 from realsys.reward.verifiers.base import Item, Verdict
 
@@ -36,6 +34,8 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0  # enough to start Python and to import a verifier's libraries on a busy machine
 MEMORY_BYTES = 4 << 30  # address space of a process; a verifier that wants more gets MemoryError
+#: the verdict on a completion over the limit of CPU time, whose verifier declares that it is wrong: this very object
+OVER_LIMIT = Verdict(correct=False)
 _CLOSED = "the verifier pool is closed"
 
 
@@ -61,9 +61,14 @@ class VerifierPool:
     """``processes`` verifiers at a time; ``limits`` of one item. For one event loop."""
 
     def __init__(
-        self, processes: int, limits: Limits, arguments: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        processes: int,
+        limits: Limits,
+        arguments: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        judgements: int = 2,
     ) -> None:
-        """``arguments``: verifier -> its keyword arguments."""
+        """``arguments``: verifier -> its keyword arguments. ``judgements``: 1 leaves the second one to the caller."""
         if processes < 1:
             raise ValueError(f"a verifier pool needs at least one process, got {processes}")
         self.restarts = 0  # processes replaced since the start
@@ -71,6 +76,7 @@ class VerifierPool:
         self._tally = FailureTally()
         self._processes = processes
         self._limits = limits
+        self._once = judgements == 1
         self._queue: dict[Work, deque[_Call]] = {}  # the first key is served next
         self._idle: list[VerifierProcess | None] = [None] * processes  # None: to be started when needed
         self._running: set[VerifierProcess] = set()
@@ -101,7 +107,7 @@ class VerifierPool:
 
         Items that are given in one turn of the event loop cost one round trip together.
         """
-        return await self._do(Work(name), item)
+        return await self.judge(Work(name), encoded(name, item))
 
     async def check_answer(self, name: str, item: Item) -> str | None:
         """Return why the verifier ``name`` cannot use the reference of an item; None if it can.
@@ -109,19 +115,16 @@ class VerifierPool:
         A check that raises, hangs or dies is such a reason, too. Raises NoVerifierError.
         """
         try:
-            await self._do(Work(name, check=True), item)
+            await self.judge(Work(name, check=True), encoded(name, item))
         except RewardError as error:
             return str(error)
         return None
 
-    async def _do(self, work: Work, item: Item) -> Verdict:
+    async def judge(self, work: Work, item: bytes) -> Verdict:
+        """Do the work on an encoded item, with the errors of ``verify``."""
         if self._closed:
             raise NoVerifierError(_CLOSED)
-        try:
-            encoded = encode_item(item)
-        except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-            raise RewardError(f"an item for verifier {work.name} cannot be written as JSON: {error}") from None
-        call = _Call(work, encoded, asyncio.get_running_loop().create_future())
+        call = _Call(work, item, asyncio.get_running_loop().create_future(), again=self._once)
         self._queue.setdefault(work, deque()).append(call)
         if self._idle:
             # The task begins behind all callers that are ready to run in this turn of the event loop.
@@ -258,7 +261,7 @@ class VerifierPool:
         if (hopeless := self._tally.fail(error)) is not None:
             call.fail(hopeless)
         else:
-            call.succeed(Verdict(correct=False))
+            call.succeed(OVER_LIMIT)
 
     def _no_verdict(self, call: _Call, error: RewardError) -> None:
         """Queue an item behind all others to be judged again; fail it if this was the second time."""

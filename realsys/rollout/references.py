@@ -18,8 +18,8 @@ from realsys.config.schema import Config
 from realsys.data.lines import ORIGIN, Lines, Problem
 from realsys.data.prompts import open_splits, plain_text
 from realsys.errors import ConfigError, DataError, NoVerifierError
+from realsys.reward.build import own_verifiers
 from realsys.reward.verifiers.base import Item
-from realsys.reward.verifiers_of_trial import open_verifiers
 
 CHUNK = 1024  # references that are checked together
 MAX_PROCESSES = 8
@@ -36,7 +36,7 @@ class ReferenceChecker:
         self._name = config.data.verifier
         self.has_check = _has_check(self._name)
         processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
-        self._verifiers = open_verifiers(config, processes=processes)
+        self._verifiers = own_verifiers(config, processes=processes)
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Self:

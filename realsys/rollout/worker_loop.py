@@ -37,7 +37,7 @@ from realsys.manager.messages import (
     TouchReply,
     TouchRequest,
 )
-from realsys.reward.verifiers_of_trial import Verifiers
+from realsys.reward.build import Verifiers
 from realsys.rollout.defects import one_line
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.sessions import Played

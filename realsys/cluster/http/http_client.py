@@ -9,6 +9,7 @@ A client adds to this what its reply means, and whether to try again (``attempts
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from email.utils import parsedate_to_datetime
@@ -22,6 +23,7 @@ from realsys.errors import MALFORMED
 
 MAX_REPLY = 1 << 30  # bytes; 64 answers of 32,768 tokens are 90 MB
 _CONNECT_TIMEOUT_S = 10.0
+_IN_ONE_GO = 1 << 19  # bytes of a request
 _SHOWN = 300  # characters of a reply that is not the JSON of an error
 _HEADERS = {"Content-Type": "application/json"}
 #: Receives a line of a reply without its end.
@@ -32,14 +34,24 @@ _PLAIN = {"Accept-Encoding": "identity"}  # unpacked, a reply that is small on t
 class CallFailed(Exception):
     """A call without a usable reply. ``status`` is 0 if no reply came. ``reason`` and the message are one line each.
 
-    ``timed_out``: no reply came within the time limit, and no connection broke. ``retry_after_s``: seconds after which
-    the service wants the next call; 0: it did not say.
+    ``timed_out``: no reply came within the time limit, and no connection broke.
+    ``unreachable``: no connection was made.
+    ``retry_after_s``: seconds after which the service wants the next call, 0 if it did not say.
     """
 
-    def __init__(self, reason: str, status: int = 0, *, timed_out: bool = False, retry_after_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        reason: str,
+        status: int = 0,
+        *,
+        timed_out: bool = False,
+        unreachable: bool = False,
+        retry_after_s: float = 0.0,
+    ) -> None:
         self.reason = reason
         self.status = status
         self.timed_out = timed_out
+        self.unreachable = unreachable
         self.retry_after_s = retry_after_s
         super().__init__(f"status {status}: {reason}" if status else reason)
 
@@ -105,7 +117,10 @@ class HttpClient:
             what = "no answer" if on_line is None else "no answer and no progress"
             raise CallFailed(f"{what} within {timeout_s:g} s", timed_out=True) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise CallFailed(f"connection failed: {str(error) or type(error).__name__}") from error
+            unreachable = isinstance(error, aiohttp.ClientConnectorError)
+            raise CallFailed(
+                f"connection failed: {str(error) or type(error).__name__}", unreachable=unreachable
+            ) from error
         if status != 200:
             raise CallFailed(reason_of(payload), status, retry_after_s=retry_after_s(headers, time.time()))
         return payload
@@ -140,7 +155,9 @@ class HttpClient:
         total_s, silence_s = (limit_s, None) if on_line is None else (None, limit_s)
         timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=connect_s, sock_read=silence_s)
         method = "GET" if data is None else "POST"
-        async with self._session.request(method, url, data=data, timeout=timeout) as response:
+        # aiohttp copies bytes into the socket's buffer in one go, and warns of that; a file is sent in pieces.
+        body = io.BytesIO(data) if data is not None and len(data) > _IN_ONE_GO else data
+        async with self._session.request(method, url, data=body, timeout=timeout) as response:
             on_line = on_line if response.status == 200 else None
             return response.status, await _read_reply(response, on_line, self._max_reply), response.headers
 

@@ -11,10 +11,12 @@ body. A process that has lost its lease neither accepts a request nor answers on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -32,11 +34,12 @@ SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class Refused(Exception):
-    """Ends a request with this status and one line."""
+    """Ends a request with this status and one line. ``retry_after_s``: whole seconds; 0: the reply does not say."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, *, retry_after_s: int = 0) -> None:
         self.status = status
         self.message = message
+        self.retry_after_s = retry_after_s
         super().__init__(message)
 
 
@@ -52,14 +55,17 @@ class Guard:
         error: Callable[[str], object],
         secret: Collection[str] = (),
         check_alive: CheckAlive = unleased,
+        room: Callable[[int], AbstractContextManager[None]] = lambda size: contextlib.nullcontext(),
     ) -> None:
         """``token``: None admits every caller (tools and tests on loopback). ``error`` makes the body of a refusal from
-        its message, in the form of the service. ``secret``: paths that need the token for a GET too.
+        its message, in the form of the service. ``secret``: paths that need the token for a GET too. ``room`` is
+        entered with the declared size of a body before it is read, and left after the answer; it may raise Refused.
         """
         self._app = app
         self._max_body = max_body
         self._error = error
         self._check_alive = check_alive
+        self._room = room
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._secret = frozenset(secret)
         self.refused: Counter[str] = Counter()
@@ -69,11 +75,12 @@ class Guard:
             return
         try:
             self._admit(scope)
-            body = await self._read(scope, receive)
-            if body is None:
-                return  # the caller closed the connection
-            await self._alive()
-            await self._app(scope, self._replay(body, receive), self._guarded(send))
+            with self._room(_declared(scope)):
+                body = await self._read(scope, receive)
+                if body is None:
+                    return  # the caller closed the connection
+                await self._alive()
+                await self._app(scope, self._replay(body, receive), self._guarded(send))
         except Refused as refused:
             await self._refuse(refused, send)
 
@@ -90,8 +97,7 @@ class Guard:
         A body is refused as soon as it is known to be too large.
         """
         limit = 0 if scope["method"] in SAFE else self._max_body
-        declared = _header(scope, b"content-length")
-        if declared.isdigit() and int(declared[:20]) > limit:
+        if _declared(scope) > limit:
             raise self._too_large(scope, limit)
         body = bytearray()
         while True:
@@ -147,6 +153,8 @@ class Guard:
         body = msgspec.json.encode(self._error(refused.message))
         # The connection stays open: uvicorn discards the rest of the body, and closing could cut off this answer.
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        if refused.retry_after_s:
+            headers.append((b"retry-after", str(refused.retry_after_s).encode()))
         await send({"type": "http.response.start", "status": refused.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
@@ -211,6 +219,12 @@ class BoundedRequest(HttpToolsProtocol):
 def _header(scope: Scope, name: bytes) -> bytes:
     headers: list[tuple[bytes, Any]] = scope["headers"]
     return next((bytes(value) for key, value in headers if key == name), b"")
+
+
+def _declared(scope: Scope) -> int:
+    """Return the size of the body that the request declares, 0 if it does not."""
+    declared = _header(scope, b"content-length")
+    return int(declared[:20]) if declared.isdigit() else 0
 
 
 def _path(scope: Scope) -> str:

@@ -59,6 +59,14 @@ class Names:
     def generation_servers(self) -> str:
         return f"{self.root}/generation_server"
 
+    def reward_service(self, index: int) -> str:
+        """Key of a reward service, leased. Value: JSON ServerAddress."""
+        return f"{self.reward_services}/{index}"
+
+    @property
+    def reward_services(self) -> str:
+        return f"{self.root}/reward_service"
+
     @property
     def gserver_manager(self) -> str:
         """Key of the HTTP address of the manager."""

@@ -21,7 +21,15 @@ from typing import Literal, Protocol
 
 from realsys.errors import ConfigError
 
-Kind = Literal["name_store", "gserver_manager", "generation_server", "model_worker", "rollout_worker", "master_worker"]
+Kind = Literal[
+    "name_store",
+    "gserver_manager",
+    "generation_server",
+    "model_worker",
+    "reward_service",
+    "rollout_worker",
+    "master_worker",
+]
 
 RANK: Kind = "model_worker"
 SERVER: Kind = "generation_server"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
+from typing import get_args
 
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
@@ -58,7 +59,7 @@ def seats_of(
     blocks = [block for block in _blocks(config, machine, nodes[-1]) if kinds is None or block.kind in kinds]
     blocks.sort(key=lambda block: (block.kind != RANK, block.kind != SERVER, not block.on_first))
     seats = place(nodes, blocks, config.allocation, share=config.cluster.share_gpus)
-    order: list[Kind] = ["name_store", "gserver_manager", SERVER, RANK, "rollout_worker", "master_worker"]
+    order = get_args(Kind)
     return sorted(seats, key=lambda seat: (order.index(seat.kind), seat.index, seat.node_rank))
 
 
@@ -78,7 +79,10 @@ def _blocks(config: Config, machine: Machine, node: Node) -> list[Block]:
     servers, ports = allocation.inference.data, port_range(config.cluster.ports)
     init = max(ports[0], ports[-1] + 1 - servers) if ports else FIRST_INIT_PORT
     blocks += [Block(SERVER, range(n, n + 1), *server, init=init) for n in range(servers)]
-    workers, threads = config.rollout.workers, 1 + config.rollout.reward.processes
+    workers, reward = config.rollout.workers, config.rollout.reward
+    judging = 1 + reward.processes
+    threads = 1 if reward.services else judging
+    blocks += [Block("reward_service", range(n, n + 1), 0, judging, light) for n in range(reward.services)]
     return blocks + [Block("rollout_worker", range(n, n + 1), 0, threads, light) for n in range(workers)]
 
 

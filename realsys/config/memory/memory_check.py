@@ -74,7 +74,7 @@ def place_of(config: Config, allocation: Allocation, backend: BackendRules, mach
     here = OnHost(
         ranks=allocation.workers,
         servers=allocation.inference.data,
-        others=config.rollout.workers + 2,
+        others=config.rollout.workers + config.rollout.reward.services + 2,
         engine=0 if elsewhere else int(backend.memory_bytes(nodes[-1])),
         ranks_on_gpu=on_gpus or gpus_of_torch(config, machine) > 0,
         servers_on_gpu=on_gpus or servers_use_gpus(config, machine, backend),

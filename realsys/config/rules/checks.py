@@ -101,7 +101,8 @@ MOST_WITH_FILES = 64
 
 def _check_cluster(config: Config, allocation: Allocation) -> None:
     cluster = config.cluster
-    processes = allocation.workers + allocation.inference.data + config.rollout.workers + 2
+    light = config.rollout.workers + config.rollout.reward.services + 2
+    processes = allocation.workers + allocation.inference.data + light
     if cluster.name_store.backend == "file" and processes > MOST_WITH_FILES:
         problem = (
             f"{processes} processes are too many for a name store of files, which carries {MOST_WITH_FILES}: "

@@ -129,8 +129,8 @@ class ClusterConfig(Section):
     )
     min_workers_share: Probability = Field(
         0.0,
-        description="share of the generation servers, and of the RolloutWorkers, that must work when the run gives"
-        " up another one; at least one of each",
+        description="share of the generation servers, of the RolloutWorkers, and of the reward services, that must work"
+        " when the run gives up another one; at least one of each",
     )
     log_mb: PositiveFloat = Field(
         16.0, description="size in MiB above which the log of a process is moved to .log.1, replacing the older part"

@@ -21,6 +21,9 @@ def check_judge(config: Config) -> None:
     judge = config.rollout.reward.judge
     if config.data.verifier_args:
         raise ConfigError("data.verifier_args", config.data.verifier_args, f"the judge has none: set {_FIELD}")
+    if services := config.rollout.reward.services:
+        problem = "a judge runs in the RolloutWorkers: set it to 0"
+        raise ConfigError("rollout.reward.services", services, problem)
     _check_address(judge)
     _check_key(judge.api_key_env)
     try:

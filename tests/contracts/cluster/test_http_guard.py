@@ -23,16 +23,19 @@ from realsys.errors import GenerationError
 from realsys.generation.client import GenerationClient
 from realsys.generation.server import build_app as generation_app
 from realsys.manager.http import ManagerApp
+from realsys.reward.service.reward_server import RewardServer
 
 BOUND_S = 60.0
 LIMIT = 1000
-SERVICES = ("manager", "generation_server")
+SERVICES = ("manager", "generation_server", "reward_service")
 
 
 def guarded(service: str, token: str) -> Guard:
     """The routes of a service; nothing is behind them."""
     if service == "manager":
         return ManagerApp(cast(Any, None), token, cast(Any, None)).build()
+    if service == "reward_service":
+        return RewardServer(cast(Any, None), 1, token=token).app
     return generation_app(cast(Any, None), token=token)
 
 

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.system
 class Hold:
     """Has a run wait before train step ``step`` until ``release``, so that it cannot end before a test has acted."""
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, *faults: Fault) -> None:
         self._folder = folder
         folder.mkdir()
         fault = Fault("hold", "master_worker/0", "master.batch", "hold", at=step, until="released")
-        self.env = environment([fault], folder)
+        self.env = environment([fault, *faults], folder)
 
     def release(self) -> None:
         (self._folder / "released").touch()
@@ -225,3 +225,21 @@ def test_ctrl_c_saves_while_a_long_step_runs(tmp_path):
     with running(root, argv) as live:
         summary = check_complete(live.wait(), 5)
     assert summary["recoveries"] == 1
+
+
+def test_dead_reward_service_loses_no_completion(tmp_path):
+    """One of two services dies with completions in it. The other one judges them, and it comes back."""
+    settings = ["rollout.reward.services=2", f"train.total_steps={STEPS}"]
+    root, argv = arith(tmp_path, "services", *QUICK, *settings)
+    killed = Fault("killed", "reward_service/*", "reward.judge", "kill", hit=4)
+    hold = Hold(tmp_path / "hold", HELD, killed)
+    with running(root, argv, hold.env) as live:
+        live.until(lambda: "; restart 1/" in live.job.stdout, "a reward service is started again")
+        [victim] = re.findall(r"^! (reward_service/\d) was killed", live.job.stdout, flags=re.MULTILINE)
+        live.until(lambda: live.pid(victim), f"{victim} runs")
+        hold.release()
+        job = live.wait()
+    summary = check_complete(job, STEPS)
+    assert [entry["process"] for entry in summary["restarts"]] == [victim]
+    assert not any(record.get("verdict_failures") for record in job.records("train"))
+    assert "items go to another service" in (job.paths.logs / "rollout_worker-0.log").read_text()

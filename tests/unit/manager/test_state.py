@@ -17,7 +17,6 @@ from realsys.manager.messages import (
 )
 from realsys.manager.metrics import render_metrics
 from realsys.manager.overview import status
-from realsys.manager.routing.rates import RateWindow
 from realsys.manager.settings import ManagerSettings
 from tests.support.ledger.manager_states import (
     ANSWER,
@@ -128,16 +127,6 @@ def test_answers_are_counted_once_and_by_server() -> None:
     assert shown["throughput"]["generated_tokens"] == 120 and shown["throughput"]["answers"] == {"stop": 4}
     assert shown["servers"][0]["tokens_per_s"] == pytest.approx(120.0)
     json.dumps(shown, allow_nan=False)
-
-
-def test_rate_window_expires_and_starts_low() -> None:
-    window = RateWindow(window_s=10)
-    assert window.rate(0.0) == 0.0
-    window.add(50, 100.0)
-    assert window.rate(100.1) == 50.0, "a burst in the first instant is not a million per second"
-    window.add(50, 104.0)
-    assert window.rate(105.0) == 20.0
-    assert window.rate(200.0) == 0.0 and window.total == 100
 
 
 def test_unchanged_heartbeats_look_at_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:

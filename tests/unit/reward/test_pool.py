@@ -18,17 +18,6 @@ from realsys.reward.verifiers.base import Item, Verdict
 from tests.support.serving.reward_pools import BEHAVE, correct, error_of, outcomes, trips, until, with_pool
 
 
-def test_each_item_gets_its_own_verdict():
-    async def body(pool):
-        verdicts = await outcomes(pool, [Item("", completion, "7") for completion in ("7", "8", "7", "")])
-        assert [verdict.correct for verdict in verdicts] == [True, False, True, False]
-        assert await pool.verify("exact", Item("a1b2=", "#3", "3")) == Verdict(correct=True)
-        assert await pool.verify(BEHAVE, Item("", "metrics", "")) == Verdict(0.25, None, {"length": 3, "right": 1})
-        assert (pool.restarts, pool.waiting) == (0, 0)
-
-    with_pool(body)
-
-
 def test_items_of_one_turn_share_a_trip():
     async def body(pool):
         await correct(pool, "a")
@@ -83,18 +72,6 @@ def test_verifiers_take_turns_in_the_queue():
     with_pool(body)
 
 
-def test_keys_of_the_row_arrive_unchanged():
-    extra = {"big": 2**70, "list": [1, 1.0, None, {"a": "\u00e9\x00"}]}
-
-    async def body(pool):
-        verdict = await pool.verify(BEHAVE, Item("", "extra", "", extra))
-        assert list(verdict.metrics) == [repr(extra)[:100]]
-        with pytest.raises(RewardError, match="cannot be written as JSON"):
-            await pool.verify(BEHAVE, Item("", "\ud800", ""))
-
-    with_pool(body)
-
-
 def test_item_is_judged_again_before_giving_up(tmp_path):
     """A process that the machine killed says nothing about the completion that it was judging."""
 
@@ -133,16 +110,6 @@ def test_limits_of_one_item(used, left, reached):
     assert limits.left_s(*used) == pytest.approx(left)
     if reached:
         assert limits.reached(used[0]) == reached
-
-
-def test_verifier_that_cannot_be_loaded_is_an_error():
-    async def body(pool):
-        with pytest.raises(NoVerifierError, match="cannot be loaded: ConfigError: .*no module named 'nowhere'"):
-            await pool.verify("nowhere:verify", Item("", "a", "a"))
-        assert (await pool.verify("exact", Item("", "#1", "1"))).correct is True
-        assert pool.restarts == 0
-
-    with_pool(body)
 
 
 def test_process_that_cannot_start_is_an_error(monkeypatch):

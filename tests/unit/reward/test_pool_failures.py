@@ -7,10 +7,8 @@ import pytest
 from realsys.errors import NoVerifierError, RewardError
 from realsys.reward import failure_tally
 from realsys.reward.frames import CAUSES
-from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
 from realsys.reward.verifiers.base import Item, Verdict
-from tests.support.serving.reward_pools import BEHAVE, correct, outcomes, with_pool
+from tests.support.serving.reward_pools import correct, outcomes, with_pool
 
 CHECKED = "tests.support.serving.reward_verifiers:checked"
 
@@ -38,19 +36,6 @@ def test_failure_is_counted_by_cause(bad, cause):
         assert pool.take_failures() == {cause: 1} and pool.take_failures() == {}
 
     with_pool(body, timeout_s=1.0 if bad == "hang" else 50.0, cpu_s=30.0 if bad == "hang" else 1.0)
-
-
-def test_completion_over_limit_is_wrong_if_declared():
-    """It is judged once: its CPU time does not depend on the load of the machine."""
-
-    async def body(pool):
-        await pool.verify(CHECKED, Item("", "a", "a"))
-        items = [Item("", does, "a") for does in ("a", "spin", "b", "a")]
-        verdicts = await asyncio.gather(*(pool.verify(CHECKED, item) for item in items))
-        assert [verdict.correct for verdict in verdicts] == [True, False, False, True]
-        assert (pool.take_failures(), pool.undecided, pool.restarts) == ({"cpu_time": 1}, 0, 1)
-
-    with_pool(body, timeout_s=30.0, cpu_s=0.5)
 
 
 def test_limit_that_nothing_keeps_is_an_error(monkeypatch):
@@ -88,27 +73,3 @@ def test_endless_expression_is_wrong_for_math():
         assert (pool.take_failures(), pool.undecided) == ({"cpu_time": 1}, 0)
 
     with_pool(body, timeout_s=55.0, cpu_s=1.0)
-
-
-def test_references_are_checked_in_a_process():
-    async def body(pool):
-        answers = ("good", "bad", "good")
-        problems = await asyncio.gather(*(pool.check_answer(CHECKED, Item("", "", answer)) for answer in answers))
-        assert problems == [None, "it is bad", None]
-        assert await pool.check_answer(BEHAVE, Item("", "", "anything")) is None
-        assert "ArithmeticError" in (await pool.check_answer(CHECKED, Item("", "", "raise")) or "")
-        assert pool.failures == {"raised": 1}, "a refused reference is no failure"
-
-    with_pool(body)
-
-
-def test_arguments_reach_the_verifier():
-    async def run():
-        pool = VerifierPool(1, Limits(5.0, 5.0), {CHECKED: {"bonus": 0.5}})
-        try:
-            async with asyncio.timeout(60):
-                assert await pool.verify(CHECKED, Item("", "a", "a")) == Verdict(None, True, {}, 0.5)
-        finally:
-            await pool.close()
-
-    asyncio.run(run())

@@ -1,0 +1,211 @@
+"""HTTP surface of a VerifierPool (``verdict_protocol.py``). A request is held until all of its items are decided.
+
+POST /verify ──> room? ──> a task for each item in the pool ──> lines of what is decided ──> the rest
+                                  ^
+          caller closes the connection: the tasks are cancelled, and the pool drops what no process has begun
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+
+import msgspec
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from realsys.cluster.failpoint import failpoint
+from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.http.http_guard import Guard, Refused
+from realsys.errors import MALFORMED, NoVerifierError, RewardError
+from realsys.reward.frames import Failure
+from realsys.reward.pool import OVER_LIMIT, VerifierPool
+from realsys.reward.service import verdict_protocol as p
+from realsys.reward.service.room import Room
+from realsys.reward.verifier_process import Work
+from realsys.reward.verifiers.base import Verdict
+
+_REQUEST: msgspec.json.Decoder[p.VerifyRequest] = msgspec.json.Decoder(p.VerifyRequest)
+
+
+class RewardServer:
+    """The routes to a pool with ``judgements=1``. ``app`` is the ASGI application."""
+
+    def __init__(
+        self, pool: VerifierPool, max_items: int, *, token: str | None = None, check_alive: CheckAlive = unleased
+    ) -> None:
+        """``token`` is what every POST must carry; None only for a service on loopback without a trial."""
+        self._pool = pool
+        self._room = Room(max_items, time.monotonic)
+        routes = [
+            Route("/verify", self._verify, methods=["POST"]),
+            Route("/info", self._info),
+            Route("/metrics", self._metrics),
+        ]
+        self.app = Guard(
+            FastAPI(docs_url=None, redoc_url=None, openapi_url=None, routes=list(routes)),
+            token=token,
+            max_body=p.MAX_BODY,
+            error=_error,
+            check_alive=check_alive,
+            room=self._room.body,
+        )
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Requests that were refused, by cause."""
+        return self.app.refused + Counter(load=self._room.refused)
+
+    def info(self) -> p.ServiceInfo:
+        """Return the state of the service."""
+        room, pool = self._room, self._pool
+        return p.ServiceInfo(
+            held=room.items,
+            held_bytes=room.bytes,
+            waiting=pool.waiting,
+            verdicts=room.decided.total,
+            verdicts_per_s=room.rate(),
+            undecided=pool.undecided,
+            restarts=pool.restarts,
+            failures=dict(pool.failures),
+            refused=dict(self.refused),
+        )
+
+    async def _verify(self, request: Request) -> Response:
+        try:
+            body = _REQUEST.decode(await request.body())
+        except MALFORMED as error:
+            return _json(_error(f"/verify: {error}"), 400)
+        try:
+            self._room.enter(len(body.items))
+        except Refused as full:
+            return _json(_error(full.message), full.status, {"Retry-After": f"{full.retry_after_s:.0f}"})
+        failpoint("reward.judge")
+        batch = _Batch(self._pool, self._room, body)
+        client_left = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait((batch.done, client_left), timeout=p.PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
+            if client_left.done() or batch.done.done():
+                return _json(batch.take())
+        except BaseException:
+            batch.cancel()
+            raise
+        finally:
+            if client_left.done():
+                batch.cancel()
+            client_left.cancel()
+        return StreamingResponse(batch.lines(), media_type="application/json")
+
+    async def _info(self, request: Request) -> Response:
+        return _json(self.info())
+
+    async def _metrics(self, request: Request) -> Response:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_InfoCollector(self.info()))
+        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+class _Batch:
+    """The items of one request while they are judged."""
+
+    def __init__(self, pool: VerifierPool, room: Room, request: p.VerifyRequest) -> None:
+        self._pool = pool
+        self._decided: list[p.Decided] = []
+        work = Work(request.name, request.check)
+        self._room = room
+        self._tasks = {
+            asyncio.create_task(self._judge(index, work, bytes(item))) for index, item in enumerate(request.items)
+        }
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+        if not self._tasks:
+            self.done.set_result(None)
+
+    def take(self) -> p.VerifyReply:
+        """Return what was decided since the last call."""
+        decided, self._decided = self._decided, []
+        return p.VerifyReply(decided)
+
+    def cancel(self) -> None:
+        """Give up the items that are not decided."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """Yield a line every PROGRESS_S, then the rest."""
+        try:
+            while not self.done.done():
+                yield msgspec.json.encode(self.take()) + b"\n"
+                await asyncio.wait((self.done,), timeout=p.PROGRESS_S)
+            yield msgspec.json.encode(self.take())
+        finally:
+            self.cancel()  # the caller closed the connection, unless all are decided
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._room.leave(decided=not task.cancelled())
+        self._tasks.discard(task)
+        if not self._tasks:
+            self.done.set_result(None)
+
+    async def _judge(self, index: int, work: Work, item: bytes) -> None:
+        outcome: Verdict | Failure | p.NoVerifier
+        try:
+            outcome = await self._pool.judge(work, item)
+        except RewardError as error:
+            outcome = Failure(error.cause, str(error))
+        except NoVerifierError as error:
+            outcome = p.NoVerifier(str(error))
+        self._decided.append(p.Decided(index, outcome, outcome is OVER_LIMIT))
+
+
+class _InfoCollector(Collector):
+    """One scrape of a service."""
+
+    def __init__(self, info: p.ServiceInfo) -> None:
+        self._info = info
+
+    def collect(self) -> Iterator[Metric]:
+        info = self._info
+        for name, text, value in (
+            ("held", "completions that wait or are judged", info.held),
+            ("held_bytes", "bytes of the requests that are held", info.held_bytes),
+            ("waiting", "completions that no verifier process has taken", info.waiting),
+            ("verdicts_per_second", "completions decided per second, last 30 s", info.verdicts_per_s),
+        ):
+            yield GaugeMetricFamily(f"realsys_reward_{name}", text, value)
+        for name, text, count in (
+            ("verdicts", "completions decided", info.verdicts),
+            ("undecided", "judgements without a verdict", info.undecided),
+            ("process_restarts", "verifier processes that were replaced", info.restarts),
+        ):
+            yield CounterMetricFamily(f"realsys_reward_{name}", text, count)
+        for name, text, causes in (
+            ("failures", "judgements that failed or exceeded a limit", info.failures),
+            ("refused", "requests refused", info.refused),
+        ):
+            family = CounterMetricFamily(f"realsys_reward_{name}", text, labels=["cause"])
+            for cause, count in causes.items():
+                family.add_metric([cause], count)
+            yield family
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error(message: str) -> dict[str, str]:
+    return {"error": message}
+
+
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
