@@ -12,7 +12,7 @@ from realsys.config.rules.backend_rules import backend_rules
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
-from realsys.reward.build import open_verifiers_of_worker
+from realsys.reward.build import open_verifiers
 from realsys.rollout import agents, environments
 from realsys.rollout.evaluation_store import EvaluationStore
 from realsys.rollout.manager_client import ManagerClient
@@ -50,7 +50,7 @@ async def serve(ctx: WorkerContext) -> None:
     )
     ctx.count(lambda: {"bad_messages": pusher.bad_messages})
     generation = GenerationClient.of(config.generation, ctx.token, ctx.check_alive)
-    verifiers = await open_verifiers_of_worker(ctx)
+    verifiers = await open_verifiers(ctx)
     agent = agents.build(config, tokenizer, environments.build(config, tokenizer, verifiers))
     player = group_player(config, agent, PartialRolloutManager(manager, generation), tokenizer.eos_token_ids)
     evaluations = EvaluationStore(ctx.paths.evaluations, tokenizer, ctx.incarnation)

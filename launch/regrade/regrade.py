@@ -32,7 +32,7 @@ from realsys.launch.commands.replay import last_recorded
 from realsys.launch.regrade.disagreement import Different, Disagreement, verdict_name
 from realsys.launch.regrade.recorded import LeftOut, Recorded, RecordReader
 from realsys.launch.screen.evaluation_samples import printable
-from realsys.reward.build import open_verifiers
+from realsys.reward.build import own_verifiers
 from realsys.rollout import environments
 from realsys.rollout.defects import explain
 from realsys.rollout.environments.base import Environment
@@ -109,7 +109,7 @@ def regrade_config(config: Config, options: RegradeOptions) -> Config:
 async def _judge_steps(
     config: Config, tokenizer: TextTokenizer, reader: RecordReader, steps: dict[int, Path], counts: Disagreement
 ) -> None:
-    verifiers = open_verifiers(config)
+    verifiers = own_verifiers(config)
     try:
         environment = environments.build(config, tokenizer, verifiers)
         told = time.monotonic()

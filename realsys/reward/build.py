@@ -86,12 +86,12 @@ def make_pool(config: Config, *, processes: int = 0, judgements: int = 2) -> Ver
     return VerifierPool(processes or reward.processes, Limits.of(reward), arguments, judgements=judgements)
 
 
-def open_verifiers(config: Config, *, processes: int = 0) -> Verifiers:
+def own_verifiers(config: Config, *, processes: int = 0) -> Verifiers:
     """Return the verifiers of a process that judges alone. ``processes``: as in ``make_pool``. Raises ConfigError."""
     return _with_judges(config, make_pool(config, processes=processes), sharers=1)
 
 
-async def open_verifiers_of_worker(ctx: WorkerContext) -> Verifiers:
+async def open_verifiers(ctx: WorkerContext) -> Verifiers:
     """Return the verifiers of a RolloutWorker: ``rollout.reward.services`` chooses. Raises ConfigError."""
     config = ctx.config
     others: Verifiers

@@ -20,7 +20,7 @@ from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.data.lines import ORIGIN, Lines, Problem
 from realsys.data.prompts import open_splits, plain_text
 from realsys.errors import ConfigError, DataError, NoVerifierError
-from realsys.reward.build import open_verifiers
+from realsys.reward.build import own_verifiers
 from realsys.reward.verifiers.base import Item
 
 CHUNK = 1024  # references that are checked together
@@ -39,7 +39,7 @@ class ReferenceChecker:
         self._name = verifier or config.data.verifier
         self.has_check = _has_check(self._name)
         processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
-        self._verifiers = open_verifiers(config, processes=processes)
+        self._verifiers = own_verifiers(config, processes=processes)
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Self:

@@ -20,8 +20,12 @@ _OWN_FIELDS = ("messages", "model", "n", "stream")
 def check_judge(config: Config) -> None:
     """Check address, key, rubric and limits. Raises ConfigError."""
     judge = config.rollout.reward.judge
-    if arguments := verifier_arguments(config).get("judge"):
-        raise ConfigError("verifier_args", dict(arguments), f"the judge has none: set {_FIELD}")
+    verifiers, services = verifier_arguments(config), config.rollout.reward.services
+    if verifiers["judge"]:
+        raise ConfigError("verifier_args", dict(verifiers["judge"]), f"the judge has none: set {_FIELD}")
+    if services and list(verifiers) == ["judge"]:
+        problem = "a judge runs in the RolloutWorkers: set it to 0"
+        raise ConfigError("rollout.reward.services", services, problem)
     _check_address(judge)
     _check_key(judge.api_key_env)
     try:

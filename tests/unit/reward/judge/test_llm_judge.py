@@ -10,7 +10,7 @@ import pytest
 
 from realsys.errors import ConfigError, NoVerifierError, RewardError, StuckError
 from realsys.reward import failure_tally
-from realsys.reward.build import open_verifiers
+from realsys.reward.build import own_verifiers
 from realsys.reward.judge.llm_judge import LlmJudge
 from realsys.reward.verifiers.base import Item
 from tests.support.processes.config_trees import changed
@@ -250,7 +250,7 @@ def test_row_without_key_is_an_error_of_the_row(endpoint):
 
 def test_judge_takes_the_place_of_the_pool(endpoint):
     async def run():
-        verifiers = open_verifiers(settings(endpoint))
+        verifiers = own_verifiers(settings(endpoint))
         try:
             return await verifiers.verify("judge", RIGHT)
         finally:
@@ -274,6 +274,7 @@ def test_judge_takes_the_place_of_the_pool(endpoint):
         (["rollout.workers=32"], "divided among rollout.workers"),
         ([f"{JUDGE}.requests_per_minute=1", "rollout.workers=2"], "divided among rollout.workers"),
         (["data.verifier_args={a: 1}"], "the judge has none"),
+        (["rollout.reward.services=1"], "set it to 0"),
     ],
 )
 def test_bad_setting_is_refused_in_one_line(overrides, problem):
