@@ -1,4 +1,4 @@
-"""The verifiers of a RolloutWorker: a pool of its own, or the reward services of the trial."""
+"""The verifiers of a RolloutWorker: its VerifierPool, or the reward services of the trial."""
 
 from __future__ import annotations
 
