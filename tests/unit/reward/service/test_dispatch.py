@@ -135,6 +135,18 @@ def test_second_judgement_is_by_another_service():
     assert world.ends == {0: FAILED}
 
 
+def test_failing_service_stays_the_last_choice():
+    """Also if the second one died in between."""
+    world = World("a", "b", "c")
+    world.add(1)
+    [first] = world.take()
+    world.decide(first, FAILED)
+    [second] = world.take()
+    world.lose(second)
+    [third] = world.take()
+    assert len({send.instance.name for send in (first, second, third)}) == 3
+
+
 def test_only_service_judges_twice():
     world = World("a")
     world.add(1)
