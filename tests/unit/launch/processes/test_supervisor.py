@@ -86,7 +86,12 @@ def test_stateless_worker_is_restarted_within_its_budget(trial: Trial) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "min_share", "status"),
-    [("generation_server", 0.5, "done"), ("rollout_worker", 0.5, "done"), ("rollout_worker", 0.75, "failed")],
+    [
+        ("generation_server", 0.5, "done"),
+        ("reward_service", 0.5, "done"),
+        ("rollout_worker", 0.5, "done"),
+        ("rollout_worker", 0.75, "failed"),
+    ],
 )
 def test_run_continues_without_one_bad_worker(trial: Trial, kind: Kind, min_share: float, status: str) -> None:
     """It crashes at every start but its first, while the other one runs. Then the master finishes."""

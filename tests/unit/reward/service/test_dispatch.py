@@ -9,7 +9,7 @@ from realsys.reward.service.dispatch import FEWEST, MOST_BYTES
 from realsys.reward.service.instance import LAST_DELAY_S, WINDOW
 from realsys.reward.service.verdict_protocol import NoVerifier
 from realsys.reward.verifier_process import Work
-from tests.support.serving.reward_world import FAILED, RETRY_S, RIGHT, TOTAL_S, UNABLE, World
+from tests.support.rewards.reward_world import FAILED, RETRY_S, RIGHT, TOTAL_S, UNABLE, World
 
 
 def test_items_spread_over_the_services():
@@ -133,6 +133,18 @@ def test_second_judgement_is_by_another_service():
     assert again.instance.name != send.instance.name
     world.decide(again, FAILED)
     assert world.ends == {0: FAILED}
+
+
+def test_failing_service_stays_the_last_choice():
+    """Also if the second one died in between."""
+    world = World("a", "b", "c")
+    world.add(1)
+    [first] = world.take()
+    world.decide(first, FAILED)
+    [second] = world.take()
+    world.lose(second)
+    [third] = world.take()
+    assert len({send.instance.name for send in (first, second, third)}) == 3
 
 
 def test_only_service_judges_twice():
