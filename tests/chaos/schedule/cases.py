@@ -177,6 +177,7 @@ def _everything(seed: int) -> list[Case]:
         signals.between(),
         signals.name_store(),
         signals.two_rollout_workers(),
+        signals.reward_services(),
         _clocks(),
         *_disk_full(),
         _verifiers(),

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from tests.chaos import outside
-from tests.chaos.schedule.rows import PHASES, SUSPENDED, Case, Row, fault, row, struck
+from tests.chaos.schedule.rows import PHASES, SUSPENDED, SUSPENDED_S, Case, Row, fault, row, struck
 
 STATELESS = ("rollout_worker/0", "generation_server/0", "gserver_manager/0")
 TRAINING = ("model_worker/0", "master_worker/0")
@@ -47,6 +47,23 @@ def two_rollout_workers() -> Case:
     rows = [replace(found, waits=first) for found in struck_rows]
     rows += [replace(found, waits=second) for found in struck(first, ["push"], "kill", called=f"{first} of 2")]
     return Case("two-rollout-workers", tuple(rows), ("rollout.workers=2",))
+
+
+def reward_services() -> Case:
+    """One of two dies, or is suspended, with completions in it; messages of both are lost."""
+    first, second = "reward_service/0", "reward_service/1"
+    worker, phase = "rollout_worker/0", "completions arrive"
+    return Case(
+        "reward-services",
+        (
+            row(f"SIGKILL {first} of 2", phase, first, "reward.judge", "kill"),
+            row(f"{SUSPENDED} {second} of 2", phase, second, "reward.judge", "stop", seconds=SUSPENDED_S),
+            row("call of a reward service lost", "rollout running", worker, "reward.call", "drop"),
+            row("reply of a reward service lost", "completions judged", worker, "reward.reply", "drop"),
+            row("reply of a reward service garbled", "completions judged", worker, "reward.reply", "garbage"),
+        ),
+        ("rollout.reward.services=2",),
+    )
 
 
 def between() -> Case:

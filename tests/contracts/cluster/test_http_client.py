@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from realsys.cluster.fence import unleased
 from realsys.cluster.http import http_client
+from realsys.cluster.http.http_client import CallFailed, HttpClient
 from realsys.cluster.http.http_server import HttpServer
 from realsys.cluster.network import advertised_host
 from realsys.config.schema import GenerationConfig
@@ -23,6 +24,7 @@ from realsys.errors import GenerationError, ServerSilent, WaitTimeout
 from realsys.generation.client import GenerationClient, SamplingSpec
 from realsys.generation.sglang.api import SglangApi
 from realsys.rollout.manager_client import ManagerClient
+from tests.support.processes.ports import lasting_ports
 
 BOUND_S = 30.0
 LIMIT = 1000
@@ -205,6 +207,38 @@ def test_server_serves_on_the_loop_of_its_caller() -> None:
 )
 def test_reason_of_an_error_reply(payload: bytes, reason: str) -> None:
     assert http_client.reason_of(payload) == reason
+
+
+def test_failed_call_says_what_is_known() -> None:
+    """A refusal for load, a service that is not there, and a broken connection ask for different reactions."""
+
+    async def full(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": "full"}, status=503, headers={"Retry-After": "7"})
+
+    async def failed(url: str) -> CallFailed:
+        async with HttpClient() as client:
+            with pytest.raises(CallFailed) as caught:
+                await client.call(url, {}, BOUND_S)
+        return caught.value
+
+    async def ask(url: str) -> None:
+        refused = await failed(url)
+        assert (refused.status, refused.retry_after_s, refused.unreachable) == (503, 7.0, False)
+
+    with_server(full, ask)
+    gone = asyncio.run(failed(f"http://127.0.0.1:{lasting_ports(1)[0]}"))
+    assert (gone.status, gone.retry_after_s, gone.unreachable, gone.timed_out) == (0, 0.0, True, False)
+
+
+def test_large_request_arrives_whole() -> None:
+    async def count(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=str(len(await request.text())))
+
+    async def ask(url: str) -> None:
+        async with HttpClient() as client:
+            assert await client.call(url, "x" * ((1 << 20) - 2), BOUND_S) == b"1048576"
+
+    with_server(count, ask)
 
 
 def test_attempts_end_with_their_limit() -> None:

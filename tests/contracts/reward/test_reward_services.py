@@ -1,19 +1,22 @@
 """Reward services that die, are full, hang, or start late: real sockets and verifier processes."""
 
 import asyncio
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from realsys.cluster.http.http_client import CallFailed, HttpClient
 from realsys.cluster.store.memory_store import MemoryNameStore
-from realsys.errors import NoVerifierError
+from realsys.errors import ConfigError, NoVerifierError
 from realsys.reward.service import verdict_protocol
 from realsys.reward.verifier_process import Limits
 from realsys.reward.verifiers.base import Item, Verdict
 from realsys.types import ServerAddress
+from realsys.workers.reward_service import serve
+from tests.support.processes.config_trees import changed
+from tests.support.rewards.reward_services import TOKEN, client_of, registrations, services
 from tests.support.serving.reward_pools import correct, outcomes, until
-from tests.support.serving.reward_services import TOKEN, client_of, registrations, services
 
 RIGHT = Verdict(correct=True)
 SLOW = Limits(50.0, 50.0)
@@ -149,6 +152,16 @@ def test_item_that_cannot_be_read_fails_alone():
             decided = msgspec.json.decode(reply, type=verdict_protocol.VerifyReply).decided
             first, second = (each.outcome for each in sorted(decided, key=lambda each: each.index))
             assert first == RIGHT and second.cause == "raised"
+
+    bounded(body)
+
+
+def test_service_without_users_is_refused():
+    """Its RolloutWorkers judge themselves: a service that is started by hand would wait for ever."""
+
+    async def body():
+        with pytest.raises(ConfigError, match=r"rollout\.reward\.services=0: the RolloutWorkers .*: set it to 1"):
+            await serve(SimpleNamespace(config=changed()))
 
     bounded(body)
 

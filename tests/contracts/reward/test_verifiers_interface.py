@@ -8,8 +8,8 @@ from realsys.errors import NoVerifierError, RewardError
 from realsys.reward.frames import CAUSES
 from realsys.reward.verifier_process import Limits
 from realsys.reward.verifiers.base import Item, Verdict
+from tests.support.rewards.reward_services import run
 from tests.support.serving.reward_pools import BEHAVE, correct, error_of, outcomes, until
-from tests.support.serving.reward_services import run
 
 CHECKED = "tests.support.serving.reward_verifiers:checked"
 

@@ -90,5 +90,6 @@ TABLES: dict[str, Callable[[], str]] = {
         policy_tables.slow_prompts,
         verifier_tables.math_verifier,
         verifier_tables.math_disagreements,
+        verifier_tables.reward_service,
     )
 }

@@ -12,6 +12,18 @@ def math_verifier() -> str:
     return listing(columns, load("math_verifier")["rows"])
 
 
+def reward_service() -> str:
+    columns = {
+        "verifiers": "{verifiers}",
+        "load": "{load}",
+        "verdicts/s": "{verdicts/s:,.0f}",
+        "client per verdict": "{client us per verdict:,.0f} us",
+        "one group, p50": "{alone p50 ms:,.1f} ms",
+        "p99": "{alone p99 ms:,.1f} ms",
+    }
+    return listing(columns, load("reward_service")["rows"])
+
+
 def math_disagreements() -> str:
     columns = {
         "line": "{line}",

@@ -18,7 +18,7 @@ from realsys.config.memory.device_memory import usable_bytes
 from realsys.config.memory.sharing import largest_rank
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import Machine
-from realsys.config.schema import Config, GenerationConfig, RolloutConfig
+from realsys.config.schema import Config, GenerationConfig, RewardConfig, RolloutConfig
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.cli import main
 from realsys.launch.plan import ProcessSpec, on_this_machine, own_python_path, plan
@@ -93,6 +93,15 @@ def test_each_kind_has_number_and_restart_policy() -> None:
     assert {spec.kind for spec in specs if spec.on_death == "restart_training"} == {"model_worker", "master_worker"}
     assert {spec.on_death for spec in specs if spec.kind not in ("model_worker", "master_worker")} == {"restart"}
     assert len({spec.log for spec in specs}) == len(specs)
+
+
+def test_reward_services_judge_for_rollout_workers() -> None:
+    """They have the cores of the verifier processes, and are restarted alone."""
+    specs = planned(rollout=RolloutConfig(workers=2, reward=RewardConfig(services=2, processes=3)))
+    by_name = {spec.name: spec for spec in specs}
+    assert (by_name["reward_service/1"].cpus, by_name["rollout_worker/1"].cpus) == (4, 1)
+    assert by_name["reward_service/0"].argv[3] == "realsys.workers.reward_service"
+    assert by_name["reward_service/0"].on_death == "restart"
 
 
 def test_threads_are_those_of_the_kind() -> None:

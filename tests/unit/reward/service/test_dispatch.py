@@ -9,7 +9,7 @@ from realsys.reward.service.dispatch import FEWEST, MOST_BYTES
 from realsys.reward.service.instance import LAST_DELAY_S, WINDOW
 from realsys.reward.service.verdict_protocol import NoVerifier
 from realsys.reward.verifier_process import Work
-from tests.support.serving.reward_world import FAILED, RETRY_S, RIGHT, TOTAL_S, UNABLE, World
+from tests.support.rewards.reward_world import FAILED, RETRY_S, RIGHT, TOTAL_S, UNABLE, World
 
 
 def test_items_spread_over_the_services():
