@@ -56,7 +56,7 @@ async def serve() -> None:
 
 @contextlib.asynccontextmanager
 async def verifiers(services: int) -> AsyncIterator[Verifiers]:
-    """Open a pool of the client (0), or a client of so many services."""
+    """Open a pool of the client (0), or a client of this number of services."""
     if not services:
         pool = VerifierPool(1, LIMITS)
         yield pool

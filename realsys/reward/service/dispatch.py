@@ -10,7 +10,7 @@ A lot holds the items that may travel together: same work, same service to avoid
 
 one-end             an item is settled or dropped once; until then it is in one lot or in one Send
 another-service     an item without a verdict is judged once more, by another service if one is there
-error-is-not-data   an item that was alone with a service when that died, and with others before, fails by itself
+error-is-not-data   an item that was the only one at a service that died, after two others died with it, fails
 bounded-wait        an item ends after ``retry_timeout_s`` without an answer of a service, or after ``total_timeout_s``
 """
 
@@ -28,9 +28,9 @@ from realsys.reward.service.verdict_protocol import Decided, NoVerifier
 from realsys.reward.verifier_process import Work
 from realsys.reward.verifiers.base import Verdict
 
-FEWEST = 16  # items of a Send, if so many wait: one request costs more than the verdicts of a fast verifier
-MOST_BYTES = 8 << 20  # of the items of one Send, unless a single one is larger
-JUDGEMENTS = 2  # of an item without a verdict
+FEWEST = 16  # items of a Send, if that many wait: one request costs more than the verdicts of a fast verifier
+MOST_BYTES = 8 << 20  # bytes of the items of one Send, unless a single item is larger
+JUDGEMENTS = 2  # an item without a verdict is judged this often
 ALONE_AFTER, MOST_LOSSES = 2, 3  # services that died with an item
 
 

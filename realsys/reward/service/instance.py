@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from realsys.reward.frames import MAX_ITEMS
 
 WINDOW = 2 * MAX_ITEMS  # items of one client at one service
-FIRST_DELAY_S, LAST_DELAY_S = 0.5, 10.0  # for which a service is left alone; doubles
+FIRST_DELAY_S, LAST_DELAY_S = 0.5, 10.0  # a service is left alone for this time, which doubles
 
 
 @dataclass(eq=False, slots=True)
 class Instance:
-    """State of one service. ``jitter`` is a random number from 0 to 1: clients must not come back together."""
+    """State of one service. ``jitter``: random, from 0 to 1, so that clients do not try again at the same moment."""
 
     name: str
     url: str
     incarnation: str
     outstanding: int = 0  # items
-    refusals: int = 0  # in a row
-    failures: int = 0  # in a row
+    refusals: int = 0  # refusals in a row
+    failures: int = 0  # failures in a row
     blocked_until: float = 0.0
     trial: int = -1  # number of the Send on trial
     problem: str = ""  # last refusal or failure
@@ -57,7 +57,7 @@ class Instance:
             self.refusals = 0
 
     def end(self, send: int, items: int) -> None:
-        """A Send with so many items that were not decided is over."""
+        """A Send is over. ``items``: those that were not decided."""
         self.outstanding -= items
         if self.trial == send:
             self.trial = -1

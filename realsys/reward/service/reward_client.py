@@ -161,7 +161,7 @@ class ServiceVerifiers:
             self._loop.call_soon(self._act)
 
     def _act(self) -> None:
-        """Do what is due now, and set the timer for what is due later."""
+        """Send and expire items, and set the timer for the next time."""
         self._acts_soon = False
         if self._timer is not None:
             self._timer.cancel()
@@ -177,7 +177,7 @@ class ServiceVerifiers:
         self._timer = None if due is None else self._loop.call_at(due, self._act)
 
     async def _request(self, send: Send) -> None:
-        """Make one request; tell the dispatch how it ended."""
+        """Make one request; report its end to the dispatch."""
         instance, clock = send.instance, self._loop.time
         items = [msgspec.Raw(entry.item) for entry in send.entries.values()]
         body = VerifyRequest(send.work.name, items, send.work.check)

@@ -1,6 +1,6 @@
 """HTTP surface of a VerifierPool (``verdict_protocol.py``). A request is held until all of its items are decided.
 
-POST /verify ──> room? ──> a task for each item in the pool ──> lines of what is decided ──> the rest
+POST /verify ──> room? ──> a task for each item in the pool ──> lines with outcomes ──> the rest
                                   ^
           caller closes the connection: the tasks are cancelled, and the pool drops what no process has begun
 """
@@ -130,7 +130,7 @@ class _Batch:
             self.done.set_result(None)
 
     def take(self) -> p.VerifyReply:
-        """Return what was decided since the last call."""
+        """Return the outcomes since the last call."""
         decided, self._decided = self._decided, []
         return p.VerifyReply(decided)
 

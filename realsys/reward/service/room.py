@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from realsys.cluster.http.http_guard import Refused
 from realsys.telemetry.rate import RateWindow
 
-MAX_BYTES = 512 << 20  # of the requests that a service holds
+MAX_BYTES = 512 << 20  # bytes of the requests that a service holds
 _FIRST_S, _LAST_S = 1, 10  # bounds on the wait that a full service asks for
 
 
 class Room:
-    """What a service holds, and how fast it decides. ``clock`` gives seconds."""
+    """Items and bytes that a service holds, and its rate of decisions. ``clock`` returns seconds."""
 
     def __init__(self, max_items: int, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
         self.items = 0

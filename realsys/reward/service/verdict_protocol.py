@@ -1,12 +1,12 @@
 """The call of a reward service, JSON over HTTP.
 
-    POST /verify {name, items, check}   200  a line with what was decided, every PROGRESS_S while items are judged;
+    POST /verify {name, items, check}   200  a line with outcomes every PROGRESS_S while items are judged;
                                              then the rest
                                         503 with Retry-After  the service is full: a refusal for load, not an error
     GET  /info                          ServiceInfo
     GET  /metrics                       the same in Prometheus' text format
 
-An item is decided by itself: it gets a verdict, or the cause for which it has none. The lines also show that the
+Each item has its own outcome: a verdict, or the cause for which it has none. The lines also show that the
 service lives. An error is {"error": one line}.
 """
 
@@ -18,7 +18,7 @@ from realsys.reward.frames import Failure
 from realsys.reward.verifiers.base import Verdict
 
 PROGRESS_S = 2.0  # longest time without a line; a reply within this time is one piece
-SILENCE_S = 15.0  # a service that sends nothing for so long is suspended, or cut off
+SILENCE_S = 15.0  # a service that sends nothing for this time is suspended, or cut off
 CONNECT_S = 5.0
 MAX_BODY = 256 << 20  # bytes of a request
 MAX_ITEM = 255 << 20  # bytes of an encoded item
@@ -44,13 +44,13 @@ class NoVerifier(msgspec.Struct, array_like=True, tag="no_verifier"):
 class Decided(msgspec.Struct, array_like=True):
     """End of one item. ``over_limit``: it is wrong because it reached the limit of CPU time."""
 
-    index: int  # in the request
+    index: int  # index of the item in the request
     outcome: Verdict | Failure | NoVerifier
     over_limit: bool = False
 
 
 class VerifyReply(msgspec.Struct):
-    """What was decided since the last line."""
+    """Outcomes since the last line."""
 
     decided: list[Decided]
 
@@ -65,5 +65,5 @@ class ServiceInfo(msgspec.Struct):
     verdicts_per_s: float
     undecided: int  # judgements without a verdict, since the start
     restarts: int  # verifier processes that were replaced
-    failures: dict[str, int]  # by cause
+    failures: dict[str, int]  # judgements by cause
     refused: dict[str, int]  # requests, by cause: token, size, load
