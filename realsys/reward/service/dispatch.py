@@ -269,11 +269,13 @@ class Dispatch:
             again = entry.judged < JUDGEMENTS
         if not again:
             return self._settle(entry, outcome, decided.over_limit)
+        if isinstance(outcome, Failure):
+            entry.avoid = ""  # the service that judged it last
         self._again(entry, instance, now)
         return None
 
     def _again(self, entry: Entry, instance: Instance, now: float) -> None:
-        entry.avoid, entry.since = instance.name, now
+        entry.avoid, entry.since = entry.avoid or instance.name, now
         self._put(entry)
 
     def _put(self, entry: Entry, *, first: bool = False) -> None:

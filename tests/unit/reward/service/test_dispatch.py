@@ -57,6 +57,23 @@ def test_verifiers_take_turns():
     assert [send.work.name for send in world.take()][:2] == ["exact", "math"]
 
 
+def test_judge_of_an_item_is_avoided_longest():
+    """Another service that cannot judge is away meanwhile; it is no reason to forget which one has judged."""
+    world = World("a")
+    world.add()
+    [send] = world.take()
+    world.decide(send, FAILED)
+    world.register("a", "b")
+    [send] = world.take()
+    world.decide(send, UNABLE)
+    [send] = world.take()
+    assert send.instance.name == "a", "no other service works"
+    world.refuse(send, 2 * LAST_DELAY_S)
+    world.pass_time(LAST_DELAY_S)
+    [send] = world.take()
+    assert send.instance.name == "b"
+
+
 def test_full_service_is_left_alone():
     world = World("a")
     world.add(3)
