@@ -5,7 +5,7 @@
              ├─────────────┤ lost: the service died or is silent ─> another service; it is left alone, then tried
              └─────────────┘ no verdict, the first time ──────────> another service judges it
 
-A lot holds the items that may travel together: same work, same service to avoid. Events are methods; ``take``,
+A lot holds the items that may travel together: same work, same services to avoid. Events are methods; ``take``,
 ``expire`` and the returned Settled are the effects. Invariants, with those of ``instance.py``:
 
 one-end             an item is settled or dropped once; until then it is in one lot or in one Send
@@ -48,10 +48,10 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Lot:
-    """Key of a queue. ``avoid``: name of the service that failed these items. ``alone``: one in each Send."""
+    """Key of a queue. ``avoid``: names of the services that failed these items. ``alone``: one in each Send."""
 
     work: Work
-    avoid: str = ""
+    avoid: frozenset[str] = frozenset()
     alone: bool = False
 
 
@@ -67,7 +67,7 @@ class Entry:
     judged: int = 0  # judgements without a verdict
     unable: int = 0  # services that could not judge it
     losses: int = 0  # services that died with it
-    avoid: str = ""
+    avoid: frozenset[str] = frozenset()
     gone: bool = False
     send: Send | None = None
 
@@ -248,13 +248,13 @@ class Dispatch:
         instance.begin(send.number, len(batch))
         return send
 
-    def _choice(self, avoid: str, now: float) -> list[Instance]:
-        """Return the services with room. The one to avoid is among them only if all others are away."""
+    def _choice(self, avoid: frozenset[str], now: float) -> list[Instance]:
+        """Return the services with room. Those to avoid are among them only if all others are away."""
         room = [each for each in self._instances.values() if each.room(now)]
-        return [each for each in room if each.name != avoid] if self._has_other(avoid, now) else room
+        return [each for each in room if each.name not in avoid] if self._has_other(avoid, now) else room
 
-    def _has_other(self, avoid: str, now: float) -> bool:
-        return any(each.name != avoid and not each.is_away(now) for each in self._instances.values())
+    def _has_other(self, avoid: frozenset[str], now: float) -> bool:
+        return any(each.name not in avoid and not each.is_away(now) for each in self._instances.values())
 
     def _outcome(self, entry: Entry, instance: Instance, decided: Decided, now: float) -> Settled | None:
         """Return the end of an item, or None if it is judged again."""
@@ -263,19 +263,17 @@ class Dispatch:
         if isinstance(outcome, NoVerifier):
             instance.fail(outcome.message, now, self._random.random())
             entry.unable += 1
-            again = entry.unable < JUDGEMENTS and self._has_other(instance.name, now)
+            again = entry.unable < JUDGEMENTS and self._has_other(frozenset([instance.name]), now)
         elif isinstance(outcome, Failure) and outcome.cause != REFUSED:
             entry.judged += 1
             again = entry.judged < JUDGEMENTS
         if not again:
             return self._settle(entry, outcome, decided.over_limit)
-        if isinstance(outcome, Failure):
-            entry.avoid = ""  # the service that judged it last
         self._again(entry, instance, now)
         return None
 
     def _again(self, entry: Entry, instance: Instance, now: float) -> None:
-        entry.avoid, entry.since = entry.avoid or instance.name, now
+        entry.avoid, entry.since = entry.avoid | {instance.name}, now
         self._put(entry)
 
     def _put(self, entry: Entry, *, first: bool = False) -> None:

@@ -117,3 +117,7 @@ class World:
         held = [e.number for send in self.dispatch._sends.values() for e in send.entries.values() if not e.gone]
         assert sorted(lots + held) == sorted(set(range(self.added)) - self.ends.keys())
         assert self.dispatch.waiting == len(lots)
+        for instance in self.dispatch._instances.values():
+            sends = [send for send in self.sends.values() if send.instance is instance]
+            assert instance.outstanding == sum(len(send.entries) for send in sends)
+            assert instance.trial in (-1, *(send.number for send in sends))

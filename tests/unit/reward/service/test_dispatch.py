@@ -57,23 +57,6 @@ def test_verifiers_take_turns():
     assert [send.work.name for send in world.take()][:2] == ["exact", "math"]
 
 
-def test_judge_of_an_item_is_avoided_longest():
-    """Another service that cannot judge is away meanwhile; it is no reason to forget which one has judged."""
-    world = World("a")
-    world.add()
-    [send] = world.take()
-    world.decide(send, FAILED)
-    world.register("a", "b")
-    [send] = world.take()
-    world.decide(send, UNABLE)
-    [send] = world.take()
-    assert send.instance.name == "a", "no other service works"
-    world.refuse(send, 2 * LAST_DELAY_S)
-    world.pass_time(LAST_DELAY_S)
-    [send] = world.take()
-    assert send.instance.name == "b"
-
-
 def test_full_service_is_left_alone():
     world = World("a")
     world.add(3)
@@ -150,6 +133,18 @@ def test_second_judgement_is_by_another_service():
     assert again.instance.name != send.instance.name
     world.decide(again, FAILED)
     assert world.ends == {0: FAILED}
+
+
+def test_failing_service_stays_the_last_choice():
+    """Also if the second one died in between."""
+    world = World("a", "b", "c")
+    world.add(1)
+    [first] = world.take()
+    world.decide(first, FAILED)
+    [second] = world.take()
+    world.lose(second)
+    [third] = world.take()
+    assert len({send.instance.name for send in (first, second, third)}) == 3
 
 
 def test_only_service_judges_twice():
