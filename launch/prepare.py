@@ -28,7 +28,6 @@ from realsys.config.dump import newest_dump, read_config, write_config
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.checks import check_made_model
-from realsys.config.rules.rubric_file import read_rubric
 from realsys.config.schema import Config
 from realsys.config.sections.schema_data import absolute_source
 from realsys.config.sections.schema_evaluation import HELD_OUT
@@ -45,6 +44,7 @@ from realsys.launch.trial_keys import claim_keys, remove_keys
 from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
 from realsys.master.run.trial_start import TrialStart, write_start
+from realsys.reward.judge.rubric_file import read_rubric
 
 Role = TypeVar("Role", bound=RoleConfig)
 

@@ -10,13 +10,13 @@ import numpy as np
 
 from realsys.config.compose import compose, quoted
 from realsys.config.rules.checks import check_sources, check_verifiers
-from realsys.config.rules.rubric_file import read_rubric
 from realsys.config.schema import Config
 from realsys.config.sections.schema_data import absolute_source
 from realsys.data.layouts.base import Row
 from realsys.data.prompts import plain_text
 from realsys.data.report.examine import Examiner, Report
 from realsys.data.tokenizer import TextTokenizer
+from realsys.reward.judge.rubric_file import read_rubric
 from realsys.reward.verifiers.base import Item
 from realsys.rollout.references import ReferenceChecker
 

@@ -23,7 +23,6 @@ from realsys.config.doors import ENVIRONMENT
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.checks import check_verifiers
-from realsys.config.rules.rubric_file import read_rubric
 from realsys.config.schema import Config
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
@@ -33,6 +32,7 @@ from realsys.launch.regrade.disagreement import Different, Disagreement, verdict
 from realsys.launch.regrade.recorded import LeftOut, Recorded, RecordReader
 from realsys.launch.screen.evaluation_samples import printable
 from realsys.reward.build import own_verifiers
+from realsys.reward.judge.rubric_file import read_rubric
 from realsys.rollout import environments
 from realsys.rollout.defects import explain
 from realsys.rollout.environments.base import Environment

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from realsys.train.records.record_files import read_record, recorded_steps
-from tests.support.jobs.jobs import processes_of, run_arith
+from tests.support.jobs.jobs import arith, processes_of, run_arith, running
 from tests.support.jobs.ledgers import check_ledger
 from tests.support.serving.judge_endpoint import KEY, judge_endpoint
 
@@ -38,11 +38,15 @@ def settings(url: str) -> list[str]:
 
 
 def test_judge_decides_the_rewards_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Malformed verdicts and a busy endpoint in between cost no wrong reward."""
+    """Malformed verdicts and a busy endpoint in between cost no wrong reward. The live run can be judged again."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
     faults = ["", "429", "malformed", "500", "truncated", "nan", "range"]
     with judge_endpoint(faults=faults, score=lambda text, reference: float(text.endswith("#" + reference))) as endpoint:
-        job = run_arith(tmp_path / "runs", "judged", *settings(endpoint.url)).completed()
+        with running(*arith(tmp_path / "runs", "judged", *settings(endpoint.url))) as live:
+            live.until(lambda: recorded_steps(live.job.paths.records), "the record of a step")
+            assert "disagree    0:" in regrade(live.root)
+            live.wait()
+        job = live.job.completed()
         steps = job.records("train")
         assert [step["version"] for step in steps] == [1, 2, 3]
         assert 0 < endpoint.most <= 8 and set(endpoint.keys) == {f"Bearer {KEY}"}

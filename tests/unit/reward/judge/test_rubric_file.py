@@ -6,11 +6,11 @@ from datetime import datetime
 
 import pytest
 
-from realsys.config.rules.rubric_file import read_rubric
 from realsys.config.schema import Config, RewardConfig, RolloutConfig
 from realsys.config.sections.schema_judge import JudgeConfig
 from realsys.errors import ConfigError
 from realsys.launch.prepare import resolve
+from realsys.reward.judge.rubric_file import read_rubric
 
 
 def rollout(**judge):
