@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from realsys.config.evaluation_sets import sources_of_sets
+from realsys.config.evaluation_sets import evaluation_sets, sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.conversion.mixture import epoch
@@ -43,9 +43,6 @@ class Splits:
     eval: Lines[Problem]
     leaked: int = 0
     sets: dict[str, Lines[Problem]] = field(default_factory=dict)
-
-    def by_name(self) -> dict[str, Lines[Problem]]:
-        return {**self.sets, "train": self.train, "eval": self.eval}
 
     def values(self) -> dict[str, Lines[Problem]]:
         """Return the records by split, each record once, train first."""
@@ -149,7 +146,7 @@ class PromptDataset:
             raise DataError(f"{lines.where(index)}: the prompt has no tokens: remove the line")
 
     def _lines(self, split: str) -> Lines[Problem]:
-        splits = self._splits.by_name()
+        splits = self._splits.values()
         if split not in splits:
             raise DataError(f"split {split!r} not found: use one of {', '.join(splits)}")
         return splits[split]
@@ -239,7 +236,7 @@ def _check_sizes(splits: Splits, files: DatasetFiles, config: Config) -> None:
         where = "data.eval or in a set of evaluations" if splits.sets else "data.eval"
         problem = f"every prompt is in {where}, too" if splits.leaked else "no prompts to train on"
         raise DataError(f"{files.train}: {problem}: add lines")
-    if len(splits.eval) or not config.evaluation.problems:
+    if len(splits.eval) or not any(made.source is None for made in evaluation_sets(config).values()):
         return
     if files.eval is not None or config.evaluate_only:
         source = files.eval or files.train

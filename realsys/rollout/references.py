@@ -76,11 +76,9 @@ def check_references(config: Config, paths: TrialPaths) -> None:
     """
     for verifier, splits in _splits_of_verifiers(config).items():
         with ReferenceChecker(config, verifier) as checker:
-            records = open_splits(config, paths).by_name() if checker.has_check else {}
-            for lines in (records[split] for split in splits if split in records):
-                for start in range(0, len(lines), CHUNK):
-                    indices = range(start, min(start + CHUNK, len(lines)))
-                    _check_chunk(checker, lines, indices)
+            records = open_splits(config, paths).values() if checker.has_check else {}
+            for split in (split for split in splits if split in records):
+                _check_lines(checker, records[split])
 
 
 def _splits_of_verifiers(config: Config) -> dict[str, list[str]]:
@@ -92,6 +90,11 @@ def _splits_of_verifiers(config: Config) -> dict[str, list[str]]:
     fits = ("train", HELD_OUT) if config.data.kind == "arith" else ()
     checked = {name: [s for s in of if name in JUDGE.builtin or s not in fits] for name, of in splits.items()}
     return {name: named for name, named in checked.items() if named}
+
+
+def _check_lines(checker: ReferenceChecker, lines: Lines[Problem]) -> None:
+    for start in range(0, len(lines), CHUNK):
+        _check_chunk(checker, lines, range(start, min(start + CHUNK, len(lines))))
 
 
 def _check_chunk(checker: ReferenceChecker, lines: Lines[Problem], indices: range) -> None:
