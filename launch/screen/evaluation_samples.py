@@ -17,7 +17,7 @@ from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, RecordError
 from realsys.evaluation.records import headline
-from realsys.evaluation.samples import EvalSample, read_result, read_samples, stored_evaluations
+from realsys.evaluation.stored_samples import EvalSample, read_result, read_samples, stored_evaluations
 
 _SHOWN = 4  # problems without --limit
 _VERDICTS = {True: "correct", False: "wrong", None: "not judged"}

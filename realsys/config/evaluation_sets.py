@@ -59,12 +59,12 @@ def evaluation_sets(config: Config) -> dict[str, EvaluationSet]:
 
 
 def sources_of_sets(config: Config) -> dict[str, EvalSetConfig]:
-    """Return the sets with data of their own, by name, those that are off left out."""
+    """Return the sets that name a source of data, by name. Sets that are off are left out."""
     return {name: made.source for name, made in evaluation_sets(config).items() if made.source is not None}
 
 
 def id_of_set(eval_id: str, name: str) -> str:
-    """Return the id of an evaluation of one set: ``step-10``, and ``step-10.aime`` for a set of its own."""
+    """Return the id of an evaluation of one set: ``step-10`` for the held-out problems, ``step-10.aime`` for others."""
     return eval_id if name == HELD_OUT else f"{eval_id}.{name}"
 
 

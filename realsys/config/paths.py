@@ -129,7 +129,7 @@ class TrialPaths:
 
     @property
     def evaluations(self) -> Path:
-        """Completions and results of evaluations, one folder per evaluation (realsys.evaluation.samples)."""
+        """Completions and results of evaluations, one folder per evaluation (realsys.evaluation.stored_samples)."""
         return self.root / "evaluations"
 
     @property

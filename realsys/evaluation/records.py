@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from realsys.config.evaluation_sets import EvaluationSet
-from realsys.evaluation.samples import EvalSample
-from realsys.evaluation.statistics import Estimate, Statistics, Tally, estimate, summarize
+from realsys.evaluation.estimates import Estimate, Statistics, Tally, estimate, summarize
+from realsys.evaluation.stored_samples import EvalSample
 from realsys.evaluation.votes import Same, Vote, by_text, majority
 
 #: Returns the comparison of final answers for the completions of one problem.

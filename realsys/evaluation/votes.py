@@ -28,8 +28,8 @@ def by_text(first: str, second: str) -> bool:
 def majority(votes: Sequence[Vote], same: Same = by_text) -> float:
     """Return the probability, from 0 to 1, that the majority vote is right. Without any final answer it is wrong.
 
-    All right answers agree with each other, because each equals the reference. So ``same`` is asked about the wrong
-    ones only, and only if they could win or tie.
+    All right answers agree with each other, because each equals the reference. So ``same`` compares the wrong ones
+    only, and only if they could win or tie.
     """
     right = sum(vote.correct and vote.answer is not None for vote in votes)
     wrong = [vote.answer for vote in votes if vote.answer is not None and not vote.correct]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 from realsys.config.evaluation_sets import EvaluationSet, id_of_set
 from realsys.config.schema import Config
 from realsys.errors import RecordError, StuckError, WaitTimeout
+from realsys.evaluation.estimates import Tally
 from realsys.evaluation.records import Outcome, majority_of, record
-from realsys.evaluation.samples import collect, write_result
-from realsys.evaluation.statistics import Tally
+from realsys.evaluation.stored_samples import EvalSample, collect, write_result
 from realsys.manager.messages import EvaluateRequest, EvaluationReply
 from realsys.reward.answers import AnswerComparer
 from realsys.rollout.manager_client import ManagerClient
@@ -67,13 +67,17 @@ class ResultWriter:
         try:
             samples = collect(folder, state.accepted)
             if result["complete"] and made.samples > 1 and len(samples) == state.done:
-                with AnswerComparer(self._config, made.verifier) as comparer:
-                    if (vote := majority_of(samples, comparer.same_of)) is not None:
-                        result = result | {"majority": vote}
+                result = result | self._vote(made, samples)
             write_result(folder, samples, result)
         except (OSError, RecordError) as error:
             log.error("evaluation %r: its completions cannot be stored: %s", eval_id, error)
         return result
+
+    def _vote(self, made: EvaluationSet, samples: Sequence[EvalSample]) -> dict[str, Any]:
+        """Return the field of the majority vote; empty if there is none."""
+        with AnswerComparer(self._config, made.verifier) as comparer:
+            vote = majority_of(samples, comparer.same_of)
+        return {} if vote is None else {"majority": vote}
 
 
 class Evaluations:

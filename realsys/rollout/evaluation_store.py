@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from realsys.data.prompts import Prompt
-from realsys.evaluation.samples import EvalSample, append_sample
+from realsys.evaluation.stored_samples import EvalSample, append_sample
 from realsys.types import Episode, Ticket
 
 
@@ -20,7 +20,7 @@ class Decoder(Protocol):
 
 
 class EvaluationStore:
-    """Store of one RolloutWorker. ``root``: ``paths.evaluations``. ``incarnation``: it has a file of its own."""
+    """Store of one RolloutWorker. ``root``: ``paths.evaluations``. Each ``incarnation`` writes a file."""
 
     def __init__(self, root: Path, tokenizer: Decoder, incarnation: str) -> None:
         self._root = root

@@ -78,10 +78,8 @@ def check_references(config: Config, paths: TrialPaths) -> None:
     for verifier, splits in _splits_of_verifiers(config).items():
         with ReferenceChecker(config, verifier) as checker:
             records = open_splits(config, paths).values() if checker.has_check else {}
-            for lines in (records[split] for split in splits if split in records):
-                for start in range(0, len(lines), CHUNK):
-                    indices = range(start, min(start + CHUNK, len(lines)))
-                    _check_chunk(checker, lines, indices)
+            for split in (split for split in splits if split in records):
+                _check_lines(checker, records[split])
 
 
 def _splits_of_verifiers(config: Config) -> dict[str, list[str]]:
@@ -91,6 +89,11 @@ def _splits_of_verifiers(config: Config) -> dict[str, list[str]]:
         splits.setdefault(made.verifier, {})[made.split] = None
     generated = ("train", HELD_OUT) if config.data.kind == "arith" else ()
     return {name: named for name, of in splits.items() if (named := [split for split in of if split not in generated])}
+
+
+def _check_lines(checker: ReferenceChecker, lines: Lines[Problem]) -> None:
+    for start in range(0, len(lines), CHUNK):
+        _check_chunk(checker, lines, range(start, min(start + CHUNK, len(lines))))
 
 
 def _check_chunk(checker: ReferenceChecker, lines: Lines[Problem], indices: range) -> None:

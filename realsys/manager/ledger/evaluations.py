@@ -39,7 +39,7 @@ from realsys.types import Ticket
 
 #: Attempts of one completion before its evaluation is discarded and started again: attempt numbers are never reused.
 ATTEMPTS = 1 << 16
-MOST_RESTARTS = 2  # of an evaluation whose version was lost
+MOST_RESTARTS = 2  # an evaluation whose version is lost more often has ended
 _RESTART_ATTEMPTS = ATTEMPTS // (MOST_RESTARTS + 1)
 
 

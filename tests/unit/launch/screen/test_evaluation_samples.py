@@ -10,7 +10,7 @@ import pytest
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.errors import RecordError
-from realsys.evaluation.samples import EvalSample, write_result
+from realsys.evaluation.stored_samples import EvalSample, write_result
 from realsys.launch.cli import main
 from realsys.launch.screen.evaluation_samples import Wanted, chosen_evaluation, chosen_problems
 from tests.support.processes.config_trees import changed

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from realsys.errors import RecordError
-from realsys.evaluation.samples import (
+from realsys.evaluation.stored_samples import (
     EvalSample,
     append_sample,
     collect,
@@ -37,6 +37,8 @@ def test_only_completions_that_count_are_kept(tmp_path):
     write_result(tmp_path, kept, {"accuracy": 0.5})
     assert read_samples(tmp_path) == kept and read_result(tmp_path) == {"accuracy": 0.5}
     assert {path.name for path in tmp_path.iterdir()} == {"samples.jsonl", "result.json"}
+    write_result(tmp_path, collect(tmp_path, [sample.unit for sample in kept]), {})
+    assert read_samples(tmp_path) == kept, "the trainer died before it logged the result, and stores it again"
 
 
 def test_line_that_was_cut_off_is_no_completion(tmp_path):

@@ -72,10 +72,11 @@ def append_sample(folder: Path, worker: str, sample: EvalSample) -> None:
 def collect(folder: Path, counted: Iterable[tuple[int, int, int]]) -> list[EvalSample]:
     """Return the completions that count, (problem, sample, attempt), in their order, from the workers' parts.
 
-    One that is not there, because its worker could not write it to this disk, is left out.
+    One that is not there, because its worker could not write it to this disk, is left out. An evaluation that was
+    stored before its record reached the step log has no parts any more; then its own file has them.
     """
     found: dict[tuple[int, int, int], EvalSample] = {}
-    for part in sorted((folder / PARTS).glob("*.jsonl")):
+    for part in [*sorted((folder / PARTS).glob("*.jsonl")), *folder.glob(SAMPLES)]:
         found |= {sample.unit: sample for sample in _lines(part)}
     return [found[unit] for unit in sorted(counted) if unit in found]
 

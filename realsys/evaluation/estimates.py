@@ -95,7 +95,7 @@ def estimate(values: Sequence[float], completions: int) -> Estimate:
     if not count:
         raise ValueError("an estimate needs at least one problem")
     mean = math.fsum(values) / count
-    variance = math.fsum((value - mean) ** 2 for value in values) / count  # of the values; of the mean: / count
+    variance = math.fsum((value - mean) ** 2 for value in values) / count
     size = effective_size(mean, variance / count, count, completions)
     low, high = wilson(mean, size)
     stderr = math.sqrt(variance / (count - 1)) if count > 1 else 0.0
