@@ -289,7 +289,7 @@ def _run_command(args: argparse.Namespace) -> int:
         return _show_records(args)
     if args.command == "eval":
         from realsys.launch.evaluate.command import evaluate
-        from realsys.launch.evaluate.settings import Choices
+        from realsys.launch.evaluate.eval_settings import Choices
 
         return evaluate(args.target, Choices(args.overrides, args.config_dir, args.name), args.step, live=args.live)
     from realsys.launch.run import RunOptions, run

@@ -27,7 +27,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, KeyMissing, NameStoreError, WaitTimeout
 from realsys.evaluation.records import record
-from realsys.launch.evaluate.settings import Choices
+from realsys.launch.evaluate.eval_settings import Choices
 from realsys.launch.lock import is_held
 from realsys.launch.start import changes
 from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply

@@ -14,10 +14,10 @@ from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError, WaitTimeout
-from realsys.evaluation.samples import read_result
+from realsys.evaluation.stored_samples import read_result
 from realsys.launch.evaluate import live
+from realsys.launch.evaluate.eval_settings import Choices
 from realsys.launch.evaluate.live import LiveEvaluations, live_sets
-from realsys.launch.evaluate.settings import Choices
 from realsys.launch.lock import TrialLock
 from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
 

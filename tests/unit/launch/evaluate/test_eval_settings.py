@@ -17,7 +17,7 @@ from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.evaluate.settings import Choices, evaluation_config
+from realsys.launch.evaluate.eval_settings import Choices, evaluation_config
 from realsys.launch.evaluate.target import Target
 from realsys.launch.plan import plan
 

@@ -8,8 +8,8 @@ import time
 from datetime import datetime
 
 from realsys.config.evaluation_sets import evaluation_sets, id_of_set
-from realsys.launch.evaluate.results import report
-from realsys.launch.evaluate.settings import Choices, evaluation_config
+from realsys.launch.evaluate.eval_results import report
+from realsys.launch.evaluate.eval_settings import Choices, evaluation_config
 from realsys.launch.evaluate.target import Target, exported
 from realsys.launch.launchers.build import check_start
 from realsys.launch.prepare import prepare, resolve
