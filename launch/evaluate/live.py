@@ -22,12 +22,12 @@ from realsys.cluster.store.base import NameStore
 from realsys.cluster.store.connect import is_known, trial_names
 from realsys.config.compose import changed
 from realsys.config.dump import read_config
-from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets, id_of_set
+from realsys.config.evaluation_sets import EvaluationSet, id_of_set
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, KeyMissing, NameStoreError, WaitTimeout
 from realsys.evaluation.records import record
-from realsys.launch.evaluate.eval_settings import Choices
+from realsys.launch.evaluate.eval_settings import Choices, sets_to_evaluate
 from realsys.launch.lock import is_held
 from realsys.launch.start import changes
 from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
@@ -50,10 +50,7 @@ def live_sets(paths: TrialPaths, choices: Choices) -> tuple[Config, dict[str, Ev
         if not _FREE.fullmatch(change.field):
             problem = "cannot be set with --live, because the RolloutWorkers of the trial have its own settings: set"
             raise ConfigError(change.field, change.new, f"{problem} evaluation.problems, samples or k only")
-    sets = evaluation_sets(wanted)
-    if not sets:
-        raise ConfigError("evaluation.problems", 0, "the trial evaluates nothing: set it")
-    return wanted, sets
+    return wanted, sets_to_evaluate(wanted)
 
 
 def new_name() -> str:

@@ -69,6 +69,11 @@ def test_sets_alone_are_enough(tmp_path):
     assert list(evaluation_sets(config)) == ["a"]
 
 
+def test_evaluation_of_nothing_is_refused(trial):
+    with pytest.raises(ConfigError, match="nothing is evaluated: set it"):
+        made(Target(Path("/m"), 4, trial), "evaluation.problems=0")
+
+
 def test_missing_data_is_named(tmp_path):
     with pytest.raises(ConfigError, match="data.eval=.*name the problems to evaluate on"):
         made(Target(tmp_path))
