@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from realsys.config.compose import changed, compose, given_fields, quoted, validate
+from realsys.config.compose import compose, given_fields, quoted, validate, with_overrides
 from realsys.config.dump import read_config
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
 from realsys.config.rules.lengths import longest_sequence
@@ -82,7 +82,7 @@ def _stored(target: Target, choices: Choices) -> Config:
     assert target.trial is not None
     config = read_config(target.trial.config)
     here = config.model_copy(update={"cluster": ClusterConfig()})
-    return changed(here, choices.overrides)
+    return with_overrides(here, choices.overrides)
 
 
 def _name(now: datetime, fileroot: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 from realsys.cluster.store.base import NameStore
 from realsys.cluster.store.connect import is_known, trial_names
-from realsys.config.compose import changed
+from realsys.config.compose import with_overrides
 from realsys.config.dump import read_config
 from realsys.config.evaluation_sets import EvaluationSet, id_of_set
 from realsys.config.paths import TrialPaths
@@ -45,7 +45,7 @@ def live_sets(paths: TrialPaths, choices: Choices) -> tuple[Config, dict[str, Ev
     config = read_config(paths.config)
     if not is_held(paths.lock) or not is_known(config, paths):
         raise ConfigError("--live", str(paths.root), "does not run: leave --live out to evaluate its newest weights")
-    wanted = changed(config, choices.overrides)
+    wanted = with_overrides(config, choices.overrides)
     for change in changes(config.model_dump(), wanted.model_dump()):
         if not _FREE.fullmatch(change.field):
             problem = "cannot be set with --live, because the RolloutWorkers of the trial have its own settings: set"
