@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from realsys.config.evaluation_sets import sources_of_sets
+from realsys.config.evaluation_sets import evaluation_sets, sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.conversion.mixture import epoch
@@ -239,7 +239,7 @@ def _check_sizes(splits: Splits, files: DatasetFiles, config: Config) -> None:
         where = "data.eval or in a set of evaluations" if splits.sets else "data.eval"
         problem = f"every prompt is in {where}, too" if splits.leaked else "no prompts to train on"
         raise DataError(f"{files.train}: {problem}: add lines")
-    if len(splits.eval) or not config.evaluation.problems:
+    if len(splits.eval) or not any(made.source is None for made in evaluation_sets(config).values()):
         return
     if files.eval is not None or config.evaluate_only:
         source = files.eval or files.train

@@ -34,7 +34,7 @@ MACHINE = Machine(cpus=8, memory_bytes=64 << 30)
     ],
 )
 def test_exact(answer, reference, right):
-    assert exact(Item("", answer, reference)) is right
+    assert exact(Item("", answer, reference)).correct is right
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_exact(answer, reference, right):
     ],
 )
 def test_math(answer, reference, right):
-    assert math(Item("", answer, reference)) is right
+    assert math(Item("", answer, reference)).correct is right
 
 
 def test_math_works_outside_the_main_thread():
     verdicts = []
-    thread = threading.Thread(target=lambda: verdicts.append(math(Item("", r"\boxed{7}", "7"))))
+    thread = threading.Thread(target=lambda: verdicts.append(math(Item("", r"\boxed{7}", "7")).correct))
     thread.start()
     thread.join(60)
     assert verdicts == [True]
@@ -74,7 +74,27 @@ def test_math_works_outside_the_main_thread():
 )
 def test_format_reward_is_added(completion, correct, bonus):
     verdict = math(Item("", completion, "7"), format_reward=0.5)
-    assert verdict == Verdict(None, correct, {"format": bonus / 0.5}, bonus)
+    assert verdict == Verdict(None, correct, {"format": bonus / 0.5}, bonus, "7" if correct else "8")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "answer"),
+    [
+        (math(Item("", r"so it is \boxed{\frac{2}{4}}", "1/2")), r"\frac{2}{4}"),
+        (math(Item("", "I do not know", "7")), None),
+        (math(Item("", r"\boxed{6} or \boxed{7}", "7")), None),
+        (exact(Item("", "a0+3=3;#3", "4")), "3"),
+        (exact(Item("", "#3#3", "3")), None),
+    ],
+)
+def test_verdict_has_the_final_answer(verdict, answer):
+    assert verdict.answer == answer
+
+
+def test_final_answer_must_be_a_text():
+    with pytest.raises(TypeError, match="answer=7: must be a text or None"):
+        verdict_of(Verdict(correct=True, answer=7))
+    assert verdict_of(Verdict(correct=True, answer="x" * 5000)).answer == "x" * 2000
 
 
 def test_check_answer_must_return_a_reason():

@@ -1,0 +1,76 @@
+"""Data of evaluation sets: the trial's own copy, kept out of training, the same for the life of the trial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realsys.config.schema import Config, DataConfig, EvalConfig
+from realsys.config.sections.schema_evaluation import EvalSetConfig
+from realsys.data.check import check_data
+from realsys.data.conversion.convert import convert_sets
+from realsys.data.conversion.held_out import count_held_out
+from realsys.data.conversion.identity import check_copy
+from realsys.data.prompts import PromptDataset, open_splits
+from realsys.errors import ConfigError, DataError
+from realsys.rollout.references import check_references
+from tests.support.data.data_rows import GSM8K
+from tests.support.training.data_models import char_tokenizer, jsonl, trial
+
+
+def config_of(train: Path, path: Path, fraction: float = 0.0, **own: Any) -> Config:
+    """Return a trial with the set ``more``, and nothing held out unless ``fraction``."""
+    sets = {"eval": EvalSetConfig(problems=int(fraction > 0)), "more": EvalSetConfig(path=str(path), **own)}
+    data = DataConfig(train=str(train), eval_fraction=fraction, verifier="exact")
+    return Config(data=data, evaluation=EvalConfig(problems=2, sets=sets))
+
+
+def rows(*prompts: str) -> list[dict[str, str]]:
+    return [{"prompt": prompt, "answer": "1"} for prompt in prompts]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_problems_of_a_set_are_not_trained_on(tmp_path: Path, fraction: float):
+    train = jsonl(tmp_path / "t.jsonl", rows(*(f"{n}+{n}=" for n in range(20))))
+    config = config_of(train, jsonl(tmp_path / "m.jsonl", rows("3+3=", "4 + 4=", "5+5= ", "x")), fraction)
+    paths = trial(tmp_path)
+    convert_sets(config, paths)
+    splits = open_splits(config, paths)
+    train_prompts = {splits.train[i].prompt for i in range(len(splits.train))}
+    assert len(splits.sets["more"]) == 4 and not train_prompts & {"3+3=", "5+5="}
+    assert splits.sizes()["train"] + splits.sizes()["eval"] + splits.leaked == 20
+    assert count_held_out(config, trial(tmp_path / "new"), 100) == splits.sizes()["eval"], "before there is a copy"
+    tokenizer = char_tokenizer(tmp_path / "model")
+    assert check_data(config, paths, tokenizer).sizes["more"] == 4
+    assert PromptDataset(config, paths, tokenizer).prompt("more", 3).text == "x"
+
+
+def test_set_has_its_own_layout(tmp_path: Path):
+    train = jsonl(tmp_path / "t.jsonl", rows("a"))
+    config = config_of(train, jsonl(tmp_path / "m.jsonl", [GSM8K]), layout="gsm8k")
+    convert_sets(config, trial(tmp_path))
+    [problem] = open_splits(config, trial(tmp_path)).sets["more"].read(range(1))
+    assert problem.prompt == GSM8K["question"]
+
+
+def test_changed_source_of_a_set_is_refused(tmp_path: Path):
+    train, paths = jsonl(tmp_path / "t.jsonl", rows("a")), trial(tmp_path)
+    begun = config_of(train, tmp_path / "m.jsonl")
+    check_copy(begun, begun, paths)
+    with pytest.raises(ConfigError) as refused:
+        check_copy(config_of(train, tmp_path / "other.jsonl"), begun, paths)
+    assert refused.value.field == "evaluation.sets.more.path"
+    with pytest.raises(ConfigError, match="begun with None"):
+        check_copy(begun, Config(), paths)
+
+
+def test_references_of_a_set_are_checked_by_its_verifier(tmp_path: Path):
+    train = jsonl(tmp_path / "t.jsonl", [{"prompt": "a", "answer": "it depends"}])
+    more = jsonl(tmp_path / "m.jsonl", [{"prompt": "b", "answer": "it depends, too"}])
+    paths = trial(tmp_path)
+    convert_sets(config_of(train, more), paths)
+    check_references(config_of(train, more), paths)
+    with pytest.raises(DataError, match="answer 'it depends, too' cannot be verified"):
+        check_references(config_of(train, more, verifier="math"), paths)
