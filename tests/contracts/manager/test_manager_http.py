@@ -115,8 +115,10 @@ def test_evaluation_goes_before_training_and_outside_the_quota(tmp_path: Path) -
         assert await t.finish(last, "failed") == {"known": True, "retry": False}
         result = await t.get("/evaluate/before")
         assert result == {
-            "done": 2, "total": 3, "failed": 1, "accuracy": 1.0, "reward_mean": 5.0, "length_mean": 20.0,
-            "version_min": 0, "version_max": 0, "metrics": {},
+            "done": 2, "total": 3, "failed": 1, "accuracy": None, "reward_mean": None, "length_mean": 20.0,
+            "version_min": 0, "version_max": 0, "metrics": {}, "ended": True, "incomplete": "1 of 3 failed",
+            "problems": 3, "samples": 1, "set": "eval", "restarts": 0, "tallies": [[1, 1, 2]],
+            "accepted": [[0, 0, 0], [1, 0, 0]],
         }  # fmt: skip
         status, reply = await t.call("/evaluate", {"eval_id": "x", "split": "nowhere", "n": 1})
         assert status == 400 and "nowhere" in reply["error"]

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from realsys.config.schema import Config
-from realsys.manager.ledger.events import Resumed
+from realsys.manager.ledger.events import EvalStarted, EvaluationState, Resumed
 from realsys.manager.messages import (
     AllocateRequest,
     EvaluateRequest,
@@ -57,6 +57,19 @@ def test_evaluation_without_right_or_wrong_has_no_accuracy() -> None:
     state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", "accepted", "", [answer]), 0.0)
     reply = state.evaluations.find("e").reply()
     assert (reply.done, reply.accuracy) == (1, None)
+
+
+@pytest.mark.parametrize(("newest", "accuracy", "reason"), [(0, 2 / 3, ""), (1, None, "versions 0 to 1 are mixed")])
+def test_evaluation_of_an_older_journal_is_read(newest: int, accuracy: float | None, reason: str) -> None:
+    """Its snapshot has sums only, and its versions may be mixed."""
+    started = b'{"eval_id":"e","split":"eval","total":3,"seed":0,"version":0,"time":0.0,"type":"eval_started"}'
+    older = EvaluationState(msgspec.json.decode(started, type=EvalStarted), [0, 2, 1], correct=2, length=60)
+    older.version_min, older.version_max = 0, newest
+    state = ready()
+    state.restore_from([msgspec.structs.replace(ready().snapshot(0.0), evaluations=[older])])
+    reply = state.evaluations.find("e").reply()
+    assert (reply.ended, reply.accuracy, reply.incomplete) == (True, accuracy, reason)
+    assert reply.tallies == [(1, 0, 1), (1, 1, 2)]
 
 
 def test_metrics_show_the_verifiers_of_each_worker() -> None:
