@@ -306,7 +306,7 @@ def _run_command(args: argparse.Namespace) -> int:
         return node_agent(args.trial_dir, args.node, args.wait, once=args.once)
     if args.command == "eval":
         from realsys.launch.evaluate.command import evaluate
-        from realsys.launch.evaluate.settings import Choices
+        from realsys.launch.evaluate.eval_settings import Choices
 
         return evaluate(args.target, Choices(args.overrides, args.config_dir, args.name), args.step, live=args.live)
     if args.command in ("replay", "samples", "regrade"):

@@ -203,7 +203,7 @@ def _evaluations(config: Config, given: Collection[str]) -> dict[str, tuple[Any,
     is_open = [field for field in used if _is_open(config, given, field)]
     sources = [config.data.train, config.data.eval, *(source.path for source in config.data.mixture)]
     named = [source for source in sources if source]
-    if config.data.kind != "jsonl" or not is_open or not named:
+    if config.data.kind != "jsonl" or not is_open or not named or config.evaluate_only:
         return {}
     paths = TrialPaths.of(config)
     if not paths.data_sources.is_file() and any(map(source_problem, named)):

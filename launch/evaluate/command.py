@@ -7,15 +7,15 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from realsys.cluster.store.connect import make_name_store
+from realsys.cluster.store.connect import is_known, make_name_store
 from realsys.config.evaluation_sets import EvaluationSet
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.evaluate.live import LiveEvaluations, client_of, live_sets, new_name
-from realsys.launch.evaluate.results import report
-from realsys.launch.evaluate.run import evaluate_model
-from realsys.launch.evaluate.settings import Choices
+from realsys.launch.evaluate.eval_results import report
+from realsys.launch.evaluate.eval_settings import Choices
+from realsys.launch.evaluate.live import LiveEvaluations, client_of, live_sets, new_name, not_running
+from realsys.launch.evaluate.own_servers import evaluate_model
 from realsys.launch.evaluate.target import EVALUATIONS, find_target, trial_of
 from realsys.launch.run import Terminal
 
@@ -33,9 +33,10 @@ def evaluate(target: str, choices: Choices, step: int | None, *, live: bool) -> 
 def evaluate_live(paths: TrialPaths, choices: Choices) -> int:
     """Evaluate with the servers of a trial that runs. Raises RealsysError."""
     config, sets = live_sets(paths, choices)
+    if not is_known(config, paths):
+        raise not_running(paths)
     console = Terminal()
     say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    say(f"evaluating the servers of {paths.root}; Ctrl-C cancels")
     name = new_name()
     records = asyncio.run(_evaluate(config, paths, sets, name, say))
     about = {"model": None, "trial": str(paths.root), "live": True}
@@ -46,9 +47,12 @@ async def _evaluate(
     config: Config, paths: TrialPaths, sets: Mapping[str, EvaluationSet], name: str, say: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
     store = await asyncio.to_thread(make_name_store, config, paths)
-    manager = client_of(config, paths, store)
     try:
-        return await LiveEvaluations(manager, config, name, say).run(sets, paths)
+        manager = client_of(config, paths, store)
+        say(f"evaluating the servers of {paths.root}; Ctrl-C cancels")
+        try:
+            return await LiveEvaluations(manager, config, name, say).run(sets, paths)
+        finally:
+            await manager.close()
     finally:
-        await manager.close()
         store.close()

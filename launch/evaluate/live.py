@@ -19,16 +19,15 @@ from datetime import datetime
 from typing import Any
 
 from realsys.cluster.store.base import NameStore
-from realsys.cluster.store.connect import is_known, trial_names
-from realsys.config.compose import changed
+from realsys.cluster.store.connect import trial_names
+from realsys.config.compose import with_overrides
 from realsys.config.dump import read_config
-from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets, id_of_set
+from realsys.config.evaluation_sets import EvaluationSet, id_of_set
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, KeyMissing, NameStoreError, WaitTimeout
 from realsys.evaluation.records import record
-from realsys.launch.evaluate.settings import Choices
-from realsys.launch.lock import is_held
+from realsys.launch.evaluate.eval_settings import Choices, sets_to_evaluate
 from realsys.launch.start import changes
 from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
 from realsys.master.evaluation import ResultWriter, outcome_of
@@ -43,17 +42,12 @@ _FREE = re.compile(r"evaluation\.(problems|samples|k|max_failed)|evaluation\.set
 def live_sets(paths: TrialPaths, choices: Choices) -> tuple[Config, dict[str, EvaluationSet]]:
     """Return the configuration of a trial that runs, and the data sets to evaluate. Raises ConfigError."""
     config = read_config(paths.config)
-    if not is_held(paths.lock) or not is_known(config, paths):
-        raise ConfigError("--live", str(paths.root), "does not run: leave --live out to evaluate its newest weights")
-    wanted = changed(config, choices.overrides)
+    wanted = with_overrides(config, choices.overrides)
     for change in changes(config.model_dump(), wanted.model_dump()):
         if not _FREE.fullmatch(change.field):
             problem = "cannot be set with --live, because the RolloutWorkers of the trial have its own settings: set"
             raise ConfigError(change.field, change.new, f"{problem} evaluation.problems, samples or k only")
-    sets = evaluation_sets(wanted)
-    if not sets:
-        raise ConfigError("evaluation.problems", 0, "the trial evaluates nothing: set it")
-    return wanted, sets
+    return wanted, sets_to_evaluate(wanted)
 
 
 def new_name() -> str:
@@ -152,14 +146,22 @@ class LiveEvaluations:
                 self.say(f"evaluation {eval_id} is not cancelled: {error or type(error).__name__}")
 
 
+def not_running(paths: TrialPaths) -> ConfigError:
+    return ConfigError("--live", str(paths.root), "does not run: leave --live out to evaluate its newest weights")
+
+
 def client_of(config: Config, paths: TrialPaths, store: NameStore) -> ManagerClient:
-    """Return a client of the trial's manager. Raises ConfigError if the trial's token cannot be read."""
+    """Return a client of the trial's manager. Raises ConfigError if there is none, or if its token cannot be read."""
+    names = trial_names(config)
+    try:
+        store.get(names.gserver_manager)
+    except KeyMissing:
+        raise not_running(paths) from None
     try:
         token = paths.token.read_text("utf-8").strip()
     except OSError as error:
         problem = f"{error.strerror}: only the user who runs the trial can ask its servers"
         raise ConfigError("--live", str(paths.token), problem) from None
-    names = trial_names(config)
 
     def address() -> str:
         try:

@@ -53,7 +53,7 @@ def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Conf
     return validate(_merge(list(overrides), config_dir, Config().model_dump()))
 
 
-def changed(config: Config, overrides: Sequence[str]) -> Config:
+def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """Return ``config`` with ``field.path=value`` overrides. Raises ConfigError, also for a group."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

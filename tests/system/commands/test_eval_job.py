@@ -165,6 +165,29 @@ def test_interrupt_cancels_a_live_evaluation(training):
     training.until_step(training.steps_done() + 3)
 
 
+def test_live_evaluation_survives_a_trainer_restart(training):
+    """The trainer dies in the middle and goes back to its checkpoint: the evaluation begins again, and is complete."""
+    arguments = command(training.root, "--live", "evaluation.problems=32", "evaluation.samples=64")
+    asking = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert asking.stdout is not None
+    while "/2048" not in asking.stdout.readline():
+        assert asking.poll() is None
+    training.kill("model_worker/0")
+    stdout, stderr = asking.communicate(timeout=180)
+    assert asking.returncode == 0, stdout + stderr
+    assert "begun again 1 times" in stdout
+    [record] = results(max((training.root / "eval").glob("user-*"), key=os.path.getmtime)).values()
+    assert (record["completions"], record["restarts"]) == (2048, 1)
+    assert record["version_min"] == record["version_max"]
+
+
+def test_audit_accepts_evaluations_of_users(training):
+    """The journal has finished, cancelled and restarted ones."""
+    audit = [sys.executable, "-m", "realsys.launch.cli", "audit", str(training.root)]
+    done = subprocess.run(audit, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def completions(folder: Path, name: str = "*") -> list[str]:
     """Return the completions of an evaluation, by problem and sample."""
     [samples] = (folder / "evaluations").glob(f"{name}/samples.jsonl")

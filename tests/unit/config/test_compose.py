@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from realsys.config.compose import compose, fields
+from realsys.config.compose import compose, fields, with_overrides
 from realsys.config.dataflow import dataflow_of
 from realsys.config.dump import read_config, write_config
 from realsys.config.rules.checks import check
@@ -235,3 +235,29 @@ def test_fields_are_the_leaves_of_the_schema() -> None:
     paths = list(fields())
     assert "train.ppo.advantage.leave_one_out" in paths and "train" not in paths
     assert len(paths) == len(set(paths))
+
+
+def test_stored_configuration_takes_overrides() -> None:
+    config = Config(seed=9)
+    texts = [
+        "evaluation.sampling.temperature=0",
+        "generation.sampling.stop=[a,b]",
+        "allocation=serve.d2+actor.d2,critic.d1",
+    ]
+    made = with_overrides(config, texts)
+    assert (made.seed, made.evaluation.sampling, made.generation.sampling.stop) == (9, {"temperature": 0}, ["a", "b"])
+    assert made.allocation == "serve.d2+actor.d2,critic.d1"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("experiment=math", "the trial's own settings are used"),
+        ("nope.x=1", "unknown field"),
+        ("seed=a", "must be a valid integer"),
+        ("seed", "write field=value"),
+    ],
+)
+def test_wrong_override_of_a_stored_configuration_is_named(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        with_overrides(Config(), [text])

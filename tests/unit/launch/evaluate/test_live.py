@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from realsys.cluster.store.connect import trial_names
+from realsys.cluster.store.memory_store import MemoryNameStore
 from realsys.config.dump import write_config
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError, WaitTimeout
-from realsys.evaluation.samples import read_result
+from realsys.evaluation.stored_samples import read_result
 from realsys.launch.evaluate import live
-from realsys.launch.evaluate.live import LiveEvaluations, live_sets
-from realsys.launch.evaluate.settings import Choices
-from realsys.launch.lock import TrialLock
+from realsys.launch.evaluate.eval_settings import Choices
+from realsys.launch.evaluate.live import LiveEvaluations, client_of, live_sets
 from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
 
 
@@ -55,14 +55,11 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Iterator[TrialPaths]:
-    """The folder of a trial that runs."""
+def trial(tmp_path: Path) -> TrialPaths:
     paths = TrialPaths(tmp_path / "t")
     paths.root.mkdir()
     write_config(Config.model_validate({"evaluation": {"sets": {"a": {"path": "/a"}}}}), paths.config)
-    lock = TrialLock(paths.lock, "t", retry_timeout_s=1.0)
-    yield paths
-    lock.close()
+    return paths
 
 
 def evaluations(manager: Manager, said: list[str], **fields: Any) -> LiveEvaluations:
@@ -83,11 +80,16 @@ def test_settings_of_workers_are_refused(trial, override):
         live_sets(trial, Choices([override]))
 
 
-def test_trial_that_does_not_run_is_named(tmp_path):
-    paths = TrialPaths(tmp_path)
-    write_config(Config(), paths.config)
+def test_trial_that_does_not_run_is_named(trial):
     with pytest.raises(ConfigError, match="does not run: leave --live out"):
-        live_sets(paths, Choices())
+        client_of(Config(), trial, MemoryNameStore())
+
+
+def test_trial_of_another_user_is_named(trial):
+    store = MemoryNameStore()
+    store.add(trial_names(Config()).gserver_manager, "http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="only the user who runs the trial can ask its servers"):
+        client_of(Config(), trial, store)
 
 
 def test_request_is_of_a_user(tmp_path) -> None:

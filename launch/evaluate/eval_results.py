@@ -10,7 +10,7 @@ from typing import Any
 from realsys.config.paths import TrialPaths
 from realsys.errors import RecordError
 from realsys.evaluation.records import incomplete_reason
-from realsys.evaluation.samples import read_samples
+from realsys.evaluation.stored_samples import read_samples
 
 Result = Mapping[str, Any]
 _FILE = "results.json"

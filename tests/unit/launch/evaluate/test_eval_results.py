@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from realsys.config.paths import TrialPaths
-from realsys.evaluation.samples import EvalSample, write_result
-from realsys.launch.evaluate.results import report, table
+from realsys.evaluation.stored_samples import EvalSample, write_result
+from realsys.launch.evaluate.eval_results import report, table
 
 
 def result(name: str = "eval", **more: Any) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from realsys.config.compose import changed, compose, given_fields, quoted, validate
+from realsys.config.compose import compose, given_fields, quoted, validate, with_overrides
 from realsys.config.dump import read_config
+from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.schema import AsyncConfig, Config, WarmupConfig, WeightsConfig
 from realsys.config.sections.schema_cluster import ClusterConfig
@@ -63,7 +64,17 @@ def evaluation_config(target: Target, choices: Choices, now: datetime) -> tuple[
         given = {*type(config).model_fields}
     fileroot = config.fileroot if target.trial is None or "fileroot" in overridden else str(target.trial.root)
     made = _without_training(config, target, overridden, fileroot, choices.name or _name(now, fileroot))
-    return validate(made.model_dump()), given
+    made = validate(made.model_dump())
+    sets_to_evaluate(made)
+    return made, given
+
+
+def sets_to_evaluate(config: Config) -> dict[str, EvaluationSet]:
+    """Return the data sets that are evaluated, by name. Raises ConfigError if there are none."""
+    sets = {name: made for name, made in evaluation_sets(config).items() if made.problems}
+    if not sets:
+        raise ConfigError("evaluation.problems", 0, "nothing is evaluated: set it")
+    return sets
 
 
 def _stored(target: Target, choices: Choices) -> Config:
@@ -71,7 +82,7 @@ def _stored(target: Target, choices: Choices) -> Config:
     assert target.trial is not None
     config = read_config(target.trial.config)
     here = config.model_copy(update={"cluster": ClusterConfig()})
-    return changed(here, choices.overrides)
+    return with_overrides(here, choices.overrides)
 
 
 def _name(now: datetime, fileroot: str) -> str:

@@ -17,7 +17,7 @@ from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.evaluate.settings import Choices, evaluation_config
+from realsys.launch.evaluate.eval_settings import Choices, evaluation_config
 from realsys.launch.evaluate.target import Target
 from realsys.launch.plan import plan
 
@@ -67,6 +67,11 @@ def test_sets_alone_are_enough(tmp_path):
     config = made(Target(tmp_path), "evaluation.sets.a.path=/a.jsonl", "evaluation.sets.a.layout=gsm8k")
     assert (config.data.train, config.data.layout, config.data.eval_fraction) == ("/a.jsonl", "gsm8k", 1.0)
     assert list(evaluation_sets(config)) == ["a"]
+
+
+def test_evaluation_of_nothing_is_refused(trial):
+    with pytest.raises(ConfigError, match="nothing is evaluated: set it"):
+        made(Target(Path("/m"), 4, trial), "evaluation.problems=0")
 
 
 def test_missing_data_is_named(tmp_path):

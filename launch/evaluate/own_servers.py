@@ -7,9 +7,9 @@ import functools
 import time
 from datetime import datetime
 
-from realsys.config.evaluation_sets import id_of_set
-from realsys.launch.evaluate.results import report
-from realsys.launch.evaluate.settings import Choices, evaluation_config
+from realsys.config.evaluation_sets import evaluation_sets, id_of_set
+from realsys.launch.evaluate.eval_results import report
+from realsys.launch.evaluate.eval_settings import Choices, evaluation_config
 from realsys.launch.evaluate.target import Target, exported
 from realsys.launch.launchers.build import check_start
 from realsys.launch.prepare import prepare, resolve
@@ -52,6 +52,7 @@ def _conclude(planned: Planned, target: Target, outcome: Outcome, started: float
         tell(f"realsys: {outcome.reason}; the evaluation is incomplete and has no result")
         return 128 + (outcome.signal or 2)
     records = [record for record in read_steps(paths.steps) if record["kind"] == "eval"]
+    records.sort(key=lambda record: list(evaluation_sets(config)).index(record["set"]))
     stored = {id_of_set(f"{EVAL_ID}-{record['step']}", record["set"]): record for record in records}
     about = {"model": str(target.model), "trial": str(target.trial.root) if target.trial else None, "step": target.step}
     return report(paths, paths.root, about, stored)
