@@ -121,7 +121,7 @@ class GroupPlayer:
         """
         calls = Calls(self._engine, ticket, self._eval_spec if ticket.kind == "eval" else self._spec)
         sessions = [EpisodeSession(calls, episode) for episode in range(ticket.n)]
-        size = min(self._rules.size or ticket.n, ticket.n)
+        size = min(self._rules.size or ticket.n, ticket.n) if ticket.kind == "train" else ticket.n
         group = _Playing(ticket, min(self._rules.min_episodes or size, size), min(self._rules.least, ticket.n), size)
         played: Played | None = None
         try:
