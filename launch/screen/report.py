@@ -156,7 +156,7 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
             f"{fmt(tokens['end_to_end_per_s'], ',.0f')} end to end, {fmt(tokens['train_per_s'], ',.0f')} in training",
         )
         lag = f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}, bound {staleness['eta']}"
-        filtered = f", {staleness['filtered']} by their success rate" if staleness["filtered"] else ""
+        filtered = f", {staleness['filtered']} filtered out" if staleness["filtered"] else ""
         wasted = f", {share:.1%} of the sampled tokens" if (share := staleness.get("tokens_too_old")) else ""
         yield "staleness", f"{lag}; {staleness['dropped']} groups dropped{wasted}{filtered}"
     if idle := summary.get("without_signal"):

@@ -44,8 +44,8 @@ def kept_episodes(rewards: Sequence[float], config: KeepConfig, seed: int) -> li
     """Return the indices of the episodes that are trained, rising; all if there are no more than ``episodes``.
 
     best     the highest rewards
-    spread   the subset whose rewards have the largest variance: the i lowest and the others highest (PODS, arXiv
-             2504.13818, theorem 1)
+    spread   the subset whose rewards have the largest variance (PODS, arXiv 2504.13818): it always has the i lowest
+             and the others highest, for some i
 
     Equal rewards are ordered by numbers that ``seed`` draws: not by number or arrival, which depend on the length.
     """

@@ -1,6 +1,6 @@
 """Concurrent episodes of a ticket, and what becomes of their group.
 
-    ticket ──> n episodes ──> agent.run(task, session) ──generate──> ``calls``
+    ticket ──> n episodes ──> agent.run(task, session) ──generate──> ``engine_calls``
                    └─ Episode, or an error of this episode ──> Played: enough episodes for a group, or the first error
 
 With ``rollout.oversample`` more episodes start than a group needs. The first that end make the group, whatever their
@@ -27,8 +27,8 @@ from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, RealsysError, RewardError, StuckError
 from realsys.generation.client import SamplingSpec
 from realsys.rollout.agents.base import Agent
-from realsys.rollout.calls import Calls, Engine, EpisodeSession
 from realsys.rollout.defects import Defects, explain, one_line
+from realsys.rollout.engine_calls import Calls, Engine, EpisodeSession
 from realsys.rollout.episodes import check_episode
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.selection import kept_episodes, reason_to_drop
@@ -124,7 +124,7 @@ class GroupPlayer:
         """
         calls = Calls(self._engine, ticket, self._eval_specs.get(ticket.set, self._spec))
         sessions = [EpisodeSession(calls, episode) for episode in range(ticket.n)]
-        size = min(self._rules.size or ticket.n, ticket.n)
+        size = min(self._rules.size or ticket.n, ticket.n) if ticket.kind == "train" else ticket.n
         group = _Playing(ticket, min(self._rules.min_episodes or size, size), min(self._rules.least, ticket.n), size)
         played: Played | None = None
         try:

@@ -222,7 +222,9 @@ class RolloutLoop:
             log.warning(
                 "ticket %s: %d of %d episodes failed: %s", ticket.ticket_id, len(played.errors), ticket.n, first
             )
-        if ticket.kind == "train" and not played.dropped:
+        if played.dropped:
+            return played
+        if ticket.kind == "train":
             group = Group(
                 ticket,
                 played.episodes,

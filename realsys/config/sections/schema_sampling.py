@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from realsys.config.fields import NonNegative, OpenProbability, Positive, Probability, Section
+from realsys.config.fields import NonNegative, Positive, Probability, Section
 
 
 class FilterConfig(Section):
@@ -45,7 +45,7 @@ class CurriculumConfig(Section):
 
     min: Probability = Field(0.0, description="a prompt with a lower success rate is shown less often")
     max: Probability = Field(1.0, description="a prompt with a higher success rate is shown less often")
-    floor: OpenProbability = Field(
+    floor: Annotated[float, Field(ge=0.01, le=1)] = Field(
         0.1, description="probability that such a prompt is shown all the same when it is its turn"
     )
 

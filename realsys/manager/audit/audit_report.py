@@ -7,7 +7,7 @@ import msgspec
 #: check -> claim that holds if the check is ok
 CLAIMS = {
     "journal": "every record can be read, and none is missing before the last",
-    "prompts": "every prompt position below the cursor was granted exactly once, and again if it was given back",
+    "prompts": "every prompt position below the cursor was granted once, or passed over by the curriculum",
     "attempts": "one attempt of a ticket at a time, each after the loss of the one before",
     "ends": "no ticket ended twice (one-end)",
     "trained": "no ticket was trained twice, unless a roll-back lies between",

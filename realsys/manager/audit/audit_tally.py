@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from realsys.manager.audit.audit_report import CLAIMS, AuditReport, Check, RollBackRow
-from realsys.manager.ledger.events import Opened
+from realsys.manager.ledger.events import Finished, Opened
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.order import PromptOrder
 from realsys.manager.ledger.tickets import OPEN_STATES
@@ -81,6 +81,17 @@ class AuditTally:
         elif attempt is not None and attempt != seen.attempt:
             self.note("attempts", line, f"ticket {ticket_id}: attempt {attempt} {what}, but {seen.attempt} is current")
         return seen
+
+    def take_rates(self, rates: list[int]) -> None:
+        """Take the success rates of all prompts from a record."""
+        self.rates = {prompt: rate for prompt, rate in enumerate(rates) if rate >= 0}
+
+    def observe_rate(self, prompt: int, event: Finished) -> None:
+        """Average the success rate of a group with that of its prompt's groups before."""
+        if event.judged:
+            rate = round(1000 * event.correct / event.judged)
+            before = self.rates.get(prompt)
+            self.rates[prompt] = rate if before is None else (before + rate + (rate > before)) // 2
 
     def compare_steps(self, logged: Mapping[int, Sequence[str]], recovered: Collection[int] = ()) -> None:
         """Compare with the step log. ``logged``: step -> its tickets, unless a recovery undid it; ``recovered``: steps

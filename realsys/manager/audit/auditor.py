@@ -49,7 +49,7 @@ class Auditor(AuditTally):
                 self.cursor = event.cursor
                 self.newest = event.step
                 self.given_back.extend(event.pending)
-                self._take_rates(event.rates)
+                self.take_rates(event.rates)
             case e.Snapshot():
                 self._snapshot(event)
             case _:
@@ -132,23 +132,13 @@ class Auditor(AuditTally):
         rates = ((at, self.rates.get(self.order.at(at) or 0)) for at in passed)
         return [at for at, rate in rates if rate is None or low <= rate <= high]
 
-    def _take_rates(self, rates: list[int]) -> None:
-        self.rates = {prompt: rate for prompt, rate in enumerate(rates) if rate >= 0}
-
-    def _observe(self, prompt: int, event: e.Finished) -> None:
-        """Average the success rate of a group with that of its prompt's groups before."""
-        if event.judged:
-            rate = round(1000 * event.correct / event.judged)
-            before = self.rates.get(prompt)
-            self.rates[prompt] = rate if before is None else (before + rate + (rate > before)) // 2
-
     def _finished(self, event: e.Finished, line: int) -> None:
         seen = self.current(event.ticket_id, event.attempt, f"finished ({event.outcome})", line)
         if seen is None:
             return
         if seen.state != "running":
             self.note("attempts", line, f"ticket {event.ticket_id} finished, though it was {seen.state}")
-        self._observe(seen.prompt, event)
+        self.observe_rate(seen.prompt, event)
         if event.outcome == "accepted":
             seen.oldest = event.version_min
             self.move(seen, "finished")
@@ -282,4 +272,4 @@ class Auditor(AuditTally):
         self.attempts = len(event.attempt) + sum(event.attempt)
         self.causes.update(event.reissued_by_cause)
         self.given_back.extend(event.prompts)
-        self._take_rates(event.rates)
+        self.take_rates(event.rates)

@@ -253,6 +253,7 @@ def test_status_metrics_and_page_show_the_trial(tmp_path: Path) -> None:
         assert 'realsys_weight_update_seconds_bucket{le="0.003",stage="pause"} 1.0' in text
         assert 'realsys_weight_update_seconds_count{stage="total"} 1.0' in text
         assert "realsys_agreement_difference_mean 0.5" in text and "realsys_agreement_warning 1.0" in text
+        assert 'realsys_prompts_share{success="unseen"}' in text
         assert 'realsys_untrained_share{reason="stale"} 0.25' in text and "realsys_length_ks 0.5" in text
         assert 'realsys_gpu_mfu{call="actor_train"} 0.4' in text and "realsys_gpu_utilisation 0.9" in text
         async with t.session.get(t.url + "/") as response:

@@ -486,5 +486,5 @@ def test_unkept_episodes_are_counted():
 
 def test_evaluation_is_neither_filtered_nor_cut():
     rules = GroupRules(size=1, filter=FilterConfig(equal_rewards=True), keep=KeepConfig(episodes=1))
-    played, lost = sampled(Paced([0]), rules, n=1, kind="eval")
-    assert (rewards_of(played), played.dropped, lost) == ([0.0], "", {})
+    played, lost = sampled(Paced([1, 0]), rules, n=2, kind="eval")
+    assert (rewards_of(played), played.dropped, lost) == ([0.0, 1.0], "", {})

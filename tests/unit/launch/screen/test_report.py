@@ -297,7 +297,7 @@ def test_groups_dropped_by_filter_are_counted_apart(paths: TrialPaths) -> None:
     assert summary["staleness"]["filtered"] == 7
     out = io.StringIO()
     print_summary(Console(file=out, width=200), summary)
-    assert "2 groups dropped, 7 by their success rate" in out.getvalue()
+    assert "2 groups dropped, 7 filtered out" in out.getvalue()
 
 
 @pytest.mark.parametrize(
