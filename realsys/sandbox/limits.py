@@ -52,7 +52,7 @@ class Limits:
                 raise ValueError(f"{field.name} is {getattr(self, field.name)}: it must be greater than 0")
 
     def as_message(self, runs: int = 1) -> dict[str, Any]:
-        """Return them for a process that does so many runs, one after another."""
+        """Return them for a process that does ``runs`` runs, one after another."""
         return {**dataclasses.asdict(self), "process_cpu_s": self.cpu_s * runs}
 
     @property
@@ -63,7 +63,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a program ended.
+    """End of a program.
 
     code     exit code, or the negative number of the signal
     reached  the limit that it reached (one of REASONS), or ""

@@ -26,13 +26,13 @@ from . import child, confine, kernel
 
 MAX_MESSAGE = 1 << 16
 MAX_DESCRIPTORS = 8
-LOOK_S = 0.05  # between two looks at the use of CPU and memory by a program and what it started
+LOOK_S = 0.05  # between two checks of the CPU time and memory of a program and its children
 _TICKS = os.sysconf("SC_CLK_TCK")
 _OWN_KB = re.compile(rb"^Rss(?:Anon|Shmem):\s*(\d+)", re.M)
 
 
 class _Use(NamedTuple):
-    """What a process has used."""
+    """Use of a process."""
 
     parent: int
     born: int
@@ -56,9 +56,9 @@ class _Running:
         self.born = time.monotonic()
         self.begin = self.born
         self.cpu_before_s = 0.0
-        self.ended_cpu_s = 0.0  # of processes that ended, and that no other process has collected
+        self.ended_cpu_s = 0.0  # CPU time of processes that ended, and that no other process has collected
         self.waited_before_s = 0.0
-        self.waited_s = 0.0  # in this run
+        self.waited_s = 0.0  # waiting time in this run
         self.all_waited_s = 0.0
         self.last: dict[int, _Use] = {}
         self.reached = ""
@@ -176,7 +176,7 @@ class Zygote:
         self._send({**answer, "waited_s": ended.all_waited_s})
 
     def _look(self, running: list[_Running]) -> None:
-        """Kill children that reach a limit, with what they started."""
+        """Kill children that reach a limit, with all their processes."""
         uses = _uses()
         for each in running:
             each.look(_tree(each.pid, uses))

@@ -8,7 +8,8 @@ import pytest
 from realsys.errors import SandboxError
 from realsys.sandbox.isolation import Settings
 from realsys.sandbox.limits import CPU, CRASHED, MEMORY, OUTPUT, WALL, WRONG, Limits
-from realsys.sandbox.sandbox import Command, ProgramRaised, Sandbox, UnitTests
+from realsys.sandbox.sandbox import Command, Sandbox, UnitTests
+from realsys.sandbox.served_program import ProgramRaised
 
 LIMITS = Limits(cpu_s=0.5, wall_s=1.5, memory_mb=256)
 ADD = "def add(a, b=1):\n    return a + b\n"
@@ -25,7 +26,7 @@ def sandbox():
 
 def zygote_of(sandbox) -> psutil.Process:
     """Return the innermost process that stays: bwrap, its first process in the namespace, the zygote."""
-    process = psutil.Process(sandbox._zygote.pid)
+    process = psutil.Process(sandbox.zygote.pid)
     while children := process.children():
         process = children[0]
     return process
@@ -166,7 +167,7 @@ def test_dead_zygote_is_an_error_and_replaced():
         zygote_of(sandbox).kill()
         with pytest.raises(SandboxError, match="sandbox: "):
             sandbox.run("", b"", LIMITS)
-        assert sandbox.restarts == 1
+        assert sandbox.zygote.restarts == 1
         assert sandbox.run("print(1)", b"", LIMITS).stdout == b"1\n"
 
 
@@ -181,7 +182,7 @@ def test_closed_sandbox_leaves_no_processes():
     sandbox = Sandbox()
     with sandbox:
         sandbox.run("", b"", LIMITS)
-        processes = psutil.Process(sandbox._zygote.pid).children(recursive=True)
+        processes = psutil.Process(sandbox.zygote.pid).children(recursive=True)
     _, alive = psutil.wait_procs(processes, 5.0)
     assert alive == []
 
