@@ -128,7 +128,7 @@ class Sandbox:
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as stack:
             program = stack.enter_context(self.zygote.child("serve", limits, [theirs.fileno()]))
-            tester = stack.enter_context(self.zygote.child("test", limits, [ours.fileno()]))
+            tester = stack.enter_context(self.zygote.child("test", limits, [ours.fileno()], program.number))
             ours.close()
             theirs.close()
             self.zygote.give(program, {"source": source})

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from realsys.sandbox.inside import plain
-from realsys.sandbox.limits import CRASHED, MEMORY, OUTPUT
+from realsys.sandbox.limits import CRASHED, MEMORY, OUTPUT, WALL
 from realsys.sandbox.zygote_process import Child
 
 _LONG_S = 0.2  # a call that took less shares its limits with the next
@@ -53,11 +53,11 @@ class Program:
 
     def _receive(self, most: int) -> Any:
         descriptor = self._link.fileno()
+        begin = time.monotonic()
         data = bytearray()
         wanted = plain.LENGTH.size
         while len(data) < wanted:
-            if not select.select([descriptor], [], [], self._child.left_s)[0]:
-                raise self._child.zygote.starved(self._child)
+            self._wait(descriptor, begin)
             try:
                 chunk = os.read(descriptor, min(_CHUNK, wanted - len(data)))
             except ConnectionResetError:
@@ -80,6 +80,17 @@ class Program:
                 reason = MEMORY if name == "MemoryError" else CRASHED
                 raise ProgramRaised(reason, f"{name}: {text}"[:300], gone=not self._loaded)
         raise ProgramRaised(CRASHED, "the result cannot be read")
+
+    def _wait(self, descriptor: int, begin: float) -> None:
+        """Wait until the program sends something. Raises ProgramRaised if this call takes too long."""
+        left_s = max(0.0, self._child.limits.wall_s - (time.monotonic() - begin))
+        while not select.select([descriptor], [], [], min(left_s, self._child.left_s))[0]:
+            left_s = self._child.limits.wall_s - self._child.own_s(begin)
+            if left_s <= 0:
+                self._child.kill(WALL)
+                raise ProgramRaised(WALL, "no result in time")
+            if self._child.left_s <= 0:
+                raise self._child.zygote.starved(self._child)
 
     def _gone(self) -> ProgramRaised:
         """Return why the program has ended, or has closed its end of the link."""

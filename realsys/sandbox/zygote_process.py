@@ -38,6 +38,7 @@ class Child:
         self.limits = limits
         self.born = self.begin = time.monotonic()
         self.ended: Ended | None = None
+        self.waited_s: float | None = None  # answer of the zygote to ``own_s``
         self.reached = ""
         self.zygote = zygote
 
@@ -49,6 +50,15 @@ class Child:
     def left_s(self) -> float:
         """Return the time until the sandbox gives up. The zygote watches over the limits of the program."""
         return max(0.0, self.begin + self.limits.clock_s - time.monotonic())
+
+    def own_s(self, begin: float) -> float:
+        """Return the time since ``begin``, without the time in which the machine had no processor for it."""
+        self.waited_s = None
+        self.zygote.send({"ask": self.number})
+        until = time.monotonic() + _END_S
+        while self.waited_s is None and self.ended is None and (left := until - time.monotonic()) > 0:
+            self.zygote.look(left)
+        return time.monotonic() - begin - (self.waited_s or 0.0)
 
     def mark(self) -> None:
         """Begin another run."""
@@ -91,15 +101,15 @@ class ZygoteProcess:
     # ---- children
 
     @contextlib.contextmanager
-    def child(self, mode: str, limits: Limits, descriptors: list[int]) -> Iterator[Child]:
-        """Start a child; on leaving it is killed, with all that it started."""
+    def child(self, mode: str, limits: Limits, descriptors: list[int], partner: int = 0) -> Iterator[Child]:
+        """Start a child; on leaving it is killed, with all that it started. ``partner``: child that it calls."""
         control = self._started()
         self._number += 1
         ours, theirs = socket.socketpair()
         child = Child(self, self._number, ours, limits)
         with ours:
-            runs = MAX_CALLS if mode == "serve" else 1
-            message = {"id": child.number, "mode": mode, "limits": limits.as_message(runs)}
+            own = limits.as_message(MAX_CALLS if mode == "serve" else 0)
+            message = {"id": child.number, "mode": mode, "limits": own, "partner": partner}
             try:
                 socket.send_fds(control, [json.dumps(message).encode()], [theirs.fileno(), *descriptors])
             except OSError as error:
@@ -209,7 +219,9 @@ class ZygoteProcess:
         child = self._children.get(message["id"])
         if "error" in message:
             raise self.failed(f"a program could not be started: {message['error']}")
-        if child is not None:
+        if child is not None and "code" not in message:
+            child.waited_s = message["waited_s"]
+        elif child is not None:
             wall_s = time.monotonic() - child.born
             reached = child.reached or message["reached"]
             use = message["cpu_s"], wall_s, message["waited_s"], message["peak_mb"]
