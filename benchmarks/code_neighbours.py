@@ -31,7 +31,11 @@ from tests.support.sandbox.outside import Outside, opened
 
 OWN_ROW = ("memory", "resources", "limits", "processes")
 _BOUND_S = 60.0
-_IDLE = Attack("a program that sleeps", "", "import time\ntime.sleep(0.4)\n", {"tests": "stdio"})
+#: programs to compare with: they do no harm
+_HARMLESS = [
+    Attack("a program that sleeps", "", "import time\ntime.sleep(0.4)\n", {"tests": "stdio"}),
+    Attack("a program that computes", "", "print(sum(range(10_000_000)))\n", {"tests": "stdio"}),
+]
 
 
 def neighbour(core: int, pipe: Connection) -> None:
@@ -68,7 +72,7 @@ def attacker(core: int, pipe: Connection) -> None:
 
 def subjects(only: list[str]) -> dict[str, list[Attack]]:
     """Return the attacks of each row."""
-    rows = {_IDLE.name: [_IDLE]}
+    rows = {attack.name: [attack] for attack in _HARMLESS}
     for attack in read_attacks():
         folder = attack.name.partition("/")[0]
         name = attack.name if folder in OWN_ROW else f"all of {folder}"

@@ -90,5 +90,8 @@ TABLES: dict[str, Callable[[], str]] = {
         policy_tables.slow_prompts,
         verifier_tables.math_verifier,
         verifier_tables.math_disagreements,
+        verifier_tables.code_reward,
+        verifier_tables.code_neighbours,
+        verifier_tables.attacks,
     )
 }
