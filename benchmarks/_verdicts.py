@@ -13,7 +13,7 @@ from realsys.reward.verifiers.base import Item
 
 
 class Judge:
-    """Judges items on an event loop of its own. ``judges`` makes and closes it."""
+    """A verifier pool with its event loop. ``judges`` makes and closes it."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()

@@ -1,6 +1,6 @@
-"""Verdict rate of a neighbour while attacks run beside it, each in a verifier pool of its own.
+"""Verdict rate of a neighbour while attacks run on the other core. Each has its verifier pool.
 
-    python -m benchmarks.code_neighbours [--rounds 3] [--seconds 0.8] [--only NAME ...]
+    python -m benchmarks.code_neighbours [--rounds 3] [--seconds 0.6] [--only NAME ...]
 
 The neighbour judges honest programs on one core, the attack runs again and again on the other. Windows with and without
 the attack take turns. Attacks on time, memory, disk and processes have a row each; the others share one per folder.
@@ -101,7 +101,7 @@ def measure(items: list[Item], ours: Connection, theirs: Connection, arguments: 
         assert theirs.poll(_BOUND_S), "the attack did not end"
         theirs.recv()
     window(without)
-    # Each window beside an attack is compared with the windows before and behind it.
+    # Each window with an attack is compared with the windows before and behind it.
     losses = [1 - 2 * rate / (a + b) for rate, a, b in zip(beside, without, without[1:], strict=False)]
     rates = {"without": statistics.median(without), "beside": statistics.median(beside)}
     return {**rates, "slower": 100 * statistics.median(losses), "wrong": wrong}
@@ -110,7 +110,7 @@ def measure(items: list[Item], ours: Connection, theirs: Connection, arguments: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.8, help="length of a window")
+    parser.add_argument("--seconds", type=float, default=0.6, help="length of a window")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="rows to measure")
     arguments = parser.parse_args()
     first, second = sorted(os.sched_getaffinity(0))[:2]

@@ -25,7 +25,7 @@ from realsys.data.layouts.code_tests import KEY, CallTest, CodeTests, StdioTest
 from realsys.reward.verifiers.base import Item
 
 FOLDER = Path(__file__).parents[2] / "contracts" / "sandbox" / "attacks"
-TIME_LIMIT_S = 0.5  # for one run of a program
+TIME_LIMIT_S = 0.5  # CPU time of one run
 MEMORY_LIMIT_MB = 256.0
 SETTINGS = {"tests", "task", "runs", "right", "unguarded"}
 #: task -> the results for the arguments 3 and 5
