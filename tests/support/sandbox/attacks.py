@@ -100,6 +100,8 @@ def _read(path: Path) -> Attack:
     settings = dict(line.split(": ", 1) for line in rest.strip().splitlines())
     if not sentence.endswith(".") or not settings.keys() <= SETTINGS or "tests" not in settings:
         raise ValueError(f"attack {name}: its docstring must be a sentence and settings")
+    if path.stem.startswith("test_"):
+        raise ValueError(f"attack {name}: pytest would import it, so its name must not begin with test_")
     return Attack(name, sentence, source, settings)
 
 
