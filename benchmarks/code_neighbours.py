@@ -27,7 +27,7 @@ from benchmarks._table import report
 from benchmarks._verdicts import judges
 from realsys.reward.verifiers.base import Item
 from tests.support.sandbox.attacks import Attack, honest, read_attacks
-from tests.support.sandbox.outside import Outside, opened
+from tests.support.sandbox.surroundings import Outside, opened
 
 OWN_ROW = ("memory", "resources", "limits", "processes")
 _BOUND_S = 60.0

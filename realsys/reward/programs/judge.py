@@ -16,7 +16,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
 from realsys.data.layouts.code_tests import CallTest, CodeTests
-from realsys.reward.programs.compare import same_output, same_value
+from realsys.reward.programs.comparison import same_output, same_value
 from realsys.reward.programs.completion import PYTHON
 from realsys.sandbox.languages import Language, find_command
 from realsys.sandbox.limits import CRASHED, MEMORY, WALL, WRONG, Limits

@@ -9,7 +9,7 @@ import pytest
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
 from tests.support.sandbox.attacks import code_tests, honest, read_attacks
-from tests.support.sandbox.outside import ENVIRONMENT, Outside, opened
+from tests.support.sandbox.surroundings import ENVIRONMENT, Outside, opened
 from tests.support.sandbox.unguarded import passes_unguarded
 
 ATTACKS = {attack.name: attack for attack in read_attacks()}

@@ -1,4 +1,4 @@
-"""Attacks on the sandbox: one program per file in tests/contracts/sandbox/attacks, read as data.
+"""Attacks on the sandbox: one Python program per file in tests/contracts/sandbox/attacks, read as data.
 
 The first line of a file's docstring says what the program does; lines ``key: value`` behind it are settings:
 
@@ -90,7 +90,7 @@ class Attack:
 
 def read_attacks() -> list[Attack]:
     """Read all attacks in the order of their names. Raises ValueError for a bad docstring."""
-    return [_read(path) for path in sorted(FOLDER.glob("*/*.py"))]
+    return [_read(path) for path in sorted(FOLDER.glob("*/*.attack"))]
 
 
 def _read(path: Path) -> Attack:
@@ -100,8 +100,6 @@ def _read(path: Path) -> Attack:
     settings = dict(line.split(": ", 1) for line in rest.strip().splitlines())
     if not sentence.endswith(".") or not settings.keys() <= SETTINGS or "tests" not in settings:
         raise ValueError(f"attack {name}: its docstring must be a sentence and settings")
-    if path.stem.startswith("test_"):
-        raise ValueError(f"attack {name}: pytest would import it, so its name must not begin with test_")
     return Attack(name, sentence, source, settings)
 
 
