@@ -26,10 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks._table import report
-from benchmarks._verdicts import Judge, judges
+from benchmarks._verdicts import Judge, cpu_s, judges
 from realsys.reward.verifiers.base import Item
 
 _PROGRAM = "def double(n):\n    return 2 * n\n\n\nif __name__ == '__main__':\n    print(double(int(input())))\n"
@@ -57,12 +55,6 @@ def per_s(count: int, work: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     work()
     return count / (time.perf_counter() - begin)
-
-
-def cpu_s() -> float:
-    """Return the CPU time of this process and all below it."""
-    own = psutil.Process()
-    return sum(sum(process.cpu_times()[:4]) for process in [own, *own.children(recursive=True)])
 
 
 def ended_s() -> float:

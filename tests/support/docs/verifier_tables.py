@@ -56,6 +56,7 @@ def code_neighbours() -> str:
         "verdicts/s without": "{without:.1f}",
         "verdicts/s beside it": "{beside:.1f}",
         "slower": "{slower:.1f} %",
+        "more CPU time per verdict": "{cpu_more:.1f} %",
     }
     return listing(columns, load("code_neighbours")["rows"])
 
