@@ -1,5 +1,7 @@
 """The sandbox with real programs: results, limits, what a program sees, and failures of the sandbox itself."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -185,6 +187,25 @@ def test_closed_sandbox_leaves_no_processes():
         processes = psutil.Process(sandbox.zygote.pid).children(recursive=True)
     _, alive = psutil.wait_procs(processes, 5.0)
     assert alive == []
+
+
+AS_ORDINARY_USER = """
+import os
+from realsys.sandbox.limits import Limits
+from realsys.sandbox.sandbox import Sandbox, UnitTests
+assert os.geteuid() == 1000
+source = "import os\\nprint(os.getuid(), os.listdir('/tmp'), os.path.exists('/root/.ssh'))\\nos.fork()"
+with Sandbox() as sandbox:
+    print(sandbox.run(source, b"", Limits()).stdout)
+    print(sandbox.test("def f(): return 1", UnitTests("assert f() == 1"), Limits()).passed)
+"""
+
+
+def test_ordinary_user_has_a_sandbox():
+    """In a user namespace of the test, so that this user can read the interpreter wherever it is."""
+    command = ["unshare", "--user", "--map-user=1000", "--map-group=1000", sys.executable, "-c", AS_ORDINARY_USER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
+    assert (done.stdout, done.stderr) == ("b'1000 [] False\\n'\nTrue\n", "")
 
 
 def test_no_isolation_keeps_the_limits():
