@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 
+import psutil
+
 from realsys.errors import RewardError
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
@@ -13,7 +15,7 @@ from realsys.reward.verifiers.base import Item
 
 
 class Judge:
-    """Judges items on an event loop of its own. ``judges`` makes and closes it."""
+    """A verifier pool with its event loop. ``judges`` makes and closes it."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
@@ -47,3 +49,12 @@ def judges() -> Iterator[Judge]:
         yield judge
     finally:
         judge.close()
+
+
+def cpu_s() -> float:
+    """Return the CPU time of this process and all below it."""
+    own, used_s = psutil.Process(), 0.0
+    for process in [own, *own.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # a program has just ended
+            used_s += sum(process.cpu_times()[:4])
+    return used_s

@@ -1,12 +1,13 @@
-"""Verdict rate of a neighbour while attacks run beside it, each in a verifier pool of its own.
+"""Verdict rate of a neighbour while attacks run on the other core. Each has its verifier pool.
 
-    python -m benchmarks.code_neighbours [--rounds 3] [--seconds 0.8] [--only NAME ...]
+    python -m benchmarks.code_neighbours [--rounds 3] [--seconds 0.6] [--only NAME ...]
 
 The neighbour judges honest programs on one core, the attack runs again and again on the other. Windows with and without
 the attack take turns. Attacks on time, memory, disk and processes have a row each; the others share one per folder.
 
     without, beside  verdicts per second of the neighbour, median of the windows
     slower           percentage by which the neighbour is slower, median of the neighbouring windows
+    cpu_more         percentage of CPU time that a verdict of the neighbour takes more; it depends less on other work
     wrong            verdicts on the neighbour's programs that were not "right"
 """
 
@@ -18,20 +19,39 @@ import os
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from benchmarks._processes import helper_processes
 from benchmarks._table import report
-from benchmarks._verdicts import judges
+from benchmarks._verdicts import cpu_s, judges
 from realsys.reward.verifiers.base import Item
 from tests.support.sandbox.attacks import Attack, honest, read_attacks
-from tests.support.sandbox.outside import Outside, opened
+from tests.support.sandbox.surroundings import Outside, opened
 
 OWN_ROW = ("memory", "resources", "limits", "processes")
 _BOUND_S = 60.0
-_IDLE = Attack("a program that sleeps", "", "import time\ntime.sleep(0.4)\n", {"tests": "stdio"})
+#: programs to compare with: they do no harm
+_HARMLESS = [
+    Attack("a program that sleeps", "", "import time\ntime.sleep(0.4)\n", {"tests": "stdio"}),
+    Attack("a program that computes", "", "print(sum(range(10_000_000)))\n", {"tests": "stdio"}),
+]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The neighbour's work in a window."""
+
+    verdicts: int
+    elapsed_s: float
+    cpu_s: float
+    wrong: int
+
+    @property
+    def rate(self) -> float:
+        return self.verdicts / self.elapsed_s
 
 
 def neighbour(core: int, pipe: Connection) -> None:
@@ -44,10 +64,11 @@ def neighbour(core: int, pipe: Connection) -> None:
         while True:
             seconds, begin = pipe.recv(), time.perf_counter()
             count = wrong = 0
+            before_s = cpu_s()
             while (passed := time.perf_counter() - begin) < seconds:
                 wrong += judge.one(honest(next(kinds))) is not True
                 count += 1
-            pipe.send((count / passed, wrong))
+            pipe.send(Window(count, passed, cpu_s() - before_s, wrong))
 
 
 def attacker(core: int, pipe: Connection) -> None:
@@ -68,7 +89,7 @@ def attacker(core: int, pipe: Connection) -> None:
 
 def subjects(only: list[str]) -> dict[str, list[Attack]]:
     """Return the attacks of each row."""
-    rows = {_IDLE.name: [_IDLE]}
+    rows = {attack.name: [attack] for attack in _HARMLESS}
     for attack in read_attacks():
         folder = attack.name.partition("/")[0]
         name = attack.name if folder in OWN_ROW else f"all of {folder}"
@@ -78,14 +99,12 @@ def subjects(only: list[str]) -> dict[str, list[Attack]]:
 
 
 def measure(items: list[Item], ours: Connection, theirs: Connection, arguments: argparse.Namespace) -> dict[str, Any]:
-    without, beside, wrong = [], [], 0
+    without: list[Window] = []
+    beside: list[Window] = []
 
-    def window(rates: list[float]) -> None:
-        nonlocal wrong
+    def window(windows: list[Window]) -> None:
         ours.send(arguments.seconds)
-        rate, errors = ours.recv()
-        rates.append(rate)
-        wrong += errors
+        windows.append(ours.recv())
 
     for _ in range(arguments.rounds):
         window(without)
@@ -97,16 +116,26 @@ def measure(items: list[Item], ours: Connection, theirs: Connection, arguments: 
         assert theirs.poll(_BOUND_S), "the attack did not end"
         theirs.recv()
     window(without)
-    # Each window beside an attack is compared with the windows before and behind it.
-    losses = [1 - 2 * rate / (a + b) for rate, a, b in zip(beside, without, without[1:], strict=False)]
-    rates = {"without": statistics.median(without), "beside": statistics.median(beside)}
-    return {**rates, "slower": 100 * statistics.median(losses), "wrong": wrong}
+    # Each window with an attack is compared with the windows before and behind it.
+    pairs = zip(beside, without, without[1:], strict=False)
+    losses = [1 - 2 * during.rate / (before.rate + behind.rate) for during, before, behind in pairs]
+    return {
+        "without": statistics.median(each.rate for each in without),
+        "beside": statistics.median(each.rate for each in beside),
+        "slower": 100 * statistics.median(losses),
+        "cpu_more": 100 * (_cpu_per_verdict(beside) / _cpu_per_verdict(without) - 1),
+        "wrong": sum(each.wrong for each in [*without, *beside]),
+    }
+
+
+def _cpu_per_verdict(windows: list[Window]) -> float:
+    return sum(each.cpu_s for each in windows) / sum(each.verdicts for each in windows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.8, help="length of a window")
+    parser.add_argument("--seconds", type=float, default=0.6, help="length of a window")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="rows to measure")
     arguments = parser.parse_args()
     first, second = sorted(os.sched_getaffinity(0))[:2]

@@ -1,4 +1,4 @@
-"""Verdicts per second of the verifier ``code`` on one core, for trivial programs, against a bare subprocess.
+"""Verdicts per second of the verifier ``code`` on one core, for programs with one test, against a bare subprocess.
 
     python -m benchmarks.code_reward [--items 200] [--rounds 5]
 
@@ -9,6 +9,7 @@ All processes are on one core: this one, the verifier process, the programs. Rou
     of_bare         their ratio
     p50_ms, p99_ms  time of one verdict, items given one by one
     cpu_ms          CPU time of all processes for one verdict
+    bare_cpu_ms     CPU time of the subprocess
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks._table import report
-from benchmarks._verdicts import Judge, judges
-from tests.support.sandbox.attacks import code_tests, honest
+from benchmarks._verdicts import Judge, cpu_s, judges
+from realsys.reward.verifiers.base import Item
 
-_PROGRAM = "def double(n):\n    return 2 * n\n"
-_BARE = {
-    "stdio": f"{_PROGRAM}\nprint(double(int(input())))\n",
-    "calls": f"{_PROGRAM}\nassert double(3) == 6\nassert double(5) == 10\n",
-    "source": f"{_PROGRAM}\n{code_tests('source').source}",
+_PROGRAM = "def double(n):\n    return 2 * n\n\n\nif __name__ == '__main__':\n    print(double(int(input())))\n"
+_TESTS: dict[str, dict[str, Any]] = {
+    "stdio": {"stdio": [{"stdin": "3\n", "stdout": "6\n"}]},
+    "calls": {"function": "double", "calls": [{"args": [3], "result": 6}]},
+    "source": {"function": "double", "source": "def check(f):\n    assert f(3) == 6\n\n\ncheck(double)\n"},
 }
+#: what a plain script would append to the program
+_APPENDED = {"stdio": "", "calls": "assert double(3) == 6\n", "source": _TESTS["source"]["source"]}
+
+
+def item(kind: str) -> Item:
+    return Item("", f"```python\n{_PROGRAM}```", "", {"code_tests": _TESTS[kind]})
 
 
 def bare(kind: str, file: Path) -> bool:
-    """Judge the program of a kind as a plain script would."""
-    file.write_text(_BARE[kind])
-    tests = code_tests(kind).stdio
-    for stdin, stdout in [(test.stdin, test.stdout) for test in tests] or [("", "")]:
-        run = subprocess.run([sys.executable, str(file)], input=stdin.encode(), capture_output=True)
-        if run.returncode or run.stdout.decode() != stdout:
-            return False
-    return True
+    """Judge the program as a plain script would."""
+    file.write_text(_PROGRAM + _APPENDED[kind])
+    run = subprocess.run([sys.executable, str(file)], input=b"3\n", capture_output=True)
+    return run.returncode == 0 and run.stdout == b"6\n"
 
 
 def per_s(count: int, work: Callable[[], Any]) -> float:
@@ -56,25 +57,25 @@ def per_s(count: int, work: Callable[[], Any]) -> float:
     return count / (time.perf_counter() - begin)
 
 
-def cpu_s() -> float:
-    """Return the CPU time of this process and all below it."""
-    own = psutil.Process()
-    return sum(sum(process.cpu_times()[:4]) for process in [own, *own.children(recursive=True)])
+def ended_s() -> float:
+    """Return the CPU time of the ended child processes: the verifier process is none of them."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def row(judge: Judge, kind: str, items: int, rounds: int, file: Path) -> dict[str, Any]:
-    batch = [honest(kind)] * items
+    batch = [item(kind)] * items
     assert all(judge.all(batch[:20])) and bare(kind, file)
-    together, alone, times_ms, used_s = [], [], [], 0.0
+    together, alone, times_ms, used_s, bare_s = [], [], [], 0.0, ended_s()
     few = max(1, items // 10)
     for _ in range(rounds):
         before_s = cpu_s()
         together.append(per_s(items, lambda: judge.all(batch)))
         used_s += cpu_s() - before_s
         alone.append(per_s(few, lambda: [bare(kind, file) for _ in range(few)]))
-        for item in batch:
+        for each in batch:
             begin = time.perf_counter()
-            judge.one(item)
+            judge.one(each)
             times_ms.append(1e3 * (time.perf_counter() - begin))
     percentiles = statistics.quantiles(times_ms, n=100)
     verdicts, plain = statistics.median(together), statistics.median(alone)
@@ -86,6 +87,7 @@ def row(judge: Judge, kind: str, items: int, rounds: int, file: Path) -> dict[st
         "p50_ms": percentiles[49],
         "p99_ms": percentiles[98],
         "cpu_ms": 1e3 * used_s / (items * rounds),
+        "bare_cpu_ms": 1e3 * (ended_s() - bare_s) / (few * rounds),
     }
 
 
@@ -99,10 +101,8 @@ def main() -> None:
     load = os.getloadavg()[0]
     with judges() as judge, tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "program.py"
-        rows = [row(judge, kind, arguments.items, arguments.rounds, file) for kind in _BARE]
-    peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    meta = {**vars(arguments), "load_before": round(load, 2), "largest_child_mb": round(peak_mb)}
-    report("code_reward", rows, meta)
+        rows = [row(judge, kind, arguments.items, arguments.rounds, file) for kind in _TESTS]
+    report("code_reward", rows, {**vars(arguments), "load_before": round(load, 2)})
 
 
 if __name__ == "__main__":

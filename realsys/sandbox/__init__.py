@@ -1,1 +1,1 @@
-"""Runs programs that nobody has read: isolation, limits, tests (docs/sandbox.md)."""
+"""Runs programs of a model: isolation, limits, tests (docs/sandbox.md)."""

@@ -1,4 +1,4 @@
-"""What isolates programs on this machine, and the command that starts the zygote in it."""
+"""Parts of the isolation that this machine has, and the command that starts the zygote."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PATH = "/usr/local/bin:/usr/bin:/bin"  # the home of the user, where other progr
 
 
 class Language(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How programs of a language are run.
+    """Commands for the programs of a language.
 
     source     name of the file with the program
     run        command that runs the program

@@ -51,9 +51,9 @@ class Limits:
             if not getattr(self, field.name) > 0 and field.name != "bound_address_space":
                 raise ValueError(f"{field.name} is {getattr(self, field.name)}: it must be greater than 0")
 
-    def as_message(self, runs: int = 1) -> dict[str, Any]:
-        """Return them for a process that does so many runs, one after another."""
-        return {**dataclasses.asdict(self), "process_cpu_s": self.cpu_s * runs}
+    def as_message(self, calls: int = 0) -> dict[str, Any]:
+        """Return them for the zygote. ``calls``: greatest number of calls that the process answers; 0: one run."""
+        return {**dataclasses.asdict(self), "process_cpu_s": self.cpu_s * max(1, calls), "watch_clock": not calls}
 
     @property
     def clock_s(self) -> float:
@@ -63,7 +63,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a program ended.
+    """End of a program.
 
     code     exit code, or the negative number of the signal
     reached  the limit that it reached (one of REASONS), or ""

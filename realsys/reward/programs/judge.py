@@ -15,12 +15,13 @@ import json
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
-from realsys.data.layouts.code_tests import CodeTests
-from realsys.reward.programs.compare import same_output, same_value
+from realsys.data.layouts.code_tests import CallTest, CodeTests
+from realsys.reward.programs.comparison import same_output, same_value
 from realsys.reward.programs.completion import PYTHON
 from realsys.sandbox.languages import Language, find_command
 from realsys.sandbox.limits import CRASHED, MEMORY, WALL, WRONG, Limits
-from realsys.sandbox.sandbox import Command, ProgramRaised, Sandbox, UnitTests
+from realsys.sandbox.sandbox import Command, Sandbox, UnitTests
+from realsys.sandbox.served_program import Program, ProgramRaised
 
 _COMPILE = Limits(cpu_s=30.0, wall_s=45.0, memory_mb=2048.0, processes=64, bound_address_space=False)
 _ROOM = 1 << 18  # bytes of a result, and of what the program prints besides
@@ -135,17 +136,21 @@ class Judge:
                 return
             with self._sandbox.serve(source, limits) as program:
                 while todo and self._total_s > score.time_s + program.time_s:
-                    test = todo.pop(0)
-                    try:
-                        most = _most(json.dumps(test.result))
-                        result = program.call(tests.function, test.args, min(most, int(limits.output_mb * (1 << 20))))
-                    except ProgramRaised as raised:
-                        yield raised.reason
-                        if raised.gone:
-                            break
-                    else:
-                        yield "" if same_value(result, test.result) else WRONG
+                    reason, gone = _call(program, tests.function, todo.pop(0), limits)
+                    yield reason
+                    if gone:
+                        break
             score.time_s += program.time_s
+
+
+def _call(program: Program, function: str, test: CallTest, limits: Limits) -> tuple[str, bool]:
+    """Return why a call fails its test, "" if it passes, and True if the program has ended."""
+    most = min(_most(json.dumps(test.result)), int(limits.output_mb * (1 << 20)))
+    try:
+        result = program.call(function, test.args, most)
+    except ProgramRaised as raised:
+        return raised.reason, raised.gone
+    return "" if same_value(result, test.result) else WRONG, False
 
 
 def _most(expected: str) -> int:

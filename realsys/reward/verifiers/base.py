@@ -7,6 +7,7 @@ about its references and its limits.
 
 from __future__ import annotations
 
+import inspect
 import math
 import reprlib
 from collections.abc import Callable
@@ -48,7 +49,7 @@ class Verdict(msgspec.Struct, array_like=True, tag="verdict"):
 
 #: A bool is ``Verdict(correct=...)``, a float (or int) is ``Verdict(reward=...)``.
 Verifier = Callable[..., "bool | float | Verdict"]
-#: ``(item, **arguments)``: returns why the reference of an item without completion cannot be used; None if it can.
+#: ``(item, ...)``, with arguments of the verifier that it needs: returns why the reference of an item without completion cannot be used; None if it can.
 CheckAnswer = Callable[..., str | None]
 
 V = TypeVar("V", bound=Verifier)
@@ -83,11 +84,17 @@ def wrong_over_limit(verifier: Verifier) -> bool:
 def answer_problem(verifier: Verifier, item: Item) -> str | None:
     """Return why the verifier cannot use the reference of an item; None if it can, or does not check references."""
     check = getattr(verifier, "check_answer", None)
-    arguments = getattr(verifier, "keywords", {})  # the pool makes a ``partial`` of verifier and arguments
-    problem = check(item, **arguments) if check is not None else None
+    problem = check(item, **_taken(check, verifier)) if check is not None else None
     if problem is not None and not isinstance(problem, str):
         raise TypeError(f"check_answer returned {reprlib.repr(problem)}: return the reason as a text, or None")
     return problem
+
+
+def _taken(check: CheckAnswer, verifier: Verifier) -> dict[str, Any]:
+    """Return the arguments of the verifier that its check takes, too."""
+    arguments = getattr(verifier, "keywords", {})  # the pool makes a ``partial`` of verifier and arguments
+    names = inspect.signature(check).parameters
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def verdict_of(result: object) -> Verdict:

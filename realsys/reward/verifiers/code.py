@@ -26,7 +26,7 @@ TOTAL_S = 40.0  # default; rollout.reward.elapsed_timeout_s is 60 by default
 _DEFAULTS = Limits()
 
 
-def check_answer(item: Item, *, languages: Mapping[str, Any] | None = None, **_: object) -> str | None:
+def check_answer(item: Item, *, languages: Mapping[str, Any] | None = None) -> str | None:
     """Return why the tests of a row cannot be used; None if they can."""
     try:
         tests = code_tests_of(item.extra)

@@ -7,7 +7,7 @@ from realsys.reward.mathematics.final_answers import final_answer, has_format
 from realsys.reward.verifiers.base import Item, Verdict, declare
 
 
-def check_answer(item: Item, **_: object) -> str | None:
+def check_answer(item: Item) -> str | None:
     """Return why the reference cannot be used; None if it can."""
     return check_reference(item.answer)
 

@@ -9,16 +9,16 @@ from typing import Any
 from . import kernel, syscalls
 
 TMP, SHM = "/tmp", "/dev/shm"
-USER = 1000  # of the program, in its own user namespace
+USER = 1000  # id of the program in its user namespace
 _MIB = 1 << 20
 _STACK_BYTES = 64 * _MIB
-#: folders of the sandbox that hold nothing but what it put there
+#: folders of the sandbox, and access to all that is in them
 _OWN = {"/etc": kernel.READ, "/dev": kernel.DEVICE, TMP: kernel.ALL, SHM: kernel.ALL}
 _FILTER = syscalls.filter_program(kernel.ALL_NAMESPACES)
 
 
 def enter_namespaces(user: int, group: int) -> None:
-    """Become USER of the new user namespace and give the program folders of its own. Raises OSError."""
+    """Become USER of the new user namespace and lose all ids but one. Raises OSError."""
     kernel.set_dumpable(True)
     _write("/proc/self/uid_map", f"{USER} {user} 1")
     _write("/proc/self/setgroups", "deny")

@@ -1,7 +1,7 @@
 """The process of a program: runs it with input and output, answers calls, or executes a command.
 
-Nothing here is trusted: the program can do with this process, and with its descriptors, what it likes. It can only
-send plain data, as if its functions had returned them.
+Nothing here is trusted: the program controls this process and its descriptors. It can only send plain data, as if its
+functions had returned it.
 """
 
 from __future__ import annotations

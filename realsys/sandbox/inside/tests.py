@@ -37,10 +37,11 @@ class Link:
             answer = None if data is None else plain.decode(data)
         except (OSError, plain.PlainError):
             answer = None
-        if isinstance(answer, tuple) and len(answer) == 2 and answer[0] == "ok":
-            return _wrapped(answer[1], self)
-        if isinstance(answer, tuple) and len(answer) == 3 and answer[0] == "raised" and isinstance(answer[1], list):
-            raise _exception(answer[1], str(answer[2]))
+        match answer:
+            case ("ok", result):
+                return _wrapped(result, self)
+            case ("raised", list() as names, str() as text):
+                raise _exception(names, text)
         self.gone = True
         raise ProgramGone("the program ended")
 

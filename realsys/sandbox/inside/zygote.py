@@ -26,13 +26,13 @@ from . import child, confine, kernel
 
 MAX_MESSAGE = 1 << 16
 MAX_DESCRIPTORS = 8
-LOOK_S = 0.05  # between two looks at the use of CPU and memory by a program and what it started
+LOOK_S = 0.05  # between two checks of the CPU time and memory of a program and its children
 _TICKS = os.sysconf("SC_CLK_TCK")
 _OWN_KB = re.compile(rb"^Rss(?:Anon|Shmem):\s*(\d+)", re.M)
 
 
 class _Use(NamedTuple):
-    """What a process has used."""
+    """Use of a process."""
 
     parent: int
     born: int
@@ -43,22 +43,23 @@ class _Use(NamedTuple):
 
 
 class _Running:
-    """A child: its number and limits, and the limit that it reached.
+    """A child: its number and limits, and the limit that it reached. ``partner``: the program that a test calls.
 
     ``mark`` begins another run of it: a program that answers calls has its limits for each call.
     """
 
-    def __init__(self, message: dict[str, Any], pid: int) -> None:
+    def __init__(self, message: dict[str, Any], pid: int, partner: _Running | None) -> None:
         self.number: int = message["id"]
         self.limits: dict[str, Any] = message["limits"]
+        self.partner = partner
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
         self.born = time.monotonic()
         self.begin = self.born
         self.cpu_before_s = 0.0
-        self.ended_cpu_s = 0.0  # of processes that ended, and that no other process has collected
+        self.ended_cpu_s = 0.0  # CPU time of processes that ended, and that no other process has collected
         self.waited_before_s = 0.0
-        self.waited_s = 0.0  # in this run
+        self.waited_s = 0.0  # waiting time in this run
         self.all_waited_s = 0.0
         self.last: dict[int, _Use] = {}
         self.reached = ""
@@ -81,7 +82,10 @@ class _Running:
         return self.ended_cpu_s + sum(use.cpu_s + use.children_s for use in tree.values())
 
     def look(self, tree: dict[int, _Use]) -> None:
-        """Find which limit it has reached, from the use of its processes."""
+        """Find which limit it has reached, from the use of its processes.
+
+        The outside watches the clock of a program that answers calls: it knows when a call begins.
+        """
         cpu_s = self._cpu_s(tree) - self.cpu_before_s
         memory_mb = sum(use.memory_mb for use in tree.values())
         if sum(use.threads for use in tree.values()) == 1:
@@ -95,8 +99,12 @@ class _Running:
             self.reached = "cpu"
         elif memory_mb > self.limits["memory_mb"]:
             self.reached = "memory"
-        elif time.monotonic() - self.begin - self.waited_s > self.limits["wall_s"]:
+        elif self.limits["watch_clock"] and self._own_s() > self.limits["wall_s"]:
             self.reached = "wall"
+
+    def _own_s(self) -> float:
+        """Return the time of this run, without the time in which it or its partner had no processor."""
+        return time.monotonic() - self.begin - self.waited_s - (self.partner.waited_s if self.partner else 0.0)
 
 
 class Zygote:
@@ -132,6 +140,9 @@ class Zygote:
                 self._kill(each)
             elif each.number == message.get("mark"):
                 each.mark(_tree(each.pid, _uses()))
+            elif each.number == message.get("ask"):
+                each.look(_tree(each.pid, _uses()))
+                self._send({"id": each.number, "waited_s": each.waited_s})
         if "mode" not in message:
             return True
         descriptors = array.array("i")
@@ -149,7 +160,8 @@ class Zygote:
         else:
             if pid == 0:
                 self._be_child(message, descriptors)
-            child_of = _Running(message, pid)
+            partner = [each for each in self._children.values() if each.number == message["partner"]]
+            child_of = _Running(message, pid, partner[0] if partner else None)
             self._children[child_of.pidfd] = child_of
         for descriptor in descriptors:
             os.close(descriptor)
@@ -176,7 +188,7 @@ class Zygote:
         self._send({**answer, "waited_s": ended.all_waited_s})
 
     def _look(self, running: list[_Running]) -> None:
-        """Kill children that reach a limit, with what they started."""
+        """Kill children that reach a limit, with all their processes."""
         uses = _uses()
         for each in running:
             each.look(_tree(each.pid, uses))

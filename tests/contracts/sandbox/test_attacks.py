@@ -1,4 +1,4 @@
-"""Attacks on the sandbox: none gains a verdict, changes what is outside, stays, or reaches the next program."""
+"""Attacks on the sandbox: none gains a verdict, changes the outside, stays, or reaches the next program."""
 
 import asyncio
 import os
@@ -9,11 +9,11 @@ import pytest
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
 from tests.support.sandbox.attacks import code_tests, honest, read_attacks
-from tests.support.sandbox.outside import ENVIRONMENT, Outside, opened
+from tests.support.sandbox.surroundings import ENVIRONMENT, Outside, opened
 from tests.support.sandbox.unguarded import passes_unguarded
 
 ATTACKS = {attack.name: attack for attack in read_attacks()}
-BOUND_S = 30.0  # for a verdict, on a machine with other work
+BOUND_S = 30.0  # bound on the time of a verdict, on a machine with other work
 SECRET = "0123456789abcdef"
 
 pytestmark = pytest.mark.needs("bwrap")

@@ -1,5 +1,7 @@
 """The sandbox with real programs: results, limits, what a program sees, and failures of the sandbox itself."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -8,7 +10,8 @@ import pytest
 from realsys.errors import SandboxError
 from realsys.sandbox.isolation import Settings
 from realsys.sandbox.limits import CPU, CRASHED, MEMORY, OUTPUT, WALL, WRONG, Limits
-from realsys.sandbox.sandbox import Command, ProgramRaised, Sandbox, UnitTests
+from realsys.sandbox.sandbox import Command, Sandbox, UnitTests
+from realsys.sandbox.served_program import ProgramRaised
 
 LIMITS = Limits(cpu_s=0.5, wall_s=1.5, memory_mb=256)
 ADD = "def add(a, b=1):\n    return a + b\n"
@@ -25,7 +28,7 @@ def sandbox():
 
 def zygote_of(sandbox) -> psutil.Process:
     """Return the innermost process that stays: bwrap, its first process in the namespace, the zygote."""
-    process = psutil.Process(sandbox._zygote.pid)
+    process = psutil.Process(sandbox.zygote.pid)
     while children := process.children():
         process = children[0]
     return process
@@ -166,7 +169,7 @@ def test_dead_zygote_is_an_error_and_replaced():
         zygote_of(sandbox).kill()
         with pytest.raises(SandboxError, match="sandbox: "):
             sandbox.run("", b"", LIMITS)
-        assert sandbox.restarts == 1
+        assert sandbox.zygote.restarts == 1
         assert sandbox.run("print(1)", b"", LIMITS).stdout == b"1\n"
 
 
@@ -181,9 +184,28 @@ def test_closed_sandbox_leaves_no_processes():
     sandbox = Sandbox()
     with sandbox:
         sandbox.run("", b"", LIMITS)
-        processes = psutil.Process(sandbox._zygote.pid).children(recursive=True)
+        processes = psutil.Process(sandbox.zygote.pid).children(recursive=True)
     _, alive = psutil.wait_procs(processes, 5.0)
     assert alive == []
+
+
+AS_ORDINARY_USER = """
+import os
+from realsys.sandbox.limits import Limits
+from realsys.sandbox.sandbox import Sandbox, UnitTests
+assert os.geteuid() == 1000
+source = "import os\\nprint(os.getuid(), os.listdir('/tmp'), os.path.exists('/root/.ssh'))\\nos.fork()"
+with Sandbox() as sandbox:
+    print(sandbox.run(source, b"", Limits()).stdout)
+    print(sandbox.test("def f(): return 1", UnitTests("assert f() == 1"), Limits()).passed)
+"""
+
+
+def test_ordinary_user_has_a_sandbox():
+    """In a user namespace of the test, so that this user can read the interpreter wherever it is."""
+    command = ["unshare", "--user", "--map-user=1000", "--map-group=1000", sys.executable, "-c", AS_ORDINARY_USER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
+    assert (done.stdout, done.stderr) == ("b'1000 [] False\\n'\nTrue\n", "")
 
 
 def test_no_isolation_keeps_the_limits():

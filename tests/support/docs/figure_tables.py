@@ -91,5 +91,8 @@ TABLES: dict[str, Callable[[], str]] = {
         verifier_tables.math_verifier,
         verifier_tables.math_disagreements,
         verifier_tables.reward_service,
+        verifier_tables.code_reward,
+        verifier_tables.code_neighbours,
+        verifier_tables.attacks,
     )
 }

@@ -1,10 +1,11 @@
-"""Tables of the math verifier: one function per table, by the name in its mark (figures.py)."""
+"""Tables of the verifiers: one function per table, by the name in its mark (figures.py)."""
 
 from __future__ import annotations
 
 from realsys.reward.mathematics.final_answers import boxes
 from tests.support.docs.figures import load, row_of
 from tests.support.docs.table_layout import listing
+from tests.support.sandbox.attacks import read_attacks
 
 
 def math_verifier() -> str:
@@ -43,4 +44,36 @@ def math_disagreements() -> str:
         }
         for case in found
     ]
+    return listing(columns, rows)
+
+
+def code_reward() -> str:
+    columns = {
+        "tests": "`{tests}`",
+        "verdicts/s": "**{verdicts_per_s:.0f}**",
+        "bare subprocesses/s": "{bare_per_s:.0f}",
+        "ratio": "{of_bare:.1f}",
+        "median": "{p50_ms:.1f} ms",
+        "99 %": "{p99_ms:.1f} ms",
+        "CPU time": "{cpu_ms:.1f} ms",
+        "CPU time, bare": "{bare_cpu_ms:.1f} ms",
+    }
+    return listing(columns, load("code_reward")["rows"])
+
+
+def code_neighbours() -> str:
+    """Table of the programs with a row of their own, and of the folders."""
+    columns = {
+        "beside": "{attack}",
+        "verdicts/s without": "{without:.1f}",
+        "verdicts/s beside it": "{beside:.1f}",
+        "slower": "{slower:.1f} %",
+        "more CPU time per verdict": "{cpu_more:.1f} %",
+    }
+    return listing(columns, load("code_neighbours")["rows"])
+
+
+def attacks() -> str:
+    columns = {"attack": "`{name}`", "the program": "{sentence}", "tests": "{tests}"}
+    rows = [{"name": each.name, "sentence": each.sentence, "tests": ", ".join(each.kinds)} for each in read_attacks()]
     return listing(columns, rows)

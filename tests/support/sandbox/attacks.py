@@ -1,4 +1,4 @@
-"""Attacks on the sandbox: one program per file in tests/contracts/sandbox/attacks, read as data.
+"""Attacks on the sandbox: one Python program per file in tests/contracts/sandbox/attacks, read as data.
 
 The first line of a file's docstring says what the program does; lines ``key: value`` behind it are settings:
 
@@ -25,7 +25,7 @@ from realsys.data.layouts.code_tests import KEY, CallTest, CodeTests, StdioTest
 from realsys.reward.verifiers.base import Item
 
 FOLDER = Path(__file__).parents[2] / "contracts" / "sandbox" / "attacks"
-TIME_LIMIT_S = 0.5  # for one run of a program
+TIME_LIMIT_S = 0.5  # CPU time of one run
 MEMORY_LIMIT_MB = 256.0
 SETTINGS = {"tests", "task", "runs", "right", "unguarded"}
 #: task -> the results for the arguments 3 and 5
@@ -90,7 +90,7 @@ class Attack:
 
 def read_attacks() -> list[Attack]:
     """Read all attacks in the order of their names. Raises ValueError for a bad docstring."""
-    return [_read(path) for path in sorted(FOLDER.glob("*/*.py"))]
+    return [_read(path) for path in sorted(FOLDER.glob("*/*.attack"))]
 
 
 def _read(path: Path) -> Attack:

@@ -45,7 +45,7 @@ def mutant(program: str, function: str, tests: str, seed: str) -> str:
 
 
 def passes(source: str) -> bool | None:
-    """Run trusted source in an interpreter of its own. Returns None if it takes too long."""
+    """Run trusted source in a new interpreter. Returns None if it takes too long."""
     try:
         run = subprocess.run([sys.executable, "-c", source], capture_output=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:

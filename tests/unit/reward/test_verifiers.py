@@ -154,7 +154,7 @@ def test_anything_else_is_an_error(result, problem):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("exactly", "unknown verifier: use one of exact, judge, math, reasoning_gym, or package.module:name"),
+        ("exactly", "unknown verifier: use one of code, exact, judge, math, reasoning_gym, or package.module:name"),
         ("nowhere:verify", "no module named 'nowhere'"),
         ("tests.support.serving.reward_verifiers:nothing", "has no attribute 'nothing'"),
         ("tests.support.serving.reward_verifiers:os", "it must be a function"),
@@ -171,6 +171,12 @@ def test_bad_verifier_arguments_are_refused_before_start():
     with pytest.raises(ConfigError) as caught:
         check(changed("data.verifier=math", "data.verifier_args={format: 1}"), MACHINE)
     assert caught.value.field == "data.verifier_args" and "do not fit math" in str(caught.value)
+
+
+def test_bad_settings_of_a_verifier_are_refused_before_start():
+    with pytest.raises(ConfigError) as caught:
+        check(changed("data.verifier=code", "data.verifier_args={total_s: 60}"), MACHINE)
+    assert caught.value.field == "data.verifier_args" and "rollout.reward.elapsed_timeout_s" in str(caught.value)
 
 
 def three(prompt, answer, reference):

@@ -16,5 +16,5 @@ def test_reached_limit_precedes_exit_code():
     assert Ended(0).reason == ""
 
 
-def test_process_limit_counts_all_runs():
-    assert Limits(cpu_s=2.0).as_message(runs=3)["process_cpu_s"] == 6.0
+def test_process_limit_counts_all_calls():
+    assert Limits(cpu_s=2.0).as_message(calls=3)["process_cpu_s"] == 6.0

@@ -8,7 +8,7 @@ from realsys.data.layouts.code_tests import CallTest, CodeTests, StdioTest
 from realsys.errors import SandboxError
 from realsys.reward.programs.judge import Judge
 from realsys.sandbox.limits import CPU, CRASHED, MEMORY, OUTPUT, WALL, WRONG, Ended, Limits, Output, UnitTestsResult
-from realsys.sandbox.sandbox import ProgramRaised
+from realsys.sandbox.served_program import ProgramRaised
 
 STDIO = CodeTests(stdio=[StdioTest("1", "2"), StdioTest("2", "4"), StdioTest("3", "6")], time_limit_s=2.0)
 CALLS = CodeTests(function="f", calls=[CallTest([1], 2), CallTest([2], 4), CallTest([3], 6)])

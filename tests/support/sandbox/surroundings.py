@@ -15,7 +15,7 @@ import psutil
 
 ENVIRONMENT = "REALSYS_CANARY"  # variable of the test process, and so of the verifier process
 SHARED_FOLDERS = ("/", "/tmp", "/var/tmp", "/dev/shm", "/run", "/etc", "/usr", "/usr/bin", "/opt", "/root")
-_IPC_KEY = 0x7EA15  # of files/leaves_shared_memory
+_IPC_KEY = 0x7EA15  # key in the attack files/leaves_shared_memory
 _SOURCE = """
 import types
 def _syscall(number, *arguments):
