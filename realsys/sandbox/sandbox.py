@@ -57,7 +57,7 @@ class UnitTests:
 
 
 class _Streams:
-    """What a child has written. It is killed when it has written too much."""
+    """Output of a child, which is killed when it writes too much."""
 
     def __init__(self, child: Child, out: int, _: int) -> None:
         self.stdout = bytearray()
@@ -67,7 +67,7 @@ class _Streams:
         self._left = int(child.limits.output_mb * (1 << 20))
 
     def read(self, descriptor: int) -> bool:
-        """Read what is there; False: the stream has ended."""
+        """Read the next part of a stream; False: the stream has ended."""
         data = os.read(descriptor, _CHUNK)
         self._left -= len(data)
         if self._left < 0 and not self._child.reached:

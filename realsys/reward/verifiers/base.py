@@ -46,7 +46,8 @@ class Verdict(msgspec.Struct, array_like=True, tag="verdict"):
 
 #: A bool is ``Verdict(correct=...)``, a float (or int) is ``Verdict(reward=...)``.
 Verifier = Callable[..., "bool | float | Verdict"]
-#: ``(item, ...)``, with arguments of the verifier that it needs: returns why the reference of an item without completion cannot be used; None if it can.
+#: ``(item)``, and by name the arguments of the verifier that it needs. Returns why the reference of an item, which has
+#: no completion, cannot be used; None if it can.
 CheckAnswer = Callable[..., str | None]
 
 V = TypeVar("V", bound=Verifier)

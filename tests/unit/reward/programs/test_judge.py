@@ -15,7 +15,7 @@ CALLS = CodeTests(function="f", calls=[CallTest([1], 2), CallTest([2], 4), CallT
 
 
 class FakeSandbox:
-    """Gives what it was given, in order; notes the limits of each run."""
+    """Gives the answers in their order; notes the limits of each run."""
 
     def __init__(self, *answers, seconds=0.1):
         self.answers = list(answers)
