@@ -194,7 +194,7 @@ import os
 from realsys.sandbox.limits import Limits
 from realsys.sandbox.sandbox import Sandbox, UnitTests
 assert os.geteuid() == 1000
-source = "import os\\nprint(os.getuid(), os.listdir('/tmp'), os.path.exists('/root/.ssh'))\\nos.fork()"
+source = "import os\\nprint(os.getuid(), os.listdir('/tmp'), os.path.exists('/root/.ssh'), flush=True)\\nos.fork()"
 with Sandbox() as sandbox:
     print(sandbox.run(source, b"", Limits()).stdout)
     print(sandbox.test("def f(): return 1", UnitTests("assert f() == 1"), Limits()).passed)
