@@ -1,14 +1,15 @@
 """Verdict rate of a neighbour while attacks run on the other core. Each has its verifier pool.
 
-    python -m benchmarks.code_neighbours [--rounds 3] [--seconds 0.6] [--only NAME ...]
+    python -m benchmarks.code_neighbours [--rounds 3] [--seconds 0.5] [--only NAME ...]
 
-The neighbour judges honest programs on one core, the attack runs again and again on the other. Windows with and without
-the attack take turns. Attacks on time, memory, disk and processes have a row each; the others share one per folder.
+The neighbour judges right programs on one core. Three kinds of windows take turns: the other core is idle, judges a
+harmless program that computes, or runs the attack, again and again. Attacks on time, memory and descriptors have a row
+each; the others share one per folder.
 
-    without, beside  verdicts per second of the neighbour, median of the windows
-    slower           percentage by which the neighbour is slower, median of the neighbouring windows
-    cpu_more         percentage of CPU time that a verdict of the neighbour takes more; it depends less on other work
-    wrong            verdicts on the neighbour's programs that were not "right"
+    idle, busy, beside  verdicts per second of the neighbour in the three kinds of windows, medians
+    slower              percentage by which it is slower beside the attack than beside the idle core, median of rounds
+    slower_than_busy    the same, compared with the harmless program: what the attack adds to the use of a core
+    wrong               verdicts on the neighbour's programs that were not "right"
 """
 
 from __future__ import annotations
@@ -19,39 +20,20 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from benchmarks._processes import helper_processes
 from benchmarks._table import report
-from benchmarks._verdicts import cpu_s, judges
+from benchmarks._verdicts import judges
 from realsys.reward.verifiers.base import Item
 from tests.support.sandbox.attacks import Attack, honest, read_attacks
 from tests.support.sandbox.surroundings import Outside, opened
 
-OWN_ROW = ("memory", "resources", "limits", "processes")
+OWN_ROW = ("memory", "resources", "limits")
 _BOUND_S = 60.0
-#: programs to compare with: they do no harm
-_HARMLESS = [
-    Attack("a program that sleeps", "", "import time\ntime.sleep(0.4)\n", {"tests": "stdio"}),
-    Attack("a program that computes", "", "print(sum(range(10_000_000)))\n", {"tests": "stdio"}),
-]
-
-
-@dataclass(frozen=True)
-class Window:
-    """The neighbour's work in a window."""
-
-    verdicts: int
-    elapsed_s: float
-    cpu_s: float
-    wrong: int
-
-    @property
-    def rate(self) -> float:
-        return self.verdicts / self.elapsed_s
+_HARMLESS = Attack("harmless", "", "print(sum(range(10_000_000)))\n", {"tests": "stdio"})
 
 
 def neighbour(core: int, pipe: Connection) -> None:
@@ -64,11 +46,10 @@ def neighbour(core: int, pipe: Connection) -> None:
         while True:
             seconds, begin = pipe.recv(), time.perf_counter()
             count = wrong = 0
-            before_s = cpu_s()
             while (passed := time.perf_counter() - begin) < seconds:
                 wrong += judge.one(honest(next(kinds))) is not True
                 count += 1
-            pipe.send(Window(count, passed, cpu_s() - before_s, wrong))
+            pipe.send((count / passed, wrong))
 
 
 def attacker(core: int, pipe: Connection) -> None:
@@ -89,7 +70,7 @@ def attacker(core: int, pipe: Connection) -> None:
 
 def subjects(only: list[str]) -> dict[str, list[Attack]]:
     """Return the attacks of each row."""
-    rows = {attack.name: [attack] for attack in _HARMLESS}
+    rows: dict[str, list[Attack]] = {}
     for attack in read_attacks():
         folder = attack.name.partition("/")[0]
         name = attack.name if folder in OWN_ROW else f"all of {folder}"
@@ -99,43 +80,38 @@ def subjects(only: list[str]) -> dict[str, list[Attack]]:
 
 
 def measure(items: list[Item], ours: Connection, theirs: Connection, arguments: argparse.Namespace) -> dict[str, Any]:
-    without: list[Window] = []
-    beside: list[Window] = []
-
-    def window(windows: list[Window]) -> None:
+    rates: dict[str, list[float]] = {"idle": [], "busy": [], "beside": []}
+    programs = {"idle": [], "busy": [_HARMLESS.item("stdio")], "beside": items}
+    wrong = 0
+    for _, kind in itertools.product(range(arguments.rounds), rates):
+        if programs[kind]:
+            theirs.send(programs[kind])
+            theirs.recv()
+            time.sleep(0.1)  # it is under way
         ours.send(arguments.seconds)
-        windows.append(ours.recv())
-
-    for _ in range(arguments.rounds):
-        window(without)
-        theirs.send(items)
-        theirs.recv()
-        time.sleep(0.1)  # the attack is under way
-        window(beside)
-        theirs.send(None)
-        assert theirs.poll(_BOUND_S), "the attack did not end"
-        theirs.recv()
-    window(without)
-    # Each window with an attack is compared with the windows before and behind it.
-    pairs = zip(beside, without, without[1:], strict=False)
-    losses = [1 - 2 * during.rate / (before.rate + behind.rate) for during, before, behind in pairs]
+        rate, errors = ours.recv()
+        rates[kind].append(rate)
+        wrong += errors
+        if programs[kind]:
+            theirs.send(None)
+            assert theirs.poll(_BOUND_S), "the attack did not end"
+            theirs.recv()
     return {
-        "without": statistics.median(each.rate for each in without),
-        "beside": statistics.median(each.rate for each in beside),
-        "slower": 100 * statistics.median(losses),
-        "cpu_more": 100 * (_cpu_per_verdict(beside) / _cpu_per_verdict(without) - 1),
-        "wrong": sum(each.wrong for each in [*without, *beside]),
+        **{kind: statistics.median(each) for kind, each in rates.items()},
+        "slower": _slower(rates["beside"], rates["idle"]),
+        "slower_than_busy": _slower(rates["beside"], rates["busy"]),
+        "wrong": wrong,
     }
 
 
-def _cpu_per_verdict(windows: list[Window]) -> float:
-    return sum(each.cpu_s for each in windows) / sum(each.verdicts for each in windows)
+def _slower(rates: list[float], compared: list[float]) -> float:
+    return 100 * statistics.median(1 - one / other for one, other in zip(rates, compared, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.6, help="length of a window")
+    parser.add_argument("--seconds", type=float, default=0.5, help="length of a window")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="rows to measure")
     arguments = parser.parse_args()
     first, second = sorted(os.sched_getaffinity(0))[:2]

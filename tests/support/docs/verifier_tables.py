@@ -62,13 +62,14 @@ def code_reward() -> str:
 
 
 def code_neighbours() -> str:
-    """Table of the programs with a row of their own, and of the folders."""
+    """Table of the attacks with a row each, and of the folders."""
     columns = {
-        "beside": "{attack}",
-        "verdicts/s without": "{without:.1f}",
-        "verdicts/s beside it": "{beside:.1f}",
-        "slower": "{slower:.1f} %",
-        "more CPU time per verdict": "{cpu_more:.1f} %",
+        "attack": "{attack}",
+        "verdicts/s beside an idle core": "{idle:.1f}",
+        "beside a harmless program": "{busy:.1f}",
+        "beside the attack": "{beside:.1f}",
+        "slower than idle": "{slower:.1f} %",
+        "slower than harmless": "{slower_than_busy:.1f} %",
     }
     return listing(columns, load("code_neighbours")["rows"])
 
