@@ -20,7 +20,7 @@ def test_each_item_gets_its_own_verdict(kind):
     async def body(verifiers):
         verdicts = await outcomes(verifiers, [Item("", completion, "7") for completion in ("7", "8", "7", "")])
         assert [verdict.correct for verdict in verdicts] == [True, False, True, False]
-        assert await verifiers.verify("exact", Item("a1b2=", "#3", "3")) == Verdict(correct=True)
+        assert await verifiers.verify("exact", Item("a1b2=", "#3", "3")) == Verdict(correct=True, answer="3")
         verdict = await verifiers.verify(BEHAVE, Item("", "metrics", ""))
         assert verdict == Verdict(0.25, None, {"length": 3, "right": 1})
         assert (verifiers.undecided, verifiers.waiting) == (0, 0)
