@@ -1,6 +1,6 @@
 """ServerTasks: the manager's tasks for each server of a simulation: weight updates, probes, loads.
 
-    look ──> state: next order, next probe ──delay──> server ──delay──> state ──> settle
+look ──> state: next order, next probe ──delay──> server ──delay──> state ──> settle
 """
 
 from __future__ import annotations
