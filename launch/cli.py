@@ -17,11 +17,11 @@ EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_CTRL_C = 0, 1, 2, 130
 
 _EXAMPLES = """\
 examples:
-  realsys run experiment=arith                      a whole run, on two CPU cores
+  realsys run experiment=arith                      a whole run on two CPU cores
   realsys run experiment=arith train.total_steps=5  set any configuration field
   realsys run experiment=math model.path=DIR data.train=FILE --dry-run
                                                     check model and data only
-  realsys status                                    the newest trial under runs/
+  realsys status                                    newest trial under runs/
 """
 _NEWEST = "default: the newest trial under runs/"
 _TRIAL = "folder of the trial"
@@ -189,7 +189,7 @@ def _add_record_commands(commands: Any) -> None:
         "samples",
         help="show samples of a train step, or of an evaluation",
         description="Show the samples of a recorded train step with their rewards, or the completions of an evaluation "
-        "(--eval). The trial may be running.",
+        "(--eval).",
     )
     for command in (replay, samples):
         command.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR", help=_TRIAL)
@@ -225,18 +225,10 @@ def _add_regrade(commands: Any) -> None:
     again.add_argument(
         "overrides", nargs="*", metavar="OVERRIDE", help="rollout.reward.FIELD=VALUE, rollout.environment=NAME, ..."
     )
-    again.add_argument(
-        "--verifier", metavar="NAME", help="built-in name or package.module:function (default: the trial's)"
-    )
+    again.add_argument("--verifier", metavar="NAME", help="name or package.module:function (default: the trial's)")
     again.add_argument("--args", metavar="{...}", help="keyword arguments of the verifier, as data.verifier_args")
     again.add_argument("--step", type=int, metavar="N", help="default: all recorded steps")
-    again.add_argument(
-        "--show",
-        type=int,
-        metavar="N",
-        default=0,
-        help="print the first N samples that disagree (default: %(default)s)",
-    )
+    again.add_argument("--show", type=int, metavar="N", default=0, help="print the first N that disagree (default: 0)")
     again.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
 
 
