@@ -119,8 +119,9 @@ def _without_training(config: Config, target: Target, overridden: Collection[str
 def _held_out_only(config: Config) -> dict[str, object]:
     """Return data and evaluation that read the held-out problems alone: the rows to train on may be gone, or not given.
 
-    They stay ``data.eval``, so that a source which has several splits gives its held-out one. If only sets are given, the
-    data of the first one is read as held-out problems, and these are not evaluated. Raises ConfigError if nothing is given.
+    They stay ``data.eval``, so that a source which has several splits gives its held-out one. If only sets are given,
+    the data of the first one is read as held-out problems, and these are not evaluated. Raises ConfigError if nothing
+    is given.
     """
     data, evaluation = config.data, config.evaluation.model_copy(update={"every_steps": 0})
     if data.kind == "arith" or (not data.eval and (data.train or data.mixture)):
