@@ -101,6 +101,8 @@ def ended_by(config: Config, totals: Totals) -> str | None:
     step, total, train = number(last, "step"), number(last, "total"), config.train
     if step is None or total is None:
         return None
+    if step < total and totals.used_up:
+        return f"train.total_epochs={train.total_epochs}, after step {step:.0f} of {total:.0f}: {totals.used_up}"
     if step < total:
         return f"train.max_seconds={train.max_seconds:g}, before step {total:.0f}"
     if total < train.total_steps:
