@@ -29,7 +29,8 @@ Summary = dict[str, Any]
 
 EVALUATION_KEYS = (
     *("eval_id", "set", "step", "complete", "incomplete", "problems", "samples", "failed"),
-    *("accuracy", "interval", "pass_at", "majority", "reward_mean", "length_mean", "metrics", "version"),
+    *("accuracy", "interval", "pass_at", "majority", "unjudged", "left_out_k"),
+    *("reward_mean", "length_mean", "metrics", "version"),
 )
 
 

@@ -206,6 +206,10 @@ def _check_data(config: Config) -> None:
 
 def _check_sets(config: Config) -> None:
     """Check the data sets of evaluations. A trial with its own copy of their data needs their sources no more."""
+    hold_s, timeout_s = config.evaluation.hold_s, config.cluster.request_timeout_s
+    if hold_s >= timeout_s and not config.evaluate_only:
+        problem = f"must be less than cluster.request_timeout_s ({timeout_s:g}): a trainer gives up its wait after that"
+        raise ConfigError("evaluation.hold_s", hold_s, problem)
     has_copy = TrialPaths.of(config).config.is_file()
     for name, made in evaluation_sets(config).items():
         field = f"evaluation.sets.{name}"

@@ -67,5 +67,7 @@ class EvalConfig(Section):
         0.25, description="share of the servers that keep an evaluation's version while the others update; at least one"
     )
     hold_s: NonNegativeFloat = Field(
-        600.0, description="seconds for which an evaluation may delay weight updates; after them it is incomplete"
+        600.0,
+        description="seconds for which an evaluation may delay weight updates, less than"
+        " cluster.request_timeout_s; after them it is incomplete",
     )
