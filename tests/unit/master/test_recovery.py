@@ -114,7 +114,7 @@ def test_no_older_checkpoint_is_read_than_is_needed(tmp_path: Path) -> None:
 
 
 def records(*steps: object) -> list[dict[str, object]]:
-    """``5``: train step 5; ``"w3"``: warm-up; ``"e5"``: evaluation; ``"u5"``: no prompts for it; ``"back4"``: recovered."""
+    """``5``: train step 5; ``"w3"``: warm-up; ``"e5"``: evaluation; ``"u5"``: used up; ``"back4"``: recovered."""
     found: list[dict[str, object]] = []
     for step in steps:
         if isinstance(step, int):
