@@ -46,7 +46,7 @@ def live_sets(paths: TrialPaths, choices: Choices) -> tuple[Config, dict[str, Ev
     for change in changes(config.model_dump(), wanted.model_dump()):
         if not _FREE.fullmatch(change.field):
             problem = "cannot be set with --live, because the RolloutWorkers of the trial have its own settings: set"
-            raise ConfigError(change.field, change.new, f"{problem} evaluation.problems, samples or k only")
+            raise ConfigError(change.field, change.new, f"{problem} evaluation.problems, samples, k or max_failed only")
     return wanted, sets_to_evaluate(wanted)
 
 

@@ -66,11 +66,16 @@ def record(eval_id: str, step: int, made: EvaluationSet, outcome: Outcome, secon
         "interval": None,
         "stderr": None,
         "pass_at": {},
+        "unjudged": 0,
+        "left_out_k": [],
         "reward_mean": None,
         "metrics": {},
     }
     if not outcome.incomplete:
         result |= {"reward_mean": outcome.reward_mean, "metrics": outcome.metrics} | _numbers(statistics)
+        if statistics.accuracy is not None:
+            result["unjudged"] = result["problems"] - statistics.problems
+            result["left_out_k"] = [k for k in made.k if k not in statistics.pass_at]
     return result
 
 
@@ -108,7 +113,7 @@ def majority_of(samples: Sequence[EvalSample], same_of: SameOf = lambda _: by_te
 def headline(result: Mapping[str, Any]) -> str:
     """Return the result of an evaluation in one line: `accuracy 83.4 % ± 2.3 (96 problems x 4)`.
 
-    An incomplete one has no number: `incomplete: 3 of 96 failed`.
+    An incomplete one has no number: `incomplete: 3 of 96 failed`. What failures took from the numbers is named.
     """
     if reason := incomplete_reason(result):
         return f"incomplete: {reason}"
@@ -125,7 +130,14 @@ def headline(result: Mapping[str, Any]) -> str:
     parts += [f"pass@{k} {100 * value['value']:.1f} %" for k, value in pass_at.items() if k != "1"]
     if vote := result.get("majority"):
         parts.append(f"majority {100 * vote['value']:.1f} %")
-    return ", ".join(parts)
+    return ", ".join([*parts, *omissions(result)])
+
+
+def omissions(result: Mapping[str, Any]) -> list[str]:
+    """Return what an evaluation lacks because completions failed within ``evaluation.max_failed``, as phrases."""
+    unjudged, problems = result.get("unjudged") or 0, result.get("problems")
+    phrases = [f"{unjudged} of {problems} problems left out: all their completions failed"] if unjudged else []
+    return phrases + [f"no pass@{k}: a problem has fewer verdicts" for k in result.get("left_out_k") or []]
 
 
 def incomplete_reason(result: Mapping[str, Any]) -> str:

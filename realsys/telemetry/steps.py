@@ -1,7 +1,7 @@
 """Reader of the step log: one JSON object per line, written by the MasterWorker and followed by the launcher.
 
-Kinds of records: ``phase``, ``warmup``, ``train``, ``eval``, ``recovered``. A line is read once it ends with a newline,
-so a reader never gets half a record. A record that a crash cut off is skipped and counted.
+Kinds of records: ``phase``, ``warmup``, ``train``, ``eval``, ``used_up``, ``recovered``. A line is read once it ends
+with a newline, so a reader never gets half a record. A record that a crash cut off is skipped and counted.
 
 The log is only appended to. A ``recovered`` record means that training rolled back to its ``step`` (-1: to the start).
 It undoes the earlier records of later steps. ``surviving_steps`` leaves these out. A reader that follows the log gets
@@ -23,6 +23,7 @@ import msgspec
 StepRecord = dict[str, Any]
 
 RECOVERED = "recovered"
+USED_UP = "used_up"  # the prompts of all epochs ended before ``step``, for ``reason``
 
 
 class StepTail:
@@ -106,7 +107,7 @@ def undone(record: Mapping[str, Any], recovered: Mapping[str, Any]) -> bool:
     if not isinstance(last_kept, int) or not isinstance(step, int):
         return False
     match record.get("kind"):
-        case "train" | "eval":
+        case "train" | "eval" | "used_up":
             return step > last_kept
         case "warmup":
             return last_kept < 0

@@ -38,6 +38,15 @@ def test_tolerated_failures_are_shown_beside_the_number():
     assert "(96 problems x 4, 3 of 384 failed)" in headline(found)
 
 
+def test_numbers_lost_by_failures_are_named():
+    """One problem has no verdict, another has three of four."""
+    tallies = [Tally(4, 4)] * 80 + [Tally(4, 0)] * 14 + [Tally(3, 0), Tally(0, 0)]
+    found = record("after", 7, made(), msgspec.structs.replace(GOOD, tallies=tallies, failed=5), 3.0)
+    assert (found["problems"], found["unjudged"], found["left_out_k"]) == (96, 1, [4])
+    lost = ["1 of 96 problems left out: all their completions failed", "no pass@4: a problem has fewer verdicts"]
+    assert headline(found).endswith(", ".join(lost))
+
+
 def test_failures_in_older_records_hide_their_numbers():
     older = {"kind": "eval", "eval_id": "after", "problems": 93, "failed": 3, "accuracy": 0.5, "reward_mean": 1.0}
     assert headline(older) == "incomplete: 3 of 96 failed"

@@ -307,6 +307,15 @@ def test_reached_limit_of_run_is_named(paths: TrialPaths, train: dict[str, int],
     assert any(line.split(None, 2) == ["ended", "by", limit] for line in out.getvalue().splitlines())
 
 
+def test_end_of_the_prompts_is_named(paths: TrialPaths) -> None:
+    """The time limit is not reached, although fewer steps were trained than planned."""
+    used_up = {"kind": "used_up", "step": 3, "reason": "all 20 groups have ended"}
+    write_log(paths, [train_record(1), train_record(2), used_up])
+    config = Config.model_validate({"train": {"total_steps": 4, "total_epochs": 2, "max_seconds": 90}})
+    summary = summarise(config, paths, Outcome("done", ""), started=START, ended=START + 160)
+    assert summary["ended_by"] == "train.total_epochs=2, after step 2 of 4: all 20 groups have ended"
+
+
 def test_run_without_reached_limit_says_so(paths: TrialPaths) -> None:
     write_log(paths, [train_record(1), train_record(2)])
     config = Config.model_validate({"train": {"total_steps": 4, "max_seconds": 90}})
