@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from realsys.reward.programs.completion import PYTHON, program_in
 from realsys.reward.programs.judge import Judge
 from realsys.reward.verifiers.base import Item, Verdict, declare
 from realsys.sandbox import languages as other_languages
+from realsys.sandbox.inside import unit_tests
 from realsys.sandbox.isolation import AVAILABLE, ISOLATIONS, Settings
 from realsys.sandbox.limits import NO_PROGRAM, REASONS, WRONG, Limits
 from realsys.sandbox.sandbox import Sandbox
@@ -40,11 +40,9 @@ def check_answer(item: Item, *, languages: Mapping[str, Any] | None = None) -> s
 
 
 def _python_problem(tests: CodeTests) -> str | None:
-    try:
-        ast.parse(tests.source)
-    except (SyntaxError, ValueError) as error:
-        return f"code_tests.source is no Python: {error}"
-    return None
+    if not tests.source.strip():
+        return None
+    return unit_tests.problem_of(tests.source, tests.function, (tests.preamble, tests.stub))
 
 
 @declare(check_answer=check_answer)

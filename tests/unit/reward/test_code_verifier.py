@@ -20,6 +20,14 @@ def item(**tests):
     [
         ({}, "has no tests"),
         ({"source": "assert f( == 1"}, "is no Python"),
+        ({"source": "import x\n\ndef check(f):\n    assert f() == 1"}, "line 1: nothing calls the program"),
+        ({"source": "def test_a(f):\n    assert f() == 1"}, "line 1: test_a is async or takes arguments"),
+        (
+            {"source": "class TestF:\n    def test(self): assert f() == 1"},
+            "must derive from unittest.TestCase",
+        ),
+        ({"source": "x = f()\nassert np.all(x)"}, "line 2: 'np' is not defined"),
+        ({"source": "assert f() == 1", "stub": "def f( ="}, "is no Python"),
         ({"language": "c", "source": "x"}, "must be stdio"),
         ({"language": "cobol", "stdio": [{"stdin": "", "stdout": ""}]}, "'cobol' is not known"),
     ],
@@ -32,8 +40,14 @@ def test_row_without_tests_is_refused():
     assert "not a code task" in check_answer(Item("", "", "1"))
 
 
-def test_useful_tests_are_taken():
-    assert check_answer(item(source="assert f() == 1")) is None
+CASE = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(), 1)\n"
+
+
+@pytest.mark.parametrize(
+    "source", ["assert f() == 1", "def test_a():\n    assert f() == 1", CASE, "def check(g): assert g()\ncheck(f)"]
+)
+def test_useful_tests_are_taken(source):
+    assert check_answer(item(source=source)) is None
 
 
 @pytest.mark.parametrize(
