@@ -95,7 +95,8 @@ def _taken(check: CheckAnswer, verifier: Verifier) -> dict[str, Any]:
     """Return the arguments of the verifier that its check takes, too."""
     arguments = getattr(verifier, "keywords", {})  # the pool makes a ``partial`` of verifier and arguments
     names = inspect.signature(check).parameters
-    return {name: value for name, value in arguments.items() if name in names}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in names.values())
+    return {name: value for name, value in arguments.items() if takes_all or name in names}
 
 
 def verdict_of(result: object) -> Verdict:

@@ -71,8 +71,12 @@ class Link:
         return self.receive()
 
 
+class Stopped(RuntimeError):
+    """The program raised StopIteration. As such it would end a loop of the tests early, as if all had passed."""
+
+
 class Remote:
-    """A value in the process of the program: it can be called, passed back, and its attributes can be read."""
+    """A value in the process of the program: it can be called, iterated, indexed, passed back, and has attributes."""
 
     def __init__(self, link: Link, target: Any) -> None:
         self._link_ = link
@@ -85,6 +89,35 @@ class Remote:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._link_.ask("attribute", self._target_, (name,))
+
+    def __iter__(self) -> Any:
+        return self._special_("__iter__")
+
+    def __next__(self) -> Any:
+        try:
+            return self._special_("__next__")
+        except Stopped:
+            raise StopIteration from None
+
+    def __len__(self) -> int:
+        return self._special_("__len__")
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._special_("__getitem__", key)
+
+    def __bool__(self) -> bool:
+        """Return what the program's ``bool`` would: an object without ``__bool__`` and ``__len__`` is true."""
+        for name in ("__bool__", "__len__"):
+            with contextlib.suppress(TypeError):
+                return bool(self._special_(name))
+        return True
+
+    def _special_(self, name: str, *arguments: Any) -> Any:
+        try:
+            method = self._link_.ask("attribute", self._target_, (name,))
+        except AttributeError:
+            raise TypeError(f"the program's object has no {name}") from None
+        return method(*arguments)
 
 
 def run(task: dict[str, Any], channel: int, descriptor: int) -> None:
@@ -158,7 +191,7 @@ def _exception(names: list[Any], text: str) -> Exception:
     """Make the built-in exception that the program's is derived from most closely."""
     for name in names:
         if name in ("StopIteration", "StopAsyncIteration"):
-            return RuntimeError(text)  # it would end a loop of the tests early, as if all had passed
+            return Stopped(text)
         found = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(found, type) and issubclass(found, Exception):
             try:

@@ -201,6 +201,33 @@ def test_helpers_come_from_an_unfinished_prompt(sandbox):
     assert judged(sandbox, "def decode(s): return s[::-1]\n", tests, **settings).passed
 
 
+PILE = """
+class Pile:
+    def __init__(self): self.items = [1]
+    def __len__(self): return len(self.items)
+    def __getitem__(self, key): return self.items[key]
+    def __iter__(self): return iter(self.items)
+def count(n): yield from range(n)
+def endless():
+    while True: yield 'x' * 1000
+def stops(): raise StopIteration
+class Plain: pass
+"""
+
+
+def test_objects_of_the_program_are_iterated_and_indexed(sandbox):
+    tests = "p = Pile()\nassert len(p) == p[0] == 1 and list(p) == [1] and p and Plain()\n"
+    tests += "assert list(count(3)) == [0, 1, 2] and next(count(1)) == 0 and not list(count(0))\n"
+    assert judged(sandbox, PILE, tests).passed
+
+
+@pytest.mark.parametrize(
+    "tests", ["list(endless())", "for x in Plain(): pass", "len(Plain())", "[x for x in map(stops, [1])]", "Pile()[5]"]
+)
+def test_useless_objects_of_the_program_pass_nothing(sandbox, tests):
+    assert not judged(sandbox, PILE, tests).passed
+
+
 @pytest.mark.parametrize("end", ["import os\n    os._exit(0)", "raise SystemExit(0)", "import os\n    os.kill(1, 9)"])
 def test_program_that_ends_passes_nothing(sandbox, end):
     tests = "try:\n    f()\nexcept BaseException:\n    pass\nassert True\n"
