@@ -99,7 +99,7 @@ class Remote:
         except Stopped:
             raise StopIteration from None
 
-    def __len__(self) -> int:
+    def __len__(self) -> Any:
         return self._special_("__len__")
 
     def __getitem__(self, key: Any) -> Any:
@@ -162,7 +162,7 @@ def _filled(task: dict[str, Any], link: Link, namespace: dict[str, Any]) -> ast.
     if function := task["function"]:
         first = function.partition(".")[0]
         namespace[first] = link.ask("get", first)
-    tree = ast.parse(task["source"], "tests")
+    tree: ast.Module = ast.parse(task["source"], "tests")
     for name in sorted(unit_tests.modules_of(tree) - namespace.keys()):
         namespace[name] = importlib.import_module(name)
     for name in sorted(unit_tests.taken(tree) - namespace.keys()):
