@@ -47,7 +47,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class UnitTests:
-    """Source of tests. What it calls or passes on and does not define is the program's.
+    """Source of tests. Names that it calls or passes on and does not define are the program's.
 
     trusted   sources that define helpers of the tests, such as the prompt; ``function`` is always the program's
     """

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-MAX_REWARD = 1e6  # of a reward and of a bonus, without their signs: sums of them are finite
+MAX_REWARD = 1e6  # greatest size of a reward and of a bonus: their sum is finite
 MAX_METRICS = 32  # metrics of one verdict
 MAX_ANSWER = 2000  # characters of a final answer that are kept
 MAX_METRIC_NAME = 100  # printable characters

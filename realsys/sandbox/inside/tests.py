@@ -79,8 +79,8 @@ class Remote:
     """A value in the process of the program: it can be called, iterated, indexed, passed back, and has attributes."""
 
     def __init__(self, link: Link, target: Any) -> None:
-        self._link_ = link
-        self._target_ = target
+        object.__setattr__(self, "_link_", link)
+        object.__setattr__(self, "_target_", target)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._link_.ask("call", self._target_, arguments, named)
@@ -89,6 +89,9 @@ class Remote:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._link_.ask("attribute", self._target_, (name,))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._special_("__setattr__", name, value)
 
     def __iter__(self) -> Any:
         return self._special_("__iter__")

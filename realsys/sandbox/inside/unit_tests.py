@@ -1,4 +1,4 @@
-"""What the source of unit tests runs, what it takes from the program, and why its verdict would tell nothing.
+"""Reads the source of unit tests: tests that are run, names of the program, and reasons why it cannot judge.
 
 statements        are executed, with ``__name__ == "__main__"``
 def test...       is called afterwards, unless the source mentions it elsewhere

@@ -215,6 +215,11 @@ class Plain: pass
 """
 
 
+def test_objects_of_the_program_take_attributes(sandbox):
+    source = "class Node:\n    def __init__(self, x): self.x, self.left = x, None\ndef left(n): return n.left.x\n"
+    assert judged(sandbox, source, "n = Node(1)\nn.left = Node(2)\nassert left(n) == n.left.x == 2").passed
+
+
 def test_objects_of_the_program_are_iterated_and_indexed(sandbox):
     tests = "p = Pile()\nassert len(p) == p[0] == 1 and list(p) == [1] and p and Plain()\n"
     tests += "assert list(count(3)) == [0, 1, 2] and next(count(1)) == 0 and not list(count(0))\n"
