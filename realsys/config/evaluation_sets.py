@@ -127,6 +127,14 @@ def verifier_arguments(config: Config) -> dict[str, Mapping[str, Any]]:
     return {config.data.verifier: config.data.verifier_args} | {made.verifier: made.verifier_args for made in sets}
 
 
+def verifier_field(config: Config, verifier: str) -> str:
+    """Return the field that names a verifier of the trial; ``_args`` behind it: the field of its arguments."""
+    users = {name: own for name, own in config.evaluation.sets.items() if own.verifier == verifier}
+    if verifier == config.data.verifier or not users:
+        return "data.verifier"
+    return f"evaluation.sets.{max(users, key=lambda name: bool(users[name].verifier_args))}.verifier"
+
+
 def _sampling(config: Config, at: str, given: Mapping[str, Any]) -> SamplingConfig:
     """Return the sampling settings of training, changed by ``given``."""
     for name in given:

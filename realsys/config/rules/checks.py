@@ -14,7 +14,7 @@ from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, JUDGE, LAYOUT, TRANSPORT, VERIFIER
-from realsys.config.evaluation_sets import evaluation_sets, verifier_arguments
+from realsys.config.evaluation_sets import evaluation_sets, verifier_arguments, verifier_field
 from realsys.config.memory.memory_check import Place, check_memory, place_of
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_field, role_settings
@@ -256,8 +256,9 @@ def check_verifiers(config: Config) -> None:
         if name in JUDGE.builtin:
             JUDGE.load(name).check(config)
         else:
-            VERIFIER.check(name, dict(arguments))
-            VERIFIER.check_settings(name, arguments, config)
+            door = VERIFIER.at(verifier_field(config, name))
+            door.check(name, dict(arguments))
+            door.check_settings(name, arguments, config)
 
 
 # ---- model

@@ -3,6 +3,7 @@
 import pytest
 
 from realsys.config.evaluation_sets import evaluation_sets, sources_of_sets, verifier_arguments
+from realsys.config.rules.checks import check_verifiers
 from realsys.errors import ConfigError
 from tests.support.processes.config_trees import changed
 
@@ -58,6 +59,22 @@ def test_bad_setting_of_a_set_is_named(given, field):
     with pytest.raises(ConfigError) as refused:
         evaluation_sets(changed(given, "generation.sampling.min_new_tokens=2"))
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("code", "{isolation: jail}"), ("exact", "{nope: 1}"), ("judge", "{a: 1}")]
+)
+def test_bad_arguments_name_their_set(name, arguments):
+    config = changed("data.verifier=math", f"evaluation.sets={{he: {{verifier: {name}, verifier_args: {arguments}}}}}")
+    with pytest.raises(ConfigError) as refused:
+        check_verifiers(config)
+    assert refused.value.field == "evaluation.sets.he.verifier_args"
+
+
+def test_unknown_verifier_names_its_set():
+    with pytest.raises(ConfigError) as refused:
+        check_verifiers(changed("evaluation.sets={he: {verifier: nothing, verifier_args: {a: 1}}}"))
+    assert refused.value.field == "evaluation.sets.he.verifier"
 
 
 def test_each_verifier_has_one_set_of_arguments():
