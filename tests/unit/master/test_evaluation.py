@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
 from types import SimpleNamespace
@@ -181,6 +182,22 @@ def test_long_evaluation_with_progress_goes_on(monkeypatch: pytest.MonkeyPatch) 
         await asking.start("step-1", HELD_OUT_SET, 3, 1)
         [record] = await asking.finish_all()
         assert record["problems"] == 3 and record["seconds"] > 90
+
+    run(body)
+
+
+def test_set_that_waits_its_turn_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manager samples one set after the other: the second has no completion for longer than the limit."""
+    clock = itertools.count(0.0, 20.0)
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(evaluation, "POLL_S", 0.0)
+    second = dataclasses.replace(HELD_OUT_SET, name="again")
+
+    async def body() -> None:
+        asking = evaluations(Answering(ready()), "cluster.request_timeout_s=90")
+        await asking.start("step-1", dataclasses.replace(HELD_OUT_SET, samples=4), 3, 1)
+        await asking.start("step-1.again", second, 2, 1)
+        assert [record["problems"] for record in await asking.finish_all()] == [3, 2]
 
     run(body)
 
