@@ -10,7 +10,8 @@ Training goes on: a server that keeps v samples train tickets while ``admission`
 completion of an evaluation never meets an update, so all of them are of one version (``one-version``).
 
 An evaluation is pinned to a version by its first grant, or when the first server that may serve it has to decide about
-an update. If no server has that version any more, the evaluation begins anew with another one.
+an update. If no server has that version any more, the evaluation begins anew with another one. A server in quarantine
+samples nothing, so it counts as one that has not.
 """
 
 from __future__ import annotations
@@ -134,12 +135,10 @@ class Holds:
         return names
 
     def _serving(self, version: int) -> Iterator[Server]:
-        """Yield the servers with this version of the current trainer, in quarantine or not."""
-        published = self._servers.published
-        trainer = published.incarnation if published is not None else None
+        """Yield the servers with this version of the current trainer, without those in quarantine."""
         for server in self._servers.all():
-            verified = server.verified
-            if verified is not None and (verified.version, verified.incarnation) == (version, trainer):
+            served = self._servers.current(server)
+            if served is not None and served.version == version:
                 yield server
 
     def _current_versions(self) -> Iterator[int]:
