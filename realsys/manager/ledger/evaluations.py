@@ -27,6 +27,7 @@ from realsys.manager.ledger.events import (
     EvalAnswered,
     EvalEvent,
     EvalLost,
+    EvalsResumed,
     EvalStarted,
     EvaluationState,
     RolledBack,
@@ -37,10 +38,10 @@ from realsys.manager.messages import Answer, EvaluationReply
 from realsys.manager.refusals import NotFound
 from realsys.types import Ticket
 
-#: Attempts of one completion before its evaluation is discarded and started again: attempt numbers are never reused.
+#: Size of a block of attempt numbers. An evaluation that begins anew, is started again or meets another manager takes
+#: the next block, so attempt numbers are never reused.
 ATTEMPTS = 1 << 16
 MOST_RESTARTS = 2  # an evaluation whose version is lost more often has ended
-_RESTART_ATTEMPTS = ATTEMPTS // (MOST_RESTARTS + 1)
 
 
 @dataclass(slots=True)
@@ -168,12 +169,13 @@ class RunningProblem:
 class Evaluations:
     """All evaluations of a trial, oldest first, and their running tickets. The journal's events restore the progress.
 
-    ``running`` by ticket id is not journalled: after a restart the completions wait again.
+    ``running`` by ticket id is not journalled: after a restart the completions wait again, with new attempt numbers
+    (``resume``).
     """
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
-        self._discarded: dict[str, int] = {}  # eval_id -> how often a roll-back discarded it
+        self._discarded: dict[str, int] = {}  # eval_id -> blocks of attempt numbers before a roll-back discarded it
         self.by_id: dict[str, Evaluation] = {}
         self.running: dict[str, RunningProblem] = {}
 
@@ -210,14 +212,25 @@ class Evaluations:
                         self._roll_back(evaluation, event.version)
                     elif not evaluation.is_finished or evaluation.started.version > event.version:
                         del self.by_id[eval_id]
-                        self._discarded[eval_id] = self._discarded.get(eval_id, 0) + 1
+                        self._discarded[eval_id] = _next_block(evaluation.saved) // ATTEMPTS
                 self.running.clear()
+            case EvalsResumed():
+                for evaluation in self.unfinished():
+                    evaluation.saved.first_attempt = _next_block(evaluation.saved)
             case Snapshot():
                 self._discarded = dict(event.forgotten)
                 self.by_id = {state.started.eval_id: _restored(_copied(state)) for state in event.evaluations}
 
+    def resume(self, now: float) -> EvalsResumed | None:
+        """Begin after a replay of the journal. Returns None if no evaluation is unfinished."""
+        if not self.unfinished():
+            return None
+        event = EvalsResumed(now)
+        self.apply(event)
+        return event
+
     def snapshot(self) -> tuple[list[EvaluationState], dict[str, int]]:
-        """Return copies for a snapshot of the journal: the evaluations, and how often each was discarded."""
+        """Return copies for a snapshot of the journal: the evaluations, and the blocks of the discarded ones."""
         return [_copied(evaluation.saved) for evaluation in self.by_id.values()], dict(self._discarded)
 
     def grant(
@@ -345,8 +358,7 @@ class Evaluations:
 
     def _begin_again(self, saved: EvaluationState, version: int) -> None:
         started = msgspec.structs.replace(saved.started, version=version)
-        first = saved.first_attempt + _RESTART_ATTEMPTS
-        again = EvaluationState(started, first_attempt=first, restarts=saved.restarts + 1)
+        again = EvaluationState(started, first_attempt=_next_block(saved), restarts=saved.restarts + 1)
         self.by_id[started.eval_id] = _restored(again)
 
     def _known(self, event: EvalAnswered | EvalLost) -> Evaluation:
@@ -358,6 +370,11 @@ class Evaluations:
 
 def _ticket_id(eval_id: str, unit: int) -> str:
     return f"eval-{eval_id}-{unit:06d}"
+
+
+def _next_block(saved: EvaluationState) -> int:
+    """Return the first attempt number of the next block."""
+    return (saved.first_attempt // ATTEMPTS + 1) * ATTEMPTS
 
 
 def _restored(saved: EvaluationState) -> Evaluation:

@@ -191,6 +191,14 @@ class EvalLost(msgspec.Struct, frozen=True, tag="eval_lost"):
     time: float
 
 
+class EvalsResumed(msgspec.Struct, frozen=True, tag="evals_resumed"):
+    """A manager has started with unfinished evaluations. Grants of theirs are not recorded, so it counts attempts anew,
+    from a number that no attempt before it can have.
+    """
+
+    time: float
+
+
 class EvaluationState(msgspec.Struct):
     """Progress of an evaluation, as a snapshot keeps it: without the running problems, as after any restart.
 
@@ -244,7 +252,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     prompts: list[int]
     reissued_by_cause: dict[str, int]
     evaluations: list[EvaluationState]
-    forgotten: dict[str, int]  # evaluation -> how often a roll-back discarded it
+    forgotten: dict[str, int]  # evaluation that a roll-back discarded -> its blocks of attempt numbers
     time: float
     stale: list[int] = []
     rates: list[Rate] = []  # success rate of each prompt; []: none is measured
@@ -269,5 +277,5 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
 
 
 TicketEvent = Snapshot | Opened | Resumed | RolledBack | Granted | Finished | Reissued | Dropped | Claimed | Trained
-EvalEvent = EvalStarted | EvalAnswered | EvalLost
+EvalEvent = EvalStarted | EvalAnswered | EvalLost | EvalsResumed
 Event = TicketEvent | EvalEvent
