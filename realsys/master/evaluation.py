@@ -16,6 +16,7 @@ from typing import Any
 
 from realsys.config.evaluation_sets import EvaluationSet, id_of_set
 from realsys.config.schema import Config
+from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.errors import RecordError, StuckError, WaitTimeout
 from realsys.evaluation.estimates import Tally
 from realsys.evaluation.records import Outcome, majority_of, record
@@ -183,8 +184,7 @@ class Evaluations:
         """Return the step-log records of those of ``eval_ids`` (default: all) that are done, each
         record once.
 
-        Raises WaitTimeout if none of them has made progress for the time limit, StuckError for one whose
-        episodes all failed.
+        Raises WaitTimeout if none of them has made progress for the time limit.
         """
         records, states = [], {}
         for eval_id in eval_ids or list(self._running):
@@ -219,9 +219,8 @@ class Evaluations:
     def _write(self, eval_id: str, running: _Requested, state: EvaluationReply) -> None:
         """Store an ended evaluation beside the training."""
         if state.failed == state.total:
-            raise StuckError(
-                f"master_worker: evaluation {eval_id!r}: all {state.failed} episodes failed: "
-                "see the logs of the rollout workers"
+            log.error(
+                "evaluation %r: all %d completions failed: see the logs of the rollout workers", eval_id, state.failed
             )
         # The step of the weights that sampled: when an evaluation is requested again, those of its
         # own step may be superseded.
@@ -230,6 +229,16 @@ class Evaluations:
         result = record(running.shown, step, running.made, outcome_of(state), seconds)
         work = asyncio.to_thread(self._writer.write, eval_id, running.made, result, state)
         self._writing[eval_id] = asyncio.create_task(work, name=f"store {eval_id}")
+
+
+def require_completions(records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise StuckError if all completions of the held-out problems failed: a run would fare no better."""
+    for made in records:
+        if made["set"] == HELD_OUT and made["failed"] == made["problems"] * made["samples"]:
+            raise StuckError(
+                f"master_worker: evaluation {made['eval_id']!r}: all {made['failed']} completions failed: "
+                "see the logs of the rollout workers"
+            )
 
 
 def outcome_of(state: EvaluationReply) -> Outcome:
