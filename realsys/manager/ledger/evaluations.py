@@ -69,6 +69,11 @@ class Evaluation:
         """True when every completion has its end, or when its version was lost."""
         return bool(self.saved.lost) or len(self.saved.done) == self.units
 
+    @property
+    def newest_version(self) -> int:
+        """The version that its completions are of; without any, the one at which it was requested."""
+        return max(self.started.version, self.saved.version_max)
+
     def unit(self, prompt_index: int, sample: int) -> int:
         return prompt_index * self.started.samples + sample
 
@@ -210,7 +215,7 @@ class Evaluations:
                 for eval_id, evaluation in list(self.by_id.items()):
                     if evaluation.started.by_user:
                         self._roll_back(evaluation, event.version)
-                    elif not evaluation.is_finished or evaluation.started.version > event.version:
+                    elif not evaluation.is_finished or evaluation.newest_version > event.version:
                         del self.by_id[eval_id]
                         self._discarded[eval_id] = _next_block(evaluation.saved) // ATTEMPTS
                 self.running.clear()
