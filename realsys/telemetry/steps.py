@@ -99,8 +99,9 @@ def surviving(read: Callable[[], Iterable[StepRecord]]) -> Iterator[StepRecord]:
 def undone(record: Mapping[str, Any], recovered: Mapping[str, Any]) -> bool:
     """Return True if the later record ``recovered`` undid ``record``, a step or an evaluation of lost weights.
 
-    The weights of an evaluation may be newer than the step after which it was due. The supervised warm-up precedes version 0. Phases are clock times and are never undone. A record without a readable
-    step is not undone either, because a display must not fail on it.
+    The weights of an evaluation may be newer than the step after which it was due. The supervised warm-up precedes
+    version 0. Phases are clock times and are never undone. A record without a readable step is not undone either,
+    because a display must not fail on it.
     """
     last_kept, step = recovered.get("step"), record.get("step")
     if not isinstance(last_kept, int) or not isinstance(step, int):
