@@ -63,8 +63,14 @@ def table(results: Sequence[Result]) -> list[str]:
     rows = [_row(result, ks, has_votes=has_votes) for result in results]
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in [head, *rows]]
-    notes = [f"{result['set']}: incomplete: {reason}" for result in results if (reason := incomplete_reason(result))]
+    notes = [f"{result['set']}: {note}" for result in results for note in _notes(result)]
     return [line.rstrip() for line in lines] + notes
+
+
+def _notes(result: Result) -> list[str]:
+    """Return what a reader of its numbers must know."""
+    reasons = {"incomplete": incomplete_reason(result), "no majority": result.get("majority_omitted")}
+    return [f"{problem}: {reason}" for problem, reason in reasons.items() if reason]
 
 
 def _row(result: Result, ks: Sequence[int], *, has_votes: bool) -> list[str]:

@@ -12,10 +12,10 @@ import msgspec
 from realsys.config.evaluation_sets import EvaluationSet
 from realsys.evaluation.estimates import Estimate, Statistics, Tally, estimate, summarize
 from realsys.evaluation.stored_samples import EvalSample
-from realsys.evaluation.votes import Same, Vote, by_text, majority
+from realsys.evaluation.votes import Same, Vote, majority
 
-#: Returns the comparison of final answers for the completions of one problem.
-SameOf = Callable[[Sequence[EvalSample]], Same]
+#: Returns the comparison of final answers for the completions of one problem; None: by their texts.
+SameOf = Callable[[Sequence[EvalSample]], Same | None]
 
 
 _NO_NUMBERS: dict[str, Any] = {"pass_at": {}, "metrics": {}, "majority": None}
@@ -88,7 +88,7 @@ def numbers_of(value: Estimate) -> dict[str, float]:
     return {"value": value.value, "low": value.low, "high": value.high}
 
 
-def majority_of(samples: Sequence[EvalSample], same_of: SameOf = lambda _: by_text) -> dict[str, float] | None:
+def majority_of(samples: Sequence[EvalSample], same_of: SameOf = lambda _: None) -> dict[str, float] | None:
     """Return the accuracy of majority votes, from the samples in the order of their problems.
 
     None if no problem has several completions, if no completion has a final answer (the verifier knows none), or if
@@ -125,6 +125,8 @@ def headline(result: Mapping[str, Any]) -> str:
     parts += [f"pass@{k} {100 * value['value']:.1f} %" for k, value in pass_at.items() if k != "1"]
     if vote := result.get("majority"):
         parts.append(f"majority {100 * vote['value']:.1f} %")
+    elif reason := result.get("majority_omitted"):
+        parts.append(f"no majority: {reason}")
     return ", ".join(parts)
 
 

@@ -75,9 +75,13 @@ class ResultWriter:
         return result
 
     def _vote(self, made: EvaluationSet, samples: Sequence[EvalSample]) -> dict[str, Any]:
-        """Return the field of the majority vote; empty if there is none."""
-        with AnswerComparer(self._config, made.verifier) as comparer:
-            vote = majority_of(samples, comparer.same_of)
+        """Return the fields of the majority vote; empty if there is none."""
+        try:
+            with AnswerComparer(self._config, made.verifier) as comparer:
+                vote = majority_of(samples, comparer.same_of)
+        except WaitTimeout as error:
+            log.warning("evaluation of %r has no majority vote: %s", made.name, error)
+            return {"majority": None, "majority_omitted": str(error)}
         return {} if vote is None else {"majority": vote}
 
 

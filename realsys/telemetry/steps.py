@@ -106,12 +106,12 @@ def undone(record: Mapping[str, Any], recovered: Mapping[str, Any]) -> bool:
     last_kept, step = recovered.get("step"), record.get("step")
     if not isinstance(last_kept, int) or not isinstance(step, int):
         return False
+    version = record.get("version")
+    if record.get("kind") == "eval" and isinstance(version, int):
+        step = max(step, version)
     match record.get("kind"):
-        case "train":
+        case "train" | "eval":
             return step > last_kept
-        case "eval":
-            version = record.get("version")
-            return max(step, version if isinstance(version, int) else step) > last_kept
         case "warmup":
             return last_kept < 0
         case _:
