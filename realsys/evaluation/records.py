@@ -125,8 +125,8 @@ def headline(result: Mapping[str, Any]) -> str:
     parts += [f"pass@{k} {100 * value['value']:.1f} %" for k, value in pass_at.items() if k != "1"]
     if vote := result.get("majority"):
         parts.append(f"majority {100 * vote['value']:.1f} %")
-    elif reason := result.get("majority_omitted"):
-        parts.append(f"no majority: {reason}")
+    elif omitted := result.get("majority_omitted"):
+        parts.append(f"no majority: {omitted}")
     return ", ".join(parts)
 
 
