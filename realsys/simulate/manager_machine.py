@@ -293,6 +293,8 @@ class ManagerMachine:
         if not state.begin_update(order, began):
             return
         self._updating.add(key)
+        info = self._servers.model_info(*key) if order.probe else None
+        served = order.served(*info) if info is not None else None
 
         def ended(error: str, timings: dict[str, float] | None) -> None:
             if state is not self.state:
@@ -301,10 +303,10 @@ class ManagerMachine:
             if error:
                 state.servers.failed(order, error, self.clock.now)
             else:
-                state.servers.succeeded(order, self.clock.now - began, timings)
+                state.servers.succeeded(served or order, self.clock.now - began, timings)
             self._settle()
 
-        if order.probe and self._servers.model_info(*key) == (str(order.target.version), order.target.locator):
+        if served is not None:
             self.clock.after(self._call_s, ended, "", None)
         else:
             self._servers.load(order, lambda error: ended(error, None if error else {}))

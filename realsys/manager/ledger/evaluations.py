@@ -26,6 +26,7 @@ from realsys.errors import LedgerError
 from realsys.manager.ledger.events import (
     EvalAnswered,
     EvalEvent,
+    EvalHeld,
     EvalLost,
     EvalsResumed,
     EvalStarted,
@@ -36,7 +37,7 @@ from realsys.manager.ledger.events import (
 from realsys.manager.ledger.order import sampling_seed
 from realsys.manager.messages import Answer, EvaluationReply
 from realsys.manager.refusals import NotFound
-from realsys.types import Ticket
+from realsys.types import PublishedVersion, Ticket
 
 #: Size of a block of attempt numbers. An evaluation that begins anew, is started again or meets another manager takes
 #: the next block, so attempt numbers are never reused.
@@ -53,7 +54,6 @@ class Evaluation:
     attempts: dict[int, int] = field(default_factory=dict)  # unit -> attempts granted so far
     failures: dict[int, int] = field(default_factory=dict)  # unit -> failed attempts
     pinned: int | None = None  # version of all its completions
-    held_since: float | None = None  # when it first delayed an update
 
     @property
     def started(self) -> EvalStarted:
@@ -209,6 +209,10 @@ class Evaluations:
                 self.by_id[event.eval_id] = _restored(EvaluationState(event, first_attempt=first))
             case EvalAnswered():
                 self._apply_answered(event)
+            case EvalHeld():
+                evaluation = self._known(event)
+                evaluation.saved.held, evaluation.saved.held_since = event.held, event.time
+                evaluation.pinned = event.held.version
             case EvalLost():
                 self._apply_lost(event)
             case RolledBack():
@@ -320,6 +324,12 @@ class Evaluations:
         self.apply(event)
         return event
 
+    def hold(self, evaluation: Evaluation, held: PublishedVersion, now: float) -> EvalHeld:
+        """Let servers keep the version of an evaluation, which delays their updates."""
+        event = EvalHeld(evaluation.started.eval_id, held, now)
+        self.apply(event)
+        return event
+
     def lose(self, is_lost: Callable[[RunningProblem], bool]) -> list[str]:
         """Let the running completions for which ``is_lost`` holds wait again. Returns their tickets."""
         lost = [problem for problem in self.running.values() if is_lost(problem)]
@@ -366,7 +376,7 @@ class Evaluations:
         again = EvaluationState(started, first_attempt=_next_block(saved), restarts=saved.restarts + 1)
         self.by_id[started.eval_id] = _restored(again)
 
-    def _known(self, event: EvalAnswered | EvalLost) -> Evaluation:
+    def _known(self, event: EvalAnswered | EvalHeld | EvalLost) -> Evaluation:
         evaluation = self.by_id.get(event.eval_id)
         if evaluation is None:
             raise LedgerError(f"ledger: {event}: unknown evaluation")
@@ -384,7 +394,8 @@ def _next_block(saved: EvaluationState) -> int:
 
 def _restored(saved: EvaluationState) -> Evaluation:
     """Return an evaluation of which nothing runs."""
-    evaluation = Evaluation(saved, pinned=saved.version_min if saved.version_min >= 0 else None)
+    pinned = saved.held.version if saved.held is not None else saved.version_min
+    evaluation = Evaluation(saved, pinned=pinned if pinned >= 0 else None)
     if not saved.lost:
         done = set(saved.done)
         evaluation.waiting.extend(unit for unit in range(evaluation.units) if unit not in done)

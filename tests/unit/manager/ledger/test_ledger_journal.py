@@ -10,6 +10,7 @@ import pytest
 from realsys.errors import LedgerError
 from realsys.manager.ledger.events import (
     EvalAnswered,
+    EvalHeld,
     EvalStarted,
     Event,
     Finished,
@@ -19,6 +20,7 @@ from realsys.manager.ledger.events import (
     Trained,
 )
 from realsys.manager.ledger.journal import Journal, decode_record, encode_record, read_journal
+from realsys.types import PublishedVersion
 
 EVENTS: list[Event] = [
     Granted("0000000000", 0, 7, 0, "rollout_worker/0", "1", 0, 1.5),
@@ -26,6 +28,7 @@ EVENTS: list[Event] = [
     Reissued("0000000000", 0, "lease lapsed", 2.5),
     Trained(1, 1, ["0000000000"], 3.0),
     EvalStarted("before", "eval", 4, 0, 0, 3.5),
+    EvalHeld("before", PublishedVersion(0, "1", "/v0", 0), 3.75),
     EvalAnswered("before", 2, False, True, 12, 0, 1),
 ]
 
