@@ -91,7 +91,7 @@ def test_whole_wrong_last_record_is_no_torn_tail(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     content = written(path)
     path.write_bytes(content.replace(b'"length":12', b'"length":13'))
-    with pytest.raises(LedgerError, match=r"line 6 was changed, or records before it are missing"):
+    with pytest.raises(LedgerError, match=r"line 7 was changed, or records before it are missing"):
         Journal(path)
 
 
