@@ -221,7 +221,7 @@ class Evaluations:
             )
 
     def _write(self, eval_id: str, running: _Requested, state: EvaluationReply) -> None:
-        """Store an ended evaluation beside the training."""
+        """Store an ended evaluation in a thread, while training continues."""
         if state.failed == state.total:
             log.error(
                 "evaluation %r: all %d completions failed: see the logs of the rollout workers", eval_id, state.failed

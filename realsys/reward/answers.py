@@ -15,7 +15,8 @@ from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
 from realsys.reward.verifiers.base import Item
 
-COMPARING_S = 300.0  # for the answers of an evaluation: each problem may need half the square of its samples
+#: Limit for all comparisons of an evaluation: n samples of a problem may need n * n / 2 of them.
+COMPARING_S = 300.0
 
 
 class Answered(Protocol):

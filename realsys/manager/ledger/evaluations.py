@@ -174,8 +174,7 @@ class RunningProblem:
 class Evaluations:
     """All evaluations of a trial, oldest first, and their running tickets. The journal's events restore the progress.
 
-    ``running`` by ticket id is not journalled: after a restart the completions wait again, with new attempt numbers
-    (``resume``).
+    ``running`` by ticket id is not journalled: after a restart the completions wait again, with other attempt numbers.
     """
 
     def __init__(self, max_attempts: int) -> None:
@@ -291,28 +290,18 @@ class Evaluations:
         The attempt failed if ``answer`` is None, or if a token is of another version (``one-version``).
         """
         evaluation, ticket = problem.evaluation, problem.ticket
-        eval_id, unit = evaluation.started.eval_id, problem.unit
+        eval_id, index, unit = evaluation.started.eval_id, ticket.prompt_index, problem.unit
+        which = ticket.sample, ticket.attempt
         if answer is None or not answer.version_min == answer.version_max == evaluation.pinned:
             failures = evaluation.failures[unit] = evaluation.failures.get(unit, 0) + 1
             if failures < self._max_attempts:
                 self._reissue(problem)
                 return None
-            event = EvalAnswered(
-                eval_id, ticket.prompt_index, True, False, 0, -1, -1, sample=ticket.sample, attempt=ticket.attempt
-            )
+            event = EvalAnswered(eval_id, index, True, False, 0, -1, -1, {}, 0.0, *which)
         else:
+            at = answer.version_min
             event = EvalAnswered(
-                eval_id,
-                ticket.prompt_index,
-                False,
-                answer.correct,
-                answer.length,
-                answer.version_min,
-                answer.version_max,
-                answer.metrics,
-                answer.reward,
-                ticket.sample,
-                ticket.attempt,
+                eval_id, index, False, answer.correct, answer.length, at, at, answer.metrics, answer.reward, *which
             )
         self.apply(event)
         return event
@@ -377,10 +366,9 @@ class Evaluations:
         self.by_id[started.eval_id] = _restored(again)
 
     def _known(self, event: EvalAnswered | EvalHeld | EvalLost) -> Evaluation:
-        evaluation = self.by_id.get(event.eval_id)
-        if evaluation is None:
+        if event.eval_id not in self.by_id:
             raise LedgerError(f"ledger: {event}: unknown evaluation")
-        return evaluation
+        return self.by_id[event.eval_id]
 
 
 def _ticket_id(eval_id: str, unit: int) -> str:
