@@ -9,7 +9,7 @@ from typing import Any
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import RecordError
-from realsys.evaluation.records import incomplete_reason
+from realsys.evaluation.eval_records import incomplete_reason
 from realsys.evaluation.stored_samples import read_samples
 
 Result = Mapping[str, Any]

@@ -26,7 +26,7 @@ from realsys.config.evaluation_sets import EvaluationSet, id_of_set
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, KeyMissing, NameStoreError, WaitTimeout
-from realsys.evaluation.records import record
+from realsys.evaluation.eval_records import record
 from realsys.launch.evaluate.eval_settings import Choices, sets_to_evaluate
 from realsys.launch.start import changes
 from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply

@@ -12,7 +12,7 @@ from rich.console import Console
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.sections.schema_evaluation import HELD_OUT
-from realsys.evaluation.records import headline
+from realsys.evaluation.eval_records import headline
 from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.screen.display import failures_text, fmt

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Self
 
-from realsys.evaluation.records import without_incomplete
+from realsys.evaluation.eval_records import without_incomplete
 from realsys.launch.screen.progress import TIME_PARTS, Record, mean, number
 from realsys.telemetry.steps import RECOVERED
 

@@ -19,7 +19,7 @@ from realsys.config.schema import Config
 from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.errors import RecordError, StuckError, WaitTimeout
 from realsys.evaluation.estimates import Tally
-from realsys.evaluation.records import Outcome, majority_of, record
+from realsys.evaluation.eval_records import Outcome, majority_of, record
 from realsys.evaluation.stored_samples import EvalSample, collect, write_result
 from realsys.manager.messages import EvaluateRequest, EvaluationReply
 from realsys.reward.answers import AnswerComparer

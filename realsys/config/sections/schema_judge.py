@@ -40,8 +40,7 @@ class JudgeConfig(Section):
     criteria: list[Criterion] = Field(
         [],
         max_length=MOST_CRITERIA,
-        description="what is scored: list of {name, description, weight (1), low (0), high (10)};"
-        " empty: correctness, from 0 to 1",
+        description="what is scored; empty: correctness, from 0 to 1",
     )
     correct_from: Probability = Field(
         0.5, description="share of the best score from which a completion counts as correct"

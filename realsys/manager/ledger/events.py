@@ -62,6 +62,14 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     #: (lowest, highest success rate in per mille, floor) of data.curriculum; None: every prompt is taken
     curriculum: tuple[Rate, Rate, float] | None = None
 
+    def conflict(self, before: Opened) -> str | None:
+        """Return why tickets granted with the settings ``before`` cannot go on with these, None if they can."""
+        for name in ("prompts", "seed", "batch_groups"):
+            was, now = getattr(before, name), getattr(self, name)
+            if was != now:
+                return f"its tickets were granted with {name}={was}, and now it is {now}"
+        return None
+
 
 class RolledBack(msgspec.Struct, frozen=True, tag="rolled_back"):
     """The trainer ``incarnation`` starts from ``version``; -1: from the beginning.
@@ -250,7 +258,6 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     reissued: int  # tickets that this roll-back reissued
     starts: int
     inherited: int
-    first_cursor: int  # first position in the order of prompts: 0, or the cursor of the resumed checkpoint
     base: int  # oldest version to roll back to: -1, or the step of the resumed checkpoint
     newest: int  # newest version that a batch was trained for
     cursor: int

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from realsys.config.evaluation_sets import evaluation_sets
-from realsys.evaluation.records import headline, record
+from realsys.evaluation.eval_records import headline, record
 from realsys.evaluation.stored_samples import EvalSample, append_sample, read_result, read_samples
 from realsys.manager.messages import EvaluationReply
 from realsys.master import evaluation

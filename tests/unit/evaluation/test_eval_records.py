@@ -7,7 +7,7 @@ import pytest
 
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
 from realsys.evaluation.estimates import Tally
-from realsys.evaluation.records import Outcome, headline, majority_of, record, without_incomplete
+from realsys.evaluation.eval_records import Outcome, headline, majority_of, record, without_incomplete
 from realsys.evaluation.stored_samples import EvalSample
 from tests.support.processes.config_trees import changed
 
