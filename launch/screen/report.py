@@ -29,17 +29,8 @@ Summary = dict[str, Any]
 
 EVALUATION_KEYS = (
     *("eval_id", "set", "step", "complete", "incomplete", "problems", "samples", "failed"),
-    *(
-        "accuracy",
-        "interval",
-        "pass_at",
-        "majority",
-        "majority_omitted",
-        "reward_mean",
-        "length_mean",
-        "metrics",
-        "version",
-    ),
+    *("accuracy", "interval", "pass_at", "majority", "majority_omitted"),
+    *("reward_mean", "length_mean", "metrics", "version"),
 )
 
 
