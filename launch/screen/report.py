@@ -29,7 +29,7 @@ Summary = dict[str, Any]
 
 EVALUATION_KEYS = (
     *("eval_id", "set", "step", "complete", "incomplete", "problems", "samples", "failed"),
-    *("accuracy", "interval", "pass_at", "majority", "unjudged", "left_out_k"),
+    *("accuracy", "interval", "pass_at", "majority", "majority_omitted", "unjudged", "left_out_k"),
     *("reward_mean", "length_mean", "metrics", "version"),
 )
 

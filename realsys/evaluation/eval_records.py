@@ -12,10 +12,10 @@ import msgspec
 from realsys.config.evaluation_sets import EvaluationSet
 from realsys.evaluation.estimates import Estimate, Statistics, Tally, estimate, summarize
 from realsys.evaluation.stored_samples import EvalSample
-from realsys.evaluation.votes import Same, Vote, by_text, majority
+from realsys.evaluation.votes import Same, Vote, majority
 
-#: Returns the comparison of final answers for the completions of one problem.
-SameOf = Callable[[Sequence[EvalSample]], Same]
+#: Returns the comparison of final answers for the completions of one problem; None: by their texts.
+SameOf = Callable[[Sequence[EvalSample]], Same | None]
 
 
 _NO_NUMBERS: dict[str, Any] = {"pass_at": {}, "metrics": {}, "majority": None}
@@ -93,7 +93,7 @@ def numbers_of(value: Estimate) -> dict[str, float]:
     return {"value": value.value, "low": value.low, "high": value.high}
 
 
-def majority_of(samples: Sequence[EvalSample], same_of: SameOf = lambda _: by_text) -> dict[str, float] | None:
+def majority_of(samples: Sequence[EvalSample], same_of: SameOf = lambda _: None) -> dict[str, float] | None:
     """Return the accuracy of majority votes, from the samples in the order of their problems.
 
     None if no problem has several completions, if no completion has a final answer (the verifier knows none), or if
@@ -134,10 +134,13 @@ def headline(result: Mapping[str, Any]) -> str:
 
 
 def omissions(result: Mapping[str, Any]) -> list[str]:
-    """Return what an evaluation lacks because completions failed within ``evaluation.max_failed``, as phrases."""
+    """Return what an evaluation lacks because completions failed within ``evaluation.max_failed``, or because the
+    comparison of answers took too long, as phrases.
+    """
     unjudged, problems = result.get("unjudged") or 0, result.get("problems")
     phrases = [f"{unjudged} of {problems} problems left out: all their completions failed"] if unjudged else []
-    return phrases + [f"no pass@{k}: a problem has fewer verdicts" for k in result.get("left_out_k") or []]
+    phrases += [f"no pass@{k}: a problem has fewer verdicts" for k in result.get("left_out_k") or []]
+    return phrases + ([f"no majority: {reason}"] if (reason := result.get("majority_omitted")) else [])
 
 
 def incomplete_reason(result: Mapping[str, Any]) -> str:

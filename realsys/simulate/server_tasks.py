@@ -94,6 +94,8 @@ class ServerTasks:
         if not self._state.begin_update(order, began):
             return
         self._updating.add(key)
+        info = self._servers.model_info(*key) if order.probe else None
+        served = order.served(*info) if info is not None else None
 
         def ended(error: str, timings: dict[str, float] | None) -> None:
             if self._stopped:
@@ -102,10 +104,10 @@ class ServerTasks:
             if error:
                 self._state.servers.failed(order, error, self._clock.now)
             else:
-                self._state.servers.succeeded(order, self._clock.now - began, timings)
+                self._state.servers.succeeded(served or order, self._clock.now - began, timings)
             self._settle()
 
-        if order.probe and self._servers.model_info(*key) == (str(order.target.version), order.target.locator):
+        if served is not None:
             self._clock.after(self._call_s, ended, "", None)
         else:
             self._servers.load(order, lambda error: ended(error, None if error else {}))

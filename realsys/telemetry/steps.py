@@ -100,12 +100,16 @@ def surviving(read: Callable[[], Iterable[StepRecord]]) -> Iterator[StepRecord]:
 def undone(record: Mapping[str, Any], recovered: Mapping[str, Any]) -> bool:
     """Return True if the later record ``recovered`` undid ``record``, a step or an evaluation of lost weights.
 
-    The supervised warm-up precedes version 0. Phases are clock times and are never undone. A record without a readable
-    step is not undone either, because a display must not fail on it.
+    The weights of an evaluation may be newer than the step after which it was due. The supervised warm-up precedes
+    version 0. Phases are clock times and are never undone. A record without a readable step is not undone either,
+    because a display must not fail on it.
     """
     last_kept, step = recovered.get("step"), record.get("step")
     if not isinstance(last_kept, int) or not isinstance(step, int):
         return False
+    version = record.get("version")
+    if record.get("kind") == "eval" and isinstance(version, int):
+        step = max(step, version)
     match record.get("kind"):
         case "train" | "eval" | "used_up":
             return step > last_kept

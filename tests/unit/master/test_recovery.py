@@ -177,6 +177,12 @@ def test_phases_and_records_without_a_step_stay() -> None:
     }
 
 
+def test_evaluation_by_undone_weights_is_undone() -> None:
+    """It was due after step 2, and its completions are of version 3."""
+    kept, lost = ({"kind": "eval", "eval_id": f"step-{k}", "step": k, "version": k + 1} for k in (1, 2))
+    assert list(surviving(lambda: [kept, lost, {"kind": "recovered", "step": 2}]))[:-1] == [kept]
+
+
 def test_undone_evaluations_and_steps_do_not_count() -> None:
     log = records("e0", 1, 2, "e2")
     assert evaluated(log, "e0", 0) and evaluated(log, "e2", 2) and not evaluated(log, "e2", 3) and has_trained(log)

@@ -40,6 +40,11 @@ def test_incomplete_evaluation_shows_no_number() -> None:
     assert lines[-1] == "eval: incomplete: 3 of 64 failed"
 
 
+def test_omitted_vote_has_its_reason() -> None:
+    lines = table([result(majority_omitted="comparing the final answers took more than 300 s")])
+    assert lines[2:] == ["eval: no majority: comparing the final answers took more than 300 s"]
+
+
 def test_lost_numbers_are_named_below_the_table() -> None:
     lines = table([result(unjudged=1, left_out_k=[8])])
     assert lines[2:] == [
