@@ -23,7 +23,10 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 #: files of /etc that libraries and other languages read; none has a secret
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "timezone", "alternatives", "mime.types")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_BOOT = "import sys; sys.path.insert(0, '/realsys'); from inside.zygote import main; main()"
+_BOOT = (
+    "import sys; sys.path.insert(0, '/realsys'); from inside.preload import preload; preload(); "
+    "from inside.zygote import main; main()"
+)
 
 
 @dataclass(frozen=True, slots=True)

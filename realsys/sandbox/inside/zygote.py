@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from . import child, confine, kernel
+from . import child, confine, kernel, preload, rehearsal
 
 MAX_MESSAGE = 1 << 16
 MAX_DESCRIPTORS = 8
@@ -184,7 +184,18 @@ class Zygote:
             ended.reached = "cpu"
         peak = max(ended.peak_mb, usage.ru_maxrss / 1024)
         code = os.waitstatus_to_exitcode(status)
-        answer = {"id": ended.number, "code": code, "cpu_s": cpu_s, "peak_mb": peak, "reached": ended.reached}
+        answer = {
+            "id": ended.number,
+            "code": code,
+            "cpu_s": cpu_s,
+            "peak_mb": peak,
+            "reached": ended.reached,
+            "utime": usage.ru_utime * 1e3,
+            "stime": usage.ru_stime * 1e3,
+            "minflt": usage.ru_minflt,
+            "nvcsw": usage.ru_nvcsw,
+            "nivcsw": usage.ru_nivcsw,
+        }
         self._send({**answer, "waited_s": ended.all_waited_s})
 
     def _look(self, running: list[_Running]) -> None:
@@ -259,7 +270,8 @@ def main() -> None:
     if not setup["namespaces"]:
         kernel.die_with_parent()
     kernel.set_dumpable(False)
-    child.preload()
+    rehearsal.rehearse()
+    preload.freeze()
     control.sendall(
         json.dumps({"up": True, "landlock": kernel.landlock_abi(), "seccomp": confine.has_filter()}).encode()
     )
