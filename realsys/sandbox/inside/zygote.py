@@ -184,18 +184,7 @@ class Zygote:
             ended.reached = "cpu"
         peak = max(ended.peak_mb, usage.ru_maxrss / 1024)
         code = os.waitstatus_to_exitcode(status)
-        answer = {
-            "id": ended.number,
-            "code": code,
-            "cpu_s": cpu_s,
-            "peak_mb": peak,
-            "reached": ended.reached,
-            "utime": usage.ru_utime * 1e3,
-            "stime": usage.ru_stime * 1e3,
-            "minflt": usage.ru_minflt,
-            "nvcsw": usage.ru_nvcsw,
-            "nivcsw": usage.ru_nivcsw,
-        }
+        answer = {"id": ended.number, "code": code, "cpu_s": cpu_s, "peak_mb": peak, "reached": ended.reached}
         self._send({**answer, "waited_s": ended.all_waited_s})
 
     def _look(self, running: list[_Running]) -> None:
