@@ -41,6 +41,14 @@ def test_secrets_are_not_readable(tmp_path):
     assert not {"/", "/home", "/root", "/run", "/var", "/proc", "/etc", "/etc/shadow", "/tmp"} & set(paths)
 
 
+def test_rules_name_outermost_folders(tmp_path):
+    inner, other = tmp_path / "a" / "b", tmp_path / "ab"
+    settings = Settings(readable=(str(inner), str(tmp_path / "a"), str(other)))
+    paths = isolation.setup_of(settings)["readable"]
+    assert {str(tmp_path / "a"), str(other), "/usr"} <= set(paths)
+    assert not [path for path in paths if path == str(inner) or path.startswith("/etc/")]
+
+
 def test_environment_is_made_anew(monkeypatch):
     monkeypatch.setenv("SECRET", "x")
     assert isolation.environment().keys() == {"PATH", "HOME", "LANG", "OMP_NUM_THREADS"}
