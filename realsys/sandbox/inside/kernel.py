@@ -90,34 +90,36 @@ def landlock_abi() -> int:
     return max(0, int(_syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_LANDLOCK_VERSION))))
 
 
-def landlock(rules: dict[str, int]) -> bool:
-    """Allow access to these paths only: path -> READ, DEVICE or ALL. False: not available. Raises OSError."""
+def ruleset(rules: dict[str, int]) -> int | None:
+    """Return a descriptor of Landlock rules: path -> READ, DEVICE or ALL. None: not available. Raises OSError."""
     abi = landlock_abi()
     if not abi:
-        return False
+        return None
     every = (1 << _FS_BITS[min(abi, 5)]) - 1
     net = 3 if abi >= 4 else 0
     scoped = 3 if abi >= 6 else 0
     attributes = struct.pack("=QQQ", every, net, scoped)[: 8 if abi < 4 else 16 if abi < 6 else 24]
-    ruleset = int(_syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0)))
-    _check(ruleset, "landlock_create_ruleset", "")
-    try:
-        for path, wanted in rules.items():
-            _add_rule(ruleset, path, every if wanted == ALL else every & wanted)
-        _check(_syscall(_LANDLOCK_RESTRICT, ruleset, ctypes.c_uint(0)), "landlock_restrict_self", "")
-    finally:
-        os.close(ruleset)
-    return True
+    made = int(_syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0)))
+    _check(made, "landlock_create_ruleset", "")
+    for path, wanted in rules.items():
+        _add_rule(made, path, every if wanted == ALL else every & wanted)
+    return made
 
 
-def _add_rule(ruleset: int, path: str, access: int) -> None:
+def restrict(made: int) -> None:
+    """Allow access to the paths of a ruleset only. Raises OSError."""
+    _check(_syscall(_LANDLOCK_RESTRICT, made, ctypes.c_uint(0)), "landlock_restrict_self", "")
+    os.close(made)
+
+
+def _add_rule(made: int, path: str, access: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     try:
         rule = struct.pack("=Qi", access if os.path.isdir(path) else access & _FILE_BITS, descriptor)
-        _check(_syscall(_LANDLOCK_ADD, ruleset, ctypes.c_uint(1), rule, ctypes.c_uint(0)), "landlock", path)
+        _check(_syscall(_LANDLOCK_ADD, made, ctypes.c_uint(1), rule, ctypes.c_uint(0)), "landlock", path)
     finally:
         os.close(descriptor)
 

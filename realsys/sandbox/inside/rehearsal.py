@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from . import plain, preload, program, tests
+from . import confine, plain, preload, program, tests
 
 _TIMES = 20  # the interpreter specializes instructions that ran 8 times
 _PROGRAM = "def double(n):\n    return 2 * n\n\n\nif __name__ == '__main__':\n    print(double(int(input())))\n"
@@ -27,10 +27,12 @@ class _Link(tests.Link):
         return lambda value: value
 
 
-def rehearse() -> None:
+def rehearse(setup: dict[str, Any]) -> None:
     """Do what children do, and leave everything as it was."""
     before = sys.argv, sys.modules["__main__"]
     for _ in range(_TIMES):
+        if setup["namespaces"]:
+            confine.rehearse(setup["readable"])
         task = plain.decode(plain.encode({"source": _PROGRAM, "function": "double", "trusted": [], "files": (b"",)}))
         preload.reseed()
         namespace = program.load_source(task["source"], "program")

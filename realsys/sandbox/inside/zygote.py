@@ -259,7 +259,7 @@ def main() -> None:
     if not setup["namespaces"]:
         kernel.die_with_parent()
     kernel.set_dumpable(False)
-    rehearsal.rehearse()
+    rehearsal.rehearse(setup)
     preload.freeze()
     control.sendall(
         json.dumps({"up": True, "landlock": kernel.landlock_abi(), "seccomp": confine.has_filter()}).encode()
