@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from . import child, confine, kernel
+from . import child, confine, kernel, preload, rehearsal
 
 MAX_MESSAGE = 1 << 16
 MAX_DESCRIPTORS = 8
@@ -259,7 +259,8 @@ def main() -> None:
     if not setup["namespaces"]:
         kernel.die_with_parent()
     kernel.set_dumpable(False)
-    child.preload()
+    rehearsal.rehearse(setup)
+    preload.freeze()
     control.sendall(
         json.dumps({"up": True, "landlock": kernel.landlock_abi(), "seccomp": confine.has_filter()}).encode()
     )
