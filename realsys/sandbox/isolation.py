@@ -23,7 +23,10 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 #: files of /etc that libraries and other languages read; none has a secret
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "timezone", "alternatives", "mime.types")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_BOOT = "import sys; sys.path.insert(0, '/realsys'); from inside.zygote import main; main()"
+_BOOT = (
+    "import sys; sys.path.insert(0, '/realsys'); from inside.preload import preload; preload(); "
+    "from inside.zygote import main; main()"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +102,19 @@ def setup_of(settings: Settings) -> dict[str, Any]:
     user = 20000 + os.getpid() % 40000 if isolated and os.geteuid() == 0 else 0
     if settings.isolation == FULL and (missing := missing_parts()):
         raise SandboxError(f"isolation is full, and this machine lacks {missing[0]}")
+    links = {path for path in _SYSTEM if os.path.islink(path)}
     return {
         "namespaces": isolated,
         "user": user,
         "landlock": isolated,
-        "readable": [path for path in readable_paths(settings) if not (path in _SYSTEM and os.path.islink(path))],
+        "readable": _outermost([path for path in readable_paths(settings) if path not in links]),
     }
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    """Return the paths without those below another. Landlock has a rule for each, and one for the whole /etc."""
+    folders = tuple(f"{path}/" for path in [*paths, "/etc"])
+    return [path for path in paths if not path.startswith(folders)]
 
 
 @functools.cache

@@ -135,8 +135,9 @@ class Sandbox:
             task = {"source": tests.source, "function": tests.function, "trusted": list(tests.trusted)}
             self.zygote.give(tester, task)
             verdict = self._verdict(tester)
+            ended = self.zygote.last(tester)
             if verdict is None:
-                reason = self.zygote.last(tester).reason or CRASHED
+                reason = ended.reason or CRASHED
                 return UnitTestsResult(False, reason, "the process of the tests ended")
             if verdict["passed"]:
                 return UnitTestsResult(True)

@@ -5,33 +5,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 from typing import Any
 
-from . import confine, kernel, plain, program, tests
+from . import confine, kernel, plain, preload, program, tests
 
 BROKEN = 99  # exit code of a child that could not begin; it has not said that it is ready
 READY = b"ready"
 _NICE = 10  # so that the zygote, which watches over the limits, runs first
-#: modules that programs import most
-_COMMON = (
-    "ast bisect collections copy datetime decimal fractions functools heapq io itertools json math operator os random "
-    "re statistics string sys threading time traceback typing"
-)
-
-
-def preload() -> None:
-    """Import what programs import, once for all of them."""
-    for name in _COMMON.split():
-        __import__(name)
-    sys.path[:] = [path for path in sys.path if path != "/realsys"]
-    gc.collect()
-    gc.freeze()
 
 
 def main(message: dict[str, Any], descriptors: list[int], setup: dict[str, Any], user: tuple[int, int]) -> None:
     """Run the child; it ends the process."""
     mode, limits = message["mode"], message["limits"]
+    gc.disable()
     channel, *rest = _low(descriptors)
     try:
         _confine(limits, setup, user)
@@ -44,6 +30,8 @@ def main(message: dict[str, Any], descriptors: list[int], setup: dict[str, Any],
         os._exit(BROKEN)
     task = plain.decode(data)
     del data
+    preload.in_child()
+    gc.enable()
     if mode == "test":
         tests.run(task, channel, rest[0])
     elif mode == "command":

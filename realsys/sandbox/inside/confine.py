@@ -65,10 +65,17 @@ def limit(limits: dict[str, Any], *, namespaces: bool) -> None:
 def give_up(readable: list[str], *, landlock: bool) -> None:
     """Drop capabilities, restrict files and system calls: from here on the process can undo nothing. Raises OSError."""
     kernel.drop_privileges()
-    if landlock:
-        kernel.landlock(dict.fromkeys(readable, kernel.READ) | _OWN)
+    if landlock and (rules := kernel.ruleset(dict.fromkeys(readable, kernel.READ) | _OWN)) is not None:
+        kernel.restrict(rules)
     if _FILTER is not None:
         kernel.seccomp(_FILTER)
+
+
+def rehearse(readable: list[str]) -> None:
+    """Do what ``give_up`` does, as far as it changes nothing for the zygote, which has no privileges."""
+    kernel.drop_privileges()
+    if (rules := kernel.ruleset(dict.fromkeys(readable, kernel.READ) | _OWN)) is not None:
+        os.close(rules)
 
 
 def has_filter() -> bool:

@@ -10,8 +10,12 @@ import struct
 
 from . import syscalls
 
+# Functions are looked up here: in a child this would take longer than to call them.
 _libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL: keeps the interpreter's lock, which a fork needs
-_python = ctypes.pythonapi
+_syscall, _mount, _prctl_call, _capset = _libc.syscall, _libc.mount, _libc.prctl, _libc.capset
+_before_fork = ctypes.pythonapi.PyOS_BeforeFork
+_after_fork_in_parent = ctypes.pythonapi.PyOS_AfterFork_Parent
+_after_fork_in_child = ctypes.pythonapi.PyOS_AfterFork_Child
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -45,13 +49,13 @@ def fork_into(flags: int) -> int:
     number = syscalls.number("clone")
     if not flags or number is None:
         return os.fork()
-    _python.PyOS_BeforeFork()
-    pid = int(_libc.syscall(number, flags | signal.SIGCHLD, 0, 0, 0, 0))
+    _before_fork()
+    pid = int(_syscall(number, flags | signal.SIGCHLD, 0, 0, 0, 0))
     code = ctypes.get_errno()
     if pid == 0:
-        _python.PyOS_AfterFork_Child()
+        _after_fork_in_child()
         return 0
-    _python.PyOS_AfterFork_Parent()
+    _after_fork_in_parent()
     if pid < 0:
         raise OSError(code, f"clone: {os.strerror(code)}")
     return pid
@@ -59,7 +63,7 @@ def fork_into(flags: int) -> int:
 
 def mount_tmpfs(folder: str, flags: int, options: str) -> None:
     """Mount an empty folder in memory. Raises OSError."""
-    _check(_libc.mount(b"tmpfs", folder.encode(), b"tmpfs", ctypes.c_ulong(flags), options.encode()), "mount", folder)
+    _check(_mount(b"tmpfs", folder.encode(), b"tmpfs", ctypes.c_ulong(flags), options.encode()), "mount", folder)
 
 
 def die_with_parent() -> None:
@@ -78,42 +82,44 @@ def drop_privileges() -> None:
     with contextlib.suppress(OSError):
         _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     header = struct.pack("=Ii", 0x20080522, 0)
-    _check(_libc.capset(header, bytes(24)), "capset", "")
+    _check(_capset(header, bytes(24)), "capset", "")
 
 
 def landlock_abi() -> int:
     """Return the version of Landlock; 0 if this kernel has none."""
-    return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_LANDLOCK_VERSION))))
+    return max(0, int(_syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_LANDLOCK_VERSION))))
 
 
-def landlock(rules: dict[str, int]) -> bool:
-    """Allow access to these paths only: path -> READ, DEVICE or ALL. False: not available. Raises OSError."""
+def ruleset(rules: dict[str, int]) -> int | None:
+    """Return a descriptor of Landlock rules: path -> READ, DEVICE or ALL. None: not available. Raises OSError."""
     abi = landlock_abi()
     if not abi:
-        return False
+        return None
     every = (1 << _FS_BITS[min(abi, 5)]) - 1
     net = 3 if abi >= 4 else 0
     scoped = 3 if abi >= 6 else 0
     attributes = struct.pack("=QQQ", every, net, scoped)[: 8 if abi < 4 else 16 if abi < 6 else 24]
-    ruleset = int(_libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0)))
-    _check(ruleset, "landlock_create_ruleset", "")
-    try:
-        for path, wanted in rules.items():
-            _add_rule(ruleset, path, every if wanted == ALL else every & wanted)
-        _check(_libc.syscall(_LANDLOCK_RESTRICT, ruleset, ctypes.c_uint(0)), "landlock_restrict_self", "")
-    finally:
-        os.close(ruleset)
-    return True
+    made = int(_syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0)))
+    _check(made, "landlock_create_ruleset", "")
+    for path, wanted in rules.items():
+        _add_rule(made, path, every if wanted == ALL else every & wanted)
+    return made
 
 
-def _add_rule(ruleset: int, path: str, access: int) -> None:
+def restrict(made: int) -> None:
+    """Allow access to the paths of a ruleset only. Raises OSError."""
+    _check(_syscall(_LANDLOCK_RESTRICT, made, ctypes.c_uint(0)), "landlock_restrict_self", "")
+    os.close(made)
+
+
+def _add_rule(made: int, path: str, access: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     try:
         rule = struct.pack("=Qi", access if os.path.isdir(path) else access & _FILE_BITS, descriptor)
-        _check(_libc.syscall(_LANDLOCK_ADD, ruleset, ctypes.c_uint(1), rule, ctypes.c_uint(0)), "landlock", path)
+        _check(_syscall(_LANDLOCK_ADD, made, ctypes.c_uint(1), rule, ctypes.c_uint(0)), "landlock", path)
     finally:
         os.close(descriptor)
 
@@ -125,12 +131,12 @@ class _Program(ctypes.Structure):
 def seccomp(program: bytes) -> None:
     """Install a filter of system calls (``syscalls.filter_program``). Raises OSError."""
     loaded = _Program(len(program) // 8, program)
-    _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(loaded), 0, 0), "seccomp", "")
+    _check(_prctl_call(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(loaded), 0, 0), "seccomp", "")
 
 
 def _prctl(option: int, *arguments: int) -> None:
     values = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
-    _check(_libc.prctl(option, *values), f"prctl({option})", "")
+    _check(_prctl_call(option, *values), f"prctl({option})", "")
 
 
 def _check(result: int, call: str, what: str) -> None:

@@ -27,7 +27,7 @@ def run(task: dict[str, Any], descriptors: list[int]) -> None:
     _open_standard()
     code = 0
     try:
-        _load(task["source"], "__main__")
+        load_source(task["source"], "__main__")
     except SystemExit as error:
         code = _exit_code(error)
     except BaseException:
@@ -70,14 +70,14 @@ def serve(task: dict[str, Any], link: int) -> None:
     _open_standard()
     objects: list[Any] = []
     try:
-        namespace = _load(task["source"], "program")  # so that its main part does not run
+        namespace = load_source(task["source"], "program")  # so that its main part does not run
     except BaseException as error:
         plain.send(link, _raised(error))
         os._exit(1)
     plain.send(link, plain.encode(("ok", None)))
     while (data := plain.receive(link)) is not None:
         try:
-            answer = plain.encode(("ok", _answer(namespace, objects, plain.decode(data))), _keeper(objects))
+            answer = plain.encode(("ok", answer_request(namespace, objects, plain.decode(data))), _keeper(objects))
         except BaseException as error:
             answer = _raised(error)
         plain.send(link, answer)
@@ -92,7 +92,7 @@ def _keeper(objects: list[Any]) -> plain.Keep:
     return keep
 
 
-def _answer(namespace: dict[str, Any], objects: list[Any], request: Any) -> Any:
+def answer_request(namespace: dict[str, Any], objects: list[Any], request: Any) -> Any:
     operation, target, arguments, named = request
     found = objects[target.number] if isinstance(target, plain.Handle) else _named(namespace, target)
     if operation == "get":
@@ -135,7 +135,7 @@ def _raised(error: BaseException) -> bytes:
     return plain.encode(("raised", names, text))
 
 
-def _load(source: str, name: str) -> dict[str, Any]:
+def load_source(source: str, name: str) -> dict[str, Any]:
     module = types.ModuleType(name)
     sys.modules["__main__"] = sys.modules[name] = module
     sys.argv = ["program"]
@@ -144,13 +144,13 @@ def _load(source: str, name: str) -> dict[str, Any]:
 
 
 def _open_standard() -> None:
-    sys.stdin = _text(0, "r")
-    sys.stdout = _text(1, "w")
-    sys.stderr = _text(2, "w")
+    sys.stdin = open_text(0, "r")
+    sys.stdout = open_text(1, "w")
+    sys.stderr = open_text(2, "w")
     sys.stderr.reconfigure(line_buffering=True)
 
 
-def _text(descriptor: int, mode: Literal["r", "w"]) -> TextIOWrapper:
+def open_text(descriptor: int, mode: Literal["r", "w"]) -> TextIOWrapper:
     return open(descriptor, mode, encoding="utf-8", errors="surrogateescape", closefd=False)
 
 

@@ -115,7 +115,8 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
 _SPECIAL = {"clone", "clone3", "socketpair"}
 
 # BPF: struct sock_filter is (code, jump if true, jump if false, value)
-_LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
+_LOAD, _EQUAL, _GREATER, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
+_FEW = 4  # calls that are compared one after another
 _NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _AF_UNIX = 1
@@ -154,9 +155,20 @@ def filter_program(namespaces: int) -> bytes | None:
         _step(_RETURN, refuse),
         _step(_RETURN, _ALLOW),
     ]
-    count = len(forbidden)
-    steps += [_step(_EQUAL, value, count - place, 0) for place, value in enumerate(forbidden)]
-    return b"".join([*steps, _step(_RETURN, _ALLOW), _step(_RETURN, refuse)])
+    return b"".join([*steps, *_refusals(sorted(forbidden), refuse)])
+
+
+def _refusals(numbers: list[int], refuse: int) -> list[bytes]:
+    """Return steps that refuse these calls and allow others: a search by halves.
+
+    When a filter is installed, for each program, the kernel tries all numbers of calls. One after another takes long.
+    """
+    if len(numbers) <= _FEW:
+        steps = [_step(_EQUAL, value, len(numbers) - place, 0) for place, value in enumerate(numbers)]
+        return [*steps, _step(_RETURN, _ALLOW), _step(_RETURN, refuse)]
+    middle = len(numbers) // 2
+    below = _refusals(numbers[:middle], refuse)
+    return [_step(_AT_LEAST, numbers[middle], len(below), 0), *below, *_refusals(numbers[middle:], refuse)]
 
 
 def _step(code: int, value: int, true: int = 0, false: int = 0) -> bytes:

@@ -72,6 +72,27 @@ def test_kernel_ends_programs_before_the_run(sandbox):
     assert Path(f"/proc/{zygote_of(sandbox).pid}/oom_score_adj").read_text() == "1000\n"
 
 
+def test_programs_draw_different_random_numbers(sandbox):
+    """Programs are copies of one process, and so are the processes that a program forks."""
+    source = "import os, random\nchild = os.fork()\nif child: os.wait()\nprint(random.random())"
+    outputs = [sandbox.run(source, b"", LIMITS).stdout for _ in range(2)]
+    assert len({number for output in outputs for number in output.split()}) == 4
+
+
+def test_forked_program_has_new_locks(sandbox):
+    """The function that ``threading`` registers for forks runs in forks of the program."""
+    source = """
+import os, threading
+hold = threading.Event()
+threading.Thread(target=hold.wait, daemon=True).start()
+if os.fork() == 0:
+    os._exit(print(threading.active_count(), flush=True) or 0)
+os.wait()
+print(threading.active_count())
+"""
+    assert sandbox.run(source, b"", LIMITS).stdout == b"1\n2\n"
+
+
 def test_what_a_program_leaves_is_gone(sandbox):
     source = "import subprocess\nopen('/tmp/a', 'w').write('x')\nsubprocess.Popen(['sleep', '60'])"
     assert sandbox.run(source, b"", LIMITS).ended.reason == ""

@@ -1,6 +1,9 @@
 """Isolation: what a program may see, and refusals of machines that lack a part."""
 
+import errno
+import platform
 import shutil
+import struct
 
 import pytest
 
@@ -41,6 +44,14 @@ def test_secrets_are_not_readable(tmp_path):
     assert not {"/", "/home", "/root", "/run", "/var", "/proc", "/etc", "/etc/shadow", "/tmp"} & set(paths)
 
 
+def test_rules_name_outermost_folders(tmp_path):
+    inner, other = tmp_path / "a" / "b", tmp_path / "ab"
+    settings = Settings(readable=(str(inner), str(tmp_path / "a"), str(other)))
+    paths = isolation.setup_of(settings)["readable"]
+    assert {str(tmp_path / "a"), str(other), "/usr"} <= set(paths)
+    assert not [path for path in paths if path == str(inner) or path.startswith("/etc/")]
+
+
 def test_environment_is_made_anew(monkeypatch):
     monkeypatch.setenv("SECRET", "x")
     assert isolation.environment().keys() == {"PATH", "HOME", "LANG", "OMP_NUM_THREADS"}
@@ -52,5 +63,33 @@ def test_filter_jumps_stay_inside():
         pytest.skip("no table of system calls for this architecture")
     steps = [program[at : at + 8] for at in range(0, len(program), 8)]
     for place, step in enumerate(steps):
-        if int.from_bytes(step[:2], "little") in (0x15, 0x25, 0x45):
+        if int.from_bytes(step[:2], "little") in (0x15, 0x25, 0x35, 0x45):
             assert place + 1 + max(step[2], step[3]) < len(steps)
+
+
+def _answer(program, call, argument=0):
+    """Return what a filter answers to a call. Codes are those of struct sock_filter."""
+    steps = list(struct.iter_unpack("=HBBI", program))
+    data = {0: call, 4: syscalls._MACHINES[platform.machine()][1], 16: argument}
+    place = loaded = 0
+    while True:
+        code, true, false, value = steps[place]
+        if code == 0x06:
+            return value
+        if code == 0x20:
+            loaded, jump = data[value], 0
+        else:
+            met = {0x15: loaded == value, 0x25: loaded > value, 0x35: loaded >= value, 0x45: bool(loaded & value)}[code]
+            jump = true if met else false
+        place += 1 + jump
+
+
+def test_filter_refuses_exactly_the_table():
+    program = syscalls.filter_program(kernel.ALL_NAMESPACES)
+    if program is None:
+        pytest.skip("no table of system calls for this architecture")
+    refused = {call for call in range(syscalls.NEWEST + 1) if _answer(program, call, 1) == 0x50000 | errno.EPERM}
+    special = {syscalls.number(name) for name in ("clone", "clone3", "socketpair")}
+    assert refused == {syscalls.number(name) for name in syscalls._NUMBERS} - special - {None}
+    assert _answer(program, syscalls.number("clone"), kernel.CLONE_NEWUSER) == 0x50000 | errno.EPERM
+    assert _answer(program, syscalls.NEWEST + 1) == 0x50000 | errno.ENOSYS
