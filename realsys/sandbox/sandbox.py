@@ -175,7 +175,7 @@ class Sandbox:
                     sources.remove(descriptor)
         ended = child.ended
         if answer:
-            ended = dataclasses.replace(ended, code=ended.code or answer["code"])
+            ended = dataclasses.replace(ended, code=answer["code"] or ended.code)
         return Output(ended, bytes(streams.stdout), bytes(streams.stderr), answer.get("made"))
 
     def _answer(self, descriptor: int) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def command(task: dict[str, Any], channel: int, descriptors: list[int]) -> None:
         with contextlib.suppress(OSError), open(task["makes"], "rb") as file:
             made = file.read()
     plain.send(channel, plain.encode({"code": code, "made": made}))
-    os._exit(0)
+    os._exit(int(code != 0))  # the zygote looks why a program fails
 
 
 def serve(task: dict[str, Any], link: int) -> None:

@@ -26,6 +26,7 @@ from .waiting import Waiting
 
 MAX_MESSAGE = 1 << 16
 MAX_DESCRIPTORS = 8
+KILLED = "killed"  # "reached" of a program that neither it nor the zygote has ended
 LOOK_S = 0.05  # mean time between two checks of the CPU time and memory of a program and its children
 
 
@@ -48,6 +49,7 @@ class _Running:
         self.waiting = Waiting(self.born)
         self.last: dict[int, uses.Use] = {}
         self.reached = ""
+        self.killed = False  # by the zygote
         self.peak_mb = 0.0
 
     def mark(self, tree: dict[int, uses.Use]) -> None:
@@ -101,6 +103,7 @@ class Zygote:
         self._setup = setup
         self._user = os.geteuid(), os.getegid()
         self._children: dict[int, _Running] = {}  # pidfd -> child
+        self._oom_kills = uses.oom_kills()
 
     def serve(self) -> None:
         """Answer until the outside closes its end."""
@@ -167,12 +170,23 @@ class Zygote:
         os.close(ended.pidfd)
         _, status, usage = os.wait4(ended.pid, 0)
         cpu_s = usage.ru_utime + usage.ru_stime
-        if not ended.reached and cpu_s - ended.cpu_before_s > ended.limits["cpu_s"]:
-            ended.reached = "cpu"
-        peak = max(ended.peak_mb, usage.ru_maxrss / 1024)
         code = os.waitstatus_to_exitcode(status)
+        run_cpu_s = min(ended.limits["cpu_s"] + ended.cpu_before_s, ended.limits["process_cpu_s"])
+        if not ended.reached and cpu_s > run_cpu_s:
+            ended.reached = "cpu"
+        elif not ended.reached and code and self._is_victim(ended, code):
+            ended.reached = KILLED
+        peak = max(ended.peak_mb, usage.ru_maxrss / 1024)
         answer = {"id": ended.number, "code": code, "cpu_s": cpu_s, "peak_mb": peak, "reached": ended.reached}
         self._send({**answer, "waited_s": ended.waiting.waited_s})
+
+    def _is_victim(self, ended: _Running, code: int) -> bool:
+        """Return True if the machine ended a failed program, or a process of it: it had no memory left."""
+        before, self._oom_kills = self._oom_kills, uses.oom_kills()
+        if ended.killed:
+            return False
+        # No program can send this signal to the first process of its namespace.
+        return self._oom_kills > before or (code == -signal.SIGKILL and self._setup["namespaces"])
 
     def _look(self, running: list[_Running]) -> None:
         """Kill children that reach a limit, with all their processes."""
@@ -184,6 +198,9 @@ class Zygote:
 
     def _kill(self, child_of: _Running) -> None:
         """Kill a child. All others in its namespace of processes die with it."""
+        if select.select([child_of.pidfd], [], [], 0)[0]:
+            return  # it has ended
+        child_of.killed = True
         if self._setup["namespaces"]:
             os.kill(child_of.pid, signal.SIGKILL)
         else:

@@ -201,6 +201,18 @@ def test_zygote_that_dies_in_a_run_is_an_error():
             zygote_of(sandbox).parent().kill()
 
 
+def test_killed_program_is_an_error():
+    """As the kernel kills it if the machine has no memory left."""
+    with (
+        Sandbox() as sandbox,
+        pytest.raises(SandboxError, match="killed from outside"),
+        sandbox.serve(ADD, LIMITS) as it,
+    ):
+        assert it.call("add", [1]) == 2
+        zygote_of(sandbox).kill()
+        it.call("add", [1])
+
+
 def test_closed_sandbox_leaves_no_processes():
     sandbox = Sandbox()
     with sandbox:
