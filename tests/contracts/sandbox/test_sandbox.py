@@ -105,6 +105,20 @@ def test_command_makes_a_file_for_the_next(sandbox):
     assert sandbox.run(Command(("/bin/sh", "made"), {"made": made}), b"", LIMITS).stdout == b"hi\n"
 
 
+def test_large_file_reaches_the_next_command(sandbox):
+    size = 20 << 20  # more than one message has
+    make = Command(("/bin/sh", "make"), {"make": f"head -c {size} /dev/urandom > made".encode()}, "made")
+    made = sandbox.run(make, b"", LIMITS).made
+    assert made is not None and len(made) == size
+    assert (
+        sandbox.run(Command(("/usr/bin/wc", "-c", "made"), {"made": made}), b"", LIMITS).stdout == b"%d made\n" % size
+    )
+
+
+def test_command_that_makes_nothing_is_seen(sandbox):
+    assert sandbox.run(Command(("/bin/sh", "-c", "true"), {}, "made"), b"", LIMITS).made is None
+
+
 def test_failed_command_has_its_exit_code(sandbox):
     output = sandbox.run(Command(("/bin/sh", "-c", "exit 7"), {}), b"", LIMITS)
     assert (output.ended.code, output.ended.reason) == (7, CRASHED)
