@@ -160,10 +160,16 @@ class Sandbox:
         sources = [*readers, child.channel.fileno()] if made else list(readers)
         answer: dict[str, Any] = {}
         while child.ended is None or sources:
-            watched = [*sources, self.zygote.fileno()] if child.ended is None else sources
-            ready, _, _ = select.select(watched, [], [], child.left_s)
-            if not ready:
+            watched, left_s = [*sources, self.zygote.fileno()], child.left_s
+            if (
+                child.ended is not None
+            ):  # without isolation, what it started may still hold the pipes: never wait for it
+                watched, left_s = sources, 0.0
+            ready, _, _ = select.select(watched, [], [], left_s)
+            if not ready and child.ended is None:
                 raise self.zygote.starved(child)
+            if child.ended is not None and (not ready or child.reached):
+                break
             for descriptor in ready:
                 if descriptor not in sources:
                     self.zygote.look(0.0)

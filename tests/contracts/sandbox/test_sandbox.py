@@ -260,3 +260,14 @@ def test_no_isolation_keeps_the_limits():
         assert sandbox.run("print(1)", b"", LIMITS).stdout == b"1\n"
         assert sandbox.run("while True: pass", b"", LIMITS).ended.reason == CPU
         assert sandbox.test(ADD, UnitTests("assert add(1) == 2"), LIMITS).passed
+
+
+@pytest.mark.parametrize("body", ["time.sleep(16)", "while time.monotonic() < begin + 16: os.write(1, b'x' * 4096)"])
+def test_daemon_without_isolation_delays_nothing(body):
+    daemon = f"    begin = time.monotonic()\n    {body}\n    os._exit(0)\n"
+    source = "import os, time\nprint(1, flush=True)\nif not os.fork():\n    os.setsid()\n" + daemon
+    with Sandbox(Settings("none")) as sandbox:
+        output = sandbox.run(source, b"", Limits(cpu_s=0.5, wall_s=0.5))
+        assert output.stdout.startswith(b"1\n")
+        assert output.ended.wall_s < 10.0
+        assert sandbox.run("print(2)", b"", LIMITS).stdout == b"2\n"
