@@ -155,7 +155,7 @@ class Sandbox:
         return None if data is None else plain.decode(data)
 
     def _pump(self, child: Child, readers: list[int], made: BinaryIO | None) -> Output:
-        """Read what the child writes until it has ended. ``made``: of a command, where it copies what it made."""
+        """Read what the child writes until it has ended. ``made``: file that a command fills."""
         streams = _Streams(child, *readers)
         sources = [*readers, child.channel.fileno()] if made else list(readers)
         answer: dict[str, Any] = {}

@@ -1,9 +1,11 @@
-"""Waiting: the time in which the machine had no processor for a program. It has no I/O: looks come from outside.
+"""Waiting: the time in which the machine had no processor for a program. Without I/O: the zygote checks /proc.
 
-`own-wait-counts`: a program makes its own threads wait for each other, and such waiting is its own time. Waiting counts
-as the machine's only as far as no thread ran meanwhile, so a program pays for other waiting with its CPU time. The CPU
-time of a child that ended between two looks may be unknown. So nothing is free if children were started since the last
-look and several can run at this look or at the last. Looks come at random times: children cannot hide from them.
+`own-wait-counts`: if a program makes its own threads wait for each other, this is its own time.
+
+1. Waiting is free if no thread ran meanwhile. So a program pays with CPU time for the waiting that it causes.
+2. If children were started since the last check, and several threads can run at this check or at the last, nothing is
+   free: the CPU time of a child that ended between two checks may be unknown. Checks have random distances, so that
+   children cannot hide from them.
 """
 
 from __future__ import annotations

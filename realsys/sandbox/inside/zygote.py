@@ -49,7 +49,7 @@ class _Running:
         self.waiting = Waiting(self.born)
         self.last: dict[int, uses.Use] = {}
         self.reached = ""
-        self.killed = False  # by the zygote
+        self.killed = False  # the zygote has killed it
         self.peak_mb = 0.0
 
     def mark(self, tree: dict[int, uses.Use]) -> None:
