@@ -22,7 +22,8 @@ _CODE = Path(__file__).resolve().parent / "inside"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 #: files of /etc that libraries and other languages read; none has a secret
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "timezone", "alternatives", "mime.types")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+#: not "zero": to map it is another way to shared memory without a file
+_DEVICES = ("null", "full", "random", "urandom")
 _BOOT = (
     "import sys; sys.path.insert(0, '/realsys'); from inside.preload import preload; preload(); "
     "from inside.zygote import main; main()"

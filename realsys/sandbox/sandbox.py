@@ -18,7 +18,7 @@ import select
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from realsys.errors import DataError
 from realsys.sandbox import isolation
@@ -36,7 +36,7 @@ class Command:
     """A command to run instead of Python.
 
     argv   absolute path of the executable, and arguments; the working folder is /tmp
-    files  files to write before, path -> content; they are executable
+    files  files to write before, path -> content, 3 at most; they are executable
     makes  file whose content is wanted afterwards (Output.made), such as a compiled program
     """
 
@@ -99,20 +99,19 @@ class Sandbox:
 
         Output.stderr is the end of it.
         """
-        is_command = isinstance(program, Command)
+        command = program if isinstance(program, Command) else None
+        contents = [stdin, b"", *command.files.values()] if command else [stdin]
         with contextlib.ExitStack() as stack:
-            given = stack.enter_context(os.fdopen(os.memfd_create("stdin"), "w+b", buffering=0))
-            given.write(stdin)
-            given.seek(0)
+            given, *others = [stack.enter_context(_memory_file(content)) for content in contents]
             pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
             readers = [stack.enter_context(os.fdopen(pipe[0], "rb", buffering=0)) for pipe in pipes]
             writers = [stack.enter_context(os.fdopen(pipe[1], "wb", buffering=0)) for pipe in pipes]
-            descriptors = [given.fileno(), *(writer.fileno() for writer in writers)]
-            child = stack.enter_context(self.zygote.child("command" if is_command else "run", limits, descriptors))
+            descriptors = [file.fileno() for file in (given, *writers, *others)]
+            child = stack.enter_context(self.zygote.child("command" if command else "run", limits, descriptors))
             for writer in writers:
                 writer.close()
-            self.zygote.give(child, _command_task(program) if isinstance(program, Command) else {"source": program})
-            return self._pump(child, [reader.fileno() for reader in readers], is_command)
+            self.zygote.give(child, _command_task(command) if command else {"source": program})
+            return self._pump(child, [reader.fileno() for reader in readers], others[0] if command else None)
 
     @contextlib.contextmanager
     def serve(self, source: str, limits: Limits) -> Iterator[Program]:
@@ -161,16 +160,22 @@ class Sandbox:
         data = plain.receive(tester.channel.fileno())
         return None if data is None else plain.decode(data)
 
-    def _pump(self, child: Child, readers: list[int], is_command: bool) -> Output:
-        """Read what the child writes until it has ended."""
+    def _pump(self, child: Child, readers: list[int], made: BinaryIO | None) -> Output:
+        """Read what the child writes until it has ended. ``made``: file that a command fills."""
         streams = _Streams(child, *readers)
-        sources = [*readers, child.channel.fileno()] if is_command else list(readers)
+        sources = [*readers, child.channel.fileno()] if made else list(readers)
         answer: dict[str, Any] = {}
         while child.ended is None or sources:
-            watched = [*sources, self.zygote.fileno()] if child.ended is None else sources
-            ready, _, _ = select.select(watched, [], [], child.left_s)
-            if not ready:
+            watched, left_s = [*sources, self.zygote.fileno()], child.left_s
+            if (
+                child.ended is not None
+            ):  # without isolation, what it started may still hold the pipes: never wait for it
+                watched, left_s = sources, 0.0
+            ready, _, _ = select.select(watched, [], [], left_s)
+            if not ready and child.ended is None:
                 raise self.zygote.starved(child)
+            if child.ended is not None and (not ready or child.reached):
+                break
             for descriptor in ready:
                 if descriptor not in sources:
                     self.zygote.look(0.0)
@@ -181,8 +186,9 @@ class Sandbox:
                     sources.remove(descriptor)
         ended = child.ended
         if answer:
-            ended = dataclasses.replace(ended, code=ended.code or answer["code"])
-        return Output(ended, bytes(streams.stdout), bytes(streams.stderr), answer.get("made"))
+            ended = dataclasses.replace(ended, code=answer["code"] or ended.code)
+        content = _content(made) if made and answer.get("made") else None
+        return Output(ended, bytes(streams.stdout), bytes(streams.stderr), content)
 
     def _answer(self, descriptor: int) -> dict[str, Any]:
         """Return what a command's process says; it is as little trusted as the program."""
@@ -191,14 +197,27 @@ class Sandbox:
             answer = {} if data is None else plain.decode(data)
         except (OSError, plain.PlainError):
             return {}
-        fits = isinstance(answer, dict) and type(answer.get("code")) is int
-        return answer if fits and isinstance(answer.get("made"), bytes | None) else {}
+        return answer if isinstance(answer, dict) and type(answer.get("code")) is int else {}
+
+
+def _memory_file(content: bytes) -> BinaryIO:
+    """Return an open file in memory. A message could not have a content of any size."""
+    file = os.fdopen(os.memfd_create("content"), "w+b", buffering=0)
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _content(file: BinaryIO) -> bytes:
+    """Return the content of a file that no process writes any more."""
+    file.seek(0)
+    return file.read()
 
 
 def _command_task(command: Command) -> dict[str, Any]:
     return {
         "argv": list(command.argv),
-        "files": command.files,
+        "files": list(command.files),
         "makes": command.makes,
         "environment": isolation.environment(),
     }

@@ -19,7 +19,7 @@ from realsys.errors import SandboxError
 from realsys.sandbox import isolation
 from realsys.sandbox.inside import plain
 from realsys.sandbox.inside.child import READY
-from realsys.sandbox.inside.zygote import MAX_MESSAGE
+from realsys.sandbox.inside.zygote import KILLED, MAX_MESSAGE
 from realsys.sandbox.limits import Ended, Limits
 
 START_S = 20.0  # bound on the start of the zygote
@@ -221,6 +221,8 @@ class ZygoteProcess:
             raise self.failed(f"a program could not be started: {message['error']}")
         if child is not None and "code" not in message:
             child.waited_s = message["waited_s"]
+        elif child is not None and message["reached"] == KILLED:
+            raise self.failed("a program was killed from outside: the machine has no memory left")
         elif child is not None:
             wall_s = time.monotonic() - child.born
             reached = child.reached or message["reached"]

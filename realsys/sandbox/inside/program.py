@@ -37,32 +37,42 @@ def run(task: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def command(task: dict[str, Any], channel: int, descriptors: list[int]) -> None:
-    """Write the files and execute the command; then send the file that it made, if one is wanted."""
-    for name, data in task["files"].items():
+    """Write the files and execute the command; then copy the file that it made, if one is wanted.
+
+    ``descriptors``: stdin, stdout, stderr, the copy, and the content of each file.
+    """
+    standard, copy, contents = descriptors[:3], descriptors[3], descriptors[4:]
+    for name, content in zip(task["files"], contents, strict=True):
         os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
         with open(name, "wb") as file:
-            file.write(data)
+            _copy(content, file.fileno())
         os.chmod(name, 0o700)
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(OSError):
-            for number, descriptor in enumerate(descriptors):
+            for number, descriptor in enumerate(standard):
                 os.dup2(descriptor, number)
             os.execve(task["argv"][0], task["argv"], task["environment"])
         os._exit(127)
-    for descriptor in descriptors:
+    for descriptor in standard:
         os.close(descriptor)
     while True:
         ended, status = os.wait()
         if ended == pid:
             break
     code = os.waitstatus_to_exitcode(status)
-    made = None
+    made = False
     if task["makes"] and code == 0:
         with contextlib.suppress(OSError), open(task["makes"], "rb") as file:
-            made = file.read()
+            _copy(file.fileno(), copy)
+            made = True
     plain.send(channel, plain.encode({"code": code, "made": made}))
-    os._exit(0)
+    os._exit(int(code != 0))  # the zygote looks why a program fails
+
+
+def _copy(source: int, target: int) -> None:
+    while os.sendfile(target, source, None, 1 << 20):
+        pass
 
 
 def serve(task: dict[str, Any], link: int) -> None:

@@ -18,6 +18,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "clone": (56, 220),
     "clone3": (435, 435),
     "socketpair": (53, 199),
+    "mmap": (9, 222),
     # network
     "socket": (41, 198),
     "connect": (42, 203),
@@ -112,14 +113,15 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "ustat": (136, None),
     "sysfs": (139, None),
 }
-_SPECIAL = {"clone", "clone3", "socketpair"}
+_SPECIAL = {"clone", "clone3", "socketpair", "mmap"}
 
 # BPF: struct sock_filter is (code, jump if true, jump if false, value)
 _LOAD, _EQUAL, _GREATER, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
 _FEW = 4  # calls that are compared one after another
-_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT, _FOURTH_ARGUMENT_AT = 0, 4, 16, 40
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _AF_UNIX = 1
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 
 
 def number(name: str) -> int | None:
@@ -152,6 +154,13 @@ def filter_program(namespaces: int) -> bytes | None:
         _step(_EQUAL, number("socketpair") or 0, 0, 4),
         _step(_LOAD, _FIRST_ARGUMENT_AT),
         _step(_EQUAL, _AF_UNIX, 1, 0),
+        _step(_RETURN, refuse),
+        _step(_RETURN, _ALLOW),
+        # Shared memory without a file: pages that a process gives back stay, and no count has them.
+        _step(_EQUAL, number("mmap") or 0, 0, 5),
+        _step(_LOAD, _FOURTH_ARGUMENT_AT),
+        _step(_ANY_BIT, _MAP_ANONYMOUS, 0, 2),
+        _step(_ANY_BIT, _MAP_SHARED, 0, 1),
         _step(_RETURN, refuse),
         _step(_RETURN, _ALLOW),
     ]

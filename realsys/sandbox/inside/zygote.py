@@ -14,32 +14,20 @@ import array
 import contextlib
 import json
 import os
-import re
 import select
 import signal
 import socket
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
-from . import child, confine, kernel, preload, rehearsal
+from . import child, confine, kernel, preload, rehearsal, uses
+from .waiting import Waiting
 
 MAX_MESSAGE = 1 << 16
 MAX_DESCRIPTORS = 8
-LOOK_S = 0.05  # between two checks of the CPU time and memory of a program and its children
-_TICKS = os.sysconf("SC_CLK_TCK")
-_OWN_KB = re.compile(rb"^Rss(?:Anon|Shmem):\s*(\d+)", re.M)
-
-
-class _Use(NamedTuple):
-    """Use of a process."""
-
-    parent: int
-    born: int
-    threads: int
-    cpu_s: float
-    children_s: float  # CPU time of the children that it has collected
-    memory_mb: float
+KILLED = "killed"  # "reached" of a program that neither it nor the zygote has ended
+LOOK_S = 0.05  # mean time between two checks of the CPU time and memory of a program and its children
 
 
 class _Running:
@@ -58,21 +46,20 @@ class _Running:
         self.begin = self.born
         self.cpu_before_s = 0.0
         self.ended_cpu_s = 0.0  # CPU time of processes that ended, and that no other process has collected
-        self.waited_before_s = 0.0
-        self.waited_s = 0.0  # waiting time in this run
-        self.all_waited_s = 0.0
-        self.last: dict[int, _Use] = {}
+        self.waiting = Waiting(self.born)
+        self.last: dict[int, uses.Use] = {}
         self.reached = ""
+        self.killed = False  # the zygote has killed it
         self.peak_mb = 0.0
 
-    def mark(self, tree: dict[int, _Use]) -> None:
+    def mark(self, tree: dict[int, uses.Use]) -> None:
         """Begin another run."""
+        self._look_at_waiting(tree)
+        self.waiting.begin()
         self.begin = time.monotonic()
         self.cpu_before_s = self._cpu_s(tree)
-        self.waited_before_s = _waited_s(self.pid)
-        self.waited_s = 0.0
 
-    def _cpu_s(self, tree: dict[int, _Use]) -> float:
+    def _cpu_s(self, tree: dict[int, uses.Use]) -> float:
         """Return the CPU time of all processes until now."""
         # A program may have the kernel forget its ended children. A number may also have been given to another one.
         gone = [use for pid, use in self.last.items() if pid not in tree or tree[pid].born != use.born]
@@ -81,17 +68,14 @@ class _Running:
         self.last = tree
         return self.ended_cpu_s + sum(use.cpu_s + use.children_s for use in tree.values())
 
-    def look(self, tree: dict[int, _Use]) -> None:
+    def look(self, tree: dict[int, uses.Use]) -> None:
         """Find which limit it has reached, from the use of its processes.
 
         The outside watches the clock of a program that answers calls: it knows when a call begins.
         """
         cpu_s = self._cpu_s(tree) - self.cpu_before_s
         memory_mb = sum(use.memory_mb for use in tree.values())
-        if sum(use.threads for use in tree.values()) == 1:
-            # Time in which the machine had no processor for it is not its own. Several wait for each other, too.
-            self.all_waited_s = _waited_s(self.pid)
-            self.waited_s = self.all_waited_s - self.waited_before_s
+        self._look_at_waiting(tree)
         self.peak_mb = max(self.peak_mb, memory_mb)
         if self.reached:
             return
@@ -102,9 +86,13 @@ class _Running:
         elif self.limits["watch_clock"] and self._own_s() > self.limits["wall_s"]:
             self.reached = "wall"
 
+    def _look_at_waiting(self, tree: dict[int, uses.Use]) -> None:
+        self.waiting.look(time.monotonic(), uses.tasks_of(tree), uses.last_pid())
+
     def _own_s(self) -> float:
         """Return the time of this run, without the time in which it or its partner had no processor."""
-        return time.monotonic() - self.begin - self.waited_s - (self.partner.waited_s if self.partner else 0.0)
+        partner_s = self.partner.waiting.run_s if self.partner else 0.0
+        return time.monotonic() - self.begin - self.waiting.run_s - partner_s
 
 
 class Zygote:
@@ -115,11 +103,13 @@ class Zygote:
         self._setup = setup
         self._user = os.geteuid(), os.getegid()
         self._children: dict[int, _Running] = {}  # pidfd -> child
+        self._oom_kills = uses.oom_kills()
 
     def serve(self) -> None:
         """Answer until the outside closes its end."""
         while True:
-            wait = LOOK_S if self._children else None
+            # At random times: a program cannot arrange to be idle whenever it is looked at.
+            wait = LOOK_S * (0.5 + os.urandom(1)[0] / 255) if self._children else None
             ready, _, _ = select.select([self._control.fileno(), *self._children], [], [], wait)
             for descriptor in ready:
                 if descriptor in self._children:
@@ -139,10 +129,10 @@ class Zygote:
             if each.number == message.get("kill"):
                 self._kill(each)
             elif each.number == message.get("mark"):
-                each.mark(_tree(each.pid, _uses()))
+                each.mark(uses.tree_of(each.pid, uses.all_uses()))
             elif each.number == message.get("ask"):
-                each.look(_tree(each.pid, _uses()))
-                self._send({"id": each.number, "waited_s": each.waited_s})
+                each.look(uses.tree_of(each.pid, uses.all_uses()))
+                self._send({"id": each.number, "waited_s": each.waiting.run_s})
         if "mode" not in message:
             return True
         descriptors = array.array("i")
@@ -180,23 +170,37 @@ class Zygote:
         os.close(ended.pidfd)
         _, status, usage = os.wait4(ended.pid, 0)
         cpu_s = usage.ru_utime + usage.ru_stime
-        if not ended.reached and cpu_s - ended.cpu_before_s > ended.limits["cpu_s"]:
-            ended.reached = "cpu"
-        peak = max(ended.peak_mb, usage.ru_maxrss / 1024)
         code = os.waitstatus_to_exitcode(status)
+        run_cpu_s = min(ended.limits["cpu_s"] + ended.cpu_before_s, ended.limits["process_cpu_s"])
+        if not ended.reached and cpu_s > run_cpu_s:
+            ended.reached = "cpu"
+        elif not ended.reached and code and self._is_victim(ended, code):
+            ended.reached = KILLED
+        peak = max(ended.peak_mb, usage.ru_maxrss / 1024)
         answer = {"id": ended.number, "code": code, "cpu_s": cpu_s, "peak_mb": peak, "reached": ended.reached}
-        self._send({**answer, "waited_s": ended.all_waited_s})
+        self._send({**answer, "waited_s": ended.waiting.waited_s})
+
+    def _is_victim(self, ended: _Running, code: int) -> bool:
+        """Return True if the machine ended a failed program, or a process of it: it had no memory left."""
+        before, self._oom_kills = self._oom_kills, uses.oom_kills()
+        if ended.killed:
+            return False
+        # No program can send this signal to the first process of its namespace.
+        return self._oom_kills > before or (code == -signal.SIGKILL and self._setup["namespaces"])
 
     def _look(self, running: list[_Running]) -> None:
         """Kill children that reach a limit, with all their processes."""
-        uses = _uses()
+        found = uses.all_uses()
         for each in running:
-            each.look(_tree(each.pid, uses))
+            each.look(uses.tree_of(each.pid, found))
             if each.reached:
                 self._kill(each)
 
     def _kill(self, child_of: _Running) -> None:
         """Kill a child. All others in its namespace of processes die with it."""
+        if select.select([child_of.pidfd], [], [], 0)[0]:
+            return  # it has ended
+        child_of.killed = True
         if self._setup["namespaces"]:
             os.kill(child_of.pid, signal.SIGKILL)
         else:
@@ -205,47 +209,6 @@ class Zygote:
 
     def _send(self, message: dict[str, Any]) -> None:
         self._control.sendall(json.dumps(message).encode())
-
-
-def _uses() -> dict[int, _Use]:
-    """Return what each process has used."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return {pid: use for pid in pids if (use := _use(pid))}
-
-
-def _use(pid: int) -> _Use | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        with open(f"/proc/{pid}/status", "rb") as file:
-            status = file.read()
-    except OSError:
-        return None  # it has ended
-    cpu, children = (sum(map(int, fields[at : at + 2])) / _TICKS for at in (11, 13))
-    # Pages of files, such as libraries, are not its own; files in memory are RssShmem while they are mapped.
-    memory_mb = sum(int(size) for size in _OWN_KB.findall(status)) / 1024
-    return _Use(int(fields[1]), int(fields[19]), int(fields[17]), cpu, children, memory_mb)
-
-
-def _tree(root: int, uses: dict[int, _Use]) -> dict[int, _Use]:
-    """Return the uses of a child and its descendants. Orphans are its children: it is the first in its namespace."""
-    tree: dict[int, _Use] = {}
-    todo = [root]
-    while todo:
-        pid = todo.pop()
-        if pid in uses and pid not in tree:
-            tree[pid] = uses[pid]
-            todo += [other for other, use in uses.items() if use.parent == pid]
-    return tree
-
-
-def _waited_s(pid: int) -> float:
-    """Return the time in which a process could run and had no processor."""
-    try:
-        with open(f"/proc/{pid}/schedstat", "rb") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 def main() -> None:

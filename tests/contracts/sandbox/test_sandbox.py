@@ -105,6 +105,20 @@ def test_command_makes_a_file_for_the_next(sandbox):
     assert sandbox.run(Command(("/bin/sh", "made"), {"made": made}), b"", LIMITS).stdout == b"hi\n"
 
 
+def test_large_file_reaches_the_next_command(sandbox):
+    size = 20 << 20  # more than one message has
+    make = Command(("/bin/sh", "make"), {"make": f"head -c {size} /dev/urandom > made".encode()}, "made")
+    made = sandbox.run(make, b"", LIMITS).made
+    assert made is not None and len(made) == size
+    assert (
+        sandbox.run(Command(("/usr/bin/wc", "-c", "made"), {"made": made}), b"", LIMITS).stdout == b"%d made\n" % size
+    )
+
+
+def test_command_that_makes_nothing_is_seen(sandbox):
+    assert sandbox.run(Command(("/bin/sh", "-c", "true"), {}, "made"), b"", LIMITS).made is None
+
+
 def test_failed_command_has_its_exit_code(sandbox):
     output = sandbox.run(Command(("/bin/sh", "-c", "exit 7"), {}), b"", LIMITS)
     assert (output.ended.code, output.ended.reason) == (7, CRASHED)
@@ -278,6 +292,18 @@ def test_zygote_that_dies_in_a_run_is_an_error():
             zygote_of(sandbox).parent().kill()
 
 
+def test_killed_program_is_an_error():
+    """As the kernel kills it if the machine has no memory left."""
+    with (
+        Sandbox() as sandbox,
+        pytest.raises(SandboxError, match="killed from outside"),
+        sandbox.serve(ADD, LIMITS) as it,
+    ):
+        assert it.call("add", [1]) == 2
+        zygote_of(sandbox).kill()
+        it.call("add", [1])
+
+
 def test_closed_sandbox_leaves_no_processes():
     sandbox = Sandbox()
     with sandbox:
@@ -311,3 +337,14 @@ def test_no_isolation_keeps_the_limits():
         assert sandbox.run("print(1)", b"", LIMITS).stdout == b"1\n"
         assert sandbox.run("while True: pass", b"", LIMITS).ended.reason == CPU
         assert sandbox.test(ADD, UnitTests("assert add(1) == 2"), LIMITS).passed
+
+
+@pytest.mark.parametrize("body", ["time.sleep(16)", "while time.monotonic() < begin + 16: os.write(1, b'x' * 4096)"])
+def test_daemon_without_isolation_delays_nothing(body):
+    daemon = f"    begin = time.monotonic()\n    {body}\n    os._exit(0)\n"
+    source = "import os, time\nprint(1, flush=True)\nif not os.fork():\n    os.setsid()\n" + daemon
+    with Sandbox(Settings("none")) as sandbox:
+        output = sandbox.run(source, b"", Limits(cpu_s=0.5, wall_s=0.5))
+        assert output.stdout.startswith(b"1\n")
+        assert output.ended.wall_s < 10.0
+        assert sandbox.run("print(2)", b"", LIMITS).stdout == b"2\n"

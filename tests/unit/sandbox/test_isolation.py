@@ -67,10 +67,10 @@ def test_filter_jumps_stay_inside():
             assert place + 1 + max(step[2], step[3]) < len(steps)
 
 
-def _answer(program, call, argument=0):
+def _answer(program, call, first=0, fourth=0):
     """Return what a filter answers to a call. Codes are those of struct sock_filter."""
     steps = list(struct.iter_unpack("=HBBI", program))
-    data = {0: call, 4: syscalls._MACHINES[platform.machine()][1], 16: argument}
+    data = {0: call, 4: syscalls._MACHINES[platform.machine()][1], 16: first, 40: fourth}
     place = loaded = 0
     while True:
         code, true, false, value = steps[place]
@@ -89,7 +89,9 @@ def test_filter_refuses_exactly_the_table():
     if program is None:
         pytest.skip("no table of system calls for this architecture")
     refused = {call for call in range(syscalls.NEWEST + 1) if _answer(program, call, 1) == 0x50000 | errno.EPERM}
-    special = {syscalls.number(name) for name in ("clone", "clone3", "socketpair")}
+    special = {syscalls.number(name) for name in syscalls._SPECIAL}
     assert refused == {syscalls.number(name) for name in syscalls._NUMBERS} - special - {None}
     assert _answer(program, syscalls.number("clone"), kernel.CLONE_NEWUSER) == 0x50000 | errno.EPERM
+    memory = [_answer(program, syscalls.number("mmap"), fourth=flags) for flags in (0x01, 0x22, 0x21, 0x8031)]
+    assert [answer == 0x50000 | errno.EPERM for answer in memory] == [False, False, True, True]
     assert _answer(program, syscalls.NEWEST + 1) == 0x50000 | errno.ENOSYS

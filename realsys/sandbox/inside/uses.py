@@ -1,0 +1,99 @@
+"""Use of processors and memory by the processes of a program, as /proc has it."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+from .waiting import Task
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_OWN_KB = re.compile(rb"^Rss(?:Anon|Shmem):\s*(\d+)", re.M)
+_OOM_KILLS = re.compile(rb"^oom_kill (\d+)", re.M)
+
+
+class Use(NamedTuple):
+    """Use of a process."""
+
+    runnable: bool  # state of its first thread
+    parent: int
+    born: int
+    threads: int
+    cpu_s: float
+    children_s: float  # CPU time of the children that it has collected
+    memory_mb: float
+
+
+def all_uses() -> dict[int, Use]:
+    """Return the use of each process."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return {pid: use for pid in pids if (use := _use(pid))}
+
+
+def tree_of(root: int, uses: dict[int, Use]) -> dict[int, Use]:
+    """Return the uses of a child and its descendants. Orphans are its children: it is the first in its namespace."""
+    tree: dict[int, Use] = {}
+    todo = [root]
+    while todo:
+        pid = todo.pop()
+        if pid in uses and pid not in tree:
+            tree[pid] = uses[pid]
+            todo += [other for other, use in uses.items() if use.parent == pid]
+    return tree
+
+
+def tasks_of(tree: dict[int, Use]) -> dict[int, Task]:
+    """Return all threads of these processes."""
+    tasks: dict[int, Task] = {}
+    for pid, use in tree.items():
+        if use.threads == 1:
+            tasks[pid] = Task(use.runnable, *_scheduled(f"/proc/{pid}"))
+            continue
+        try:
+            names = os.listdir(f"/proc/{pid}/task")
+        except OSError:
+            continue  # it has ended
+        for name in names:
+            folder = f"/proc/{pid}/task/{name}"
+            tasks[int(name)] = Task(_stat(folder)[:1] == [b"R"], *_scheduled(folder))
+    return tasks
+
+
+def last_pid() -> int:
+    """Return the number of the newest process or thread."""
+    return int(_read("/proc/loadavg").split()[-1])
+
+
+def oom_kills() -> int:
+    """Return the number of processes that the kernel has ended because the machine had no memory left."""
+    match = _OOM_KILLS.search(_read("/proc/vmstat"))
+    return int(match[1]) if match else 0
+
+
+def _use(pid: int) -> Use | None:
+    fields, status = _stat(f"/proc/{pid}"), _read(f"/proc/{pid}/status")
+    if not fields or not status:
+        return None  # it has ended
+    cpu, children = (sum(map(int, fields[at : at + 2])) / _TICKS for at in (11, 13))
+    # Pages of files, such as libraries, are not its own; files in memory are RssShmem while they are mapped.
+    memory_mb = sum(int(size) for size in _OWN_KB.findall(status)) / 1024
+    return Use(fields[0] == b"R", int(fields[1]), int(fields[19]), int(fields[17]), cpu, children, memory_mb)
+
+
+def _stat(folder: str) -> list[bytes]:
+    return _read(f"{folder}/stat").rpartition(b")")[2].split()
+
+
+def _scheduled(folder: str) -> tuple[float, float]:
+    """Return the time in which a thread ran, and the time in which it could run and had no processor."""
+    fields = _read(f"{folder}/schedstat").split()
+    return (int(fields[0]) / 1e9, int(fields[1]) / 1e9) if len(fields) > 1 else (0.0, 0.0)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""

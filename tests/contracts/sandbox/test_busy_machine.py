@@ -1,0 +1,51 @@
+"""Programs on a machine whose processors are busy: they get their time, whatever they are made of."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from realsys.sandbox.limits import WALL, Limits
+from realsys.sandbox.sandbox import Command, Sandbox
+
+LIMITS = Limits(cpu_s=2.0, wall_s=0.7)
+SPIN = "import time\nwhile time.process_time() < 0.4: pass\nprint(1)\n"
+CHILD = "import os\nif os.fork(): os.wait()\nelse:\n" + "".join(f"    {line}\n" for line in SPIN.splitlines())
+THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n" + SPIN
+BURNER = [sys.executable, "-c", "import os\nos.nice(10)\nwhile os.getppid() == {pid}: pass"]
+
+pytestmark = pytest.mark.needs("bwrap")
+
+
+@pytest.fixture
+def sandbox():
+    """A sandbox on one processor, which two other processes use as well."""
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})
+    command = [word.format(pid=os.getpid()) for word in BURNER]
+    burners = [subprocess.Popen(command) for _ in range(2)]
+    try:
+        with Sandbox() as sandbox:
+            yield sandbox
+    finally:
+        os.sched_setaffinity(0, processors)
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+def command(source) -> Command:
+    return Command((os.path.realpath(sys.executable), "program.py"), {"program.py": source.encode()})
+
+
+def test_program_gets_its_time(sandbox):
+    for program in (SPIN, CHILD, THREAD, command(SPIN)):
+        output = sandbox.run(program, b"", LIMITS)
+        assert (output.ended.reason, output.stdout) == ("", b"1\n"), program
+        assert output.ended.wall_s > output.ended.own_s
+
+
+def test_sleep_is_over_the_limit(sandbox):
+    source = "import time\ntime.sleep(60)"
+    assert [sandbox.run(each, b"", LIMITS).ended.reason for each in (source, command(source))] == [WALL, WALL]
