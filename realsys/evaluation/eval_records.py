@@ -125,11 +125,11 @@ def headline(result: Mapping[str, Any]) -> str:
     if not isinstance(accuracy, int | float):
         reward = result.get("reward_mean")
         return f"reward {reward:.3f} ({asked})" if isinstance(reward, int | float) else f"no verdicts ({asked})"
-    parts = [f"accuracy {100 * accuracy:.1f} %{_margin(result.get('interval'))} ({asked})"]
+    parts = [f"accuracy {100 * accuracy:.1f}%{_margin(result.get('interval'))} ({asked})"]
     pass_at = result.get("pass_at") or {}
-    parts += [f"pass@{k} {100 * value['value']:.1f} %" for k, value in pass_at.items() if k != "1"]
+    parts += [f"pass@{k} {100 * value['value']:.1f}%" for k, value in pass_at.items() if k != "1"]
     if vote := result.get("majority"):
-        parts.append(f"majority {100 * vote['value']:.1f} %")
+        parts.append(f"majority {100 * vote['value']:.1f}%")
     return ", ".join([*parts, *omissions(result)])
 
 

@@ -22,7 +22,7 @@ def test_complete_evaluation_has_numbers_and_interval():
     found = record("step-7", 7, made(), GOOD, 3.0)
     assert (found["complete"], found["accuracy"], found["version"]) == (True, pytest.approx(5 / 6), 7)
     assert found["interval"][0] < 5 / 6 < found["interval"][1] and [*found["pass_at"]] == ["1", "4"]
-    assert headline(found) == "accuracy 83.3 % ± 7.4 (96 problems x 4), pass@4 83.3 %"
+    assert headline(found) == "accuracy 83.3% ± 7.4 (96 problems x 4), pass@4 83.3%"
 
 
 def test_incomplete_evaluation_has_no_number():
@@ -51,7 +51,7 @@ def test_failures_in_older_records_hide_their_numbers():
     older = {"kind": "eval", "eval_id": "after", "problems": 93, "failed": 3, "accuracy": 0.5, "reward_mean": 1.0}
     assert headline(older) == "incomplete: 3 of 96 failed"
     assert without_incomplete(older)["accuracy"] is None
-    assert headline(older | {"failed": 0}) == "accuracy 50.0 % (93 problems)"
+    assert headline(older | {"failed": 0}) == "accuracy 50.0% (93 problems)"
 
 
 def test_task_without_right_or_wrong_shows_its_reward():

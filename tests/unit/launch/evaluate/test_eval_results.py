@@ -23,7 +23,7 @@ def sample(problem: int, reason: str) -> EvalSample:
 def test_table_has_a_line_per_data_set() -> None:
     lines = table([result(), result("aime", problems=30, cut_off=None)])
     assert [line.split("  ")[0] for line in lines] == ["data set", "eval", "aime"]
-    assert "50.0 % (40.0 - 60.0)" in lines[1] and "25.0 %" in lines[1] and lines[1].endswith("60")
+    assert "50.0% (40.0 - 60.0)" in lines[1] and "25.0%" in lines[1] and lines[1].endswith("60")
     assert all("\n" not in line for line in lines)
 
 
@@ -31,12 +31,12 @@ def test_pass_at_k_and_votes_have_columns() -> None:
     both = {"1": {"value": 0.5, "low": 0.4, "high": 0.6}, "8": {"value": 0.9, "low": 0.8, "high": 1.0}}
     lines = table([result(pass_at=both, majority={"value": 0.7, "low": 0.6, "high": 0.8}), result("aime")])
     assert "pass@8" in lines[0] and "majority" in lines[0]
-    assert "90.0 % (80.0 - 100.0)" in lines[1] and "70.0 % (60.0 - 80.0)" in lines[1]
+    assert "90.0% (80.0 - 100.0)" in lines[1] and "70.0% (60.0 - 80.0)" in lines[1]
 
 
 def test_incomplete_evaluation_shows_no_number() -> None:
     lines = table([result(complete=False, incomplete="3 of 64 failed", pass_at={}, failed=3)])
-    assert "%" not in lines[1].replace("25.0 %", "")
+    assert "%" not in lines[1].replace("25.0%", "")
     assert lines[-1] == "eval: incomplete: 3 of 64 failed"
 
 
@@ -59,7 +59,7 @@ def test_report_reads_the_stored_completions(tmp_path, capsys) -> None:
     assert report(paths, tmp_path / "out", {"model": "/m"}, {"eval-60": result(cut_off=None)}) == 0
     stored = json.loads((tmp_path / "out" / "results.json").read_text())
     assert stored["model"] == "/m" and stored["results"][0]["cut_off"] == 0.5
-    assert stored["results"][0]["completions"] == 2 and "50.0 %" in capsys.readouterr().out
+    assert stored["results"][0]["completions"] == 2 and "50.0%" in capsys.readouterr().out
 
 
 def test_incomplete_result_is_an_exit_code(tmp_path, capsys) -> None:

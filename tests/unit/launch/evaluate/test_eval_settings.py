@@ -89,8 +89,8 @@ def test_folder_gives_its_held_out_split(tmp_path, field):
     assert held_out_prompts(tmp_path, f"{field}={folder}") == ["test q0", "test q1", "test q2"]
 
 
+@pytest.mark.needs(package="reasoning_gym")
 def test_generated_source_gives_its_held_out_tasks(tmp_path):
-    pytest.importorskip("reasoning_gym")
     source = "reasoning_gym:basic_arithmetic"
     read = held_out_prompts(tmp_path, f"data.eval={source}", "data.source_args={size: 3}")
     assert read == [row.values["prompt"] for row in source_rows(source, "eval", {"size": 3})]

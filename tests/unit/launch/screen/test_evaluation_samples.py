@@ -61,7 +61,7 @@ def trial(tmp_path: Path) -> Path:
 def test_newest_evaluation_is_shown(trial: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["samples", str(trial), "--eval"]) == 0
     shown = capsys.readouterr().out
-    assert "after-4: version 4, accuracy 75.0 % ± 32.5 (2 problems x 2)" in shown
+    assert "after-4: version 4, accuracy 75.0% ± 32.5 (2 problems x 2)" in shown
     assert "reference  7" in shown and "\x1b[2J" not in shown and "wrong, reward 5, stop, 2 tokens" in shown
 
 

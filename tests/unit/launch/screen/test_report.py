@@ -124,7 +124,7 @@ def test_live_display_shows_what_matters(paths: TrialPaths) -> None:
     text = drawn(progress, paths)
     for shown in ("4/4", "80.0%", "9,000", "7,900", "2 max", "eta 4", "generation_server/1", "http://127.0.0.1:4321/"):
         assert shown in text, shown
-    assert "7.00 s: wait 14%, inf 29%, train 43%" in text and "83.5 %" in text and "staleness" in text
+    assert "7.00 s: wait 14%, inf 29%, train 43%" in text and "83.5%" in text and "staleness" in text
 
 
 def test_live_display_shows_tokens_that_were_not_trained(paths: TrialPaths) -> None:
