@@ -30,7 +30,7 @@ from realsys.train.megatron.rendezvous import process_groups
 from realsys.train.role_parts import make_role
 from realsys.types import SequenceRef
 from tests.support.training.lengths import PROMPT
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 
 PRESETS = {
     "arith": ModelSizes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=256, outputs=44),

@@ -32,7 +32,7 @@ from realsys.stream.codec import encode_group, encode_message
 from realsys.stream.push_pull import Puller, Pusher, PushLimits
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.types import Group, Ticket
-from tests.support.training.records import group_of, single_turn
+from tests.support.training.sample_records import group_of, single_turn
 
 ANSWERS = 8  # trajectories of a group
 IN_FLIGHT = 4  # groups or requests

@@ -17,13 +17,14 @@ EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_CTRL_C = 0, 1, 2, 130
 
 _EXAMPLES = """\
 examples:
-  realsys run experiment=arith                        a whole run on two CPU cores, some minutes
-  realsys run experiment=arith train.total_steps=5    set any field of the configuration
+  realsys run experiment=arith                      a whole run on two CPU cores
+  realsys run experiment=arith train.total_steps=5  set any configuration field
   realsys run experiment=math model.path=DIR data.train=FILE --dry-run
-                                                      check your model and data, start nothing
-  realsys status                                      the newest trial under runs/
+                                                    check model and data only
+  realsys status                                    newest trial under runs/
 """
 _NEWEST = "default: the newest trial under runs/"
+_TRIAL = "folder of the trial"
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -51,7 +52,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     _add_simulate(commands)
     _add_data(commands)
     audit = commands.add_parser("audit", help="check that no ticket of a trial was lost or used twice")
-    audit.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR")
+    audit.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR", help=_TRIAL)
     audit.add_argument("--json", action="store_true", help="print the whole report as JSON")
     _add_gc(commands)
     _add_trial_commands(commands)
@@ -73,17 +74,13 @@ def _add_submit(commands: Any) -> None:
 def _add_eval(commands: Any) -> None:
     evaluate = commands.add_parser(
         "eval",
-        help="evaluate a model, a trial, or the servers of a trial that runs",
+        help="evaluate a model, a trial, or a trial that runs",
         description="Evaluate on the data sets of the configuration and print a table (docs/evaluation.md). A model "
         "or a trial gets servers and RolloutWorkers of its own; nothing of them is left at the end.",
     )
-    evaluate.add_argument(
-        "target", metavar="TARGET", help="model folder, trial folder, or EXPERIMENT/TRIAL under runs/"
-    )
-    evaluate.add_argument(
-        "overrides", nargs="*", metavar="OVERRIDE", help="data.eval=FILE, evaluation.samples=8, evaluation.k=[1,8], ..."
-    )
-    evaluate.add_argument("--step", type=int, metavar="N", help="weights of this step of a trial (default: the last)")
+    evaluate.add_argument("target", metavar="TARGET", help="folder of a model or trial, or EXPERIMENT/TRIAL of runs/")
+    evaluate.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="data.eval=FILE, evaluation.samples=8, ...")
+    evaluate.add_argument("--step", type=int, metavar="N", help="weights of this step of the trial (default: the last)")
     evaluate.add_argument("--live", action="store_true", help="ask the servers of a trial that runs; training goes on")
     evaluate.add_argument("--name", metavar="NAME", help="name of the evaluation (default: date and time)")
     evaluate.add_argument("--config-dir", type=Path, metavar="DIR", help="your configuration files, as for run")
@@ -138,7 +135,7 @@ def _add_trial_commands(commands: Any) -> None:
 def _add_node_agent(commands: Any) -> None:
     agent = commands.add_parser(
         "node-agent",
-        help="start the processes of a trial on this machine, as its launcher says",
+        help="start processes of a trial that another machine runs",
         description="Run on each other machine of a trial: wait for its launcher, start and watch the processes "
         "that it orders, end all of them when the run ends or the launcher is gone.",
     )
@@ -188,23 +185,32 @@ def _add_simulate(commands: Any) -> None:
 def _add_record_commands(commands: Any) -> None:
     """Add the commands that read the recorded steps of a trial."""
     replay = commands.add_parser("replay", help="repeat a recorded train step and compare it bit for bit")
-    samples = commands.add_parser("samples", help="show the samples of a train step")
+    samples = commands.add_parser(
+        "samples",
+        help="show samples of a train step, or of an evaluation",
+        description="Show the samples of a recorded train step with their rewards, or the completions of an evaluation "
+        "(--eval).",
+    )
     for command in (replay, samples):
-        command.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR")
-        command.add_argument("--step", type=int, metavar="K", help="default: the last recorded step")
+        command.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR", help=_TRIAL)
+        command.add_argument("--step", type=int, metavar="N", help="default: the last recorded step")
     samples.add_argument("--ticket", metavar="ID", help="show only the prompt of this ticket")
     samples.add_argument(
-        "--limit", type=int, metavar="N", help="number of prompts to show, 0 for all (default: 4; all with --json)"
+        "--limit", type=int, metavar="N", help="prompts to show, 0: all (default: 4; with --json: all)"
     )
     samples.add_argument("--json", action="store_true", help="print one JSON object per sample")
     samples.add_argument(
-        "--eval", nargs="?", const="", metavar="ID", help="show completions of an evaluation (default: the newest)"
+        "--eval", nargs="?", const="", metavar="ID", help="show completions of this evaluation (default: the newest)"
     )
-    samples.add_argument("--set", default="", metavar="NAME", help="with --eval: of this data set")
+    samples.add_argument("--set", default="", metavar="NAME", help="with --eval: only this data set")
     samples.add_argument("--problem", type=int, metavar="N", help="with --eval: only this problem")
     verdicts = samples.add_mutually_exclusive_group()
-    verdicts.add_argument("--correct", dest="verdict", action="store_const", const=True, help="with --eval: right ones")
-    verdicts.add_argument("--wrong", dest="verdict", action="store_const", const=False, help="with --eval: wrong ones")
+    verdicts.add_argument(
+        "--correct", dest="verdict", action="store_const", const=True, help="with --eval: only right completions"
+    )
+    verdicts.add_argument(
+        "--wrong", dest="verdict", action="store_const", const=False, help="with --eval: only wrong completions"
+    )
     _add_regrade(commands)
 
 
@@ -215,15 +221,15 @@ def _add_regrade(commands: Any) -> None:
         description="Judge the recorded samples of a trial again, with its verifier or with another one, and report "
         "how often the verdict differs. The trial is only read; it may be running.",
     )
-    again.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR")
+    again.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR", help=_TRIAL)
     again.add_argument(
-        "overrides", nargs="*", metavar="OVERRIDE", help="rollout.reward.FIELD=VALUE, rollout.environment=..., ..."
+        "overrides", nargs="*", metavar="OVERRIDE", help="rollout.reward.FIELD=VALUE, rollout.environment=NAME, ..."
     )
-    again.add_argument("--verifier", metavar="NAME", help="built-in name or package.module:function (default: its own)")
+    again.add_argument("--verifier", metavar="NAME", help="name or package.module:function (default: the trial's)")
     again.add_argument("--args", metavar="{...}", help="keyword arguments of the verifier, as data.verifier_args")
-    again.add_argument("--step", type=int, metavar="K", help="default: all recorded steps")
-    again.add_argument("--show", type=int, metavar="N", default=0, help="print the first N samples that disagree")
-    again.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    again.add_argument("--step", type=int, metavar="N", help="default: all recorded steps")
+    again.add_argument("--show", type=int, metavar="N", default=0, help="print the first N that disagree (default: 0)")
+    again.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

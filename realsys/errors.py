@@ -21,6 +21,7 @@ RealsysError
 ├── AgentError            an agent or environment raised, or returned an episode that cannot be trained
 ├── LedgerError           an event that the rollout ledger cannot accept
 ├── StuckError            the run cannot make further progress; the message gives the reason
+├── PromptsUsedUp         no further batch can come from the epochs, after at least one: training ends
 ├── NotFiniteError        training met NaN or inf too many times in a row; the message names the samples
 ├── WorkerLost            a worker's lease lapsed or its process ended
 └── Fenced                this process lost its own lease and must stop
@@ -195,6 +196,10 @@ class StuckError(RealsysError):
     """The run cannot make further progress. The message gives the reason."""
 
     permanent = True
+
+
+class PromptsUsedUp(RealsysError):
+    """All prompts of ``train.total_epochs`` have ended, and a batch was trained before: training ends well."""
 
 
 class NotFiniteError(RealsysError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import RecordError
-from realsys.evaluation.records import incomplete_reason
+from realsys.evaluation.eval_records import incomplete_reason, omissions
 from realsys.evaluation.stored_samples import read_samples
 
 Result = Mapping[str, Any]
@@ -64,6 +64,7 @@ def table(results: Sequence[Result]) -> list[str]:
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in [head, *rows]]
     notes = [f"{result['set']}: incomplete: {reason}" for result in results if (reason := incomplete_reason(result))]
+    notes += [f"{result['set']}: {phrase}" for result in results for phrase in omissions(result)]
     return [line.rstrip() for line in lines] + notes
 
 

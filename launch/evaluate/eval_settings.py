@@ -119,19 +119,20 @@ def _without_training(config: Config, target: Target, overridden: Collection[str
 def _held_out_only(config: Config) -> dict[str, object]:
     """Return data and evaluation that read the held-out problems alone: the rows to train on may be gone, or not given.
 
-    If only sets are given, the data of the first one is read as held-out problems, and these are not evaluated.
-    Raises ConfigError if nothing is given.
+    They stay ``data.eval``, so that a source which has several splits gives its held-out one. If only sets are given,
+    the data of the first one is read as held-out problems, and these are not evaluated. Raises ConfigError if nothing
+    is given.
     """
     data, evaluation = config.data, config.evaluation.model_copy(update={"every_steps": 0})
     if data.kind == "arith" or (not data.eval and (data.train or data.mixture)):
         return {"data": data, "evaluation": evaluation}
-    alone = {"train": data.eval, "eval": "", "eval_fraction": 1.0, "mixture": [], "demos": ""}
+    alone: dict[str, object] = {"train": "", "mixture": [], "demos": ""}
     if not data.eval:
         first = next((own for own in evaluation.sets.values() if own.path), None)
         if first is None:
             raise ConfigError("data.eval", "", "name the problems to evaluate on, or a set: evaluation.sets.NAME.path")
         source = ("layout", "layout_args", "source_args")
-        alone |= {"train": first.path, **{name: getattr(first, name) for name in source}}
+        alone |= {"eval": first.path, **{name: getattr(first, name) for name in source}}
         off = {HELD_OUT: EvalSetConfig(problems=0)}
         evaluation = evaluation.model_copy(update={"sets": {**evaluation.sets, **off}})
     return {"data": data.model_copy(update=alone), "evaluation": evaluation}

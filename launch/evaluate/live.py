@@ -26,7 +26,7 @@ from realsys.config.evaluation_sets import EvaluationSet, id_of_set
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, KeyMissing, NameStoreError, WaitTimeout
-from realsys.evaluation.records import record
+from realsys.evaluation.eval_records import record
 from realsys.launch.evaluate.eval_settings import Choices, sets_to_evaluate
 from realsys.launch.start import changes
 from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
@@ -46,7 +46,7 @@ def live_sets(paths: TrialPaths, choices: Choices) -> tuple[Config, dict[str, Ev
     for change in changes(config.model_dump(), wanted.model_dump()):
         if not _FREE.fullmatch(change.field):
             problem = "cannot be set with --live, because the RolloutWorkers of the trial have its own settings: set"
-            raise ConfigError(change.field, change.new, f"{problem} evaluation.problems, samples or k only")
+            raise ConfigError(change.field, change.new, f"{problem} evaluation.problems, samples, k or max_failed only")
     return wanted, sets_to_evaluate(wanted)
 
 

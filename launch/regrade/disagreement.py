@@ -1,18 +1,17 @@
-"""Disagreement: counts of new judgements against the recorded rewards. Pure, and of constant size."""
+"""Disagreement: counts of new judgements against the recorded rewards. Pure. Its size depends on the prompts only."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from realsys.errors import RewardError
+from realsys.evaluation.estimates import Tally, pooled
 from realsys.launch.regrade.recorded import LeftOut, Recorded
 from realsys.rollout.environments.base import Judgement
 
 TOLERANCE = 1e-6  # rewards that differ by less are equal
-_Z = 1.959964  # quantile of a 95 % interval
 _VERDICTS = {True: "right", False: "wrong", None: "not judged"}
 
 
@@ -36,6 +35,7 @@ class Disagreement:
     left_out: Counter[str] = field(default_factory=Counter)  # reason -> samples, or steps
     first_left_out: dict[str, str] = field(default_factory=dict)  # reason -> sample or step
     shown: list[Different] = field(default_factory=list)
+    _by_prompt: dict[tuple[str, int], Tally] = field(default_factory=dict)  # prompt -> samples judged, different
     _reward: tuple[float, float] = (0.0, 0.0)  # sums: recorded, now
     _right: tuple[int, int] = (0, 0)
     _known: int = 0  # samples that are right or wrong in both
@@ -55,7 +55,11 @@ class Disagreement:
         if recorded.correct is not None and now.correct is not None:
             self._known += 1
             self._right = self._right[0] + recorded.correct, self._right[1] + now.correct
-        if flip := _flip(recorded, now):
+        flip = _flip(recorded, now)
+        ticket = recorded.task.ticket
+        before = self._by_prompt.get((ticket.split, ticket.prompt_index), Tally(0, 0))
+        self._by_prompt[ticket.split, ticket.prompt_index] = Tally(before.judged + 1, before.right + bool(flip))
+        if flip:
             self.flips[flip] += 1
             if len(self.shown) < self.keep:
                 self.shown.append(Different(recorded, now))
@@ -72,13 +76,13 @@ class Disagreement:
 
     def results(self) -> dict[str, Any]:
         """Return all counts as plain values; a mean or rate that was not measured is None."""
-        low, high = interval(self.different, self.judged)
+        rate = pooled(self._by_prompt.values())
         return {
             "samples": self.samples,
             "judged": self.judged,
             "disagreements": self.different,
-            "rate": self.different / self.judged if self.judged else None,
-            "rate_interval_95": [low, high] if self.judged else None,
+            "rate": rate.value if rate else None,
+            "rate_interval_95": [rate.low, rate.high] if rate else None,
             "flips": dict(self.flips.most_common()),
             "errors": dict(self.errors.most_common()),
             "left_out": dict(self.left_out.most_common()),
@@ -102,15 +106,6 @@ def _flip(recorded: Recorded, now: Judgement) -> str:
     if abs(now.reward - recorded.reward) <= TOLERANCE:
         return ""
     return "higher reward" if now.reward > recorded.reward else "lower reward"
-
-
-def interval(count: int, total: int) -> tuple[float, float]:
-    """Return the 95 % interval of a rate (Wilson); (0, 1) without samples."""
-    if not total:
-        return 0.0, 1.0
-    rate, z2 = count / total, _Z**2 / total
-    centre, half = rate + z2 / 2, _Z * math.sqrt(rate * (1 - rate) / total + z2 / (4 * total))
-    return min(rate, max(0.0, (centre - half) / (1 + z2))), max(rate, min(1.0, (centre + half) / (1 + z2)))
 
 
 def verdict_name(correct: bool | None) -> str:

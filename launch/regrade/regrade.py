@@ -99,7 +99,9 @@ def regrade_config(config: Config, options: RegradeOptions) -> Config:
     if options.verifier is not None and options.verifier != config.data.verifier:
         own = config.data.model_copy(update={"verifier": options.verifier, "verifier_args": {}})
         config = config.model_copy(update={"data": own})
-    config = overridden(config, overrides)
+    # Only the verifier that judges is checked and started; those of the evaluation's sets may need what is not here.
+    evaluation = config.evaluation.model_copy(update={"sets": {}})
+    config = overridden(config.model_copy(update={"evaluation": evaluation}), overrides)
     config = config.model_copy(update={"rollout": read_rubric(config.rollout)})
     check_verifiers(config)
     ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)

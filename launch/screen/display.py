@@ -19,7 +19,7 @@ from rich.text import Text
 from realsys.buffer.token_losses import WARN_SHARE
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.evaluation.records import headline
+from realsys.evaluation.eval_records import headline
 from realsys.launch.screen.progress import TIME_PARTS, Progress, Record, mean, number
 
 T = TypeVar("T")

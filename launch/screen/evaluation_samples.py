@@ -16,7 +16,7 @@ from rich.text import Text
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, RecordError
-from realsys.evaluation.records import headline
+from realsys.evaluation.eval_records import headline
 from realsys.evaluation.stored_samples import EvalSample, read_result, read_samples, stored_evaluations
 
 _SHOWN = 4  # problems without --limit

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from realsys.evaluation.records import without_incomplete
+from realsys.evaluation.eval_records import without_incomplete
 from realsys.telemetry.steps import undone
 
 Record = Mapping[str, Any]

@@ -12,7 +12,7 @@ from rich.console import Console
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.sections.schema_evaluation import HELD_OUT
-from realsys.evaluation.records import headline
+from realsys.evaluation.eval_records import headline
 from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.screen.display import failures_text, fmt
@@ -29,7 +29,8 @@ Summary = dict[str, Any]
 
 EVALUATION_KEYS = (
     *("eval_id", "set", "step", "complete", "incomplete", "problems", "samples", "failed"),
-    *("accuracy", "interval", "pass_at", "majority", "reward_mean", "length_mean", "metrics", "version"),
+    *("accuracy", "interval", "pass_at", "majority", "majority_omitted", "unjudged", "left_out_k"),
+    *("reward_mean", "length_mean", "metrics", "version"),
 )
 
 
@@ -101,6 +102,8 @@ def ended_by(config: Config, totals: Totals) -> str | None:
     step, total, train = number(last, "step"), number(last, "total"), config.train
     if step is None or total is None:
         return None
+    if step < total and totals.used_up:
+        return f"train.total_epochs={train.total_epochs}, after step {step:.0f} of {total:.0f}: {totals.used_up}"
     if step < total:
         return f"train.max_seconds={train.max_seconds:g}, before step {total:.0f}"
     if total < train.total_steps:

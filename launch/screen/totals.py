@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Self
 
-from realsys.evaluation.records import without_incomplete
+from realsys.evaluation.eval_records import without_incomplete
 from realsys.launch.screen.progress import TIME_PARTS, Record, mean, number
-from realsys.telemetry.steps import RECOVERED
+from realsys.telemetry.steps import RECOVERED, USED_UP
 
 #: number of first and of last steps whose means describe the course of training: one batch is noise
 COURSE_STEPS = 5
@@ -51,6 +51,7 @@ class Totals:
     first_unbiased: list[Record] = field(default_factory=list)
     last_unbiased: deque[Record] = field(default_factory=lambda: deque(maxlen=COURSE_STEPS))
     evals: dict[str, Record] = field(default_factory=dict)
+    used_up: str = ""  # why the prompts ended before the planned steps
     recoveries: int = 0
     phases: list[tuple[str, float]] = field(default_factory=list)  # (phase, unix seconds it began)
     answer_tokens: float = 0.0
@@ -84,6 +85,8 @@ class Totals:
                 self._add_step(record)
             case "eval":
                 self.evals[str(record.get("eval_id", "?"))] = without_incomplete(record)
+            case kind if kind == USED_UP:
+                self.used_up = str(record.get("reason", "?"))
             case kind if kind == RECOVERED:
                 self.recoveries += 1
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from realsys.config.fields import PATTERNS
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
@@ -270,7 +271,7 @@ def _first_line(exc: BaseException) -> str:
 
 
 def _path(error: ErrorDetails) -> str:
-    return ".".join(str(part) for part in error["loc"])
+    return ".".join(str(part) for part in error["loc"] if part != "[key]")  # the error of a key ends with "[key]"
 
 
 def _explain(error: ErrorDetails) -> tuple[str, object, str]:
@@ -283,7 +284,7 @@ def _explain(error: ErrorDetails) -> tuple[str, object, str]:
     if error["type"] == "string_type" and isinstance(value, bool | int | float):
         return path, value, f"must be text: write {path}=\"'{value}'\""
     if error["type"] == "string_pattern_mismatch":
-        return path, value, "must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
+        return path, value, f"must be {PATTERNS[error['ctx']['pattern']]}"
     message = error["msg"].replace("Input should be", "must be")
     return path, value, message + _did_you_mean(value, _literal_choices(path))
 

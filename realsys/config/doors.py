@@ -42,6 +42,10 @@ class Door:
     contract: Contract
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    def at(self, field: str) -> Door:
+        """Return this door for another field of the configuration, which errors then name."""
+        return dataclasses.replace(self, field=field)
+
     def check(self, value: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Check a name before anything starts. Import strings are imported; built-in names only to check arguments.
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from realsys.config.schema import Config, SamplingConfig
-from realsys.config.sections.schema_evaluation import HELD_OUT, EvalSetConfig
+from realsys.config.sections.schema_evaluation import HELD_OUT, TRAIN, EvalSetConfig
 from realsys.errors import ConfigError
 
 _OWN = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
@@ -75,6 +75,8 @@ def set_of_id(eval_id: str) -> str:
 
 def _filled(config: Config, name: str, own: EvalSetConfig) -> EvaluationSet:
     general, field_name = config.evaluation, f"evaluation.sets.{name}"
+    if name == TRAIN:
+        raise ConfigError(field_name, name, "is the name of the prompts to train on: choose another name")
     if name == HELD_OUT and own.path:
         raise ConfigError(f"{field_name}.path", own.path, "the held-out problems are those of data.eval: set that")
     samples = general.samples if own.samples is None else own.samples
@@ -108,17 +110,29 @@ def _verifier_args(config: Config, field_name: str, own: EvalSetConfig) -> dict[
             problem = "must be data.verifier_args or empty: a trial has one set of arguments for each verifier"
             raise ConfigError(f"{field_name}.verifier_args", own.verifier_args, problem)
         return config.data.verifier_args
-    for name, other in config.evaluation.sets.items():
-        if other.verifier == own.verifier and other.verifier_args != own.verifier_args:
+    sets = config.evaluation.sets.items()
+    given = {
+        name: other.verifier_args for name, other in sets if other.verifier == own.verifier and other.verifier_args
+    }
+    for name, arguments in given.items():
+        if own.verifier_args not in ({}, arguments):
             problem = f"must be those of evaluation.sets.{name}: a trial has one set of arguments for each verifier"
             raise ConfigError(f"{field_name}.verifier_args", own.verifier_args, problem)
-    return own.verifier_args
+    return next(iter(given.values()), {})
 
 
 def verifier_arguments(config: Config) -> dict[str, Mapping[str, Any]]:
     """Return the arguments of each verifier of the trial, by its name."""
     sets = evaluation_sets(config).values()
     return {config.data.verifier: config.data.verifier_args} | {made.verifier: made.verifier_args for made in sets}
+
+
+def verifier_field(config: Config, verifier: str) -> str:
+    """Return the field that names a verifier of the trial; ``_args`` behind it: the field of its arguments."""
+    users = {name: own for name, own in config.evaluation.sets.items() if own.verifier == verifier}
+    if verifier == config.data.verifier or not users:
+        return "data.verifier"
+    return f"evaluation.sets.{max(users, key=lambda name: bool(users[name].verifier_args))}.verifier"
 
 
 def _sampling(config: Config, at: str, given: Mapping[str, Any]) -> SamplingConfig:
@@ -137,5 +151,8 @@ def _sampling(config: Config, at: str, given: Mapping[str, Any]) -> SamplingConf
         raise ConfigError(f"{at}.temperature", made.temperature, "must be 0 (greedy) or at least 1e-6")
     if made.max_new_tokens > base.max_new_tokens:
         problem = f"must not exceed generation.sampling.max_new_tokens ({base.max_new_tokens})"
+        raise ConfigError(f"{at}.max_new_tokens", made.max_new_tokens, problem)
+    if "max_new_tokens" in given and made.max_new_tokens < base.min_new_tokens:
+        problem = f"must be at least generation.sampling.min_new_tokens ({base.min_new_tokens})"
         raise ConfigError(f"{at}.max_new_tokens", made.max_new_tokens, problem)
     return made if dict(made) != dict(base) else base

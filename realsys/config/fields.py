@@ -14,7 +14,25 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 OpenProbability = Annotated[float, Field(gt=0, le=1)]
 Offload = Literal["none", "optimizer", "all"]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+#: regular expression of a field -> what its text must be, for the error
+PATTERNS: dict[str, str] = {}
+
+
+def pattern(expression: str, rule: str) -> Any:
+    """Return the bounds of a text that matches ``expression``; else the error says "must be" and ``rule``."""
+    PATTERNS[expression] = rule
+    return Field(pattern=expression)
+
+
+Name = Annotated[
+    str,
+    pattern(
+        r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        "1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit",
+    ),
+]
 
 
 class Section(BaseModel):

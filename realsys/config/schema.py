@@ -157,7 +157,7 @@ class RewardConfig(Section):
     )
     services: NonNegative = Field(
         0,
-        description="processes that judge for all RolloutWorkers (docs/data.md); 0: each RolloutWorker judges itself",
+        description="processes that judge for all RolloutWorkers (docs/rewards.md); 0: each judges for itself",
     )
     service_items: Positive = Field(
         4096, description="completions that one reward service holds; when it is full, RolloutWorkers send them later"

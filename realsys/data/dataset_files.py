@@ -14,9 +14,14 @@ from realsys.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class DatasetFiles:
-    """Dataset files. ``eval`` None: a fraction of ``train`` is held out. ``demos`` None: no demonstrations."""
+    """Dataset files. One of ``train`` and ``eval`` is given.
 
-    train: Path
+    train  None: an evaluation reads held-out problems alone
+    eval   None: a fraction of ``train`` is held out
+    demos  None: no demonstrations
+    """
+
+    train: Path | None
     eval: Path | None
     demos: Path | None
 
@@ -30,10 +35,10 @@ def dataset_files(config: Config, paths: TrialPaths) -> DatasetFiles:
     own = {name: paths.data / f"{name}.jsonl" for name in ("train", "eval", "demos")}
     if data.kind == "arith":
         return DatasetFiles(**own)
-    demos = Path(data.demos) if data.demos else None
+    train, held_out, demos = (Path(name) if name else None for name in (data.train, data.eval, data.demos))
     if is_converted(paths):
-        return DatasetFiles(own["train"], own["eval"] if data.eval else None, demos)
-    return DatasetFiles(Path(data.train), Path(data.eval) if data.eval else None, demos)
+        return DatasetFiles(own["train"] if train or data.mixture else None, own["eval"] if held_out else None, demos)
+    return DatasetFiles(train, held_out, demos)
 
 
 def set_file(paths: TrialPaths, name: str) -> Path:

@@ -146,7 +146,7 @@ class PromptDataset:
             raise DataError(f"{lines.where(index)}: the prompt has no tokens: remove the line")
 
     def _lines(self, split: str) -> Lines[Problem]:
-        splits = self._splits.values()
+        splits = self._splits.values() | {"train": self._splits.train}  # of a mixture, with its repeats
         if split not in splits:
             raise DataError(f"split {split!r} not found: use one of {', '.join(splits)}")
         return splits[split]
@@ -171,13 +171,16 @@ def open_splits(config: Config, paths: TrialPaths, *, sets: bool = True) -> Spli
     keys = {
         prompt_key(problem.prompt) for lines in of_sets.values() for _, chunk in lines.chunks() for problem in chunk
     }
-    if files.eval is not None:
+    if files.train is None:
+        assert files.eval is not None
+        splits = Splits(LinesBuilder(files.eval, reader).build(), index_file(files.eval, reader))
+    elif files.eval is not None:
         splits = _keep_out(files.train, files.eval, reader, keys)
     else:
         splits = _hold_out(files.train, reader, config.data.eval_fraction, keys)
     splits = replace(splits, sets=of_sets)
     _check_sizes(splits, files, config)
-    if is_converted(paths):
+    if files.train is not None and is_converted(paths):
         splits = replace(splits, train=_mixed(splits.train, read_sources(paths), config.seed))
     return splits
 

@@ -95,11 +95,28 @@ def estimate(values: Sequence[float], completions: int) -> Estimate:
     if not count:
         raise ValueError("an estimate needs at least one problem")
     mean = math.fsum(values) / count
-    variance = math.fsum((value - mean) ** 2 for value in values) / count
-    size = effective_size(mean, variance / count, count, completions)
-    low, high = wilson(mean, size)
-    stderr = math.sqrt(variance / (count - 1)) if count > 1 else 0.0
-    return Estimate(mean, low, high, stderr)
+    variance = math.fsum((value - mean) ** 2 for value in values) / count**2
+    return _estimate(mean, variance, count, completions)
+
+
+def pooled(tallies: Iterable[Tally]) -> Estimate | None:
+    """Return the share of right ones among all judged completions, with the problems as clusters; None without any.
+
+    A problem counts by its completions. With as many of each problem this is the mean over problems.
+    """
+    judged = [tally for tally in tallies if tally.judged]
+    completions = sum(tally.judged for tally in judged)
+    if not completions:
+        return None
+    share = sum(tally.right for tally in judged) / completions
+    variance = math.fsum((tally.right - share * tally.judged) ** 2 for tally in judged) / completions**2
+    return _estimate(share, variance, len(judged), completions)
+
+
+def _estimate(share: float, variance: float, problems: int, completions: int) -> Estimate:
+    low, high = wilson(share, effective_size(share, variance, problems, completions))
+    stderr = math.sqrt(variance * problems / (problems - 1)) if problems > 1 else 0.0
+    return Estimate(share, low, high, stderr)
 
 
 def effective_size(mean: float, variance: float, problems: int, completions: int) -> float:

@@ -6,6 +6,7 @@ is the expected value of a random choice among them. A completion without a fina
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,16 +21,11 @@ class Vote(NamedTuple):
     correct: bool
 
 
-def by_text(first: str, second: str) -> bool:
-    """Take different texts for different answers."""
-    return False
-
-
-def majority(votes: Sequence[Vote], same: Same = by_text) -> float:
+def majority(votes: Sequence[Vote], same: Same | None = None) -> float:
     """Return the probability, from 0 to 1, that the majority vote is right. Without any final answer it is wrong.
 
     All right answers agree with each other, because each equals the reference. So ``same`` compares the wrong ones
-    only, and only if they could win or tie.
+    only, and only if they could win or tie. Without ``same`` different texts are different answers.
     """
     right = sum(vote.correct and vote.answer is not None for vote in votes)
     wrong = [vote.answer for vote in votes if vote.answer is not None and not vote.correct]
@@ -37,15 +33,19 @@ def majority(votes: Sequence[Vote], same: Same = by_text) -> float:
         return 0.0
     if right > len(wrong):
         return 1.0
-    groups: list[tuple[str, int]] = []
-    for text in dict.fromkeys(wrong):
-        count = wrong.count(text)
-        at = next((i for i, (first, _) in enumerate(groups) if same(text, first)), None)
-        if at is None:
-            groups.append((text, count))
-        else:
-            groups[at] = groups[at][0], groups[at][1] + count
-    largest = max(count for _, count in groups)
+    counts = _groups(Counter(wrong), same)
+    largest = max(counts)
     if right != largest:
         return float(right > largest)
-    return 1.0 / (1 + sum(count == largest for _, count in groups))
+    return 1.0 / (1 + counts.count(largest))
+
+
+def _groups(texts: Counter[str], same: Same | None) -> list[int]:
+    """Return the size of each group of equal answers."""
+    if same is None:
+        return list(texts.values())
+    groups: dict[str, int] = {}
+    for text, count in texts.items():
+        first = next((first for first in groups if same(text, first)), text)
+        groups[first] = groups.get(first, 0) + count
+    return list(groups.values())

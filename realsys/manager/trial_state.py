@@ -169,8 +169,7 @@ class TrialState:
             max_reissues=settings.max_reissues,
             curriculum=dataclasses.astuple(settings.curriculum) if settings.curriculum else None,
         )
-        if event := self.ledger.bind(opened):
-            self.outbox.append(event)
+        self.outbox += [event for event in (self.ledger.bind(opened), self.evaluations.resume(now)) if event]
         for ticket in self.ledger.open.values():
             # Renewals are not in the journal, so every lease starts again. A clock that was set back prolongs nothing.
             ticket.news_at = now if ticket.state == "running" else min(ticket.news_at, now)

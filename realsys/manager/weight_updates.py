@@ -12,6 +12,7 @@ suspected / quarantined ──> next_probe ──> GET /model_info
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Iterable
@@ -93,9 +94,9 @@ class WeightUpdates:
             order = state.next_order(name, incarnation, clock())
             if order is None:
                 return
+            if state.outbox or (isinstance(order, Idle) and state.servers.due):
+                self._service.settle(None)  # an evaluation keeps servers now, or has lost its version
             if isinstance(order, Idle):
-                if state.outbox or state.servers.due:
-                    self._service.settle(None)  # an evaluation keeps other servers now, or has lost its version
                 await wait_for(changed, None if order.until is None else max(0.0, order.until - clock()))
             elif not state.begin_update(order, clock()):
                 await wait_for(changed, None)  # draining: the end of every call fires the signal
@@ -136,26 +137,29 @@ class WeightUpdates:
         begin = time.perf_counter()
         timings: dict[str, float] | None = None
         try:
-            # After a restart of the manager the servers may have the newest weights.
-            if not (order.probe and await self._serves(order)):
+            # After a restart of the manager the servers may have the newest weights, or those that they kept.
+            served = await self._served(order) if order.probe else None
+            if served is None:
                 timings = await self._load(order)
-                if not await self._serves(order):
+                served = await self._served(dataclasses.replace(order, kept=()))
+                if served is None:
                     raise GenerationError(f"{order.url}: took version {order.target.version}, but does not report it")
         except GenerationError as error:
             servers.failed(order, str(error), self._service.clock())
             log.warning("%s: version %d failed: %s", order.server, order.target.version, error)
         else:
             seconds = time.perf_counter() - begin
-            servers.succeeded(order, seconds, timings)
-            log.info("%s: serves version %d after %.3f s", order.server, order.target.version, seconds)
+            servers.succeeded(served, seconds, timings)
+            log.info("%s: serves version %d after %.3f s", order.server, served.target.version, seconds)
 
-    async def _serves(self, order: UpdateOrder) -> bool:
-        """Return True if the server reports the target: the reply to its update is not enough to route to it.
+    async def _served(self, order: UpdateOrder) -> UpdateOrder | None:
+        """Return the order of the version that the server reports; None if it is none that it should have.
 
-        Version and locator must agree, because another trainer may have published another version of that number.
+        The reply to an update is not enough to route to the server. Version and locator must agree, because another
+        trainer may have published another version of that number.
         """
         info = await self._client.model_info(order.url, min(PROBE_TIMEOUT_S, self._timeout_s))
-        return info.weight_version == str(order.target.version) and info.model_path == order.target.locator
+        return order.served(info.weight_version, info.model_path)
 
     async def _load(self, order: UpdateOrder) -> dict[str, float]:
         target = order.target

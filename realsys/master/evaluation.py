@@ -16,9 +16,10 @@ from typing import Any
 
 from realsys.config.evaluation_sets import EvaluationSet, id_of_set
 from realsys.config.schema import Config
+from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.errors import RecordError, StuckError, WaitTimeout
 from realsys.evaluation.estimates import Tally
-from realsys.evaluation.records import Outcome, majority_of, record
+from realsys.evaluation.eval_records import Outcome, majority_of, record
 from realsys.evaluation.stored_samples import EvalSample, collect, write_result
 from realsys.manager.messages import EvaluateRequest, EvaluationReply
 from realsys.reward.answers import AnswerComparer
@@ -74,9 +75,13 @@ class ResultWriter:
         return result
 
     def _vote(self, made: EvaluationSet, samples: Sequence[EvalSample]) -> dict[str, Any]:
-        """Return the field of the majority vote; empty if there is none."""
-        with AnswerComparer(self._config, made.verifier) as comparer:
-            vote = majority_of(samples, comparer.same_of)
+        """Return the fields of the majority vote; empty if there is none."""
+        try:
+            with AnswerComparer(self._config, made.verifier) as comparer:
+                vote = majority_of(samples, comparer.same_of)
+        except WaitTimeout as error:
+            log.warning("evaluation of %r has no majority vote: %s", made.name, error)
+            return {"majority": None, "majority_omitted": str(error)}
         return {} if vote is None else {"majority": vote}
 
 
@@ -109,7 +114,8 @@ class Evaluations:
         self._writer = writer
         self._status_read = time.monotonic()
         self._running: dict[str, _Requested] = {}  # eval_id -> evaluation
-        self._moved: dict[str, tuple[tuple[int, int], float]] = {}  # eval_id -> last progress, and its time
+        self._progress: dict[str, tuple[int, ...]] = {}  # eval_id -> its last progress
+        self._moved = time.monotonic()  # when one of them made progress
         self._writing: dict[str, asyncio.Task[dict[str, Any]]] = {}  # ended, and not stored yet
 
     async def start(
@@ -182,50 +188,61 @@ class Evaluations:
         """Return the step-log records of those of ``eval_ids`` (default: all) that are done, each
         record once.
 
-        Raises WaitTimeout for one without progress for the time limit, StuckError if all its episodes
-        failed.
+        Raises WaitTimeout if none of them has made progress for the time limit.
         """
-        records = []
+        records, states = [], {}
         for eval_id in eval_ids or list(self._running):
-            if eval_id in self._writing:
-                if self._writing[eval_id].done():
-                    del self._running[eval_id]
-                    records.append(self._writing.pop(eval_id).result())
-                continue
-            running = self._running[eval_id]
-            seconds = time.monotonic() - running.started
-            state = await self._manager.evaluation(eval_id)
+            if eval_id not in self._writing:
+                states[eval_id] = await self._manager.evaluation(eval_id)
+            elif self._writing[eval_id].done():
+                del self._running[eval_id]
+                records.append(self._writing.pop(eval_id).result())
+        self._check_progress(states)
+        for eval_id, state in states.items():
             if state.ended:
-                self._write(eval_id, running, seconds, state)
-            elif self._stands_still(eval_id, state):
-                raise WaitTimeout(
-                    f"master_worker: evaluation {eval_id!r} has {state.done} of {state.total} completions, and no new "
-                    f"one for {self._timeout_s:g} s ({state.failed} failed); see the logs of the rollout workers"
-                )
+                self._write(eval_id, self._running[eval_id], state)
         return records
 
-    def _stands_still(self, eval_id: str, state: EvaluationReply) -> bool:
-        """Return True if no completion has ended for the time limit: a large evaluation may take any time."""
-        now, ended = time.monotonic(), (state.restarts, state.done + state.failed)
-        before, since = self._moved.get(eval_id, (None, now))
-        if ended != before:
-            self._moved[eval_id] = ended, now
-            return False
-        return now - since > self._timeout_s
+    def _check_progress(self, states: Mapping[str, EvaluationReply]) -> None:
+        """Raise WaitTimeout if no completion of any evaluation has ended for the time limit.
 
-    def _write(self, eval_id: str, running: _Requested, seconds: float, state: EvaluationReply) -> None:
-        """Store an ended evaluation beside the training."""
+        A large evaluation may take any time, and the manager samples one evaluation after the other.
+        """
+        now = time.monotonic()
+        progress = {name: (state.restarts, state.done + state.failed, state.ended) for name, state in states.items()}
+        if any(self._progress.get(name) != reached for name, reached in progress.items()):
+            self._progress |= progress
+            self._moved = now
+        elif states and now - self._moved > self._timeout_s:
+            parts = (f"{name!r} has {state.done} of {state.total} completions" for name, state in states.items())
+            raise WaitTimeout(
+                f"master_worker: evaluation {', '.join(parts)}, and no new one for {self._timeout_s:g} s "
+                f"({sum(state.failed for state in states.values())} failed); see the logs of the rollout workers"
+            )
+
+    def _write(self, eval_id: str, running: _Requested, state: EvaluationReply) -> None:
+        """Store an ended evaluation in a thread, while training continues."""
         if state.failed == state.total:
-            raise StuckError(
-                f"master_worker: evaluation {eval_id!r}: all {state.failed} episodes failed: "
-                "see the logs of the rollout workers"
+            log.error(
+                "evaluation %r: all %d completions failed: see the logs of the rollout workers", eval_id, state.failed
             )
         # The step of the weights that sampled: when an evaluation is requested again, those of its
         # own step may be superseded.
         step = min(running.requested_at, max(running.step, state.version_min))
+        seconds = time.monotonic() - running.started
         result = record(running.shown, step, running.made, outcome_of(state), seconds)
         work = asyncio.to_thread(self._writer.write, eval_id, running.made, result, state)
         self._writing[eval_id] = asyncio.create_task(work, name=f"store {eval_id}")
+
+
+def require_completions(records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise StuckError if all completions of the held-out problems failed: a run would fare no better."""
+    for made in records:
+        if made["set"] == HELD_OUT and made["failed"] == made["problems"] * made["samples"]:
+            raise StuckError(
+                f"master_worker: evaluation {made['eval_id']!r}: all {made['failed']} completions failed: "
+                "see the logs of the rollout workers"
+            )
 
 
 def outcome_of(state: EvaluationReply) -> Outcome:

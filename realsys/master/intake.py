@@ -57,8 +57,8 @@ class Intake:
     async def next_batch(self, version: int) -> TrainBatch:
         """Wait for the groups of a batch to train on top of ``version``, and claim them.
 
-        Raises StuckError when no further batch can come, and WaitTimeout with the manager's state
-        when no group arrives for ``cluster.request_timeout_s``.
+        Raises StuckError when no further batch can come, PromptsUsedUp if that is the end of the epochs, and
+        WaitTimeout with the manager's state when no group arrives for ``cluster.request_timeout_s``.
         """
         while True:
             # Cleared before the buffer is read: a group that arrives in between must not go
@@ -79,7 +79,7 @@ class Intake:
     async def _next_group(self) -> None:
         """Wait until samples arrive.
 
-        Every few seconds check that some still can. Raises StuckError, WaitTimeout.
+        Every few seconds check that some still can. Raises PromptsUsedUp, StuckError, WaitTimeout.
         """
         self.state.begin_wait(time.monotonic())
         while not await self._arrival(min(_STATUS_INTERVAL_S, self.state.settings.timeout_s)):

@@ -30,7 +30,7 @@ from typing import Any
 from realsys.buffer.sequence_buffer import Batch, SequenceBuffer, StalePolicy
 from realsys.buffer.token_losses import COPY, MASKED, STALE, StepLosses, TokenLosses
 from realsys.config.schema import Config
-from realsys.errors import StuckError, WaitTimeout
+from realsys.errors import PromptsUsedUp, StuckError, WaitTimeout
 from realsys.master.stuck import StuckCheck
 from realsys.types import SampleMeta
 
@@ -276,10 +276,12 @@ class IntakeState:
     def check_wait(self, status: Mapping[str, Any], now: float) -> None:
         """Check from the manager's status that a group can still come.
 
-        Raises StuckError if none can, WaitTimeout if none came for ``timeout_s``.
+        Raises PromptsUsedUp or StuckError if none can, WaitTimeout if none came for ``timeout_s``.
         """
         step, ready, batch_groups = self.version + 1, self.buffer.ready_groups, self.settings.batch_groups
         if reason := self._check.check(status, ready):
+            if self._check.is_end:
+                raise PromptsUsedUp(reason)
             raise StuckError(f"master_worker: step {step} can never get its batch: {reason}; see the workers' logs")
         if warning := self._check.warning():
             log.warning("step %d waits for its batch: %s", step, warning)

@@ -33,6 +33,7 @@ from realsys.cluster.aio import run_beside, unless
 from realsys.cluster.failpoint import failpoint
 from realsys.config.evaluation_sets import evaluation_sets, id_of_set, set_of_id
 from realsys.config.schema import Config
+from realsys.errors import PromptsUsedUp
 from realsys.manager.messages import TrainedRequest
 from realsys.master.calls.call_arguments import CallArguments
 from realsys.master.calls.executor import CallResult
@@ -56,6 +57,7 @@ from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
 from realsys.rollout.manager_client import ManagerClient
 from realsys.telemetry.signal import SignalWatch
+from realsys.telemetry.steps import USED_UP
 
 log = logging.getLogger(__name__)
 
@@ -191,10 +193,16 @@ class TrainLoop:
     async def step(self, step: int) -> bool:
         """Run one train step: version ``step - 1`` trains and becomes version ``step``.
 
-        Returns False if ``stop`` was set while it waited for a batch, or if the step was abandoned.
+        Returns False if ``stop`` was set while it waited for a batch, if the step was abandoned, or if the prompts are
+        used up: filters and failures may take so many that the planned steps cannot all be trained.
         """
         parts, watch = self._parts, _Watch()
-        batch = await unless(self._stop, parts.intake.next_batch(step - 1))
+        try:
+            batch = await unless(self._stop, parts.intake.next_batch(step - 1))
+        except PromptsUsedUp as end:
+            log.warning("training ends after step %d of %d: %s", step - 1, self._total_steps, end)
+            parts.step_log.append({"kind": USED_UP, "step": step, "reason": str(end)})
+            return False
         if batch is None:
             return False
         seconds = {"wait": watch.lap()}

@@ -32,6 +32,7 @@ class StuckCheck:
         self._filtered = ""  # the warning, from half of ``_most_filtered`` on
         self._warned = False
         self._suspected = False
+        self.is_end = False  # the reason is that the prompts are used up after training: the run ends well
 
     def check(self, status: Mapping[str, Any], ready: int) -> str | None:
         """Return why no batch can come, or None. ``ready``: groups that wait in the buffer."""
@@ -44,10 +45,6 @@ class StuckCheck:
         self._begin = self._begin or (failed, filtered)
         failed, filtered = failed - self._begin[0], filtered - self._begin[1]
         seen = f"the last {filtered} groups were all filtered out, {share:.0%} of all groups so far ({reasons})"
-        if filtered >= self._most_filtered:
-            return f"{seen}: widen train.ppo.filter, change the prompts, or increase train.ppo.filter.max_refills"
-        if 2 * filtered >= self._most_filtered:
-            self._filtered = f"{seen}; it is given up after {self._most_filtered} in a row"
         if failed >= self._bound:
             return f"{failed} groups were dropped and none arrived (all dropped groups: {reasons})"
         used_up = (
@@ -57,14 +54,19 @@ class StuckCheck:
             and ledger["finished"] <= ready < self._batch_groups
         )
         if used_up and self._suspected:
-            return (
+            self.is_end = ledger["trained"] > 0
+            ended = (
                 f"all {ledger['granted']} groups have ended: {ledger['trained']} trained, {ledger['dropped']} dropped "
-                f"({reasons}), {ready} left, fewer than the {self._batch_groups} of a batch (train.batch_groups): "
-                "decrease it, or add prompts"
+                f"({reasons}), {ready} left, fewer than the {self._batch_groups} of a batch (train.batch_groups)"
             )
+            return ended if self.is_end else f"{ended}: decrease it, or add prompts"
         # A group that is in transit looks the same for a moment, so one status alone proves
         # nothing.
         self._suspected = used_up
+        if filtered >= self._most_filtered and not used_up:
+            return f"{seen}: widen train.ppo.filter, change the prompts, or increase train.ppo.filter.max_refills"
+        if 2 * filtered >= self._most_filtered:
+            self._filtered = f"{seen}; it is given up after {self._most_filtered} in a row"
         return None
 
     def warning(self) -> str:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
 from realsys.config.doors import VERIFIER
 from realsys.config.evaluation_sets import verifier_arguments
 from realsys.config.schema import Config
-from realsys.errors import NoVerifierError, RewardError
+from realsys.errors import NoVerifierError, RewardError, WaitTimeout
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
 from realsys.reward.verifiers.base import Item
+
+#: Limit for all comparisons of an evaluation: n samples of a problem may need n * n / 2 of them.
+COMPARING_S = 300.0
 
 
 class Answered(Protocol):
@@ -31,12 +35,14 @@ class Answered(Protocol):
 class AnswerComparer:
     """Compares final answers in a process of the verifier: ``with AnswerComparer(config, name) as comparer: ...``
 
-    The process starts with the first comparison. Must not be used in an event loop.
+    The process starts with the first comparison. Must not be used in an event loop. A comparison raises WaitTimeout
+    ``limit_s`` after the start.
     """
 
-    def __init__(self, config: Config, verifier: str) -> None:
+    def __init__(self, config: Config, verifier: str, limit_s: float = COMPARING_S) -> None:
         self._name = verifier
-        self._compares: bool | None = None
+        self._limit_s = limit_s
+        self._ends = time.monotonic() + limit_s
         self._pool = VerifierPool(1, Limits.of(config.rollout.reward), verifier_arguments(config))
         self._runner = asyncio.Runner()
 
@@ -47,15 +53,15 @@ class AnswerComparer:
         with self._runner:
             self._runner.run(self._pool.close())
 
-    def same_of(self, samples: Sequence[Answered]) -> Callable[[str, str], bool]:
-        """Return the comparison of the final answers of one problem's completions."""
+    def same_of(self, samples: Sequence[Answered]) -> Callable[[str, str], bool] | None:
+        """Return the comparison of the final answers of one problem's completions; None: by their texts."""
+        if not getattr(VERIFIER.load(self._name), "compares_answers", False):
+            return None
         by_answer = {sample.answer: sample for sample in samples}
 
         def same(first: str, second: str) -> bool:
-            if self._compares is None:
-                self._compares = bool(getattr(VERIFIER.load(self._name), "compares_answers", False))
-            if not self._compares:
-                return False
+            if time.monotonic() > self._ends:
+                raise WaitTimeout(f"comparing the final answers took more than {self._limit_s:g} s")
             item = Item(by_answer[first].prompt, by_answer[first].completion, second)
             try:
                 return self._runner.run(self._pool.verify(self._name, item)).correct is True

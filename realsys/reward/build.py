@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from realsys.config.doors import JUDGE, VERIFIER
-from realsys.config.evaluation_sets import verifier_arguments
+from realsys.config.evaluation_sets import verifier_arguments, verifier_field
 from realsys.config.schema import Config
 from realsys.reward.pool import VerifierPool
 from realsys.reward.service.dispatch import Bounds
@@ -82,7 +82,8 @@ def make_pool(config: Config, *, processes: int = 0, judgements: int = 2) -> Ver
     """Return verifier processes. ``processes``: their number; 0: rollout.reward.processes. Raises ConfigError."""
     reward, arguments = config.rollout.reward, verifier_arguments(config)
     for name in arguments:
-        VERIFIER.check_settings(name, arguments[name], config)  # this machine may not be the launcher's
+        # This machine may not be the launcher's.
+        VERIFIER.at(verifier_field(config, name)).check_settings(name, arguments[name], config)
     return VerifierPool(processes or reward.processes, Limits.of(reward), arguments, judgements=judgements)
 
 

@@ -70,7 +70,7 @@ class ReferenceChecker:
 
 
 def check_references(config: Config, paths: TrialPaths) -> None:
-    """Raise DataError for the first reference that ``data.verifier`` cannot use. The arith task fits all functions.
+    """Raise DataError for the first reference that its verifier cannot use. The arith task fits all functions.
 
     Raises ConfigError if the verifier cannot be loaded.
     """
@@ -83,7 +83,7 @@ def check_references(config: Config, paths: TrialPaths) -> None:
 
 def _splits_of_verifiers(config: Config) -> dict[str, list[str]]:
     """Return verifier -> splits that it judges and that are not generated."""
-    splits = {config.data.verifier: dict.fromkeys(["train", HELD_OUT])}
+    splits: dict[str, dict[str, None]] = {} if config.evaluate_only else {config.data.verifier: {"train": None}}
     for made in evaluation_sets(config).values():
         splits.setdefault(made.verifier, {})[made.split] = None
     # A judge wants keys of the row, which the generated problems may lack; functions take all of their answers.

@@ -81,10 +81,10 @@ BUILTIN: dict[str, Language] = {
 
 
 def languages_of(settings: Mapping[str, Any]) -> dict[str, Language]:
-    """Return the built-in languages and those of ``data.verifier_args.languages``. Raises ConfigError."""
+    """Return the built-in languages and those of ``languages`` of the verifier's arguments. Raises ConfigError."""
     languages = dict(BUILTIN)
     for name, values in settings.items():
-        field = f"data.verifier_args.languages.{name}"
+        field = f"languages.{name}"
         try:
             language = msgspec.convert(values, Language)
         except MALFORMED as error:

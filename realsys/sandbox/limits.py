@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +47,12 @@ class Limits:
     bound_address_space: bool = True
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a limit that is not greater than 0."""
+        """Raise ValueError for a limit that is not finite and greater than 0, and for a disk of less than 1 MiB."""
         for field in dataclasses.fields(self):
-            if not getattr(self, field.name) > 0 and field.name != "bound_address_space":
-                raise ValueError(f"{field.name} is {getattr(self, field.name)}: it must be greater than 0")
+            if field.name != "bound_address_space" and not 0 < getattr(self, field.name) < math.inf:
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}: it must be finite and greater than 0")
+        if self.disk_mb < 1:
+            raise ValueError(f"disk_mb is {self.disk_mb:g}: it must be at least 1")
 
     def as_message(self, calls: int = 0) -> dict[str, Any]:
         """Return them for the zygote. ``calls``: greatest number of calls that the process answers; 0: one run."""

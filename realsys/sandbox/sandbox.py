@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from realsys.errors import DataError
 from realsys.sandbox import isolation
 from realsys.sandbox.inside import plain
 from realsys.sandbox.limits import CRASHED, OUTPUT, WRONG, Limits, Output, UnitTestsResult
@@ -46,7 +47,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class UnitTests:
-    """Source of tests; names that it does not define are the program's.
+    """Source of tests. Names that it calls or passes on and does not define are the program's.
 
     trusted   sources that define helpers of the tests, such as the prompt; ``function`` is always the program's
     """
@@ -123,7 +124,10 @@ class Sandbox:
             yield Program(child, ours)
 
     def test(self, source: str, tests: UnitTests, limits: Limits) -> UnitTestsResult:
-        """Run unit tests in one process against the program in another. Raises SandboxError."""
+        """Run unit tests in one process against the program in another.
+
+        Raises SandboxError, and DataError for tests that pass without a call of the program.
+        """
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as stack:
             program = stack.enter_context(self.zygote.child("serve", limits, [theirs.fileno()]))
@@ -138,6 +142,8 @@ class Sandbox:
             if verdict is None:
                 reason = ended.reason or CRASHED
                 return UnitTestsResult(False, reason, "the process of the tests ended")
+            if verdict["passed"] and not verdict["called"]:
+                raise DataError("the tests called nothing of the program: any program would pass")
             if verdict["passed"]:
                 return UnitTestsResult(True)
             reason = self.zygote.last(program).reason if verdict["gone"] else WRONG

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -22,33 +22,17 @@ from realsys.manager.messages import MAX_WAIT_S, AllocateRequest
 from realsys.manager.operations import Operation
 from realsys.manager.refusals import NoServer, Refusal
 from realsys.manager.routing.placement import LOAD_PERIOD_S
-from realsys.manager.routing.servers import Idle, Probe, UpdateOrder
 from realsys.manager.service import HeldAllocations
 from realsys.manager.settings import ManagerSettings
 from realsys.manager.state import ManagerState
 from realsys.simulate.clock import Clock
+from realsys.simulate.server_tasks import Servers, ServerTasks
 from realsys.types import PublishedVersion, ServerAddress
 
 #: Receives the reply, or the refusal.
 Reply = Callable[[Any], None]
 LEASE_CLOCK_S = 15.0  # between two checks of the leases
 RETRY_S = 1.0  # between two tries of a client
-
-
-class Servers(Protocol):
-    """The servers as the manager reaches them."""
-
-    def model_info(self, name: str, incarnation: str) -> tuple[str, str] | None:
-        """Return version and locator that a server reports; None if it does not answer."""
-        ...
-
-    def server_load(self, name: str, incarnation: str) -> tuple[int, int] | None:
-        """Return sequences and cached tokens that a server reports; None if it does not answer."""
-        ...
-
-    def load(self, order: UpdateOrder, done: Callable[[str], None]) -> None:
-        """Load the target; call ``done`` with the error, or "" at the end."""
-        ...
 
 
 @dataclass(slots=True)
@@ -103,8 +87,7 @@ class ManagerMachine:
         self._waiting: dict[str, _Held] = {}  # allocations, by worker
         self._away: list[tuple[Operation[Any, Any], Any, Reply]] = []
         self._grants = HeldAllocations()
-        self._updating: set[tuple[str, str]] = set()
-        self._probing: set[tuple[str, str]] = set()
+        self._tasks = ServerTasks(self.state, clock, servers, call_s, self._settle)
         self._revision = -1  # revision of the servers at the last wake
         self._deciding = False
         # the name store
@@ -189,7 +172,7 @@ class ManagerMachine:
     def _wake(self) -> None:
         """Decide again what may be decided otherwise now: servers with something to do, held calls, allocations."""
         for name in sorted(self.state.take_due()):
-            self.clock.after(0.0, self._look, name)
+            self.clock.after(0.0, self._tasks.look, name)
         if self._revision != self.state.servers.revision:
             self._revision = self.state.servers.revision
             if self._held and not self._deciding:
@@ -243,71 +226,13 @@ class ManagerMachine:
             self.state.expire(self.clock.now)
             self._settle()
 
+    def _poll_loads(self) -> None:
+        self.clock.after(LOAD_PERIOD_S, self._poll_loads)
+        self._tasks.poll_loads()
+
     def _settle(self) -> None:
         self._commit()
         self._wake()
-
-    # -- servers -------------------------------------------------------------------------------------------------------
-
-    def _poll_loads(self) -> None:
-        self.clock.after(LOAD_PERIOD_S, self._poll_loads)
-        for server in self.state.servers.all() if self.up else ():
-            if load := self._servers.server_load(server.name, server.address.incarnation):
-                self.state.reservations.report(server.name, *load, self.clock.now)
-
-    def _look(self, name: str) -> None:
-        """Run both tasks of a server up to their next wait."""
-        server = self.state.servers.get(name)
-        if not self.up or server is None:
-            return
-        key, now = (name, server.address.incarnation), self.clock.now
-        if key not in self._updating:
-            order = self.state.next_order(*key, now)
-            if isinstance(order, UpdateOrder):
-                self._update(key, order)
-            elif isinstance(order, Idle) and order.until is not None:
-                self.clock.at(order.until, self._look, name)
-            if self.state.outbox or self.state.servers.due:
-                self._settle()  # an evaluation keeps other servers now, or has lost its version
-        if key not in self._probing:
-            probe = self.state.servers.next_probe(*key, now)
-            if isinstance(probe, Probe):
-                self._probing.add(key)
-                self.clock.after(2 * self._call_s, self._probed, self.state, key, probe)
-            elif isinstance(probe, Idle) and probe.until is not None:
-                self.clock.at(probe.until, self._look, name)
-
-    def _probed(self, state: ManagerState, key: tuple[str, str], probe: Probe) -> None:
-        if state is not self.state:
-            return  # the manager has restarted
-        self._probing.discard(key)
-        info = self._servers.model_info(*key)
-        if info is None:
-            state.servers.silent(probe, "connection refused", self.clock.now)
-        else:
-            state.servers.answered(probe, *info, self.clock.now)
-        self._settle()
-
-    def _update(self, key: tuple[str, str], order: UpdateOrder) -> None:
-        state, began = self.state, self.clock.now
-        if not state.begin_update(order, began):
-            return
-        self._updating.add(key)
-
-        def ended(error: str, timings: dict[str, float] | None) -> None:
-            if state is not self.state:
-                return  # the manager has restarted: its successor asks the server again
-            self._updating.discard(key)
-            if error:
-                state.servers.failed(order, error, self.clock.now)
-            else:
-                state.servers.succeeded(order, self.clock.now - began, timings)
-            self._settle()
-
-        if order.probe and self._servers.model_info(*key) == (str(order.target.version), order.target.locator):
-            self.clock.after(self._call_s, ended, "", None)
-        else:
-            self._servers.load(order, lambda error: ended(error, None if error else {}))
 
     # -- journal -------------------------------------------------------------------------------------------------------
 
@@ -322,11 +247,12 @@ class ManagerMachine:
         self._away += [(call.operation, call.request, call.reply) for call in held]
         self._held, self._waiting = [], {}
         self._grants = HeldAllocations()
-        self._updating, self._probing = set(), set()
+        self._tasks.stop()
 
     def start(self) -> None:
         """Start again from the journal, then read the name store and answer the clients."""
         self.state = ManagerState(self.settings)
+        self._tasks = ServerTasks(self.state, self.clock, self._servers, self._call_s, self._settle)
         self.state.restore_from(self.journal.events())
         self.state.open(self.clock.now)
         self.up = True

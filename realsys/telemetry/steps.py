@@ -1,7 +1,7 @@
 """Reader of the step log: one JSON object per line, written by the MasterWorker and followed by the launcher.
 
-Kinds of records: ``phase``, ``warmup``, ``train``, ``eval``, ``recovered``. A line is read once it ends with a newline,
-so a reader never gets half a record. A record that a crash cut off is skipped and counted.
+Kinds of records: ``phase``, ``warmup``, ``train``, ``eval``, ``used_up``, ``recovered``. A line is read once it ends
+with a newline, so a reader never gets half a record. A record that a crash cut off is skipped and counted.
 
 The log is only appended to. A ``recovered`` record means that training rolled back to its ``step`` (-1: to the start).
 It undoes the earlier records of later steps. ``surviving_steps`` leaves these out. A reader that follows the log gets
@@ -23,6 +23,7 @@ import msgspec
 StepRecord = dict[str, Any]
 
 RECOVERED = "recovered"
+USED_UP = "used_up"  # the prompts of all epochs ended before ``step``, for ``reason``
 
 
 class StepTail:
@@ -99,14 +100,18 @@ def surviving(read: Callable[[], Iterable[StepRecord]]) -> Iterator[StepRecord]:
 def undone(record: Mapping[str, Any], recovered: Mapping[str, Any]) -> bool:
     """Return True if the later record ``recovered`` undid ``record``, a step or an evaluation of lost weights.
 
-    The supervised warm-up precedes version 0. Phases are clock times and are never undone. A record without a readable
-    step is not undone either, because a display must not fail on it.
+    The weights of an evaluation may be newer than the step after which it was due. The supervised warm-up precedes
+    version 0. Phases are clock times and are never undone. A record without a readable step is not undone either,
+    because a display must not fail on it.
     """
     last_kept, step = recovered.get("step"), record.get("step")
     if not isinstance(last_kept, int) or not isinstance(step, int):
         return False
+    version = record.get("version")
+    if record.get("kind") == "eval" and isinstance(version, int):
+        step = max(step, version)
     match record.get("kind"):
-        case "train" | "eval":
+        case "train" | "eval" | "used_up":
             return step > last_kept
         case "warmup":
             return last_kept < 0

@@ -27,7 +27,7 @@ from realsys.weights.host.places import MEMBERS, folder_name
 from tests.chaos.live import ChaosRun
 from tests.support.jobs.jobs import Job, processes_of
 from tests.support.polling import poll
-from tests.support.training.records import prompt_len
+from tests.support.training.sample_records import prompt_len
 
 _SETTLE_S = 3.0  # a process that ends within this time is no leftover
 _CAUSE = re.compile(r"^realsys: the run failed: (\S+ \(pid \d+\): .+)$", re.MULTILINE)

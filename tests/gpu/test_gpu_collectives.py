@@ -18,7 +18,7 @@ from realsys.train.megatron.collectives import gather_bytes
 from realsys.train.megatron.device import Device
 from realsys.train.transfer import execute
 from tests.gpu.conftest import STAND_IN, ComputeOn
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 from tests.support.training.train_ranks import FORMED, run_ranks
 
 pytestmark = pytest.mark.gpu

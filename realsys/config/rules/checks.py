@@ -14,7 +14,7 @@ from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, JUDGE, LAYOUT, TRANSPORT, VERIFIER
-from realsys.config.evaluation_sets import evaluation_sets, verifier_arguments
+from realsys.config.evaluation_sets import evaluation_sets, verifier_arguments, verifier_field
 from realsys.config.memory.memory_check import Place, check_memory, place_of
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_field, role_settings
@@ -197,7 +197,7 @@ def _check_data(config: Config) -> None:
         if config.train.total_epochs * arith.train_size < config.train.batch_groups and config.train.total_epochs:
             raise ConfigError("data.arith.train_size", arith.train_size, "is less than one batch (train.batch_groups)")
         return
-    check_sources(data, has_copy=TrialPaths.of(config).data_sources.is_file())
+    check_sources(data, has_copy=TrialPaths.of(config).data_sources.is_file(), trains=not config.evaluate_only)
     if config.warmup.steps and not data.demos:
         raise ConfigError("data.demos", "", "the supervised warm-up (warmup.steps) needs demonstrations")
     if held_out and not data.eval and not data.eval_fraction:
@@ -206,6 +206,10 @@ def _check_data(config: Config) -> None:
 
 def _check_sets(config: Config) -> None:
     """Check the data sets of evaluations. A trial with its own copy of their data needs their sources no more."""
+    hold_s, timeout_s = config.evaluation.hold_s, config.cluster.request_timeout_s
+    if hold_s >= timeout_s and not config.evaluate_only:
+        problem = f"must be less than cluster.request_timeout_s ({timeout_s:g}): a trainer gives up its wait after that"
+        raise ConfigError("evaluation.hold_s", hold_s, problem)
     has_copy = TrialPaths.of(config).config.is_file()
     for name, made in evaluation_sets(config).items():
         field = f"evaluation.sets.{name}"
@@ -219,14 +223,14 @@ def _check_sets(config: Config) -> None:
             raise ConfigError(f"{field}.layout", AUTO_LAYOUT, "name the layout that takes layout_args")
 
 
-def check_sources(data: DataConfig, *, has_copy: bool = False) -> None:
+def check_sources(data: DataConfig, *, has_copy: bool = False, trains: bool = True) -> None:
     """Check sources and layouts. ``has_copy``: the trial has its own copy of the data, so the sources may be gone.
 
-    Raises ConfigError.
+    ``trains`` False: ``data.eval`` alone is enough. Raises ConfigError.
     """
     if data.mixture and data.train:
         raise ConfigError("data.train", data.train, "must be empty, because data.mixture names the sources")
-    if not data.mixture and not data.train:
+    if not data.mixture and not data.train and (trains or not data.eval):
         raise ConfigError("data.train", "", "name a JSONL file with prompt and answer on every line, or docs/data.md")
     named = [("data.train", data.train, data.layout, data.layout_args), ("data.eval", data.eval, data.layout, {})]
     named += [(f"data.mixture[{i}].path", s.path, s.layout, s.layout_args) for i, s in enumerate(data.mixture)]
@@ -252,8 +256,9 @@ def check_verifiers(config: Config) -> None:
         if name in JUDGE.builtin:
             JUDGE.load(name).check(config)
         else:
-            VERIFIER.check(name, dict(arguments))
-            VERIFIER.check_settings(name, arguments, config)
+            door = VERIFIER.at(verifier_field(config, name))
+            door.check(name, dict(arguments))
+            door.check_settings(name, arguments, config)
 
 
 # ---- model

@@ -56,9 +56,7 @@ class DataConfig(Section):
     )
     eval: str = Field("", description="as train: held-out problems; empty: hold out eval_fraction of train")
     eval_fraction: Probability = Field(0.05, description="share of the rows of train that is held out")
-    mixture: list[MixtureSource] = Field(
-        [], description="several sources in place of train: list of {path, weight, layout, layout_args, source_args}"
-    )
+    mixture: list[MixtureSource] = Field([], description="several sources in place of train")
     layout: str = Field(
         AUTO_LAYOUT,
         description="layout of train and eval: auto, a name of docs/data.md, or package.module:function",

@@ -10,12 +10,18 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from realsys.config.fields import NonNegative, NonNegativeFloat, OpenProbability, Positive, Section
+from realsys.config.fields import NonNegative, NonNegativeFloat, OpenProbability, Positive, Section, pattern
 from realsys.config.sections.schema_data import AUTO_LAYOUT
 
 HELD_OUT = "eval"  # the set, and the split, of the held-out problems
+TRAIN = "train"  # the split of the prompts to train on; no set may have its name
 Samples = Annotated[int, Field(ge=1, le=4096)]
-SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
+SetName = Annotated[
+    str,
+    pattern(
+        r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$", "1 to 32 letters, digits, '_' or '-', and begin with a letter or digit"
+    ),
+]
 
 
 class EvalSetConfig(Section):
@@ -61,5 +67,7 @@ class EvalConfig(Section):
         0.25, description="share of the servers that keep an evaluation's version while the others update; at least one"
     )
     hold_s: NonNegativeFloat = Field(
-        600.0, description="seconds for which an evaluation may delay weight updates; after them it is incomplete"
+        600.0,
+        description="seconds for which an evaluation may delay weight updates, less than"
+        " cluster.request_timeout_s; after them it is incomplete",
     )

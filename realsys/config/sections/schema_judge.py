@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from realsys.config.fields import NonNegative, Positive, PositiveFloat, Probability, Section
+from realsys.config.fields import NonNegative, Positive, PositiveFloat, Probability, Section, pattern
 
 MOST_CRITERIA = 24  # a verdict has a metric for each, and may have 32
 
@@ -14,9 +14,9 @@ MOST_CRITERIA = 24  # a verdict has a metric for each, and may have 32
 class Criterion(Section):
     """One criterion of a rubric. The judge gives it a score from ``low`` to ``high``."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,31}$")] = Field(
-        description="name in the verdict and in the step log: letters, digits and _"
-    )
+    name: Annotated[
+        str, pattern(r"^[A-Za-z_][A-Za-z0-9_]{0,31}$", "1 to 32 letters, digits or '_', and begin with no digit")
+    ] = Field(description="name in the verdict and in the step log: letters, digits and _")
     description: str = Field("", description="what the judge has to look at")
     weight: PositiveFloat = Field(1.0, description="share of this criterion in the reward, relative to the others")
     low: float = Field(0.0, description="worst score")
@@ -40,8 +40,7 @@ class JudgeConfig(Section):
     criteria: list[Criterion] = Field(
         [],
         max_length=MOST_CRITERIA,
-        description="what is scored: list of {name, description, weight (1), low (0), high (10)};"
-        " empty: correctness, from 0 to 1",
+        description="what is scored; empty: correctness, from 0 to 1",
     )
     correct_from: Probability = Field(
         0.5, description="share of the best score from which a completion counts as correct"

@@ -188,9 +188,7 @@ class RolesConfig(Section):
     ref: RoleConfig = RoleConfig()
     critic: ValueRoleConfig = ValueRoleConfig()
     reward: ValueRoleConfig = ValueRoleConfig()
-    custom: dict[Name, RoleConfig] = Field(
-        {}, description="further roles that your dataflow calls: name -> the same fields as above"
-    )
+    custom: dict[Name, RoleConfig] = Field({}, description="further roles that your dataflow calls, by name")
 
 
 class CheckpointConfig(Section):

@@ -47,12 +47,11 @@ class Source:
 
 
 def sources_of(data: DataConfig, split: Split) -> list[Source]:
-    """Return the sources of a split; none if the split is held out of train."""
-    if split == "eval":
-        return [Source(data.eval, 1.0, data.layout, data.layout_args, data.source_args)] if data.eval else []
-    if not data.mixture:
-        return [Source(data.train, 1.0, data.layout, data.layout_args, data.source_args)]
-    return [Source(s.path, s.weight, s.layout, s.layout_args, s.source_args) for s in data.mixture]
+    """Return the sources of a split; none if the split is held out of train, or if there is nothing to train on."""
+    if split == "train" and data.mixture:
+        return [Source(s.path, s.weight, s.layout, s.layout_args, s.source_args) for s in data.mixture]
+    name = data.eval if split == "eval" else data.train
+    return [Source(name, 1.0, data.layout, data.layout_args, data.source_args)] if name else []
 
 
 def needs_copy(data: DataConfig) -> bool:

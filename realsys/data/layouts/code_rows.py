@@ -33,8 +33,9 @@ def mbpp(row: Values) -> Row:
     asserts = texts(row, "test_list")
     if not asserts:
         raise RowError("test_list", "has no tests: any program would pass")
-    preamble = "\n".join(texts(row, "test_imports")) or str(row.get("test_setup_code") or "")
-    source = "\n".join([*asserts, *texts(row, "challenge_test_list")]) + "\n"
+    preamble = "\n".join(texts(row, "test_imports"))
+    setup = str(row.get("test_setup_code") or "")  # uses classes of the program
+    source = "\n".join([*filter(None, [setup]), *asserts, *texts(row, "challenge_test_list")]) + "\n"
     shown = "\n".join(asserts)
     prompt = f"{text(row, field)} {_REPLY}\n\nThe program must pass these tests:\n\n```python\n{shown}\n```"
     taken = (field, "test_list", "challenge_test_list", "test_imports", "test_setup_code", "code")

@@ -8,7 +8,8 @@ A program passes if it passes all tests of all kinds:
 
     stdio   the program is run once per test: ``stdin`` is its input, and its output must be ``stdout``
     calls   ``function(*args)`` of the program must return ``result``
-    source  Python source that runs after the program, in the same module; the program fails if it raises
+    source  Python source of unit tests. It runs in another process than the program, which it can call; arguments and
+            results are plain data (docs/sandbox.md). The program fails if the source raises
 """
 
 from __future__ import annotations

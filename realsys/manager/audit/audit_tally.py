@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from realsys.manager.audit.audit_report import CLAIMS, AuditReport, Check, RollBackRow
-from realsys.manager.ledger.events import Finished, Opened
+from realsys.manager.audit.prompt_audit import PromptAudit
+from realsys.manager.ledger.events import Opened
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.order import PromptOrder
 from realsys.manager.ledger.tickets import OPEN_STATES
@@ -35,8 +36,6 @@ class AuditTally:
 
     newest       version that was trained last
     granted_at   version of the last grant
-    given_back   prompts that may be granted again
-    rates        prompt -> success rate in per mille, of those with a verdict
     lost_steps   versions that a trainer went back to: it may have died before it wrote its log
     """
 
@@ -45,18 +44,15 @@ class AuditTally:
     states: Counter[str] = field(default_factory=Counter)
     causes: Counter[str] = field(default_factory=Counter)
     opened: Opened | None = None
-    order: PromptOrder | None = None
+    prompts: PromptAudit = field(default_factory=PromptAudit)
     starts: list[RollBackRow] = field(default_factory=list)
     trainer_incarnation: str = ""
     records: int = 0
     compacted: int = 0
     inherited: int = 0
     attempts: int = 0
-    cursor: int = 0
     newest: int = 0
     granted_at: int = -1
-    given_back: deque[int] = field(default_factory=deque)
-    rates: dict[int, int] = field(default_factory=dict)
     lost_steps: set[int] = field(default_factory=set)
     ledger: Ledger = field(default_factory=lambda: Ledger(PromptOrder(seed=0, size=1), max_attempts=1))
 
@@ -81,17 +77,6 @@ class AuditTally:
         elif attempt is not None and attempt != seen.attempt:
             self.note("attempts", line, f"ticket {ticket_id}: attempt {attempt} {what}, but {seen.attempt} is current")
         return seen
-
-    def take_rates(self, rates: list[int]) -> None:
-        """Take the success rates of all prompts from a record."""
-        self.rates = {prompt: rate for prompt, rate in enumerate(rates) if rate >= 0}
-
-    def observe_rate(self, prompt: int, event: Finished) -> None:
-        """Average the success rate of a group with that of its prompt's groups before."""
-        if event.judged:
-            rate = round(1000 * event.correct / event.judged)
-            before = self.rates.get(prompt)
-            self.rates[prompt] = rate if before is None else (before + rate + (rate > before)) // 2
 
     def compare_steps(self, logged: Mapping[int, Sequence[str]], recovered: Collection[int] = ()) -> None:
         """Compare with the step log. ``logged``: step -> its tickets, unless a recovery undid it; ``recovered``: steps

@@ -14,7 +14,6 @@ from realsys.manager.audit.audit_report import RollBackRow
 from realsys.manager.audit.audit_tally import ENDED, AuditTally, Seen
 from realsys.manager.ledger import events as e
 from realsys.manager.ledger.ledger_state import STALE
-from realsys.manager.ledger.order import PromptOrder
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.ledger.tickets import OPEN_STATES, label, ticket_name
 
@@ -43,13 +42,12 @@ class Auditor(AuditTally):
             case e.RolledBack():
                 self._rolled_back(event, line)
             case e.Opened():
-                self.opened, self.order = event, PromptOrder(event.seed, event.prompts)
+                self.opened = event
+                self.prompts.open(event)
             case e.Resumed():
                 self.inherited = event.groups
-                self.cursor = event.cursor
                 self.newest = event.step
-                self.given_back.extend(event.pending)
-                self.take_rates(event.rates)
+                self.prompts.start(event.cursor, event.pending, event.rates)
             case e.Snapshot():
                 self._snapshot(event)
             case _:
@@ -106,31 +104,8 @@ class Auditor(AuditTally):
             self.note("attempts", line, f"ticket {event.ticket_id} begins with attempt {event.attempt}")
         self.tickets[event.ticket_id] = Seen(event.prompt_index, attempt=event.attempt)
         self.states["running"] += 1
-        if event.position < 0:
-            if event.prompt_index in self.given_back:
-                self.given_back.remove(event.prompt_index)
-            else:
-                self.note("prompts", line, f"ticket {event.ticket_id}: prompt {event.prompt_index} was not given back")
-            return
-        if event.position < self.cursor:
-            self.note("prompts", line, f"ticket {event.ticket_id}: prompt position {event.position} was granted before")
-        elif passed := self._wrongly_passed(event.position):
-            what = f"prompt position {event.position} was granted before {passed[0]}"
-            self.note("prompts", line, f"ticket {event.ticket_id}: {what}")
-        elif self.order is not None and self.order.at(event.position) != event.prompt_index:
-            expected = self.order.at(event.position)
-            self.note("prompts", line, f"ticket {event.ticket_id}: prompt {event.prompt_index} instead of {expected}")
-        self.cursor = max(self.cursor, event.position + 1)
-
-    def _wrongly_passed(self, position: int) -> list[int]:
-        """Return the positions before ``position`` that the curriculum, if there is one, had to take."""
-        passed = range(self.cursor, position)
-        curriculum = self.opened.curriculum if self.opened is not None else None
-        if not passed or curriculum is None or self.order is None:
-            return list(passed[:1])
-        low, high, _ = curriculum
-        rates = ((at, self.rates.get(self.order.at(at) or 0)) for at in passed)
-        return [at for at, rate in rates if rate is None or low <= rate <= high]
+        if problem := self.prompts.granted(event):
+            self.note("prompts", line, f"ticket {event.ticket_id}: {problem}")
 
     def _finished(self, event: e.Finished, line: int) -> None:
         seen = self.current(event.ticket_id, event.attempt, f"finished ({event.outcome})", line)
@@ -138,7 +113,7 @@ class Auditor(AuditTally):
             return
         if seen.state != "running":
             self.note("attempts", line, f"ticket {event.ticket_id} finished, though it was {seen.state}")
-        self.observe_rate(seen.prompt, event)
+        self.prompts.finished(seen.prompt, event)
         if event.outcome == "accepted":
             seen.oldest = event.version_min
             self.move(seen, "finished")
@@ -246,10 +221,10 @@ class Auditor(AuditTally):
             return
         self.compacted, self.records = event.records, event.records
         self.inherited = event.inherited
-        self.cursor = event.cursor
         self.newest = max(0, event.newest)
         if event.opened is not None:
-            self.opened, self.order = event.opened, PromptOrder(event.opened.seed, event.opened.prompts)
+            self.opened = event.opened
+            self.prompts.open(event.opened)
         if event.rolled_back is not None:
             last = event.rolled_back
             self.trainer_incarnation = last.incarnation
@@ -271,5 +246,4 @@ class Auditor(AuditTally):
             self.states[seen.state] += 1
         self.attempts = len(event.attempt) + sum(event.attempt)
         self.causes.update(event.reissued_by_cause)
-        self.given_back.extend(event.prompts)
-        self.take_rates(event.rates)
+        self.prompts.start(event.cursor, event.prompts, event.rates)

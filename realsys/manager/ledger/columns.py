@@ -7,6 +7,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,11 @@ class TicketColumns:
         self.lag = array("h", snapshot.lag if snapshot else ())
         self.stale = array("B", (snapshot.stale or bytes(len(snapshot.lag))) if snapshot else ())
         self.reasons: list[str] = list(snapshot.reasons) if snapshot else []
+
+    def in_snapshot(self) -> dict[str, Any]:
+        """Return copies of the columns, by their names in a Snapshot."""
+        columns = {name: getattr(self, name).tolist() for name in ("outcome", "attempt", "prompt", "lag", "stale")}
+        return {**columns, "reasons": list(self.reasons)}
 
     def __len__(self) -> int:
         return len(self.outcome)

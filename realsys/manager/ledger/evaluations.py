@@ -26,7 +26,9 @@ from realsys.errors import LedgerError
 from realsys.manager.ledger.events import (
     EvalAnswered,
     EvalEvent,
+    EvalHeld,
     EvalLost,
+    EvalsResumed,
     EvalStarted,
     EvaluationState,
     RolledBack,
@@ -35,12 +37,12 @@ from realsys.manager.ledger.events import (
 from realsys.manager.ledger.order import sampling_seed
 from realsys.manager.messages import Answer, EvaluationReply
 from realsys.manager.refusals import NotFound
-from realsys.types import Ticket
+from realsys.types import PublishedVersion, Ticket
 
-#: Attempts of one completion before its evaluation is discarded and started again: attempt numbers are never reused.
+#: Size of a block of attempt numbers. An evaluation that begins anew, is started again or meets another manager takes
+#: the next block, so attempt numbers are never reused.
 ATTEMPTS = 1 << 16
 MOST_RESTARTS = 2  # an evaluation whose version is lost more often has ended
-_RESTART_ATTEMPTS = ATTEMPTS // (MOST_RESTARTS + 1)
 
 
 @dataclass(slots=True)
@@ -52,7 +54,6 @@ class Evaluation:
     attempts: dict[int, int] = field(default_factory=dict)  # unit -> attempts granted so far
     failures: dict[int, int] = field(default_factory=dict)  # unit -> failed attempts
     pinned: int | None = None  # version of all its completions
-    held_since: float | None = None  # when it first delayed an update
 
     @property
     def started(self) -> EvalStarted:
@@ -67,6 +68,11 @@ class Evaluation:
     def is_finished(self) -> bool:
         """True when every completion has its end, or when its version was lost."""
         return bool(self.saved.lost) or len(self.saved.done) == self.units
+
+    @property
+    def newest_version(self) -> int:
+        """The version that its completions are of; without any, the one at which it was requested."""
+        return max(self.started.version, self.saved.version_max)
 
     def unit(self, prompt_index: int, sample: int) -> int:
         return prompt_index * self.started.samples + sample
@@ -168,12 +174,12 @@ class RunningProblem:
 class Evaluations:
     """All evaluations of a trial, oldest first, and their running tickets. The journal's events restore the progress.
 
-    ``running`` by ticket id is not journalled: after a restart the completions wait again.
+    ``running`` by ticket id is not journalled: after a restart the completions wait again, with other attempt numbers.
     """
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
-        self._discarded: dict[str, int] = {}  # eval_id -> how often a roll-back discarded it
+        self._discarded: dict[str, int] = {}  # eval_id -> blocks of attempt numbers before a roll-back discarded it
         self.by_id: dict[str, Evaluation] = {}
         self.running: dict[str, RunningProblem] = {}
 
@@ -202,22 +208,37 @@ class Evaluations:
                 self.by_id[event.eval_id] = _restored(EvaluationState(event, first_attempt=first))
             case EvalAnswered():
                 self._apply_answered(event)
+            case EvalHeld():
+                evaluation = self._known(event)
+                evaluation.saved.held, evaluation.saved.held_since = event.held, event.time
+                evaluation.pinned = event.held.version
             case EvalLost():
                 self._apply_lost(event)
             case RolledBack():
                 for eval_id, evaluation in list(self.by_id.items()):
                     if evaluation.started.by_user:
                         self._roll_back(evaluation, event.version)
-                    elif not evaluation.is_finished or evaluation.started.version > event.version:
+                    elif not evaluation.is_finished or evaluation.newest_version > event.version:
                         del self.by_id[eval_id]
-                        self._discarded[eval_id] = self._discarded.get(eval_id, 0) + 1
+                        self._discarded[eval_id] = _next_block(evaluation.saved) // ATTEMPTS
                 self.running.clear()
+            case EvalsResumed():
+                for evaluation in self.unfinished():
+                    evaluation.saved.first_attempt = _next_block(evaluation.saved)
             case Snapshot():
                 self._discarded = dict(event.forgotten)
                 self.by_id = {state.started.eval_id: _restored(_copied(state)) for state in event.evaluations}
 
+    def resume(self, now: float) -> EvalsResumed | None:
+        """Begin after a replay of the journal. Returns None if no evaluation is unfinished."""
+        if not self.unfinished():
+            return None
+        event = EvalsResumed(now)
+        self.apply(event)
+        return event
+
     def snapshot(self) -> tuple[list[EvaluationState], dict[str, int]]:
-        """Return copies for a snapshot of the journal: the evaluations, and how often each was discarded."""
+        """Return copies for a snapshot of the journal: the evaluations, and the blocks of the discarded ones."""
         return [_copied(evaluation.saved) for evaluation in self.by_id.values()], dict(self._discarded)
 
     def grant(
@@ -269,28 +290,18 @@ class Evaluations:
         The attempt failed if ``answer`` is None, or if a token is of another version (``one-version``).
         """
         evaluation, ticket = problem.evaluation, problem.ticket
-        eval_id, unit = evaluation.started.eval_id, problem.unit
+        eval_id, index, unit = evaluation.started.eval_id, ticket.prompt_index, problem.unit
+        which = ticket.sample, ticket.attempt
         if answer is None or not answer.version_min == answer.version_max == evaluation.pinned:
             failures = evaluation.failures[unit] = evaluation.failures.get(unit, 0) + 1
             if failures < self._max_attempts:
                 self._reissue(problem)
                 return None
-            event = EvalAnswered(
-                eval_id, ticket.prompt_index, True, False, 0, -1, -1, sample=ticket.sample, attempt=ticket.attempt
-            )
+            event = EvalAnswered(eval_id, index, True, False, 0, -1, -1, {}, 0.0, *which)
         else:
+            at = answer.version_min
             event = EvalAnswered(
-                eval_id,
-                ticket.prompt_index,
-                False,
-                answer.correct,
-                answer.length,
-                answer.version_min,
-                answer.version_max,
-                answer.metrics,
-                answer.reward,
-                ticket.sample,
-                ticket.attempt,
+                eval_id, index, False, answer.correct, answer.length, at, at, answer.metrics, answer.reward, *which
             )
         self.apply(event)
         return event
@@ -299,6 +310,12 @@ class Evaluations:
         """Begin an unfinished evaluation anew with another version, or end it incomplete."""
         again = again and evaluation.saved.restarts < MOST_RESTARTS
         event = EvalLost(evaluation.started.eval_id, reason, again, now)
+        self.apply(event)
+        return event
+
+    def hold(self, evaluation: Evaluation, held: PublishedVersion, now: float) -> EvalHeld:
+        """Let servers keep the version of an evaluation, which delays their updates."""
+        event = EvalHeld(evaluation.started.eval_id, held, now)
         self.apply(event)
         return event
 
@@ -345,24 +362,28 @@ class Evaluations:
 
     def _begin_again(self, saved: EvaluationState, version: int) -> None:
         started = msgspec.structs.replace(saved.started, version=version)
-        first = saved.first_attempt + _RESTART_ATTEMPTS
-        again = EvaluationState(started, first_attempt=first, restarts=saved.restarts + 1)
+        again = EvaluationState(started, first_attempt=_next_block(saved), restarts=saved.restarts + 1)
         self.by_id[started.eval_id] = _restored(again)
 
-    def _known(self, event: EvalAnswered | EvalLost) -> Evaluation:
-        evaluation = self.by_id.get(event.eval_id)
-        if evaluation is None:
+    def _known(self, event: EvalAnswered | EvalHeld | EvalLost) -> Evaluation:
+        if event.eval_id not in self.by_id:
             raise LedgerError(f"ledger: {event}: unknown evaluation")
-        return evaluation
+        return self.by_id[event.eval_id]
 
 
 def _ticket_id(eval_id: str, unit: int) -> str:
     return f"eval-{eval_id}-{unit:06d}"
 
 
+def _next_block(saved: EvaluationState) -> int:
+    """Return the first attempt number of the next block."""
+    return (saved.first_attempt // ATTEMPTS + 1) * ATTEMPTS
+
+
 def _restored(saved: EvaluationState) -> Evaluation:
     """Return an evaluation of which nothing runs."""
-    evaluation = Evaluation(saved, pinned=saved.version_min if saved.version_min >= 0 else None)
+    pinned = saved.held.version if saved.held is not None else saved.version_min
+    evaluation = Evaluation(saved, pinned=pinned if pinned >= 0 else None)
     if not saved.lost:
         done = set(saved.done)
         evaluation.waiting.extend(unit for unit in range(evaluation.units) if unit not in done)

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from realsys.manager.ledger.tickets import OpenTicket, ticket_name
+from realsys.types import PublishedVersion
 
 _I16, _I32, _I64 = (1 << 15) - 1, (1 << 31) - 1, (1 << 63) - 1  # largest numbers in the columns of a ledger
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -60,6 +61,14 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     max_reissues: int = 0  # reissues that a ticket may have because its group was too old
     #: (lowest, highest success rate in per mille, floor) of data.curriculum; None: every prompt is taken
     curriculum: tuple[Rate, Rate, float] | None = None
+
+    def conflict(self, before: Opened) -> str | None:
+        """Return why tickets granted with the settings ``before`` cannot go on with these, None if they can."""
+        for name in ("prompts", "seed", "batch_groups"):
+            was, now = getattr(before, name), getattr(self, name)
+            if was != now:
+                return f"its tickets were granted with {name}={was}, and now it is {now}"
+        return None
 
 
 class RolledBack(msgspec.Struct, frozen=True, tag="rolled_back"):
@@ -191,12 +200,28 @@ class EvalLost(msgspec.Struct, frozen=True, tag="eval_lost"):
     time: float
 
 
+class EvalsResumed(msgspec.Struct, frozen=True, tag="evals_resumed"):
+    """A manager has started with unfinished evaluations. Grants of theirs are not recorded, so it counts attempts anew,
+    from a number that no attempt before it can have.
+    """
+
+    time: float
+
+
+class EvalHeld(msgspec.Struct, frozen=True, tag="eval_held"):
+    """Servers keep the version ``held`` for an unfinished evaluation, from now on until it has ended."""
+
+    eval_id: str
+    held: PublishedVersion
+    time: float
+
+
 class EvaluationState(msgspec.Struct):
     """Progress of an evaluation, as a snapshot keeps it: without the running problems, as after any restart.
 
     A unit is one completion: prompt index * samples + number of the completion. ``metrics``: name -> (sum,
     completions). ``unjudged``: completions without right or wrong. ``tallies``: prompt index -> (judged, right)
-    completions; journals of older versions have none. ``lost``: why it has ended incomplete.
+    completions; journals of older versions have none. ``lost``: why it has ended incomplete. ``held``: see EvalHeld.
     """
 
     started: EvalStarted
@@ -214,6 +239,8 @@ class EvaluationState(msgspec.Struct):
     accepted: dict[int, int] = {}  # unit -> attempt whose completion counts
     restarts: int = 0
     lost: str = ""
+    held: PublishedVersion | None = None
+    held_since: float | None = None
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
@@ -231,7 +258,6 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     reissued: int  # tickets that this roll-back reissued
     starts: int
     inherited: int
-    first_cursor: int  # first position in the order of prompts: 0, or the cursor of the resumed checkpoint
     base: int  # oldest version to roll back to: -1, or the step of the resumed checkpoint
     newest: int  # newest version that a batch was trained for
     cursor: int
@@ -244,7 +270,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     prompts: list[int]
     reissued_by_cause: dict[str, int]
     evaluations: list[EvaluationState]
-    forgotten: dict[str, int]  # evaluation -> how often a roll-back discarded it
+    forgotten: dict[str, int]  # evaluation that a roll-back discarded -> its blocks of attempt numbers
     time: float
     stale: list[int] = []
     rates: list[Rate] = []  # success rate of each prompt; []: none is measured
@@ -269,5 +295,5 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
 
 
 TicketEvent = Snapshot | Opened | Resumed | RolledBack | Granted | Finished | Reissued | Dropped | Claimed | Trained
-EvalEvent = EvalStarted | EvalAnswered | EvalLost
+EvalEvent = EvalStarted | EvalAnswered | EvalHeld | EvalLost | EvalsResumed
 Event = TicketEvent | EvalEvent

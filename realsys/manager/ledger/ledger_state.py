@@ -43,7 +43,6 @@ class LedgerState:
         self.base = -1
         self.newest = -1
         self._records = 0
-        self._first_cursor = 0
         self._waiting: list[str] = []  # heap of waiting ticket ids; may hold tickets that wait no more
 
     def apply(self, event: e.TicketEvent) -> None:
@@ -85,18 +84,14 @@ class LedgerState:
             raise LedgerError(f"ledger: {event.checkpoint} can only be resumed by a new trial, before its first ticket")
         self.counts.inherited = event.groups
         self.cursor = event.cursor
-        self._first_cursor = event.cursor
         self.base = event.step
         self.newest = event.step
         self.prompts.extend(event.pending)
         self.rates = PromptRates(event.rates)
 
     def _apply_opened(self, event: e.Opened) -> None:
-        before = self.opened
-        for name in ("prompts", "seed", "batch_groups") if before is not None and len(self.columns) else ():
-            was, now = getattr(before, name), getattr(event, name)
-            if was != now:
-                raise LedgerError(f"ledger: its tickets were granted with {name}={was}, and now it is {now}")
+        if self.opened is not None and len(self.columns) and (problem := event.conflict(self.opened)):
+            raise LedgerError(f"ledger: {problem}")
         self.opened = event
         self.rates.resize(event.prompts)
 
@@ -240,17 +235,11 @@ class LedgerState:
             reissued=self.reissued,
             starts=self.counts.starts,
             inherited=self.counts.inherited,
-            first_cursor=self._first_cursor,
             base=self.base,
             newest=self.newest,
             cursor=self.cursor,
-            outcome=self.columns.outcome.tolist(),
-            attempt=self.columns.attempt.tolist(),
-            prompt=self.columns.prompt.tolist(),
-            lag=self.columns.lag.tolist(),
-            stale=self.columns.stale.tolist(),
+            **self.columns.in_snapshot(),
             rates=self.rates.measured(),
-            reasons=list(self.columns.reasons),
             open=[dataclasses.replace(ticket) for ticket in self.open.values()],
             prompts=list(self.prompts),
             reissued_by_cause=dict(self.counts.reissued_by_cause),
@@ -271,7 +260,6 @@ class LedgerState:
         self.newest = event.newest
         self.cursor = event.cursor
         self._records = event.records - 1
-        self._first_cursor = event.first_cursor
         self.columns = TicketColumns(event)
         self.rates = PromptRates(event.rates)
         if event.opened is not None:

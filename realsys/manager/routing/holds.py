@@ -10,7 +10,9 @@ Training goes on: a server that keeps v samples train tickets while ``admission`
 completion of an evaluation never meets an update, so all of them are of one version (``one-version``).
 
 An evaluation is pinned to a version by its first grant, or when the first server that may serve it has to decide about
-an update. If no server has that version any more, the evaluation begins anew with another one.
+an update. If no server has that version any more, the evaluation begins anew with another one. A server in quarantine
+samples nothing, so it counts as one that has not. After a restart of the manager the servers are asked first which
+version they have.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from realsys.manager.ledger.evaluations import Evaluation, Evaluations
-from realsys.manager.ledger.events import EvalLost
+from realsys.manager.ledger.events import EvalHeld, EvalLost
 from realsys.manager.routing.placement import Reservations
 from realsys.manager.routing.server_table import Hold, Server, ServerTable
 
@@ -54,19 +56,21 @@ class Holds:
         version = published.version if evaluation.pinned is None else evaluation.pinned
         return version if version >= evaluation.started.version and serves(version) else None
 
-    def refresh(self, now: float) -> list[EvalLost]:
-        """Decide anew which servers keep their version. Returns the evaluations whose version is lost."""
+    def refresh(self, now: float) -> list[EvalHeld | EvalLost]:
+        """Decide anew which servers keep their version. Returns what the journal must have."""
         holds: dict[str, Hold] = {}
-        lost = []
+        events: list[EvalHeld | EvalLost] = []
         for evaluation in self._evaluations.unfinished():
-            if event := self._lost(evaluation, now):
-                lost.append(event)
+            if lost := self._lost(evaluation, now):
+                events.append(lost)
             elif self._needs_hold(evaluation):
-                if evaluation.held_since is None:
-                    evaluation.held_since = now
+                served = next((server.verified for server in self._serving(evaluation.pinned)), None)
+                if evaluation.saved.held is None and served is not None:
+                    events.append(self._evaluations.hold(evaluation, served, now))
                 self._hold(evaluation, holds)
-        self._servers.take_holds(holds)
-        return lost
+        kept = [evaluation.saved.held for evaluation in self._evaluations.unfinished()]
+        self._servers.take_holds(holds, [held for held in kept if held is not None])
+        return events
 
     def _lost(self, evaluation: Evaluation, now: float) -> EvalLost | None:
         """End or restart an evaluation whose version cannot be kept any longer."""
@@ -74,12 +78,12 @@ class Holds:
         if pinned is None:
             self._pin(evaluation)
             return None
-        since, seconds = evaluation.held_since, self._rules.seconds
+        since, seconds = evaluation.saved.held_since, self._rules.seconds
         if since is not None and now >= since + seconds:
             left = evaluation.units - len(evaluation.saved.done)
             reason = f"{left} of {evaluation.units} had not ended when version {pinned} was kept for {seconds:g} s"
             return evaluations.lose_version(evaluation, reason, False, now)
-        if any(self._serving(pinned)):
+        if any(self._serving(pinned)) or (evaluation.saved.held is not None and self._servers.unasked()):
             return None
         others = [version for version in self._current_versions() if version >= evaluation.started.version]
         if not others:
@@ -105,8 +109,10 @@ class Holds:
         return published is not None and evaluation.pinned is not None and evaluation.pinned != published.version
 
     def _hold(self, evaluation: Evaluation, holds: dict[str, Hold]) -> None:
-        assert evaluation.pinned is not None and evaluation.held_since is not None
-        until = evaluation.held_since + self._rules.seconds
+        since = evaluation.saved.held_since
+        if since is None:
+            return  # no server has its version yet
+        until = since + self._rules.seconds
         sampling = self._servers_of(evaluation)
         before = self._servers.holds
         ready = [server for server in self._serving(evaluation.pinned) if _is_free(server)]
@@ -133,13 +139,11 @@ class Holds:
                     names.add(place.server)
         return names
 
-    def _serving(self, version: int) -> Iterator[Server]:
-        """Yield the servers with this version of the current trainer, in quarantine or not."""
-        published = self._servers.published
-        trainer = published.incarnation if published is not None else None
+    def _serving(self, version: int | None) -> Iterator[Server]:
+        """Yield the servers with this version of the current trainer, without those in quarantine."""
         for server in self._servers.all():
-            verified = server.verified
-            if verified is not None and (verified.version, verified.incarnation) == (version, trainer):
+            served = self._servers.current(server)
+            if served is not None and served.version == version:
                 yield server
 
     def _current_versions(self) -> Iterator[int]:

@@ -74,6 +74,7 @@ class ServerTable:
         self.revision = 0  # grows with every change to the routes
         self.due: set[str] = set()  # servers with something to decide; the shell empties it
         self.holds: dict[str, Hold] = {}  # server -> why it keeps its version
+        self.kept: list[PublishedVersion] = []  # versions that servers keep for evaluations
 
     def all(self) -> list[Server]:
         return list(self._servers.values())
@@ -86,8 +87,9 @@ class ServerTable:
         server = self._servers.get(name)
         return server if server is not None and server.address.incarnation == incarnation else None
 
-    def take_holds(self, holds: dict[str, Hold]) -> None:
-        """Take over which servers keep their version for an evaluation."""
+    def take_holds(self, holds: dict[str, Hold], kept: list[PublishedVersion]) -> None:
+        """Take over which servers keep their version for an evaluation, and which versions those are."""
+        self.kept = kept
         if holds != self.holds:
             self.due.update(self.holds.keys() | holds.keys())
             self.holds = holds
@@ -103,6 +105,10 @@ class ServerTable:
             return False
         hold = self.holds.get(server.name)
         return served == self.published or (hold is not None and hold.keeps)
+
+    def unasked(self) -> bool:
+        """Return True while a server may have a version that the manager does not know of, as after its restart."""
+        return any(s.verified is None and not s.failures and not s.quarantined for s in self.all())
 
     def explain(self) -> str:
         """Return why no server is routable: one line, with the state of each."""

@@ -22,6 +22,7 @@ registered.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ class Pace:
 class UpdateOrder:
     """An update to run.
 
-    ``probe``: ask the server first, because it may have the version. ``sources``: see ``FanOut``.
+    ``probe``: ask the server first, because it may have the version, or one of ``kept``, which an evaluation needs.
+    ``sources``: see ``FanOut``.
     """
 
     server: str
@@ -62,6 +64,14 @@ class UpdateOrder:
     target: PublishedVersion
     probe: bool = False
     sources: tuple[str, ...] = ()
+    kept: tuple[PublishedVersion, ...] = ()
+
+    def served(self, version: str, locator: str) -> UpdateOrder | None:
+        """Return the order of the version that a server has by its answer to a probe; None if it must load."""
+        for published in (self.target, *self.kept):
+            if (str(published.version), published.locator) == (version, locator):
+                return dataclasses.replace(self, target=published)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +157,8 @@ class ServerRegistry(ServerTable):
         server.waits = isinstance(sources, float)
         if isinstance(sources, float):
             return Idle(sources)
-        return UpdateOrder(name, incarnation, server.address.url, self.published, server.verified is None, sources)
+        probe, kept = server.verified is None, tuple(self.kept) if server.verified is None else ()
+        return UpdateOrder(name, incarnation, server.address.url, self.published, probe, sources, kept)
 
     def _held_until(self, server: Server) -> float:
         """Return until when the server keeps its version for an evaluation; 0 if it does not."""

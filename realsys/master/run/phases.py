@@ -22,6 +22,7 @@ from realsys.config.evaluation_sets import evaluation_sets, id_of_set
 from realsys.config.roles import role_settings
 from realsys.errors import StreamError
 from realsys.manager.messages import RollBackRequest
+from realsys.master.evaluation import require_completions
 from realsys.master.recovery import Start, evaluated, find_start, has_trained, recovered_record, unanswered
 from realsys.master.run.parts import MasterParts, build_loop, build_warmup, model_dir
 from realsys.master.run.trial_start import read_start
@@ -178,7 +179,10 @@ class MasterRun:
         self.finished = True
 
     async def _evaluate(self, eval_id: str, step: int) -> None:
-        """Measure held-out accuracy with the newest version, once per ``eval_id`` and step."""
+        """Measure held-out accuracy with the newest version, once per ``eval_id`` and step.
+
+        Raises StuckError if all held-out completions before training failed.
+        """
         records = list(self._records())
         sets = {
             name: made
@@ -188,5 +192,8 @@ class MasterRun:
         if not sets:
             return
         await self._status.enter("evaluate")
-        for record in await self._parts.evaluations.run(eval_id, sets, step):
+        made = await self._parts.evaluations.run(eval_id, sets, step)
+        if eval_id == "before":
+            require_completions(made)
+        for record in made:
             self._log.append(record)

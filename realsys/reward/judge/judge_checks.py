@@ -6,7 +6,7 @@ import os
 import re
 from urllib.parse import urlsplit
 
-from realsys.config.evaluation_sets import verifier_arguments
+from realsys.config.evaluation_sets import verifier_arguments, verifier_field
 from realsys.config.schema import Config
 from realsys.config.sections.schema_judge import JudgeConfig
 from realsys.errors import ConfigError
@@ -22,7 +22,9 @@ def check_judge(config: Config) -> None:
     judge = config.rollout.reward.judge
     verifiers, services = verifier_arguments(config), config.rollout.reward.services
     if verifiers["judge"]:
-        raise ConfigError("verifier_args", dict(verifiers["judge"]), f"the judge has none: set {_FIELD}")
+        raise ConfigError(
+            f"{verifier_field(config, 'judge')}_args", dict(verifiers["judge"]), f"the judge has none: set {_FIELD}"
+        )
     if services and list(verifiers) == ["judge"]:
         problem = "a judge runs in the RolloutWorkers: set it to 0"
         raise ConfigError("rollout.reward.services", services, problem)

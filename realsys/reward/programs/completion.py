@@ -24,7 +24,7 @@ def program_in(completion: str, tests: CodeTests) -> str | None:
         if not tests.stub and not _parses(text):
             return None  # prose
         block = text
-    return _whole(block, tests)
+    return whole_program(block, tests)
 
 
 def last_block(text: str) -> str | None:
@@ -42,7 +42,18 @@ def last_block(text: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-def _whole(block: str, tests: CodeTests) -> str:
+def reference_in(answer: str, tests: CodeTests) -> str | None:
+    """Return the whole program of a reference solution; None if the answer of a row is no Python program."""
+    source = whole_program(answer, tests)
+    if tests.language != PYTHON or not answer.strip() or not _parses(source):
+        return None
+    if name := tests.function.partition(".")[0]:
+        return source if _defines(source, name) else None
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.Call)
+    return source if any(isinstance(each, kinds) for each in ast.walk(ast.parse(source))) else None
+
+
+def whole_program(block: str, tests: CodeTests) -> str:
     """Put what the prompt gives before the block, unless the block has it."""
     if tests.stub and not _defines(block, tests.function.partition(".")[0]):
         joint = "" if tests.stub.endswith("\n") else "\n"

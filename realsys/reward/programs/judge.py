@@ -135,12 +135,19 @@ class Judge:
                 yield from [WALL] * len(todo)
                 return
             with self._sandbox.serve(source, limits) as program:
-                while todo and self._total_s > score.time_s + program.time_s:
-                    reason, gone = _call(program, tests.function, todo.pop(0), limits)
-                    yield reason
-                    if gone:
-                        break
+                yield from _calls_of_one(program, tests.function, todo, limits, self._total_s - score.time_s)
             score.time_s += program.time_s
+
+
+def _calls_of_one(
+    program: Program, function: str, todo: list[CallTest], limits: Limits, left_s: float
+) -> Generator[str, None, None]:
+    """Take calls from ``todo`` until the process has ended, or has used ``left_s``."""
+    while todo and program.time_s < left_s:
+        reason, gone = _call(program, function, todo.pop(0), limits)
+        yield reason
+        if gone:
+            return
 
 
 def _call(program: Program, function: str, test: CallTest, limits: Limits) -> tuple[str, bool]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+MAX_REWARD = 1e6  # greatest size of a reward and of a bonus: their sum is finite
 MAX_METRICS = 32  # metrics of one verdict
 MAX_ANSWER = 2000  # characters of a final answer that are kept
 MAX_METRIC_NAME = 100  # printable characters
@@ -33,10 +34,10 @@ class Item(msgspec.Struct, array_like=True):
 class Verdict(msgspec.Struct, array_like=True, tag="verdict"):
     """The judgement of a verifier on a completion.
 
-    reward   finite; None: rollout.reward.correct or .wrong, by ``correct``
+    reward   from -1e6 to 1e6; None: rollout.reward.correct or .wrong, by ``correct``
     correct  None if the task has no right or wrong; then there must be a reward
     metrics  numbers for the step log, averaged over episodes by name
-    bonus    finite; added to the reward
+    bonus    from -1e6 to 1e6; added to the reward
     answer   final answer of the completion, for the majority vote of an evaluation; None if the verifier knows none
     """
 
@@ -95,7 +96,8 @@ def _taken(check: CheckAnswer, verifier: Verifier) -> dict[str, Any]:
     """Return the arguments of the verifier that its check takes, too."""
     arguments = getattr(verifier, "keywords", {})  # the pool makes a ``partial`` of verifier and arguments
     names = inspect.signature(check).parameters
-    return {name: value for name, value in arguments.items() if name in names}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in names.values())
+    return {name: value for name, value in arguments.items() if takes_all or name in names}
 
 
 def verdict_of(result: object) -> Verdict:
@@ -103,7 +105,7 @@ def verdict_of(result: object) -> Verdict:
     if isinstance(result, bool):
         return Verdict(correct=result)
     if isinstance(result, Real):
-        return Verdict(reward=_finite("returned", result))
+        return Verdict(reward=_reward("returned", result))
     if not isinstance(result, Verdict):
         raise TypeError(f"returned {reprlib.repr(result)}: return a bool, a finite number or a Verdict")
     reward, correct = result.reward, result.correct
@@ -112,8 +114,8 @@ def verdict_of(result: object) -> Verdict:
     if correct is not None and not isinstance(correct, bool):
         raise TypeError(f"returned a Verdict with correct={reprlib.repr(correct)}: must be True, False or None")
     if reward is not None:
-        reward = _finite("returned a Verdict with reward", reward)
-    bonus = _finite("returned a Verdict with bonus", result.bonus)
+        reward = _reward("returned a Verdict with reward", reward)
+    bonus = _reward("returned a Verdict with bonus", result.bonus)
     answer = result.answer
     if answer is not None and not isinstance(answer, str):
         raise TypeError(f"returned a Verdict with answer={reprlib.repr(answer)}: must be a text or None")
@@ -137,6 +139,13 @@ def _metrics_of(metrics: object) -> dict[str, float]:
         # A bool is fine here: its average is a share.
         checked[name] = float(value) if isinstance(value, bool) else _finite(f"returned metric {name!r}", value)
     return checked
+
+
+def _reward(described: str, value: object) -> float:
+    number = _finite(described, value)
+    if abs(number) > MAX_REWARD:
+        raise ValueError(f"{described} {reprlib.repr(value)}: must be from {-MAX_REWARD:g} to {MAX_REWARD:g}")
+    return number
 
 
 def _finite(described: str, value: object) -> float:

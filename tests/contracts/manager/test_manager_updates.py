@@ -160,3 +160,20 @@ def test_restarted_manager_asks_the_servers_for_their_load(tmp_path: Path) -> No
         assert (await t.schedule(ticket))[1]["server"] == idle.name
 
     drive(tmp_path, scenario)
+
+
+def test_restarted_manager_finds_version_kept_for_evaluation(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready(servers=2)
+        await t.post("/evaluate", eval_id="e", split="eval", n=1)
+        [ticket] = (await t.allocate())["tickets"]
+        assert ticket["kind"] == "eval"
+        t.publish(1)
+        await t.until("the second server updates", t.serves(1, 1))
+        assert list(t.state.servers.holds) == ["generation_server/0"]
+        await t.halt()
+        await t.start()
+        await t.until("both servers are asked", lambda: t.serves(0, 0)() and t.serves(1, 1)())
+        assert t.servers[0].loaded == [0] and t.state.evaluations.find("e").saved.restarts == 0
+
+    drive(tmp_path, scenario)

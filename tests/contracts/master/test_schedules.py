@@ -39,7 +39,7 @@ from realsys.train.transfer import execute
 from realsys.types import ARRAY_KEYS, METADATA_KEYS, SequenceRef
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import Deadlock, Sent, SimulatedWorkers
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 from tests.support.training.train_ranks import run_ranks
 
 BOUND_S = 60.0

@@ -5,10 +5,12 @@ import asyncio
 import psutil
 import pytest
 
+from realsys.config.schema import Config
 from realsys.data.layouts.code_tests import KEY
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
 from realsys.reward.verifiers.base import Item
+from realsys.reward.verifiers.code import check_settings
 
 TESTS = {"function": "f", "calls": [{"args": [2], "result": 4}, {"args": [3], "result": 6}], "time_limit_s": 0.3}
 
@@ -54,3 +56,36 @@ def test_dead_sandbox_is_judged_again():
             await pool.close()
 
     assert asyncio.run(judge()) == (True, 0)
+
+
+def test_limits_too_small_for_programs_are_refused():
+    assert "too small" in check_settings({"memory_mb": 16}, Config())
+    assert check_settings({"memory_mb": 64}, Config()) is None
+
+
+FRACTION = "from fractions import Fraction\ndef half(a):\n    return Fraction(a, 2)\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("def half(a):\n    return a / 2\n", None),
+        ("half of it", None),
+        ("", None),
+        ("def half(a):\n    return a\n", "fails the tests (wrong)"),
+        (FRACTION, "fails the tests (wrong)"),
+    ],
+)
+def test_reference_that_fails_is_refused(answer, problem):
+    """A right result that the sandbox cannot bring to the tests, such as a Fraction, makes the row useless."""
+    tests = {"function": "half", "source": "import fractions\nassert half(3) == fractions.Fraction(3, 2)\n"}
+
+    async def check():
+        pool = VerifierPool(1, Limits(10.0, 60.0))
+        try:
+            return await pool.check_answer("code", Item("", "", answer, {KEY: tests}))
+        finally:
+            await pool.close()
+
+    found = asyncio.run(check())
+    assert found is None if problem is None else problem in found

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realsys.errors import SandboxError
+from realsys.errors import DataError, SandboxError
 from realsys.sandbox.isolation import Settings
 from realsys.sandbox.limits import CPU, CRASHED, MEMORY, OUTPUT, WALL, WRONG, Limits
 from realsys.sandbox.sandbox import Command, Sandbox, UnitTests
@@ -189,6 +189,83 @@ def test_objects_of_the_program_can_be_passed_back(sandbox):
     source = "class Pair:\n    def __init__(self, a): self.a = a\n    def get(self): return self.a\n"
     source += "def f(pairs): return pairs[0].a\n"
     assert judged(sandbox, source, "p = Pair(3)\nassert f([p]) == 3 and p.get() == 3 and p.a == 3").passed
+
+
+CASE = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(add(1), 2)\n"
+MAIN = "if __name__ == '__main__':\n    "
+DEFINED = ["def test_add():\n    assert add(1) == 2", CASE, f"{CASE}{MAIN}unittest.main()", f"{MAIN}assert add(1) == 2"]
+NAMES = ["math.isclose(add(1), 2)", "np.isclose(add(1), 2)", "add(1) == EXPECTED", "abs(add(1)) == max(EXPECTED, 1)"]
+
+
+@pytest.mark.parametrize(
+    "tests",
+    ["def test_add():\n    assert add(1) == 2", CASE, f"{CASE}{MAIN}unittest.main()", f"{MAIN}assert add(1) == 2"],
+)
+def test_tests_that_are_only_defined_are_run(sandbox, tests):
+    assert judged(sandbox, ADD, tests).passed
+    assert not judged(sandbox, "def add(a): return 999", tests).passed
+
+
+def test_tests_that_call_nothing_are_an_error(sandbox):
+    with pytest.raises(DataError, match="called nothing of the program"):
+        judged(sandbox, ADD, "if len('x') > 1:\n    assert add(1) == 2")
+
+
+LYING = """
+def add(a): return 999
+class math: isclose = staticmethod(lambda *a: True)
+class np: isclose = staticmethod(lambda *a: True)
+EXPECTED = 999
+"""
+
+
+@pytest.mark.parametrize("test", NAMES)
+def test_program_defines_no_names_of_the_tests(sandbox, test):
+    assert not judged(sandbox, LYING, f"assert {test}").passed
+
+
+def test_modules_of_the_tests_need_no_import(sandbox):
+    assert judged(sandbox, ADD, "assert math.isclose(add(1), 2)").passed
+
+
+def test_helpers_come_from_an_unfinished_prompt(sandbox):
+    stub = "def encode(s):\n    return s[::-1]\n\ndef decode(s):\n"
+    settings = {"function": "decode", "trusted": (stub,)}
+    source, tests = "def encode(s): return s\ndef decode(s): return s\n", "assert decode(encode('abc')) == 'abc'"
+    assert not judged(sandbox, source, tests, **settings).passed
+    assert judged(sandbox, "def decode(s): return s[::-1]\n", tests, **settings).passed
+
+
+PILE = """
+class Pile:
+    def __init__(self): self.items = [1]
+    def __len__(self): return len(self.items)
+    def __getitem__(self, key): return self.items[key]
+    def __iter__(self): return iter(self.items)
+def count(n): yield from range(n)
+def endless():
+    while True: yield 'x' * 1000
+def stops(): raise StopIteration
+class Plain: pass
+"""
+
+
+def test_objects_of_the_program_take_attributes(sandbox):
+    source = "class Node:\n    def __init__(self, x): self.x, self.left = x, None\ndef left(n): return n.left.x\n"
+    assert judged(sandbox, source, "n = Node(1)\nn.left = Node(2)\nassert left(n) == n.left.x == 2").passed
+
+
+def test_objects_of_the_program_are_iterated_and_indexed(sandbox):
+    tests = "p = Pile()\nassert len(p) == p[0] == 1 and list(p) == [1] and p and Plain()\n"
+    tests += "assert list(count(3)) == [0, 1, 2] and next(count(1)) == 0 and not list(count(0))\n"
+    assert judged(sandbox, PILE, tests).passed
+
+
+@pytest.mark.parametrize(
+    "tests", ["list(endless())", "for x in Plain(): pass", "len(Plain())", "[x for x in map(stops, [1])]", "Pile()[5]"]
+)
+def test_useless_objects_of_the_program_pass_nothing(sandbox, tests):
+    assert not judged(sandbox, PILE, tests).passed
 
 
 @pytest.mark.parametrize("end", ["import os\n    os._exit(0)", "raise SystemExit(0)", "import os\n    os.kill(1, 9)"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,7 @@ from safetensors.torch import load_file
 from realsys.buffer.balance import model_flops
 from realsys.cluster.topology import place, whole_mesh
 from realsys.config.allocation import ParallelLayout, parse_allocation
-from realsys.config.paths import TrialPaths
-from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError
-from realsys.gpu.meter import GpuMeter
 from realsys.hf.config import read_model
 from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
@@ -30,97 +25,27 @@ from realsys.model_calls import (
     InitializeRequest,
     MaskRequest,
     MfcReply,
-    MfcRequest,
-    MfcShare,
     Transfer,
     TransferReply,
     TransferRequest,
 )
-from realsys.train.call_service import ModelWorkerService, WorkerParts
-from realsys.train.calls import CallOutcome, Role
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
 from realsys.train.checkpoint.checkpoint_messages import (
     FinishCheckpointRequest,
     LoadCheckpointRequest,
     SaveCheckpointRequest,
 )
-from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.weights.disk.records import DiskPlan
-from realsys.weights.disk.shards import ShardWriter
-from realsys.weights.disk.writer import DiskWriter
 from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest
-from tests.support.training.played_master import PlayedMaster, Script
-from tests.support.training.ppo_batch import make_batch, make_models, save_models
-from tests.support.training.train_ranks import FORMED, run_ranks
+from tests.support.training.played_master import REFS, PlayedWorker, Script, call, load, make_config
+from tests.support.training.train_ranks import run_ranks
 
 D1 = ParallelLayout()
-REFS, ARRAYS = make_batch()
 IDS = [ref.sample_id for ref in REFS]
 
 
-class FlopsMeter(GpuMeter):
-    """The meter of a GPU, without the GPU."""
-
-    def read(self, flops: float) -> dict[str, float]:
-        return {"flops": flops}
-
-
-def own_share(request: MfcRequest) -> MfcShare:
-    """Return what the master sends to this rank."""
-    return request.share(FORMED[request.role].data_rank if request.role in FORMED else 0)
-
-
-class Played:
-    """A ModelWorker that is to serve ``script``, and has the batch if it is one of ``holders``."""
-
-    def __init__(self, script: Script, rank: int, device: Device, config: Config, holders: Sequence[int] = ()) -> None:
-        self.stop = threading.Event()
-        own = [(name, own_share(payload) if name == "mfc" else payload) for name, payload in script]
-        self.endpoint, self.data = PlayedMaster(own, self.stop), DataManager(rank)
-        if rank in holders:
-            for name, arrays in ARRAYS.items():
-                self.data.put(name, arrays)
-        paths = TrialPaths.of(config)
-        writer = DiskWriter(ShardWriter())
-        meter = FlopsMeter(device.device, peak=1.0)
-        parts = WorkerParts(rank, FORMED, self.endpoint, self.data, device, writer, meter=meter)
-        self._service = ModelWorkerService(config, paths, parts)
-
-    def serve(self) -> list[Any]:
-        self._service.run(self.stop)
-        assert not self.endpoint.errors
-        return self.endpoint.replies
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return save_models(make_models(), tmp_path_factory.mktemp("models"))
-
-
-def make_config(**settings: Any) -> Config:
-    return Config.model_validate({**settings, "train": {"microbatch_tokens": 64, **settings.get("train", {})}})
-
-
-def call(
-    handler: str,
-    role: str,
-    parts: list[Any],
-    *,
-    lr: float = 0.0,
-    before: Sequence[str] = (),
-    after: Sequence[str] = (),
-) -> tuple[str, MfcRequest]:
-    request = MfcRequest(handler, role, handler, 0, 0, [parts], {"lr": lr})
-    request.pre_hooks, request.post_hooks = [*before], [*after]
-    return "mfc", request
-
-
-def load(role: str, models: Mapping[str, Path], trainable: bool = True) -> tuple[str, InitializeRequest]:
-    return "initialize", InitializeRequest(role, str(models[role]), trainable)
-
-
-def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_path: Path) -> None:
+def test_the_loop_serves_what_the_master_asks_for(folders: dict[str, Path], tmp_path: Path) -> None:
     layout = ParallelLayout(data=2, pipeline=2)
     mesh = whole_mesh(layout)
     parts = [REFS[:6], REFS[6:]]
@@ -132,7 +57,7 @@ def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_p
             keys = ["tokens", "loss_mask", "behav_logprobs"] if worker in heads else ["tokens", "loss_mask"]
             moves.append(Transfer(heads[0], [worker], ids, keys))
     script: Script = [
-        load("actor", models),
+        load("actor", folders),
         ("transfer", TransferRequest(moves, REFS)),
         call("actor_inf", "actor", parts),
         call("actor_train", "actor", parts, lr=1e-3),
@@ -142,9 +67,9 @@ def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_p
     ]
 
     def body(rank: int, device: Device) -> tuple[list[Any], int]:
-        worker = Played(script, rank, device, make_config(), holders=[heads[0]])
+        worker = PlayedWorker(script, rank, device, make_config(), holders=[heads[0]])
         replies = worker.serve()
-        assert worker.data.vocabulary == read_model(models["actor"]).vocab
+        assert worker.data.vocabulary == read_model(folders["actor"]).vocab
         return replies, len(worker.data)
 
     found = run_ranks(4, body, make_config(), layout)
@@ -166,17 +91,17 @@ def test_the_loop_serves_what_the_master_asks_for(models: dict[str, Path], tmp_p
         assert inference.stats["logprob_difference_max"] >= inference.stats["logprob_difference_mean"] > 0
     assert [shard.file for shard in shards] == [f"model-{i + 1:05d}-of-00004.safetensors" for i in range(4)]
     flops = model_flops(
-        read_model(models["actor"]).sizes, [ref.length for ref in REFS], sum(ref.loss_tokens for ref in REFS)
+        read_model(folders["actor"]).sizes, [ref.length for ref in REFS], sum(ref.loss_tokens for ref in REFS)
     )
     for position, share in ((2, 1 / 3), (3, 1)):  # a forward pass, and training
         assert sum(replies[position].gpu["flops"] for replies, _ in found) == pytest.approx(share * flops)
-    before = load_file(models["actor"] / "model.safetensors")
+    before = load_file(folders["actor"] / "model.safetensors")
     after = {name: tensor for shard in shards for name, tensor in load_file(tmp_path / shard.file).items()}
     assert after.keys() == before.keys()
     assert any(not torch.equal(after[name], before[name]) for name in before)
 
 
-def test_masked_tokens_are_in_no_loss(models: dict[str, Path]) -> None:
+def test_masked_tokens_are_in_no_loss(folders: dict[str, Path]) -> None:
     """Training counts the tokens that are left, and the log-probs of those are computed in their whole context."""
     layout = ParallelLayout(data=1)
     versions = {ref.sample_id: np.arange(ref.loss_tokens, dtype=np.int32) for ref in REFS}
@@ -186,16 +111,16 @@ def test_masked_tokens_are_in_no_loss(models: dict[str, Path]) -> None:
         if ref.loss_tokens > 2
     ]
     ids = [ref.sample_id for ref in left]
-    whole: Script = [load("actor", models), call("actor_inf", "actor", [REFS])]
+    whole: Script = [load("actor", folders), call("actor_inf", "actor", [REFS])]
     script: Script = [
-        load("actor", models),
+        load("actor", folders),
         ("mask", MaskRequest(ids, 2)),
         call("actor_inf", "actor", [left]),
         call("actor_train", "actor", [left], lr=1e-3),
     ]
 
     def body(rank: int, device: Device) -> tuple[list[Any], dict[str, Any]]:
-        plain, masked = (Played(work, rank, device, make_config(), holders=[0]) for work in (whole, script))
+        plain, masked = (PlayedWorker(work, rank, device, make_config(), holders=[0]) for work in (whole, script))
         for worker in (plain, masked):
             for name, array in versions.items():
                 worker.data.put(name, {"versions": array})
@@ -210,7 +135,7 @@ def test_masked_tokens_are_in_no_loss(models: dict[str, Path]) -> None:
         assert np.allclose(before[2:], after, atol=1e-4)
 
 
-def test_roles_get_data_from_outside_their_mesh(models: dict[str, Path], tmp_path: Path) -> None:
+def test_roles_get_data_from_outside_their_mesh(folders: dict[str, Path], tmp_path: Path) -> None:
     """Each role runs on separate workers.
 
     actor d2 on workers 0, 1 has the samples; the others work on 2, 3, and the reference's answers go back.
@@ -222,7 +147,7 @@ def test_roles_get_data_from_outside_their_mesh(models: dict[str, Path], tmp_pat
     held_by = [(0, [ref.sample_id for ref in first]), (1, [ref.sample_id for ref in second])]
     there = [Transfer(source, [target], ids, ["tokens", "loss_mask"]) for source, ids in held_by for target in (2, 3)]
     back = [Transfer(2, [target], ids, ["ref_logprobs"]) for target, ids in held_by]
-    same = {**models, "ref": models["actor"]}  # so that its log-probs must be the actor's
+    same = {**folders, "ref": folders["actor"]}  # so that its log-probs must be the actor's
     transfer_there = ("transfer", TransferRequest(there, REFS))
     transfer_back = ("transfer", TransferRequest(back, REFS))
     actor: Script = [
@@ -244,7 +169,7 @@ def test_roles_get_data_from_outside_their_mesh(models: dict[str, Path], tmp_pat
     ]
 
     def body(rank: int, device: Device) -> Any:
-        worker = Played(actor if rank < 2 else others, rank, device, config, holders=[0, 1])
+        worker = PlayedWorker(actor if rank < 2 else others, rank, device, config, holders=[0, 1])
         replies = worker.serve()
         keys = ["tokens", "behav_logprobs", "prox_logprobs", "ref_logprobs"]
         held = {name: {key: worker.data.get(name, key) for key in keys if worker.data.has(name, key)} for name in IDS}
@@ -268,74 +193,7 @@ def test_roles_get_data_from_outside_their_mesh(models: dict[str, Path], tmp_pat
     assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
-SEEN: list[tuple[str, str]] = []  # calls of a forked rank
-
-
-class Hooks:
-    @staticmethod
-    def a(role: Role, request: MfcRequest) -> None:
-        SEEN.append(("a", role.name))
-
-    @staticmethod
-    def b(role: Role, request: MfcRequest) -> None:
-        SEEN.append(("b", role.name))
-
-
-class Probe:
-    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
-        SEEN.append(("run", request.mfc))
-        return CallOutcome({"step": float(request.step)}, {"s": 0.5})
-
-
-def test_hooks_run_in_order_on_every_rank(models: dict[str, Path]) -> None:
-    config = make_config(roles={"ref": {"offload": "all"}})
-    parts = [REFS[:5], REFS[5:]]
-    a, b, probe = (f"{__name__}:{name}" for name in ("Hooks.a", "Hooks.b", "Probe"))
-
-    def body(rank: int, device: Device) -> Any:
-        script: Script = [
-            load("ref", models, trainable=False),
-            call(probe, "ref", parts, before=[b, a], after=[a, b]),
-            call("ref_inf", "ref", parts),
-            call("ref_inf", "ref", parts, before=["onload"], after=["offload"]),
-            call("ref_inf", "ref", parts, before=["onload"], after=["offload"]),
-        ]
-        _, probed, *inferences = Played(script, rank, device, config, holders=[0, 1]).serve()
-        return SEEN, probed.stats, probed.scores, [reply.stats for reply in inferences]
-
-    expected = [("b", "ref"), ("a", "ref"), ("run", probe), ("a", "ref"), ("b", "ref")]
-    for seen, stats, scores, (plain, offloaded, again) in run_ranks(
-        2, body, config, meshes={"ref": whole_mesh(ParallelLayout(data=2))}
-    ):
-        assert seen == expected
-        assert (stats, scores) == ({"step": 0.0}, {"s": 0.5})
-        assert plain == offloaded == again and plain["tokens"] == sum(ref.loss_tokens for ref in REFS)
-
-
-def test_an_offloaded_role_is_written_and_stays_offloaded(models: dict[str, Path], tmp_path: Path) -> None:
-    config = make_config(roles={"ref": {"offload": "all"}})
-    script: Script = [
-        load("ref", models, trainable=False),
-        call("ref_inf", "ref", [REFS], before=["onload"], after=["offload"]),
-        ("copy_weights", CopyWeightsRequest("ref", 1)),
-        ("save_weights", SaveWeightsRequest("ref", 1, DiskPlan(str(tmp_path)))),
-        call("ref_inf", "ref", [REFS]),
-    ]
-
-    def body(rank: int, device: Device) -> list[str]:
-        worker = Played(script, rank, device, config, holders=[0])
-        with pytest.raises(ModelError):
-            worker.serve()
-        return worker.endpoint.errors
-
-    [[error]] = run_ranks(1, body, config, meshes={"ref": whole_mesh(D1)})
-    assert "ref is offloaded: call 'onload' first" in error
-    files = (models["ref"] / "model.safetensors", tmp_path / "model-00001-of-00001.safetensors")
-    before, after = map(load_file, files)
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_training_resumes_bit_by_bit_from_a_checkpoint(models: dict[str, Path], tmp_path: Path) -> None:
+def test_training_resumes_bit_by_bit_from_a_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
     """Saved while the next step is taken; loaded by workers that start anew and take that step again."""
     layout, config = ParallelLayout(data=2), make_config(train={"ppo": {"use_decoupled_loss": False}})
     parts = [REFS[:5], REFS[5:]]
@@ -345,7 +203,7 @@ def test_training_resumes_bit_by_bit_from_a_checkpoint(models: dict[str, Path], 
 
     def serve(*script: tuple[str, msgspec.Struct]) -> None:
         def body(rank: int, device: Device) -> None:
-            Played([load("actor", models), *script], rank, device, config, holders=[0, 1]).serve()
+            PlayedWorker([load("actor", folders), *script], rank, device, config, holders=[0, 1]).serve()
 
         run_ranks(2, body, config, layout)
 
@@ -368,7 +226,7 @@ def test_training_resumes_bit_by_bit_from_a_checkpoint(models: dict[str, Path], 
         ("copy_weights", CopyWeightsRequest("actor", 2)),
         ("save_weights", SaveWeightsRequest("actor", 2, DiskPlan(str(resumed)))),
     )
-    start = load_file(models["actor"] / "model.safetensors")
+    start = load_file(folders["actor"] / "model.safetensors")
     for file in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
         expected, found = load_file(went_on / file), load_file(resumed / file)
         assert expected.keys() == found.keys()
@@ -407,12 +265,14 @@ KNOWN_HANDLERS = "actor_inf, actor_train, advantages, critic_inf, critic_train, 
     ],
     ids=["handler", "hook", "role of a call", "role to load", "role to save"],
 )
-def test_error_gets_a_one_line_reply(models: dict[str, Path], entry: tuple[str, msgspec.Struct], expected: str) -> None:
+def test_error_gets_a_one_line_reply(
+    folders: dict[str, Path], entry: tuple[str, msgspec.Struct], expected: str
+) -> None:
     """The worker ends after it."""
-    script: Script = [load("actor", models), entry, ("clear", ClearRequest([]))]
+    script: Script = [load("actor", folders), entry, ("clear", ClearRequest([]))]
 
     def body(rank: int, device: Device) -> tuple[list[str], int]:
-        worker = Played(script, rank, device, make_config())
+        worker = PlayedWorker(script, rank, device, make_config())
         with pytest.raises((ConfigError, ModelError)):
             worker.serve()
         return worker.endpoint.errors, len(worker.endpoint.replies)

@@ -14,6 +14,7 @@ def readme_results() -> str:
     arith = load("arith")["rows"]
     before = [row["before"] for row in arith]
     after = [row["after"] for row in arith]
+    smol, sums = load("smol")["meta"], [row_of("smol", what=what) for what in ("before", "after")]
     asynchronous = row_of("async_vs_sync", groups=64, mode="async")
     steps = {row["step"]: row for row in rows_of("train_step", model="arith")}
     engine = row_of("generation", lengths="equal", concurrent=32)
@@ -27,6 +28,11 @@ def readme_results() -> str:
                 f"held-out accuracy of `experiment=arith`, {len(arith)} seeds",
                 f"{min(before):.1f} - {max(before):.1f} % before, **{min(after):.1f} - {max(after):.1f} %** after",
                 f"{max(row['seconds'] for row in arith) / 60:.0f} minutes of training on two cores",
+            ),
+            (
+                "held-out accuracy of `make smol`: SmolLM2-135M-Instruct, sums",
+                f"{sums[0]['accuracy']:.1f} % before, **{sums[1]['accuracy']:.1f} %** after",
+                f"{smol['steps']} steps in {smol['seconds'] / 60:.0f} minutes on two cores with other work",
             ),
             (
                 "steps per hour, asynchronous over synchronous",
@@ -67,6 +73,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         readme_results,
         training_tables.arith,
+        training_tables.smol,
         training_tables.step_parts,
         training_tables.train_step,
         training_tables.train_throughput,

@@ -21,6 +21,18 @@ def arith() -> str:
     return listing(columns, [row | {"minutes": row["seconds"] // 60, "rest": row["seconds"] % 60} for row in rows])
 
 
+def smol() -> str:
+    before, after, loaded = (row_of("smol", what=what) for what in ("before", "after", "transformers"))
+    return table(
+        ("accuracy on the held-out sums", "%", "95 % interval"),
+        [
+            ("before", f"{before['accuracy']:.1f}", f"{before['low']:.1f} - {before['high']:.1f}"),
+            ("after", f"**{after['accuracy']:.1f}**", f"{after['low']:.1f} - {after['high']:.1f}"),
+            ("the exported model in `transformers`, greedy", f"{loaded['accuracy']:.1f}", ""),
+        ],
+    )
+
+
 def step_parts() -> str:
     parts = ("inference", "gradient", "optimizer", "copy")
 

@@ -35,7 +35,7 @@ from realsys.types import PublishedVersion, ServerAddress, Ticket
 from realsys.weights import weight_messages
 from tests.support.fuzz.mutations import Spoiler, example, examples
 from tests.support.fuzz.targets import Target
-from tests.support.training.records import group_of, single_turn
+from tests.support.training.sample_records import group_of, single_turn
 
 KNOBS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 EXTREMES = (0.0, 1e-320, 1e-38, 1e-7, 1e-6, 1e-3, 1.0, 2.0, -2.0, 1e30, 1e308)

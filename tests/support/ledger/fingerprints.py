@@ -110,5 +110,6 @@ def evaluations_key(evaluations: Evaluations) -> Any:
         (e.started.eval_id, e.started.version, e.waiting, e.attempts, e.failures, e.saved.done, e.saved.failed)
         for e in evaluations.by_id.values()
     ]
+    pins = [(e.pinned, e.saved.held is None) for e in evaluations.by_id.values()]
     running = {(p.ticket_id, p.ticket.attempt): (p.worker, p.incarnation) for p in evaluations.running.values()}
-    return progress, running, evaluations.ever_started()
+    return progress, pins, running, evaluations.ever_started()

@@ -59,6 +59,7 @@ class SurroundingsMachine(ManagerModel):
         if truth is None:
             return multiple()
         order = self.state.next_order(truth.address.name, truth.address.incarnation, self.now)
+        self.commit()
         if not isinstance(order, UpdateOrder):
             return multiple()
         assert order.target.version == self.version and order.url == truth.address.url

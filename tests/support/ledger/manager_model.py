@@ -71,6 +71,7 @@ class ManagerModel(RuleBasedStateMachine):
         self.servers: dict[str, Truth] = {}
         self.workers: dict[str, str] = {}
         self.eval_total = 0
+        self.eval_attempts: set[tuple[str, int]] = set()  # all that were granted
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class ManagerModel(RuleBasedStateMachine):
         kept = {i for i, k in self.model.items() if k.state in ("waiting", "dropped") or 0 <= k.version <= version}
         lost = self.model.keys() - kept
         evals = self.state.evaluations.by_id.items()
-        kept = {i for i, e in evals if e.is_finished and e.started.version <= version}
+        kept = {i for i, e in evals if e.is_finished and e.newest_version <= version}
         request = RollBackRequest(version, version, self.trainer_incarnation)
         for _ in range(1 + repeat):
             assert self.state.roll_back(request, self.now).reissued == len(lost)

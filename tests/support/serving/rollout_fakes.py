@@ -1,4 +1,4 @@
-"""An engine of a GroupPlayer, in memory, that a test scripts."""
+"""An engine and an agent of a GroupPlayer, in memory, that a test scripts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from realsys.generation.client import Generated
+from realsys.rollout.agents.base import Session
 from realsys.rollout.partial import Call, Deliver
-from realsys.types import Ticket
+from realsys.rollout.rows import RowBuilder
+from realsys.rollout.task import Task
+from realsys.types import Episode, Ticket
 
 
 @dataclass
@@ -49,3 +52,26 @@ class FakeEngine:
 
     def discard(self, ticket: Ticket) -> None:
         self.forgotten.append(ticket.ticket_id)
+
+
+class ScriptedAgent:
+    """An agent that makes ``calls`` calls in one row. ``errors``: episode -> what it raises after them."""
+
+    def __init__(
+        self,
+        calls: int = 1,
+        errors: dict[int, BaseException] | None = None,
+        prompts: dict[int, list[int]] | None = None,
+    ) -> None:
+        self.calls = calls
+        self.errors = errors or {}
+        self.prompts = prompts or {}  # episode -> its first tokens, if they are not the prompt's
+
+    async def run(self, task: Task, session: Session) -> Episode:
+        row = RowBuilder(self.prompts.get(task.episode, task.prompt.ids))
+        for number in range(self.calls):
+            row.completion(await session.generate(row.tokens))
+            row.context([100 + number])
+        if task.episode in self.errors:
+            raise self.errors[task.episode]
+        return Episode([row.row()], float(task.episode))

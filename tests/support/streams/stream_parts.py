@@ -14,7 +14,7 @@ import zmq
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.security import CurveKeys
 from realsys.types import Episode, Group, Ticket
-from tests.support.training.records import make_row
+from tests.support.training.sample_records import make_row
 
 BOUND_S = 60.0  # no wait of a test is longer
 

@@ -25,7 +25,7 @@ from realsys.train.megatron.layers.heads import Outputs
 from realsys.train.megatron.train_engine import Stats
 from realsys.train.packing import MicroBatch
 from tests.support.serving.hf_models import VOCAB, make_model
-from tests.support.training.records import make_ref, mask_of
+from tests.support.training.sample_records import make_ref, mask_of
 from tests.support.training.train_ranks import build_role, run_ranks
 
 BEFORE, AFTER, LR = 3, 2, 1e-3

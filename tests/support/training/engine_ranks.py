@@ -22,7 +22,7 @@ from realsys.train.megatron.train_engine import LossFunction, MegatronEngine, St
 from realsys.train.packing import MicroBatch, Packer
 from realsys.types import SequenceRef
 from tests.support.serving.hf_models import VOCAB
-from tests.support.training.records import make_ref, mask_of, prompt_len
+from tests.support.training.sample_records import make_ref, mask_of, prompt_len
 from tests.support.training.train_ranks import FORMED, cat_exports, coordinates, run_ranks
 
 TEMPERATURE = 0.7

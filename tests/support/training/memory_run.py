@@ -31,7 +31,7 @@ from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.writer import DiskWriter
 from tests.support.training.lengths import PROMPT, heavy_lengths
 from tests.support.training.played_master import Message
-from tests.support.training.records import group_of, single_turn
+from tests.support.training.sample_records import group_of, single_turn
 from tests.support.training.train_ranks import FORMED, run_ranks
 
 LAYOUT = ParallelLayout(data=2)

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from realsys.config.paths import TrialPaths
+from realsys.evaluation.stored_samples import read_samples
 from realsys.telemetry.steps import read_steps
 from tests.support.jobs.jobs import SMALL, Job, LiveJob, arith, processes_of, run_arith, running
+from tests.support.training.data_models import jsonl
 from tests.system.conftest import ENDLESS
 
 pytestmark = pytest.mark.system
@@ -95,6 +97,19 @@ def test_greedy_evaluation_of_a_model_is_reproducible(greedy, tmp_path):
         assert record["pass_at"]["1"] == record["pass_at"]["4"] and record["samples"] == 4
         found.append(completions(folder))
     assert len(found[0]) == 64 and found[0] == found[1]
+
+
+def test_folder_is_read_without_its_train_split(greedy, tmp_path):
+    """The rows of ``data.eval`` are the held-out ones of the folder; no row to train on is needed."""
+    (tmp_path / "both").mkdir()
+    for split in ("train", "test"):
+        jsonl(tmp_path / "both" / f"{split}.jsonl", [{"prompt": f"{n}+{len(split)}=", "answer": "1"} for n in range(4)])
+    settings = ["data.kind=jsonl", f"data.eval={tmp_path / 'both'}", "data.verifier=exact", f"fileroot={tmp_path}"]
+    done = realsys(greedy.paths.final_model, "--name", "folder", *SETTINGS, *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [stored] = (tmp_path / "eval" / "folder" / "evaluations").iterdir()
+    read = {sample.prompt for sample in read_samples(stored)}
+    assert read == {f"{n}+4=" for n in range(4)}
 
 
 def test_killed_server_costs_no_completion(greedy, tmp_path):

@@ -23,7 +23,7 @@ from realsys.algorithm.advantages import (
 from realsys.config.sections.schema_train import NormalisationConfig, PPOConfig
 from realsys.errors import ConfigError
 from realsys.types import SequenceRef
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 
 GRPO = NormalisationConfig(mean="group", std="group")
 DR_GRPO = NormalisationConfig(mean="group", std="none")

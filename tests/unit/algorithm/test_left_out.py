@@ -8,7 +8,7 @@ import pytest
 
 from realsys.algorithm.left_out import rows_left_out
 from realsys.config.sections.schema_train import PPOConfig
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 
 GRPO = {"mean": "group", "std": "group"}
 # group 0: equal rewards; group 1: different rewards, one episode cut off

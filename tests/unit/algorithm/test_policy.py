@@ -20,7 +20,7 @@ from realsys.algorithm.loss import (
 from realsys.algorithm.segments import Segments
 from realsys.config.sections.schema_train import PPOConfig
 from realsys.types import SequenceRef
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 
 # Two answers of two tokens. log u = 0.2, -0.5 | -0.5, 1.0 and log w = 0.3, -0.1 | 0, -0.2
 THETA = [-1.0, -2.0, -2.0, -0.5]

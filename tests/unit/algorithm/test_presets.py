@@ -25,7 +25,7 @@ from realsys.algorithm.segments import Segments
 from realsys.config.compose import compose
 from realsys.config.dataflow import token_level_advantages
 from realsys.config.schema import Config
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 
 LIMIT = 50
 REWARDS = [[1.0, -1.0, -1.0], [1.0, 1.0, -1.0]]  # two prompts, three answers each

@@ -20,7 +20,7 @@ from realsys.algorithm.advantages import (
 )
 from realsys.config.sections.schema_train import NormalisationConfig, PPOConfig
 from realsys.types import SequenceRef
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 
 
 def ref(reward: float, *, group: int = 0, answer: int = 1, truncated: bool = False) -> SequenceRef:

@@ -13,7 +13,7 @@ from realsys.buffer.minibatches import plan_minibatches
 from realsys.config.schema import Config
 from realsys.hf.architecture import ModelSizes
 from realsys.types import SequenceRef
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 
 SIZES = ModelSizes(hidden=8, layers=2, heads=4, kv_heads=2, head_dim=2, ffn=12, outputs=20)
 HF = {

@@ -20,7 +20,7 @@ from realsys.buffer.balance import (
 )
 from realsys.buffer.minibatches import plan_minibatches, row_units, sequence_refs
 from realsys.types import SampleMeta, SequenceRef
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 
 costs_strategy = st.lists(st.integers(0, 100), max_size=30)
 

@@ -16,7 +16,7 @@ from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import StuckError
 from realsys.types import SequenceRef
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 
 KEYS = ("tokens", "loss_mask", "values")
 EVERYWHERE = "tokens"

@@ -56,6 +56,7 @@ WRONG = [
     (["rollout.reward.correct=0"], "rollout.reward.correct", "above rollout.reward.wrong"),
     (["data.arith.max_operands=3", "data.arith.min_operands=5"], "data.arith.max_operands", "min_operands (5)"),
     (["evaluation.problems=2000"], "evaluation.problems", "eval_size=1024"),
+    (["evaluation.hold_s=1800"], "evaluation.hold_s", "less than cluster.request_timeout_s (1800)"),
     (["data.arith.demo_size=10"], "data.arith.demo_size", "warmup.batch needs 64"),
     (["train.total_epochs=1", "data.arith.train_size=10"], "data.arith.train_size", "less than one batch"),
     (["cluster.lease_s=3"], "cluster.lease_s", "twice cluster.heartbeat_s"),

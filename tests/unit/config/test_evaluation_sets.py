@@ -3,6 +3,7 @@
 import pytest
 
 from realsys.config.evaluation_sets import evaluation_sets, sources_of_sets, verifier_arguments
+from realsys.config.rules.checks import check_verifiers
 from realsys.errors import ConfigError
 from tests.support.processes.config_trees import changed
 
@@ -45,6 +46,8 @@ def test_evaluations_have_their_own_sampling():
         ("evaluation.sampling={top_p: 2.0}", "evaluation.sampling.top_p"),
         ("evaluation.sampling={temperature: 1.0e-9}", "evaluation.sampling.temperature"),
         ("evaluation.sampling={max_new_tokens: 1000000}", "evaluation.sampling.max_new_tokens"),
+        ("evaluation.sampling={max_new_tokens: 1}", "evaluation.sampling.max_new_tokens"),
+        ("evaluation.sets={train: {path: x.jsonl}}", "evaluation.sets.train"),
         ("evaluation.k=[2]", "evaluation.k"),
         ("evaluation.sets={eval: {path: x.jsonl}}", "evaluation.sets.eval.path"),
         ("evaluation.sets={a: {k: [9]}}", "evaluation.sets.a.k"),
@@ -54,8 +57,24 @@ def test_evaluations_have_their_own_sampling():
 )
 def test_bad_setting_of_a_set_is_named(given, field):
     with pytest.raises(ConfigError) as refused:
-        evaluation_sets(changed(given))
+        evaluation_sets(changed(given, "generation.sampling.min_new_tokens=2"))
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("code", "{isolation: jail}"), ("exact", "{nope: 1}"), ("judge", "{a: 1}")]
+)
+def test_bad_arguments_name_their_set(name, arguments):
+    config = changed("data.verifier=math", f"evaluation.sets={{he: {{verifier: {name}, verifier_args: {arguments}}}}}")
+    with pytest.raises(ConfigError) as refused:
+        check_verifiers(config)
+    assert refused.value.field == "evaluation.sets.he.verifier_args"
+
+
+def test_unknown_verifier_names_its_set():
+    with pytest.raises(ConfigError) as refused:
+        check_verifiers(changed("evaluation.sets={he: {verifier: nothing, verifier_args: {a: 1}}}"))
+    assert refused.value.field == "evaluation.sets.he.verifier"
 
 
 def test_each_verifier_has_one_set_of_arguments():
@@ -63,3 +82,23 @@ def test_each_verifier_has_one_set_of_arguments():
         "evaluation.sets={a: {verifier: exact}, b: {verifier: exact, path: b.jsonl}}", "data.verifier=math"
     )
     assert verifier_arguments(config) == {"math": {}, "exact": {}}
+
+
+NAMED, OTHER = "verifier: code, verifier_args: {limit: 1}", "verifier: code, verifier_args: {limit: 2}"
+
+
+@pytest.mark.parametrize("sets", [f"a: {{{NAMED}}}, b: {{verifier: code}}", f"a: {{verifier: code}}, b: {{{NAMED}}}"])
+def test_one_set_names_arguments_for_all(sets):
+    sets = evaluation_sets(changed(f"evaluation.sets={{{sets}}}", "data.verifier=math"))
+    assert sets["a"].verifier_args == sets["b"].verifier_args == {"limit": 1}
+
+
+def test_two_sets_of_arguments_are_refused():
+    with pytest.raises(ConfigError, match=r"must be those of evaluation\.sets\.b"):
+        evaluation_sets(changed(f"evaluation.sets={{a: {{{NAMED}}}, b: {{{OTHER}}}}}", "data.verifier=math"))
+
+
+def test_bad_name_of_a_set_says_the_rule():
+    with pytest.raises(ConfigError, match="must be 1 to 32 letters, digits, '_' or '-', and begin") as refused:
+        changed("evaluation.sets={a.b: {problems: 3}}")
+    assert refused.value.field == "evaluation.sets.a.b"

@@ -6,12 +6,17 @@ import re
 from pathlib import Path
 from typing import Any, get_origin
 
+import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from realsys.config.compose import fields
+from realsys.config.fields import Section
 from realsys.config.reference import reference, rewrite
 from realsys.config.schema import Config
+from realsys.config.sections.schema_evaluation import EvalSetConfig
+from realsys.config.sections.schema_judge import Criterion
+from realsys.config.sections.schema_train import RoleConfig
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "configuration.md").read_text("utf-8")
 ROWS = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", reference(), re.MULTILINE))
@@ -29,9 +34,35 @@ def described(path: str) -> str:
     return info.description or ""
 
 
+def is_of_an_entry(path: str) -> bool:
+    return "[]" in path or "NAME" in path.split(".")
+
+
 def test_page_has_the_fields_of_the_schema() -> None:
     assert rewrite(PAGE) == PAGE, "run `make docs`"
-    assert set(ROWS) == set(fields())
+    assert {path for path in ROWS if not is_of_an_entry(path)} == set(fields())
+
+
+@pytest.mark.parametrize(
+    ("entry", "section"),
+    [
+        ("evaluation.sets.NAME.", EvalSetConfig),
+        ("rollout.reward.judge.criteria[].", Criterion),
+        ("roles.custom.NAME.", RoleConfig),
+    ],
+)
+def test_entries_have_rows_with_their_meaning(entry: str, section: type[Section]) -> None:
+    """A mapping or list of sections has a row for each field of its entries."""
+    rows = {path.removeprefix(entry): row for path, row in ROWS.items() if path.startswith(entry)}
+    assert set(rows) == set(fields(section))
+    assert [path for path, row in rows.items() if row.endswith("| ")] == []
+
+
+def test_rows_of_entries_say_values_and_default() -> None:
+    assert ROWS["evaluation.sets.NAME.problems"].startswith("int ≥ 0 or null | `null` |")
+    assert ROWS["evaluation.sets.NAME.k"].startswith("list of int > 0 or null | `null` |")
+    assert ROWS["rollout.reward.judge.criteria[].name"].startswith("text |  |")
+    assert ROWS["rollout.reward.judge.criteria"].startswith("list | `[]` |")
 
 
 def test_every_field_has_a_description() -> None:
@@ -58,8 +89,14 @@ def test_every_section_has_a_description() -> None:
     assert [section.__name__ for section in sections(Config) if not (section.__doc__ or "").strip()] == []
 
 
+def test_default_of_a_section_decides_its_rows() -> None:
+    """The optimizer of another role has its own defaults."""
+    assert f"| `{Config().roles.ref.optimizer.lr}` |" in ROWS["roles.ref.optimizer.lr"]
+    assert Config().roles.ref.optimizer.lr != Config().train.optimizer.lr
+
+
 def test_lists_and_mappings_are_told_apart() -> None:
     assert ROWS["generation.sampling.stop"].startswith("list of text |")
-    assert ROWS["generation.sampling.stop_token_ids"].startswith("list of int |")
+    assert ROWS["generation.sampling.stop_token_ids"].startswith("list of int ≥ 0 |")
     assert ROWS["train.lora.targets"].startswith("list of `qkv`, `proj`, `gate_up`, `down` |")
     assert ROWS["generation.sglang.args"].startswith("mapping |")

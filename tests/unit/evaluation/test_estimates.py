@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realsys.evaluation.estimates import Tally, effective_size, estimate, pass_at_k, summarize, wilson
+from realsys.evaluation.estimates import Tally, effective_size, estimate, pass_at_k, pooled, summarize, wilson
 
 TALLIES = st.lists(st.integers(0, 4).map(lambda right: Tally(4, right)), min_size=1, max_size=40)
 
@@ -112,3 +112,19 @@ def test_problems_without_verdict_do_not_count():
 
 def test_pass_at_k_needs_k_verdicts_everywhere():
     assert list(summarize([Tally(4, 1), Tally(3, 1)], [2, 3, 4]).pass_at) == [1, 2, 3]
+
+
+@given(TALLIES)
+def test_pooled_share_of_equal_problems_is_their_mean(tallies):
+    of_problems = summarize(tallies).pass_at[1]
+    together = pooled([*tallies, Tally(0, 0)])
+    assert together is not None
+    for name in ("value", "low", "high", "stderr"):
+        assert getattr(together, name) == pytest.approx(getattr(of_problems, name), abs=1e-12)
+
+
+def test_pooled_share_counts_completions():
+    """A problem with more completions has more weight; nothing judged has no share."""
+    together = pooled([Tally(1, 1), Tally(9, 0)])
+    assert together is not None and together.value == 0.1
+    assert pooled([Tally(0, 0)]) is None

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from realsys.manager.ledger.events import Event, Outcome
+from realsys.manager.ledger.events import EvalsResumed, Event, Outcome
 from realsys.manager.ledger.order import Curriculum
 from realsys.manager.messages import (
     AllocateRequest,
@@ -66,6 +66,10 @@ class RolloutMachine(SurroundingsMachine):
             if ticket.kind == "train":
                 assert routable, "granted without a server that may answer"
                 self.granted(ticket, worker)
+            else:
+                attempt = ticket.ticket_id, ticket.attempt
+                assert attempt not in self.eval_attempts, "an attempt number comes twice"
+                self.eval_attempts.add(attempt)
         if not reply.tickets:
             assert reply.reason == ("staleness" if routable else "no_server")
         return multiple(*reply.tickets)
@@ -321,7 +325,9 @@ class ManagerMachine(RolloutMachine):
         assert self.state.ledger.rates.values == before.ledger.rates.values
         assert self.state.ledger.open.keys() == before.ledger.open.keys()
         self.state.open(self.now)
-        assert not self.state.outbox, "nothing has changed"
+        resumed = bool(self.state.evaluations.unfinished())
+        assert [type(event) for event in self.state.outbox] == [EvalsResumed] * resumed, "nothing else has changed"
+        self.commit()
         for known in self.model.values():
             known.news = known.news if known.state == "finished" else self.now  # every lease starts again
         self.state.servers.publish(self.published(self.version))

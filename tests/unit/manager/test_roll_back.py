@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import msgspec
 import pytest
 
 from realsys.errors import LedgerError
 from realsys.manager.ledger.events import Opened, RolledBack
+from realsys.manager.messages import EvaluateRequest, FinishRequest
 from realsys.manager.overview import status
 from realsys.manager.state import ManagerState
 from tests.support.ledger.manager_states import (
+    ANSWER,
     SETTINGS,
+    address,
     finish,
     order,
     place,
@@ -35,6 +39,27 @@ def test_roll_back_is_one_record() -> None:
     state.outbox.clear()
     again.outbox.clear()
     assert again.snapshot(9.0) == state.snapshot(9.0)
+
+
+def test_evaluation_of_undone_version_is_discarded() -> None:
+    """It was requested at version 0, and no server had that version any more."""
+    state = running()
+    granted = tickets(state, 2)
+    for ticket in granted:
+        finish(state, ticket)
+    trained(state, 1, [ticket.ticket_id for ticket in granted], A)
+    state.evaluate(EvaluateRequest("step-0", "eval", 1, incarnation=A), 0.0)
+    state.observe_servers([])
+    state.servers.publish(published(1, A))
+    state.observe_servers([address(0)])
+    update(state, 0)
+    [problem] = tickets(state, 1)
+    assert (problem.kind, problem.version) == ("eval", 1)
+    answer = msgspec.structs.replace(ANSWER, version_min=1, version_max=1)
+    state.finish(FinishRequest(problem.ticket_id, problem.attempt, "w", "accepted", "", [answer]), 0.0)
+    assert state.evaluations.find("step-0").is_finished
+    start(state, 0, B)
+    assert not state.evaluations.by_id
 
 
 def test_update_from_before_roll_back_verifies_nothing() -> None:

@@ -98,6 +98,16 @@ class Scenario:
         update(self.state, number, self.now)
         return None
 
+    def has(self, number, version):
+        """Ask a server that has an update due: it has ``version``."""
+        order = self.state.next_order(f"generation_server/{number}", "1", self.now)
+        self.state.begin_update(order, self.now)
+        served = order.served(str(version), f"/v{version}")
+        if served is None:
+            return "must load"
+        self.state.servers.succeeded(served, 0.1, None)
+        return None
+
     def holds(self):
         kept = self.state.servers.holds.items()
         return "\n".join(f"{name[-1]} {'keeps' if h.keeps else 'drains'} until {h.until}" for name, h in kept) or "none"

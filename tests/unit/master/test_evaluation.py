@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +14,11 @@ import msgspec
 import pytest
 
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
-from realsys.errors import Fenced, StreamError, WaitTimeout
+from realsys.errors import Fenced, StreamError, StuckError, WaitTimeout
+from realsys.manager.ledger.events import Outcome
 from realsys.manager.messages import (
     AllocateRequest,
+    Answer,
     ClaimRequest,
     EvaluateRequest,
     EvaluationReply,
@@ -42,6 +46,8 @@ BOUND_S = 60.0
 class Answering:
     """The manager, and a worker that answers one problem between two questions how far it is."""
 
+    answers: tuple[Answer, ...] = (ANSWER,)
+
     def __init__(self, state: ManagerState) -> None:
         self.state, self.asked, self.looks = state, list[str](), list[int]()
         self._requests = map(str, itertools.count())
@@ -56,8 +62,10 @@ class Answering:
     async def evaluation(self, eval_id: str) -> EvaluationReply:
         request = AllocateRequest("w", 1, request_id=next(self._requests))
         for ticket in self.state.allocate(request, 0.0).tickets:
-            answer = msgspec.structs.replace(ANSWER, version_min=ticket.version, version_max=ticket.version)
-            self.state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", "accepted", "", [answer]), 0.0)
+            at = ticket.version
+            answers = [msgspec.structs.replace(answer, version_min=at, version_max=at) for answer in self.answers]
+            outcome: Outcome = "accepted" if answers else "failed"
+            self.state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", outcome, "", answers), 0.0)
         return self.state.evaluations.find(eval_id).reply()
 
     async def status(self) -> dict[str, Any]:
@@ -181,6 +189,61 @@ def test_long_evaluation_with_progress_goes_on(monkeypatch: pytest.MonkeyPatch) 
         await asking.start("step-1", HELD_OUT_SET, 3, 1)
         [record] = await asking.finish_all()
         assert record["problems"] == 3 and record["seconds"] > 90
+
+    run(body)
+
+
+def test_set_that_waits_its_turn_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manager samples one set after the other: the second has no completion for longer than the limit."""
+    clock = itertools.count(0.0, 20.0)
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(evaluation, "POLL_S", 0.0)
+    second = dataclasses.replace(HELD_OUT_SET, name="again")
+
+    async def body() -> None:
+        asking = evaluations(Answering(ready()), "cluster.request_timeout_s=90")
+        await asking.start("step-1", dataclasses.replace(HELD_OUT_SET, samples=4), 3, 1)
+        await asking.start("step-1.again", second, 2, 1)
+        assert [record["problems"] for record in await asking.finish_all()] == [3, 2]
+
+    run(body)
+
+
+class Failing(Answering):
+    """The manager, and a worker whose episodes all fail."""
+
+    answers = ()
+
+
+def test_evaluation_that_fails_wholly_is_incomplete() -> None:
+    """Training goes on."""
+
+    async def body() -> None:
+        asking = evaluations(Failing(ready()))
+        await asking.start("step-1", HELD_OUT_SET, 2, 1)
+        [record] = await asking.finish_all()
+        assert (record["incomplete"], record["accuracy"], record["version"]) == ("2 of 2 failed", None, -1)
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("eval_id", "name", "ends"), [("before", "eval", True), ("before", "x", False), ("after", "eval", False)]
+)
+def test_only_held_out_failure_before_training_ends(eval_id: str, name: str, ends: bool) -> None:
+    async def body() -> None:
+        master: Any = MasterRun.__new__(MasterRun)
+        logged: list[str] = []
+
+        async def enter(phase: str) -> None:
+            logged.append(phase)
+
+        master._sets = {name: dataclasses.replace(HELD_OUT_SET, name=name)}
+        master._records, master._status, master._log = list, SimpleNamespace(enter=enter), logged
+        master._parts = SimpleNamespace(evaluations=evaluations(Failing(ready())))
+        with pytest.raises(StuckError, match="all 2 completions failed") if ends else nullcontext():
+            await master._evaluate(eval_id, 0)
+        assert len(logged) == (1 if ends else 2)
 
     run(body)
 

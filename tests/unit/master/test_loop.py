@@ -305,6 +305,24 @@ def test_run_with_only_filtered_groups_says_why(monkeypatch: pytest.MonkeyPatch)
     run(body)
 
 
+def test_used_up_prompts_end_training_well(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Two steps are planned of four prompts. One group is filtered out, so the second batch never fills."""
+    monkeypatch.setattr(intake, "_STATUS_INTERVAL_S", 0.01)
+
+    async def body() -> Run:
+        job = Run(*FILTER, "train.total_steps=2", prompts=4, epochs=1)
+        job.arrive((5.0, -5.0), (5.0, 5.0), (5.0, -5.0), (5.0, -5.0))
+        assert await job.serve(job.loop.run()) == 1
+        return job
+
+    job = run(body)
+    assert job.disk.wrote == ["v1", "checkpoint 1", "finish"]
+    end = job.records[-1]
+    assert (end["kind"], end["step"]) == ("used_up", 2)
+    assert end["reason"].startswith("all 4 groups have ended: 2 trained, 1 dropped (1 x filtered success_rate), 1 left")
+    assert "training ends after step 1 of 2" in caplog.text
+
+
 def test_a_failure_while_giving_back_ends_the_run() -> None:
     async def body() -> None:
         job = Run("asynchronous.stale_policy=mask", "train.total_steps=1")

@@ -114,7 +114,7 @@ def test_no_older_checkpoint_is_read_than_is_needed(tmp_path: Path) -> None:
 
 
 def records(*steps: object) -> list[dict[str, object]]:
-    """``5``: train step 5; ``"w3"``: warm-up; ``"e5"``: evaluation; ``"back4"``: recovered."""
+    """``5``: train step 5; ``"w3"``: warm-up; ``"e5"``: evaluation; ``"u5"``: used up; ``"back4"``: recovered."""
     found: list[dict[str, object]] = []
     for step in steps:
         if isinstance(step, int):
@@ -122,7 +122,7 @@ def records(*steps: object) -> list[dict[str, object]]:
         elif str(step).startswith("back"):
             found.append(recovered_record(Start(None, int(str(step)[4:])), "0001"))
         else:
-            kind = {"w": "warmup", "e": "eval"}[str(step)[0]]
+            kind = {"w": "warmup", "e": "eval", "u": "used_up"}[str(step)[0]]
             found.append({"kind": kind, "step": int(str(step)[1:]), "eval_id": str(step)})
     return found
 
@@ -139,6 +139,7 @@ def shown(found: list[dict[str, object]]) -> list[object]:
         (["w1", "e0", 1, 2, "e2", "back0", 1], ["w1", "e0", "r0", 1]),
         ([1, 2, 3, 4, "back2", 3, "back1", 2, 3], [1, "r2", "r1", 2, 3]),
         ([51, 52, "back50", 51], ["r50", 51]),
+        ([1, "u2", "back1", 2, "u3"], [1, "r1", 2, "u3"]),
     ],
 )
 def test_what_a_later_recovery_undid_is_left_out(tmp_path: Path, log: list[object], left: list[object]) -> None:
@@ -174,6 +175,12 @@ def test_phases_and_records_without_a_step_stay() -> None:
         "kind": "train",
         "step": 1,
     }
+
+
+def test_evaluation_by_undone_weights_is_undone() -> None:
+    """It was due after step 2, and its completions are of version 3."""
+    kept, lost = ({"kind": "eval", "eval_id": f"step-{k}", "step": k, "version": k + 1} for k in (1, 2))
+    assert list(surviving(lambda: [kept, lost, {"kind": "recovered", "step": 2}]))[:-1] == [kept]
 
 
 def test_undone_evaluations_and_steps_do_not_count() -> None:

@@ -20,6 +20,19 @@ def test_exhausted_data_says_what_became_of_groups() -> None:
     assert reason is not None and "3 x failed RewardError" in reason and "fewer than the 4 of a batch" in reason
 
 
+def test_exhausted_data_after_training_is_an_end() -> None:
+    """Also if so many groups were filtered out at the end that a run with further prompts would be stuck."""
+    for trained, is_end in ((0, False), (4, True)):
+        check = StuckCheck(4, 10)
+        assert check.check(status(trained=trained), ready=3) is None
+        drops = {"dropped": 999, "dropped_by_reason": {"filtered success_rate": 999}}
+        ended = status("exhausted", finished=3, trained=trained, **drops)
+        assert check.check(ended, ready=3) is None
+        reason = check.check(ended, ready=3)
+        assert reason is not None and "999 x filtered success_rate" in reason
+        assert check.is_end is is_end and ("add prompts" in reason) is not is_end
+
+
 def test_exhausted_data_waits_for_outstanding_groups() -> None:
     """Outstanding groups run, wait in the buffer or are in transit."""
     for open_ in ({"running": 1}, {"waiting": 1}, {"finished": 2}):

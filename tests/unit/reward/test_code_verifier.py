@@ -20,6 +20,14 @@ def item(**tests):
     [
         ({}, "has no tests"),
         ({"source": "assert f( == 1"}, "is no Python"),
+        ({"source": "import x\n\ndef check(f):\n    assert f() == 1"}, "line 1: nothing calls the program"),
+        ({"source": "def test_a(f):\n    assert f() == 1"}, "line 1: test_a is async or takes arguments"),
+        (
+            {"source": "class TestF:\n    def test(self): assert f() == 1"},
+            "must derive from unittest.TestCase",
+        ),
+        ({"source": "x = f()\nassert np.all(x)"}, "line 2: 'np' is not defined"),
+        ({"source": "assert f() == 1", "stub": "def f( ="}, "is no Python"),
         ({"language": "c", "source": "x"}, "must be stdio"),
         ({"language": "cobol", "stdio": [{"stdin": "", "stdout": ""}]}, "'cobol' is not known"),
     ],
@@ -32,8 +40,14 @@ def test_row_without_tests_is_refused():
     assert "not a code task" in check_answer(Item("", "", "1"))
 
 
-def test_useful_tests_are_taken():
-    assert check_answer(item(source="assert f() == 1")) is None
+CASE = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(), 1)\n"
+
+
+@pytest.mark.parametrize(
+    "source", ["assert f() == 1", "def test_a():\n    assert f() == 1", CASE, "def check(g): assert g()\ncheck(f)"]
+)
+def test_useful_tests_are_taken(source):
+    assert check_answer(item(source=source)) is None
 
 
 @pytest.mark.parametrize(
@@ -42,11 +56,20 @@ def test_useful_tests_are_taken():
         ({"isolation": "jail"}, "isolation must be one of full, available, none"),
         ({"reward": "half"}, "reward must be all or share"),
         ({"cpu_s": 0}, "cpu_s is 0"),
-        ({"cpu_s": "x"}, "not supported"),
+        ({"cpu_s": "x"}, "cpu_s: Expected `float`, got `str`"),
+        ({"memory_mb": "1g"}, "memory_mb: Expected `float`"),
+        ({"processes": 1.5}, "processes: Expected `int`"),
+        ({"readable": "/opt/x"}, "readable: Expected `array`"),
+        ({"readable": 5}, "readable: Expected `array`"),
+        ({"languages": ["lua"]}, "languages: Expected `object`"),
+        ({"disk_mb": float("inf")}, "disk_mb is inf: it must be finite"),
+        ({"disk_mb": 0.5}, "disk_mb is 0.5: it must be at least 1"),
+        ({"output_mb": float("inf")}, "output_mb is inf: it must be finite"),
+        ({"cpu": 1}, "unknown field `cpu`"),
         ({"memory_mb": 8192}, "at most 4096"),
         ({"wall_s": 5}, "none may be less than the one before"),
         ({"total_s": 58}, r"rollout.reward.elapsed_timeout_s \(60\) must be 5 s more"),
-        ({"languages": {"x": {"source": "a"}}}, "missing required field"),
+        ({"languages": {"x": {"source": "a"}}}, "languages.x: .* missing required field"),
     ],
 )
 def test_wrong_settings_are_refused(arguments, problem):

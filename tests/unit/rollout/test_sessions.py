@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
 
 import pytest
 
-from realsys.config.sections.schema_sampling import FilterConfig, KeepConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, GenerationError, NoVerifierError, RewardError, StuckError
 from realsys.generation.client import SamplingSpec
@@ -17,26 +15,10 @@ from realsys.rollout.sessions import GroupPlayer, GroupRules, group_player, grou
 from realsys.stream.codec import decode_group, encode_group
 from realsys.types import Episode, Group, Ticket
 from tests.support.processes.config_trees import changed
-from tests.support.serving.rollout_fakes import FakeEngine
+from tests.support.serving.rollout_fakes import FakeEngine, ScriptedAgent
 
 PROMPT = Prompt("a1=", "1", [2, 10, 4])
 SPEC = SamplingSpec(max_new_tokens=9)
-
-
-class Script:
-    """An agent that makes ``calls`` calls in one row. ``errors``: episode -> what it raises after them."""
-
-    def __init__(self, calls=1, errors=None, prompts=None):
-        self.calls, self.errors, self.prompts = calls, errors or {}, prompts or {}
-
-    async def run(self, task, session):
-        row = RowBuilder(self.prompts.get(task.episode, task.prompt.ids))
-        for number in range(self.calls):
-            row.completion(await session.generate(row.tokens))
-            row.context([100 + number])
-        if task.episode in self.errors:
-            raise self.errors[task.episode]
-        return Episode([row.row()], float(task.episode))
 
 
 def player(agent, engine, min_episodes=0):
@@ -57,7 +39,7 @@ def sent(engine):
 
 def test_first_calls_of_all_episodes_are_one_request():
     engine = FakeEngine()
-    played = play(Script(), engine)
+    played = play(ScriptedAgent(), engine)
     assert sent(engine) == [("0.0", 4, 400)] and engine.calls[0].token_ids == PROMPT.ids
     assert [episode.rows[0].tokens[3] for episode in played.episodes] == [400, 401, 402, 403]
     assert engine.calls[0].rid == "17.2.0.0" and engine.forgotten == ["17"]
@@ -67,7 +49,7 @@ def test_first_calls_of_all_episodes_are_one_request():
 def test_evaluation_has_its_own_sampling():
     engine = FakeEngine()
     config = changed("generation.sampling.stop_token_ids=[7]", "evaluation.sampling={temperature: 0.5}")
-    group = group_player(config, Script(), engine, [1])
+    group = group_player(config, ScriptedAgent(), engine, [1])
     for kind in ("train", "eval"):
         asyncio.run(group.play(Ticket("t", 0, 0, kind=kind, n=2, set="eval" * (kind == "eval")), PROMPT))
     assert [(call.spec.temperature, call.spec.stop_token_ids) for call in engine.calls] == [
@@ -79,30 +61,30 @@ def test_evaluation_has_its_own_sampling():
 @pytest.mark.parametrize(("min_episodes", "failed"), [(3, 1), (0, 4)])
 def test_tokens_of_failed_episodes_are_counted_once(min_episodes, failed):
     """If too few succeed, those of the whole group are lost."""
-    group = player(Script(errors={1: ValueError("x")}), FakeEngine(), min_episodes)
+    group = player(ScriptedAgent(errors={1: ValueError("x")}), FakeEngine(), min_episodes)
     with contextlib.suppress(AgentError):
         asyncio.run(group.play(Ticket("17", 2, 0, n=4, seed=400), PROMPT))
-    each = len(play(Script(), FakeEngine()).episodes[0].rows[0].logprobs)
+    each = len(play(ScriptedAgent(), FakeEngine()).episodes[0].rows[0].logprobs)
     assert (group.take_lost_tokens(), group.take_lost_tokens()) == ({"failed": [each] * failed}, {})
 
 
 def test_first_calls_with_different_tokens_stay_separate():
     engine = FakeEngine()
-    played = play(Script(prompts={1: [5, 6]}), engine)
+    played = play(ScriptedAgent(prompts={1: [5, 6]}), engine)
     assert sent(engine) == [("0.0", 1, 400), ("1.0", 1, 401), ("2.0", 2, 402)]
     sampled = [episode.rows[0].tokens[episode.rows[0].loss_mask][0] for episode in played.episodes]
     assert sampled == [400, 401, 402, 403], "the seeds of a ticket do not depend on what was merged"
 
 
 def test_seeds_do_not_depend_on_request_time():
-    class Late(Script):
+    class Late(ScriptedAgent):
         async def run(self, task, session):
             for _ in range(task.episode % 3):
                 await asyncio.sleep(0)
             return await super().run(task, session)
 
     together, apart = FakeEngine(), FakeEngine()
-    same = play(Script(calls=3), together)
+    same = play(ScriptedAgent(calls=3), together)
     late = play(Late(calls=3), apart)
     assert len(sent(apart)) > len(sent(together))
     for one, other in zip(same.episodes, late.episodes, strict=True):
@@ -111,7 +93,7 @@ def test_seeds_do_not_depend_on_request_time():
 
 def test_each_later_call_has_own_name_and_seed():
     engine = FakeEngine()
-    play(Script(calls=5), engine, n=16)
+    play(ScriptedAgent(calls=5), engine, n=16)
     assert [n for _, n, _ in sent(engine)] == [16] + [1] * 64
     assert len({call.rid for call in engine.calls}) == 65
     seeds = [seed for _, _, seed in sent(engine)][1:] + list(range(400, 416))
@@ -136,7 +118,7 @@ def test_two_calls_of_one_episode_run_concurrently():
 
 
 def test_a_failed_episode_costs_only_itself():
-    played = play(Script(errors={2: GenerationError("refused")}), FakeEngine(), min_episodes=3)
+    played = play(ScriptedAgent(errors={2: GenerationError("refused")}), FakeEngine(), min_episodes=3)
     assert [episode.reward for episode in played.episodes] == [0.0, 1.0, 3.0]
     assert played.errors == ["episode 2: GenerationError: refused"]
 
@@ -144,7 +126,7 @@ def test_a_failed_episode_costs_only_itself():
 def test_episode_without_verdict_costs_only_itself():
     """Whatever min_episodes is: the others have their verdicts, and their tokens are not sampled again."""
     hung = {k: RewardError("verifier hung") for k in (1, 2)}
-    played = play(Script(errors=hung), FakeEngine())
+    played = play(ScriptedAgent(errors=hung), FakeEngine())
     assert [episode.reward for episode in played.episodes] == [0.0, 3.0]
     assert played.errors == [f"episode {k}: RewardError: verifier hung" for k in (1, 2)]
 
@@ -152,8 +134,8 @@ def test_episode_without_verdict_costs_only_itself():
 def test_missing_verdicts_do_not_excuse_other_failures():
     errors = {0: RewardError("verifier hung"), 1: GenerationError("refused")}
     with pytest.raises(GenerationError, match="refused"):
-        play(Script(errors=errors), FakeEngine())
-    assert len(play(Script(errors=errors), FakeEngine(), min_episodes=3).episodes) == 2
+        play(ScriptedAgent(errors=errors), FakeEngine())
+    assert len(play(ScriptedAgent(errors=errors), FakeEngine(), min_episodes=3).episodes) == 2
 
 
 @pytest.mark.parametrize(("mean", "least"), [("group", 2), ("batch", 1)])
@@ -161,7 +143,7 @@ def test_group_needs_verdicts_to_compare(mean, least):
     """A verdict alone has the advantage 0 if it is compared with its group."""
     rules = group_rules(changed(f"train.ppo.advantage.mean={mean}", "train.ppo.advantage.std=batch"))
     hung = {k: RewardError("hung") for k in range(1, 4)}
-    group = GroupPlayer(Script(errors=hung), FakeEngine(), SPEC, 1000, rules)
+    group = GroupPlayer(ScriptedAgent(errors=hung), FakeEngine(), SPEC, 1000, rules)
     assert rules.least == least
     if least == 1:
         assert len(asyncio.run(group.play(Ticket("t", 0, 0, n=4), PROMPT)).episodes) == 1
@@ -172,13 +154,13 @@ def test_group_needs_verdicts_to_compare(mean, least):
 
 def test_too_few_episodes_fail_ticket_with_first_error():
     with pytest.raises(NoVerifierError, match="cannot be started"):
-        play(Script(errors={2: NoVerifierError("a verifier process cannot be started")}), FakeEngine())
+        play(ScriptedAgent(errors={2: NoVerifierError("a verifier process cannot be started")}), FakeEngine())
 
 
 def test_episodes_without_hope_are_cancelled():
     """No group can come of it any more, so no further token is sampled for it."""
     engine = FakeEngine(held={"1.0"})
-    agent = Script(prompts={1: [5, 6]}, errors={0: GenerationError("refused")})
+    agent = ScriptedAgent(prompts={1: [5, 6]}, errors={0: GenerationError("refused")})
     with pytest.raises(GenerationError, match="refused"):
         play(agent, engine)
     assert engine.cancelled == ["1.0"] and engine.forgotten == ["17"]
@@ -187,11 +169,11 @@ def test_episodes_without_hope_are_cancelled():
 def test_refused_request_fails_all_sharing_episodes():
     engine = FakeEngine(errors={"0.0": GenerationError("status 400: too long")})
     with pytest.raises(GenerationError, match="too long"):
-        play(Script(), engine)
+        play(ScriptedAgent(), engine)
 
 
 def test_superseded_attempt_ends_although_agent_goes_on():
-    class Stubborn(Script):
+    class Stubborn(ScriptedAgent):
         async def run(self, task, session):
             try:
                 return await super().run(task, session)
@@ -199,13 +181,13 @@ def test_superseded_attempt_ends_although_agent_goes_on():
                 return Episode([RowBuilder([1]).row()], 0.0)
 
     engine = FakeEngine(errors={"0.0": RolloutSuperseded("attempt 2 is not running")})
-    for agent in (Script(), Stubborn()):
+    for agent in (ScriptedAgent(), Stubborn()):
         with pytest.raises(RolloutSuperseded):
             play(agent, engine)
 
 
 def test_agent_exception_names_file_and_line(caplog):
-    class Broken(Script):
+    class Broken(ScriptedAgent):
         async def run(self, task, session):
             episode = await super().run(task, session)
             return episode if task.episode else {}["no such key"]
@@ -220,7 +202,7 @@ def test_agent_exception_names_file_and_line(caplog):
 
 def test_an_exception_is_logged_once(caplog):
     async def body():
-        group = player(Script(errors={0: ValueError("no good")}), FakeEngine(), min_episodes=1)
+        group = player(ScriptedAgent(errors={0: ValueError("no good")}), FakeEngine(), min_episodes=1)
         for number in range(3):
             await group.play(Ticket(str(number), 0, 0, n=2), PROMPT)
 
@@ -230,11 +212,11 @@ def test_an_exception_is_logged_once(caplog):
 
 def test_error_inside_exception_group_counts_as_itself():
     group = ExceptionGroup("of a TaskGroup", [ValueError("later"), ExceptionGroup("", [RewardError("hung")])])
-    assert play(Script(errors={1: group}), FakeEngine()).errors == ["episode 1: RewardError: hung"]
+    assert play(ScriptedAgent(errors={1: group}), FakeEngine()).errors == ["episode 1: RewardError: hung"]
 
 
 def test_an_agent_that_cancels_itself_fails_its_episode():
-    played = play(Script(errors={1: asyncio.CancelledError()}), FakeEngine(), min_episodes=1)
+    played = play(ScriptedAgent(errors={1: asyncio.CancelledError()}), FakeEngine(), min_episodes=1)
     assert len(played.episodes) == 3 and "cancelled by its own code" in played.errors[0]
 
 
@@ -252,7 +234,7 @@ def test_result_must_be_an_episode(result, problem):
 
 
 def always(error):
-    return Script(errors=dict.fromkeys(range(4), error))
+    return ScriptedAgent(errors=dict.fromkeys(range(4), error))
 
 
 def test_defect_in_all_episodes_twice_is_fatal():
@@ -294,7 +276,7 @@ def test_good_ticket_between_bad_ones_prevents_fatal_error():
 
 
 def test_call_after_end_of_episode_is_refused():
-    class Leaks(Script):
+    class Leaks(ScriptedAgent):
         async def run(self, task, session):
             self.session = session
             return await super().run(task, session)
@@ -311,7 +293,7 @@ def test_call_after_end_of_episode_is_refused():
 def test_a_call_left_behind_is_cancelled():
     """``number`` of the call that run() does not wait for: the first one, or a later one."""
 
-    class Leaves(Script):
+    class Leaves(ScriptedAgent):
         async def run(self, task, session):
             episode = await super().run(task, session)
             self.left = asyncio.create_task(session.generate(task.prompt.ids))
@@ -347,12 +329,12 @@ def test_a_first_call_left_behind_is_never_sent():
 
 
 def test_an_agent_that_exits_fails_its_episode():
-    played = play(Script(errors={1: SystemExit(3)}), FakeEngine(), min_episodes=1)
+    played = play(ScriptedAgent(errors={1: SystemExit(3)}), FakeEngine(), min_episodes=1)
     assert len(played.episodes) == 3 and "AgentError: SystemExit: 3" in played.errors[0]
 
 
 def test_errors_of_episodes_can_always_be_sent():
-    played = play(Script(errors={1: RewardError("\udc80 " + "x\n" * 5000)}), FakeEngine(), min_episodes=1)
+    played = play(ScriptedAgent(errors={1: RewardError("\udc80 " + "x\n" * 5000)}), FakeEngine(), min_episodes=1)
     group = Group(Ticket("1", 0, 0), played.episodes, "rollout_worker/0", errors=played.errors)
     (error,) = decode_group([bytes(frame) for frame in encode_group(group)]).errors
     assert error.startswith("episode 1: RewardError: ? x x")
@@ -360,7 +342,7 @@ def test_errors_of_episodes_can_always_be_sent():
 
 @pytest.mark.parametrize("patient", [0, 1])
 def test_merged_call_ends_when_all_waiters_cancelled(patient):
-    class Impatient(Script):
+    class Impatient(ScriptedAgent):
         async def run(self, task, session):
             if task.episode < patient:
                 await asyncio.sleep(0)  # so that it asks in the same turn as the task below
@@ -388,103 +370,7 @@ def test_unknown_correctness_is_refused_if_groups_are_filtered():
 
     rules = group_rules(changed("train.ppo.filter.min=0.1"))
     assert rules.filter.bounds_success and not group_rules(changed()).filter.bounds_success
-    group = GroupPlayer(Script(), FakeEngine(), SPEC, 1000, rules)
+    group = GroupPlayer(ScriptedAgent(), FakeEngine(), SPEC, 1000, rules)
     with pytest.raises(AgentError, match="correct is None, but train.ppo.filter needs it"):
         asyncio.run(group.play(Ticket("t", 0, 0, n=2), PROMPT))
     asyncio.run(group.play(Ticket("t", 0, 0, kind="eval", n=2), PROMPT))
-
-
-# -- over-sampling and choice of episodes
-
-
-class Paced(Script):
-    """An agent whose episodes end in the order ``finish``; the others wait for ever after their first call."""
-
-    def __init__(self, finish, errors=None, rewards=None):
-        super().__init__(errors=errors)
-        self.turns = {episode: asyncio.Event() for episode in finish}  # episode -> it may end
-        self.following = dict(itertools.pairwise(finish))
-        self.turns[finish[0]].set()
-        self.rewards = rewards or {}
-
-    async def run(self, task, session):
-        row = RowBuilder(task.prompt.ids)
-        row.completion(await session.generate(row.tokens))
-        await self.turns.get(task.episode, asyncio.Event()).wait()
-        if task.episode in self.following:
-            self.turns[self.following[task.episode]].set()
-        if task.episode in self.errors:
-            raise self.errors[task.episode]
-        return Episode([row.row()], self.rewards.get(task.episode, float(task.episode)), None)
-
-
-def sampled(agent, rules, n=5, engine=None, kind="train"):
-    """Play a ticket of ``n`` episodes; return what was played, and the lost tokens."""
-    group = GroupPlayer(agent, engine or FakeEngine(), SPEC, 1000, rules)
-
-    async def body():
-        async with asyncio.timeout(60):
-            return await group.play(Ticket("17", 2, 0, kind=kind, n=n, seed=400), PROMPT)
-
-    return asyncio.run(body()), group.take_lost_tokens()
-
-
-def rewards_of(played):
-    return [episode.reward for episode in played.episodes]
-
-
-def test_first_episodes_that_end_make_the_group():
-    """Whatever their rewards; the tokens of the others are counted."""
-    played, lost = sampled(Paced([4, 0, 2]), GroupRules(size=3))
-    assert rewards_of(played) == [0.0, 2.0, 4.0] and played.errors == []
-    assert lost == {"over_sampled": [3, 3]}
-
-
-def test_failed_episode_costs_nothing_with_a_spare():
-    played, lost = sampled(Paced([1, 4, 0, 2], errors={4: ValueError("x")}), GroupRules(size=3))
-    assert rewards_of(played) == [0.0, 1.0, 2.0] and len(played.errors) == 1
-    assert lost == {"failed": [3], "over_sampled": [3]}
-
-
-def test_group_without_a_spare_left_fails():
-    errors = {k: GenerationError("x") for k in (0, 1, 2)}
-    with pytest.raises(GenerationError):
-        sampled(Paced([0, 1, 2], errors=errors), GroupRules(size=3))
-
-
-def test_cancelled_calls_count_their_tokens():
-    """The engine hands over the tokens so far of a call that is cancelled."""
-
-    class Streaming(FakeEngine):
-        async def generate(self, call, deliver=None):
-            for k in range(3):
-                deliver(k, self.completion(call.seed + k))
-            try:
-                await asyncio.Event().wait()
-            finally:
-                for k in (3, 4):
-                    deliver(k, self.completion(call.seed + k))
-
-    played, lost = sampled(Paced([0, 1, 2]), GroupRules(size=3), engine=Streaming())
-    assert rewards_of(played) == [0.0, 1.0, 2.0]
-    assert lost == {"over_sampled": [3, 3]}
-
-
-def test_dropped_group_has_no_episodes_to_train():
-    rules = GroupRules(size=3, filter=FilterConfig(equal_rewards=True))
-    played, lost = sampled(Paced([0, 1, 2], rewards=dict.fromkeys(range(5), 1.0)), rules)
-    assert (played.dropped, played.episodes, len(played.unused)) == ("equal_rewards", [], 3)
-    assert lost == {"equal_rewards": [3, 3, 3], "over_sampled": [3, 3]}
-
-
-def test_unkept_episodes_are_counted():
-    rules = GroupRules(keep=KeepConfig(episodes=2))
-    played, lost = sampled(Paced([0, 1, 2]), rules, n=3)
-    assert rewards_of(played) == [0.0, 2.0] and [episode.reward for episode in played.unused] == [1.0]
-    assert lost == {"not_kept": [3]}
-
-
-def test_evaluation_is_neither_filtered_nor_cut():
-    rules = GroupRules(size=1, filter=FilterConfig(equal_rewards=True), keep=KeepConfig(episodes=1))
-    played, lost = sampled(Paced([1, 0]), rules, n=2, kind="eval")
-    assert (rewards_of(played), played.dropped, lost) == ([0.0, 1.0], "", {})

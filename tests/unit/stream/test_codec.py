@@ -27,7 +27,7 @@ from realsys.stream.codec import (
 from realsys.stream.wire import TO_MASTER, TO_PULLER, TO_PUSHER, TO_WORKER, PushAck
 from realsys.types import Episode, Group, Row, Ticket
 from tests.support.streams.stream_parts import make_group
-from tests.support.training.records import make_mask, make_row
+from tests.support.training.sample_records import make_mask, make_row
 
 ARRAYS = ("tokens", "loss_mask", "logprobs", "versions")
 

@@ -18,7 +18,7 @@ from realsys.errors import ConfigError, StreamError
 from realsys.train.data_manager import DataManager, array_size
 from realsys.train.demonstrations import DemoSource
 from realsys.types import ARRAY_KEYS, Episode, Group, Ticket, register_key
-from tests.support.training.records import make_ref, make_row
+from tests.support.training.sample_records import make_ref, make_row
 
 
 def make_group(ticket_id: str, sizes: list[int], attempt: int = 0) -> Group:

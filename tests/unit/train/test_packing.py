@@ -10,7 +10,7 @@ from realsys.train.data_manager import DataManager
 from realsys.train.megatron.layers.spec import make_buckets, pack_segments
 from realsys.train.packing import Packer, last_rows, loss_and_end_rows, on_device, split_rows
 from realsys.types import SequenceRef
-from tests.support.training.records import make_mask, make_ref
+from tests.support.training.sample_records import make_mask, make_ref
 
 
 def make_packer(data: DataManager, multiple: int = 1, *, first: bool = True, last: bool = True) -> Packer:

@@ -15,7 +15,7 @@ from realsys.model_calls import Transfer, TransferRequest
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.transfer import execute
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 from tests.support.training.train_ranks import run_ranks
 
 #: sample "s{i}": 3 prompt tokens, 1 + i answer tokens

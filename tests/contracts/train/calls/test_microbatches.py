@@ -14,7 +14,7 @@ from realsys.train.calls import Role
 from realsys.train.megatron.device import Device
 from realsys.types import SequenceRef
 from tests.support.serving.hf_models import make_model
-from tests.support.training.records import make_ref, mask_of
+from tests.support.training.sample_records import make_ref, mask_of
 from tests.support.training.train_ranks import build_role, run_ranks
 
 CAPACITY = 64

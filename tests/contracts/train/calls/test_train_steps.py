@@ -20,7 +20,7 @@ from realsys.train.calls import Role, find_handler
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.optimizer import optimizer_tensors
 from realsys.types import SequenceRef
-from tests.support.training.records import make_mask, make_ref
+from tests.support.training.sample_records import make_mask, make_ref
 from tests.support.training.train_ranks import build_role, run_ranks
 
 D1 = ParallelLayout()

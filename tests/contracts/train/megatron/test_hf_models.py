@@ -29,7 +29,7 @@ from realsys.train.packing import MicroBatch
 from tests.support.serving.generation_models import chosen, make_core, make_request, reference_logprobs
 from tests.support.serving.generation_models import run as generate
 from tests.support.serving.hf_models import FAMILIES, SIZES, VOCAB, make_model, weights_of
-from tests.support.training.records import make_ref, mask_of
+from tests.support.training.sample_records import make_ref, mask_of
 from tests.support.training.train_ranks import FORMED, cat_exports, run_ranks
 
 LENGTHS = [9, 5, 1]

@@ -74,3 +74,25 @@ def test_references_of_a_set_are_checked_by_its_verifier(tmp_path: Path):
     check_references(config_of(train, more), paths)
     with pytest.raises(DataError, match="answer 'it depends, too' cannot be verified"):
         check_references(config_of(train, more, verifier="math"), paths)
+
+
+def judged_by_exact(train: Path, held_out: Path, **fields: Any) -> Config:
+    """Return a trial whose held-out problems ``exact`` judges, and its train prompts ``math``."""
+    data = DataConfig(train=str(train), eval=str(held_out), verifier="math")
+    return Config(data=data, evaluation=EvalConfig(sets={"eval": EvalSetConfig(verifier="exact")}), **fields)
+
+
+def test_held_out_references_have_one_verifier(tmp_path: Path):
+    """The verifier of the train prompts never judges the held-out problems, so it need not know their references."""
+    good, other = (
+        jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": answer}])
+        for name, answer in (("one", "1"), ("text", "it depends"))
+    )
+    check_references(judged_by_exact(good, other), trial(tmp_path))
+    with pytest.raises(DataError, match=r"text.jsonl:1: answer 'it depends' cannot be verified"):
+        check_references(judged_by_exact(other, good), trial(tmp_path))
+
+
+def test_evaluation_alone_checks_no_train_reference(tmp_path: Path):
+    one, other = (jsonl(tmp_path / f"{n}.jsonl", [{"prompt": "a", "answer": "it depends"}]) for n in (1, 2))
+    check_references(judged_by_exact(one, other, evaluate_only=True), trial(tmp_path))

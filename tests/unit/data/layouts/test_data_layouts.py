@@ -141,6 +141,12 @@ def test_humaneval_tests_run():
         exec(tests.stub + "    return x\n" + tests.source, {})
 
 
+def test_setup_of_mbpp_belongs_to_the_tests():
+    """It makes objects of the program's classes, so it cannot run before the program."""
+    tests = read({**rows.MBPP, "test_setup_code": "root = Node(1)"}).code_tests
+    assert tests.preamble == "" and tests.source.startswith("root = Node(1)\nassert ")
+
+
 def test_mbpp_tests_run():
     found = read(rows.MBPP)
     exec(found.code_tests.preamble + "\n" + found.answer + "\n" + found.code_tests.source, {})

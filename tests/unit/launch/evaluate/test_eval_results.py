@@ -40,6 +40,19 @@ def test_incomplete_evaluation_shows_no_number() -> None:
     assert lines[-1] == "eval: incomplete: 3 of 64 failed"
 
 
+def test_omitted_vote_has_its_reason() -> None:
+    lines = table([result(majority_omitted="comparing the final answers took more than 300 s")])
+    assert lines[2:] == ["eval: no majority: comparing the final answers took more than 300 s"]
+
+
+def test_lost_numbers_are_named_below_the_table() -> None:
+    lines = table([result(unjudged=1, left_out_k=[8])])
+    assert lines[2:] == [
+        "eval: 1 of 16 problems left out: all their completions failed",
+        "eval: no pass@8: a problem has fewer verdicts",
+    ]
+
+
 def test_report_reads_the_stored_completions(tmp_path, capsys) -> None:
     paths = TrialPaths(tmp_path)
     write_result(paths.evaluations / "eval-60", [sample(0, "length"), sample(1, "stop")], {})

@@ -16,10 +16,15 @@ from realsys.config.paths import TrialPaths
 from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
+from realsys.data.conversion.convert import convert, convert_sets
+from realsys.data.prompts import open_splits
+from realsys.data.sources.open import source_rows
 from realsys.errors import ConfigError
 from realsys.launch.evaluate.eval_settings import Choices, evaluation_config
 from realsys.launch.evaluate.target import Target
 from realsys.launch.plan import plan
+from tests.support.training.data_models import jsonl
+from tests.support.training.data_models import trial as trial_of
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
 
@@ -60,12 +65,40 @@ def test_trial_keeps_its_settings_without_machines(trial):
 
 def test_only_held_out_rows_are_read(trial):
     data = made(Target(Path("/m"), 4, trial)).data
-    assert (data.train, data.eval, data.eval_fraction) == ("/data/eval.parquet", "", 1.0)
+    assert (data.train, data.eval) == ("", "/data/eval.parquet")
+
+
+def held_out_prompts(folder: Path, *overrides: str) -> list[str]:
+    """Return the prompts that an evaluation of a model with ``overrides`` reads as held-out problems."""
+    config, paths = made(Target(folder), *overrides), trial_of(folder)
+    convert(config, paths)
+    convert_sets(config, paths)
+    splits = open_splits(config, paths)
+    assert not len(splits.train)
+    lines = splits.sets.get("a", splits.eval)
+    return [str(lines[index].prompt) for index in range(len(lines))]
+
+
+@pytest.mark.parametrize("field", ["data.eval", "evaluation.sets.a.path"])
+def test_folder_gives_its_held_out_split(tmp_path, field):
+    """The rows of the other split may be those that the model was trained on."""
+    folder = tmp_path / "both"
+    folder.mkdir()
+    for split in ("train", "test"):
+        jsonl(folder / f"{split}.jsonl", [{"prompt": f"{split} q{n}", "answer": "1"} for n in range(3)])
+    assert held_out_prompts(tmp_path, f"{field}={folder}") == ["test q0", "test q1", "test q2"]
+
+
+def test_generated_source_gives_its_held_out_tasks(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    source = "reasoning_gym:basic_arithmetic"
+    read = held_out_prompts(tmp_path, f"data.eval={source}", "data.source_args={size: 3}")
+    assert read == [row.values["prompt"] for row in source_rows(source, "eval", {"size": 3})]
 
 
 def test_sets_alone_are_enough(tmp_path):
     config = made(Target(tmp_path), "evaluation.sets.a.path=/a.jsonl", "evaluation.sets.a.layout=gsm8k")
-    assert (config.data.train, config.data.layout, config.data.eval_fraction) == ("/a.jsonl", "gsm8k", 1.0)
+    assert (config.data.train, config.data.eval, config.data.layout) == ("", "/a.jsonl", "gsm8k")
     assert list(evaluation_sets(config)) == ["a"]
 
 

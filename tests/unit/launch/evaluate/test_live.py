@@ -76,7 +76,9 @@ def test_settings_of_requests_can_be_changed(trial):
     "override", ["evaluation.sampling.temperature=0.5", "data.eval=/x", "evaluation.sets.a.path=/b"]
 )
 def test_settings_of_workers_are_refused(trial, override):
-    with pytest.raises(ConfigError, match="cannot be set with --live"):
+    with pytest.raises(
+        ConfigError, match="cannot be set with --live.*: set evaluation.problems, samples, k or max_failed only"
+    ):
         live_sets(trial, Choices([override]))
 
 

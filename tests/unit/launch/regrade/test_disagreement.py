@@ -6,15 +6,16 @@ import pytest
 
 from realsys.data.prompts import Prompt
 from realsys.errors import RewardError
-from realsys.launch.regrade.disagreement import Disagreement, interval
+from realsys.evaluation.estimates import wilson
+from realsys.launch.regrade.disagreement import Disagreement
 from realsys.launch.regrade.recorded import LeftOut, Recorded
 from realsys.rollout.environments.base import Judgement
 from realsys.rollout.task import Response, Task
 from realsys.types import Ticket
 
 
-def recorded(reward, correct):
-    task = Task(Prompt("1+1=", "2", [1]), Ticket("7", 0, 0))
+def recorded(reward, correct, prompt=0):
+    task = Task(Prompt("1+1=", "2", [1]), Ticket("7", 0, prompt))
     return Recorded(3, "7.0/0.0", task, Response("2", "stop", 1), reward, correct)
 
 
@@ -38,10 +39,10 @@ def test_correctness_decides_where_both_have_it(before, now, flip):
 
 def test_results_have_means_rate_and_causes():
     counts = Disagreement(keep=1)
-    for _ in range(2):
-        counts.add(recorded(5.0, True), Judgement(-5.0, False))
-    for _ in range(6):
-        counts.add(recorded(5.0, True), Judgement(5.0, True))
+    for prompt in range(2):
+        counts.add(recorded(5.0, True, prompt), Judgement(-5.0, False))
+    for prompt in range(2, 8):
+        counts.add(recorded(5.0, True, prompt), Judgement(5.0, True))
     counts.fail(RewardError("verifier x: ValueError: first", "raised"))
     counts.fail(RewardError("verifier x: ValueError: second", "raised"))
     counts.leave_out(LeftOut("8.0/0.0", "it has no completion"))
@@ -59,8 +60,13 @@ def test_nothing_judged_has_no_rate():
     assert results["rate"] is results["rate_interval_95"] is results["reward_mean"] is results["accuracy"] is None
 
 
-@pytest.mark.parametrize("total", [1, 10, 1000])
-def test_interval_holds_its_rate(total):
-    for count in (0, total // 2, total):
-        low, high = interval(count, total)
-        assert 0.0 <= low <= count / total <= high <= 1.0 and high - low > 0.0
+def test_interval_has_the_prompts_as_clusters():
+    """Eight samples of two prompts, of which one always disagrees, say as much as two samples."""
+    alone, clustered = Disagreement(), Disagreement()
+    for number in range(8):
+        now = Judgement(-5.0, False) if number < 4 else Judgement(5.0, True)
+        alone.add(recorded(5.0, True, prompt=number), now)
+        clustered.add(recorded(5.0, True, prompt=number // 4), now)
+    assert alone.results()["rate"] == clustered.results()["rate"] == 0.5
+    assert alone.results()["rate_interval_95"] == pytest.approx(wilson(0.5, 8))
+    assert clustered.results()["rate_interval_95"] == pytest.approx(wilson(0.5, 2))

@@ -15,9 +15,10 @@ from realsys.errors import RewardError, StuckError
 from realsys.launch.cli import main
 from realsys.launch.regrade.disagreement import Disagreement
 from realsys.launch.regrade.recorded import LeftOut, Recorded, RecordReader
-from realsys.launch.regrade.regrade import judge_chunk
+from realsys.launch.regrade.regrade import RegradeOptions, judge_chunk, regrade_config
 from realsys.train.records.record_files import recorded_steps
 from tests.support.jobs.recorded_trials import Trained, make_trial
+from tests.support.processes.config_trees import changed
 
 BEHAVE = "tests.support.serving.reward_verifiers:behave"
 #: recorded as the verifier ``exact`` judges them, but for the third and the fourth
@@ -49,6 +50,14 @@ def test_disagreements_are_counted_by_direction(tmp_path, capsys):
     assert results["flips"] == {"wrong -> right": 1, "right -> wrong": 1} and results["steps"] == [3, 4]
     assert [sample["sample_id"] for sample in results["shown"]] == ["00000002.0/0.0", "00000003.0/0.0"]
     assert results["shown"][1]["now"]["correct"] is False and results["shown"][1]["completion"] == "#1"
+
+
+def test_verifiers_of_evaluations_are_left_out():
+    """The set's judge has no address here, and its arguments are those of a verifier that does not judge."""
+    sets = "evaluation.sets={a: {verifier: judge}, b: {verifier_args: {ignored: 1}}}"
+    config = changed(sets, "data.verifier_args={ignored: 1}")
+    judged = regrade_config(config, RegradeOptions(verifier="math"))
+    assert (judged.data.verifier, judged.evaluation.sets) == ("math", {})
 
 
 def test_another_verifier_and_its_errors(tmp_path, capsys):

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
-import itertools
 import json
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
 from rich.console import Console
 
-from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -24,12 +18,9 @@ from realsys.launch.commands.status import find_trial, show_status
 from realsys.launch.nodes.base import ProcessId
 from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Death, Outcome
-from realsys.launch.screen import monitor as monitoring
 from realsys.launch.screen.display import LiveView, PlainView, make_view, sparkline, train_line
-from realsys.launch.screen.monitor import Monitor, look_once
 from realsys.launch.screen.progress import SHOWN_EVALS, WINDOW, Progress
 from realsys.launch.screen.report import Summary, draw_curves, print_summary, summarise, write_summary
-from realsys.telemetry.steps import StepTail, read_steps
 
 START = 1_700_000_000.0
 
@@ -316,6 +307,15 @@ def test_reached_limit_of_run_is_named(paths: TrialPaths, train: dict[str, int],
     assert any(line.split(None, 2) == ["ended", "by", limit] for line in out.getvalue().splitlines())
 
 
+def test_end_of_the_prompts_is_named(paths: TrialPaths) -> None:
+    """The time limit is not reached, although fewer steps were trained than planned."""
+    used_up = {"kind": "used_up", "step": 3, "reason": "all 20 groups have ended"}
+    write_log(paths, [train_record(1), train_record(2), used_up])
+    config = Config.model_validate({"train": {"total_steps": 4, "total_epochs": 2, "max_seconds": 90}})
+    summary = summarise(config, paths, Outcome("done", ""), started=START, ended=START + 160)
+    assert summary["ended_by"] == "train.total_epochs=2, after step 2 of 4: all 20 groups have ended"
+
+
 def test_run_without_reached_limit_says_so(paths: TrialPaths) -> None:
     write_log(paths, [train_record(1), train_record(2)])
     config = Config.model_validate({"train": {"total_steps": 4, "max_seconds": 90}})
@@ -349,79 +349,6 @@ def test_sparkline_is_bounded_and_flat_lines_are_low() -> None:
     assert sparkline([{"x": 1.0}] * 3, "x") == "▁▁▁"
     line = sparkline([{"x": float(i)} for i in range(1000)], "x")
     assert len(line) == 24 and line[0] == "▁" and line[-1] == "█"
-
-
-# ---- the step log
-
-
-def test_tail_returns_each_whole_record_once(tmp_path: Path) -> None:
-    path = tmp_path / "steps.jsonl"
-    tail = StepTail(path)
-    assert tail.read() == []
-    with path.open("ab", buffering=0) as file:
-        file.write(b'{"kind":"phase"}\n{"kind":"tr')
-        assert tail.read() == [{"kind": "phase"}]
-        file.write(b'ain"}\n')
-        assert tail.read() == [{"kind": "train"}]
-        file.write(b'{"torn\n[]\n{"no":"kind"}\n{"kind":"eval"}\n')
-        assert tail.read() == [{"kind": "eval"}]
-    assert tail.skipped == 3 and tail.read() == []
-    assert len(read_steps(path)) == 3
-
-
-# ---- the manager and `realsys status`
-
-
-def test_manager_is_found_and_asked(tmp_path: Path) -> None:
-    config, paths = Config(fileroot=str(tmp_path)), TrialPaths(tmp_path)
-
-    async def body() -> Progress:
-        async def answer(_: web.Request) -> web.Response:
-            return web.json_response({"version": 7})
-
-        app = web.Application()
-        app.router.add_get("/status", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        store = make_name_store(config, paths)
-        store.add(trial_names(config).gserver_manager, f"http://{host}:{port}")
-        store.close()
-        progress = Progress()
-        await look_once(config, paths, progress)
-        await runner.cleanup()
-        assert progress.status == {"version": 7}
-        await look_once(config, paths, progress)  # it is gone now
-        return progress
-
-    progress = asyncio.run(body())
-    assert progress.status == {"version": 7} and progress.address is None
-
-
-def test_full_disk_is_named_once_while_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within two looks, not only when a process dies of it."""
-    config, paths = Config(fileroot=str(tmp_path)), TrialPaths(tmp_path)
-    monkeypatch.setattr(monitoring, "_REFRESH_S", 0.0)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-
-    async def body() -> list[str]:
-        notes, looks, done = [], itertools.count(), asyncio.Event()
-
-        def refresh(*_: object) -> None:
-            if next(looks) == 3:
-                done.set()
-
-        screen = SimpleNamespace(refresh=refresh, note=notes.append)
-        task = asyncio.create_task(Monitor(config, paths, Progress(), screen, StepTail(paths.steps)).run())
-        async with asyncio.timeout(60):
-            await done.wait()
-        task.cancel()
-        await asyncio.wait([task])
-        return notes
-
-    assert asyncio.run(body()) == [f"No space left on device: {tmp_path}: free space on this disk"]
 
 
 def test_status_of_finished_and_unfinished_trial(

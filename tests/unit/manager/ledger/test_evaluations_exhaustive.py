@@ -142,7 +142,7 @@ class Evaluated(World):
     def _master_starts(self) -> None:
         before = self._evaluation()
         super()._master_starts()
-        kept = before is not None and before.is_finished and before.started.version <= self.version
+        kept = before is not None and before.is_finished and before.newest_version <= self.version
         assert (self._evaluation() is not None) == kept, (
             "an evaluation of weights that are gone, or none of those that stay"
         )

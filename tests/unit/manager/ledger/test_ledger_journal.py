@@ -10,6 +10,7 @@ import pytest
 from realsys.errors import LedgerError
 from realsys.manager.ledger.events import (
     EvalAnswered,
+    EvalHeld,
     EvalStarted,
     Event,
     Finished,
@@ -19,6 +20,7 @@ from realsys.manager.ledger.events import (
     Trained,
 )
 from realsys.manager.ledger.journal import Journal, decode_record, encode_record, read_journal
+from realsys.types import PublishedVersion
 
 EVENTS: list[Event] = [
     Granted("0000000000", 0, 7, 0, "rollout_worker/0", "1", 0, 1.5),
@@ -26,6 +28,7 @@ EVENTS: list[Event] = [
     Reissued("0000000000", 0, "lease lapsed", 2.5),
     Trained(1, 1, ["0000000000"], 3.0),
     EvalStarted("before", "eval", 4, 0, 0, 3.5),
+    EvalHeld("before", PublishedVersion(0, "1", "/v0", 0), 3.75),
     EvalAnswered("before", 2, False, True, 12, 0, 1),
 ]
 
@@ -88,7 +91,7 @@ def test_whole_wrong_last_record_is_no_torn_tail(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     content = written(path)
     path.write_bytes(content.replace(b'"length":12', b'"length":13'))
-    with pytest.raises(LedgerError, match=r"line 6 was changed, or records before it are missing"):
+    with pytest.raises(LedgerError, match=r"line 7 was changed, or records before it are missing"):
         Journal(path)
 
 

@@ -23,7 +23,7 @@ from realsys.model_calls import ClearRequest, MfcReply, MfcRequest, TransferRequ
 from realsys.types import SequenceRef
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import Sent, SimulatedWorkers
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 
 EVERYTHING = (
     "train.ppo.critic.enabled=true",

@@ -13,7 +13,7 @@ from realsys.master.calls.model_workers import ModelWorkers
 from realsys.model_calls import ClearRequest, MfcRequest, MfcShare, Transfer, TransferRequest
 from realsys.stream.codec import encode_message
 from realsys.train.records.record_messages import HoldRequest
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 
 MESH = Mesh(ParallelLayout(data=2, tensor=2), (0, 1, 2, 3))
 REFS = {name: make_ref(name, 4, 2, 1.0, False, 0) for name in "abcd"}

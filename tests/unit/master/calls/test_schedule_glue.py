@@ -21,7 +21,7 @@ from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import SimulatedWorkers
 from tests.support.training.master_fakes import Run, run
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 
 STEPS = 5
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from realsys.config.evaluation_sets import evaluation_sets
-from realsys.evaluation.records import record
+from realsys.evaluation.eval_records import headline, record
 from realsys.evaluation.stored_samples import EvalSample, append_sample, read_result, read_samples
 from realsys.manager.messages import EvaluationReply
+from realsys.master import evaluation
 from realsys.master.evaluation import ResultWriter, outcome_of
+from realsys.reward.answers import AnswerComparer
 from tests.support.processes.config_trees import changed
 
 ANSWERS = ("7", r"\frac{1}{2}", "0.5")  # one right answer, and two wrong ones that agree
@@ -46,6 +49,17 @@ def test_incomplete_evaluation_has_no_vote(tmp_path: Path):
 def test_vote_needs_every_stored_completion(tmp_path: Path):
     result = write(tmp_path, "exact", lost=1)
     assert "majority" not in result and result["accuracy"] == pytest.approx(1 / 3)
+
+
+def test_vote_over_its_time_limit_is_omitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A comparison of many answers must not delay the end of a run without a bound."""
+    monkeypatch.setattr(evaluation, "AnswerComparer", functools.partial(AnswerComparer, limit_s=-1.0))
+    result = write(tmp_path, "math")
+    assert result["majority"] is None and result["accuracy"] == pytest.approx(1 / 3)
+    assert "no majority: comparing the final answers took more than" in headline(result)
+    assert "has no majority vote" in caplog.text
 
 
 def test_result_that_cannot_be_stored_is_returned(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -23,7 +23,7 @@ from realsys.train.records.record_messages import HoldRequest, Recorded, RecordR
 from realsys.types import SampleMeta
 from realsys.weights.weight_messages import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsReply
 from tests.support.processes.config_trees import changed
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 
 CONFIG = changed("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false", "record.keep_steps=2")
 ADAPTED = changed("train.lora.rank=4", "train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false")

@@ -29,7 +29,7 @@ from tests.support.training.engine_ranks import (
     on_ranks,
     plain_answers,
 )
-from tests.support.training.records import prompt_len
+from tests.support.training.sample_records import prompt_len
 
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 CHUNKS = {"head_chunk_tokens": 5}

@@ -25,7 +25,7 @@ from realsys.train.megatron.layers.lora import base_of, merge
 from realsys.train.megatron.train_engine import MegatronEngine, Stats
 from realsys.train.packing import MicroBatch
 from tests.support.serving.hf_models import SIZES, VOCAB, make_model
-from tests.support.training.records import make_ref
+from tests.support.training.sample_records import make_ref
 from tests.support.training.train_ranks import FORMED, cat_exports, coordinates, run_ranks
 
 RANK, ALPHA = 3, 6.0

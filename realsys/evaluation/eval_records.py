@@ -12,10 +12,10 @@ import msgspec
 from realsys.config.evaluation_sets import EvaluationSet
 from realsys.evaluation.estimates import Estimate, Statistics, Tally, estimate, summarize
 from realsys.evaluation.stored_samples import EvalSample
-from realsys.evaluation.votes import Same, Vote, by_text, majority
+from realsys.evaluation.votes import Same, Vote, majority
 
-#: Returns the comparison of final answers for the completions of one problem.
-SameOf = Callable[[Sequence[EvalSample]], Same]
+#: Returns the comparison of final answers for the completions of one problem; None: by their texts.
+SameOf = Callable[[Sequence[EvalSample]], Same | None]
 
 
 _NO_NUMBERS: dict[str, Any] = {"pass_at": {}, "metrics": {}, "majority": None}
@@ -66,11 +66,16 @@ def record(eval_id: str, step: int, made: EvaluationSet, outcome: Outcome, secon
         "interval": None,
         "stderr": None,
         "pass_at": {},
+        "unjudged": 0,
+        "left_out_k": [],
         "reward_mean": None,
         "metrics": {},
     }
     if not outcome.incomplete:
         result |= {"reward_mean": outcome.reward_mean, "metrics": outcome.metrics} | _numbers(statistics)
+        if statistics.accuracy is not None:
+            result["unjudged"] = result["problems"] - statistics.problems
+            result["left_out_k"] = [k for k in made.k if k not in statistics.pass_at]
     return result
 
 
@@ -88,7 +93,7 @@ def numbers_of(value: Estimate) -> dict[str, float]:
     return {"value": value.value, "low": value.low, "high": value.high}
 
 
-def majority_of(samples: Sequence[EvalSample], same_of: SameOf = lambda _: by_text) -> dict[str, float] | None:
+def majority_of(samples: Sequence[EvalSample], same_of: SameOf = lambda _: None) -> dict[str, float] | None:
     """Return the accuracy of majority votes, from the samples in the order of their problems.
 
     None if no problem has several completions, if no completion has a final answer (the verifier knows none), or if
@@ -108,7 +113,7 @@ def majority_of(samples: Sequence[EvalSample], same_of: SameOf = lambda _: by_te
 def headline(result: Mapping[str, Any]) -> str:
     """Return the result of an evaluation in one line: `accuracy 83.4 % ± 2.3 (96 problems x 4)`.
 
-    An incomplete one has no number: `incomplete: 3 of 96 failed`.
+    An incomplete one has no number: `incomplete: 3 of 96 failed`. What failures took from the numbers is named.
     """
     if reason := incomplete_reason(result):
         return f"incomplete: {reason}"
@@ -125,7 +130,17 @@ def headline(result: Mapping[str, Any]) -> str:
     parts += [f"pass@{k} {100 * value['value']:.1f} %" for k, value in pass_at.items() if k != "1"]
     if vote := result.get("majority"):
         parts.append(f"majority {100 * vote['value']:.1f} %")
-    return ", ".join(parts)
+    return ", ".join([*parts, *omissions(result)])
+
+
+def omissions(result: Mapping[str, Any]) -> list[str]:
+    """Return what an evaluation lacks because completions failed within ``evaluation.max_failed``, or because the
+    comparison of answers took too long, as phrases.
+    """
+    unjudged, problems = result.get("unjudged") or 0, result.get("problems")
+    phrases = [f"{unjudged} of {problems} problems left out: all their completions failed"] if unjudged else []
+    phrases += [f"no pass@{k}: a problem has fewer verdicts" for k in result.get("left_out_k") or []]
+    return phrases + ([f"no majority: {reason}"] if (reason := result.get("majority_omitted")) else [])
 
 
 def incomplete_reason(result: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
 from realsys.evaluation.estimates import Tally
-from realsys.evaluation.records import Outcome, headline, majority_of, record, without_incomplete
+from realsys.evaluation.eval_records import Outcome, headline, majority_of, record, without_incomplete
 from realsys.evaluation.stored_samples import EvalSample
 from tests.support.processes.config_trees import changed
 
@@ -36,6 +36,15 @@ def test_incomplete_evaluation_has_no_number():
 def test_tolerated_failures_are_shown_beside_the_number():
     found = record("after", 7, made(), msgspec.structs.replace(GOOD, failed=3), 3.0)
     assert "(96 problems x 4, 3 of 384 failed)" in headline(found)
+
+
+def test_numbers_lost_by_failures_are_named():
+    """One problem has no verdict, another has three of four."""
+    tallies = [Tally(4, 4)] * 80 + [Tally(4, 0)] * 14 + [Tally(3, 0), Tally(0, 0)]
+    found = record("after", 7, made(), msgspec.structs.replace(GOOD, tallies=tallies, failed=5), 3.0)
+    assert (found["problems"], found["unjudged"], found["left_out_k"]) == (96, 1, [4])
+    lost = ["1 of 96 problems left out: all their completions failed", "no pass@4: a problem has fewer verdicts"]
+    assert headline(found).endswith(", ".join(lost))
 
 
 def test_failures_in_older_records_hide_their_numbers():

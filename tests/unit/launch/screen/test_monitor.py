@@ -1,0 +1,72 @@
+"""Monitor: finds the manager, asks for its status, and watches the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+
+from realsys.cluster.store.connect import make_name_store, trial_names
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.launch.screen import monitor as monitoring
+from realsys.launch.screen.monitor import Monitor, look_once
+from realsys.launch.screen.progress import Progress
+from realsys.telemetry.steps import StepTail
+
+
+def test_manager_is_found_and_asked(tmp_path: Path) -> None:
+    config, paths = Config(fileroot=str(tmp_path)), TrialPaths(tmp_path)
+
+    async def body() -> Progress:
+        async def answer(_: web.Request) -> web.Response:
+            return web.json_response({"version": 7})
+
+        app = web.Application()
+        app.router.add_get("/status", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        store = make_name_store(config, paths)
+        store.add(trial_names(config).gserver_manager, f"http://{host}:{port}")
+        store.close()
+        progress = Progress()
+        await look_once(config, paths, progress)
+        await runner.cleanup()
+        assert progress.status == {"version": 7}
+        await look_once(config, paths, progress)  # it is gone now
+        return progress
+
+    progress = asyncio.run(body())
+    assert progress.status == {"version": 7} and progress.address is None
+
+
+def test_full_disk_is_named_once_while_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within two looks, not only when a process dies of it."""
+    config, paths = Config(fileroot=str(tmp_path)), TrialPaths(tmp_path)
+    monkeypatch.setattr(monitoring, "_REFRESH_S", 0.0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+
+    async def body() -> list[str]:
+        notes, looks, done = [], itertools.count(), asyncio.Event()
+
+        def refresh(*_: object) -> None:
+            if next(looks) == 3:
+                done.set()
+
+        screen = SimpleNamespace(refresh=refresh, note=notes.append)
+        task = asyncio.create_task(Monitor(config, paths, Progress(), screen, StepTail(paths.steps)).run())
+        async with asyncio.timeout(60):
+            await done.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        return notes
+
+    assert asyncio.run(body()) == [f"No space left on device: {tmp_path}: free space on this disk"]
