@@ -8,6 +8,7 @@ import pytest
 
 from realsys.sandbox.limits import WALL, Limits
 from realsys.sandbox.sandbox import Command, Sandbox
+from tests.support.sandbox.attacks import read_attacks
 
 LIMITS = Limits(cpu_s=2.0, wall_s=0.7)
 SPIN = "import time\nwhile time.process_time() < 0.4: pass\nprint(1)\n"
@@ -49,3 +50,11 @@ def test_program_gets_its_time(sandbox):
 def test_sleep_is_over_the_limit(sandbox):
     source = "import time\ntime.sleep(60)"
     assert [sandbox.run(each, b"", LIMITS).ended.reason for each in (source, command(source))] == [WALL, WALL]
+
+
+def test_waiting_for_own_children_is_not_free():
+    attack = next(attack for attack in read_attacks() if attack.name == "limits/waits_for_its_own_children")
+    with Sandbox() as sandbox:
+        ended = sandbox.run(attack.source, b"3\n", Limits(cpu_s=1.5, wall_s=1.5)).ended
+    assert ended.reason == WALL
+    assert ended.waited_s < 0.35 * ended.wall_s
