@@ -13,7 +13,7 @@ from typing import Self
 import msgspec
 
 from realsys.config.doors import JUDGE, VERIFIER
-from realsys.config.evaluation_sets import evaluation_sets
+from realsys.config.evaluation_sets import evaluation_sets, verifier_field
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.sections.schema_evaluation import HELD_OUT
@@ -28,7 +28,7 @@ MAX_PROCESSES = 8
 
 
 class ReferenceChecker:
-    """Processes of ``data.verifier`` that check references: ``with ReferenceChecker(config) as checker: ...``
+    """Processes of one verifier that check references: ``with ReferenceChecker(config) as checker: ...``
 
     They start with the first check. Must not be used in an event loop. ``has_check``: False if the verifier takes any
     reference; then nothing is started.
@@ -37,6 +37,7 @@ class ReferenceChecker:
     def __init__(self, config: Config, verifier: str = "") -> None:
         """``verifier``: one of the trial's verifiers, ``data.verifier`` by default."""
         self._name = verifier or config.data.verifier
+        self.field = verifier_field(config, self._name)
         self.has_check = _has_check(self._name)
         processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
         self._verifiers = own_verifiers(config, processes=processes)
@@ -59,7 +60,7 @@ class ReferenceChecker:
         try:
             return self._runner.run(self._problems(items))
         except NoVerifierError as error:
-            raise ConfigError("data.verifier", self._name, str(error)) from error
+            raise ConfigError(self.field, self._name, str(error)) from error
 
     async def _problems(self, items: Sequence[Item]) -> list[str | None]:
         keys = [_key(item) for item in items]
@@ -74,9 +75,10 @@ def check_references(config: Config, paths: TrialPaths) -> None:
 
     Raises ConfigError if the verifier cannot be loaded.
     """
-    for verifier, splits in _splits_of_verifiers(config).items():
+    checked = {name: splits for name, splits in _splits_of_verifiers(config).items() if _has_check(name)}
+    records = open_splits(config, paths).values() if checked else {}
+    for verifier, splits in checked.items():
         with ReferenceChecker(config, verifier) as checker:
-            records = open_splits(config, paths).values() if checker.has_check else {}
             for split in (split for split in splits if split in records):
                 _check_lines(checker, records[split])
 
@@ -102,7 +104,7 @@ def _check_chunk(checker: ReferenceChecker, lines: Lines[Problem], indices: rang
     items = [Item(plain_text(problem.prompt), "", problem.answer, extra) for problem, extra in rows]
     for index, item, problem in zip(indices, items, checker.problems(items), strict=True):
         if problem is not None:
-            remedy = "correct the answer, remove the line, or set data.verifier"
+            remedy = f"correct the answer, remove the line, or set {checker.field}"
             answer = item.answer[:100]
             raise DataError(f"{lines.where(index)}: answer {answer!r} cannot be verified: {problem}: {remedy}")
 

@@ -19,8 +19,8 @@ from realsys.launch.regrade.regrade import RegradeOptions, judge_chunk, regrade_
 from realsys.train.records.record_files import recorded_steps
 from tests.support.jobs.recorded_trials import Trained, make_trial
 from tests.support.processes.config_trees import changed
+from tests.support.serving.reward_pools import BEHAVE
 
-BEHAVE = "tests.support.serving.reward_verifiers:behave"
 #: recorded as the verifier ``exact`` judges them, but for the third and the fourth
 SAMPLES = [
     Trained(0, "#{}", True),

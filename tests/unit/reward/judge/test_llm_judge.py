@@ -12,10 +12,10 @@ from realsys.errors import ConfigError, NoVerifierError, RewardError, StuckError
 from realsys.reward import failure_tally
 from realsys.reward.build import own_verifiers
 from realsys.reward.judge.llm_judge import LlmJudge
-from realsys.reward.verifiers.base import Item
+from realsys.reward.verifiers.base import Item, Verdict
 from tests.support.processes.config_trees import changed
 from tests.support.serving.judge_endpoint import KEY, JudgeEndpoint, judge_endpoint
-from tests.support.serving.reward_pools import until
+from tests.support.serving.reward_pools import BEHAVE, until
 
 JUDGE = "rollout.reward.judge"
 RIGHT, WRONG = Item("2+2=", "it is 4", "4"), Item("2+2=", "it is 5", "4")
@@ -257,6 +257,28 @@ def test_judge_takes_the_place_of_the_pool(endpoint):
             await verifiers.close()
 
     assert asyncio.run(run()).correct is True
+
+
+def test_trial_has_a_judge_beside_processes(endpoint):
+    """Each completion goes to the verifier of its data set, and failures of both are counted."""
+    given = settings(endpoint, "data.verifier=exact", "evaluation.sets={open: {verifier: judge}}", f"{JUDGE}.retries=0")
+
+    async def run():
+        verifiers = own_verifiers(given)
+        try:
+            by_text = await verifiers.verify("exact", Item("1+1=", "#2", "2"))
+            by_judge = await verifiers.verify("judge", RIGHT)
+            endpoint.always = "malformed"
+            for name, item in (("judge", RIGHT), (BEHAVE, Item("", "raise", ""))):
+                with pytest.raises(RewardError):
+                    await verifiers.verify(name, item)
+            return by_text, by_judge, verifiers.undecided, verifiers.take_failures()
+        finally:
+            await verifiers.close()
+
+    by_text, by_judge, undecided, failures = asyncio.run(run())
+    assert by_text == Verdict(correct=True, answer="2") and by_judge.correct is True and len(endpoint.bodies) == 2
+    assert (undecided, failures) == (2, {"no_verdict": 1, "raised": 1})
 
 
 @pytest.mark.parametrize(
