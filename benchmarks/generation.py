@@ -87,10 +87,12 @@ class EngineOverHttp:
     """Requests by the product's client to the product's server."""
 
     def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._server = HttpServer(build_app(engine))
         self._server.start()
 
     def __call__(self, load: Load) -> None:
+        self._engine.flush().result(600)  # every turn sends the same prompts
         asyncio.run(self._run(load))
 
     async def _run(self, load: Load) -> None:
@@ -174,6 +176,7 @@ class SglangOverHttp:
 
 def engine_direct(engine: Engine, load: Load) -> None:
     """The same requests without HTTP."""
+    engine.flush().result(600)
     futures = [
         engine.generate(str(index), prompt(index), SamplingParams(max_new_tokens=length, sampling_seed=index))
         for index, length in enumerate(load.lengths)

@@ -38,6 +38,7 @@ def request(rid: str, length: int, new_tokens: int) -> Request:
 
 def measure(core: EngineCore) -> tuple[float, float]:
     """Longest gap between two steps of the running answers, and the long prompt's time to its first token, in s."""
+    core.rows.forget()  # of the turn before
     for index in range(RUNNING):
         core.submit(request(f"{index:02}", 16 + index, 150))
     for _ in range(20):

@@ -14,6 +14,8 @@
     evaluation.every_problems
     rollout.workers                    with GPUs: as many as keep the servers busy
     weights.storage_readers            2, if servers run on four or more nodes
+    backend's room for keys of turns   with an agent of several turns: for the episodes that wait, in a quarter of the
+                                       memory that is left (BackendRules.holding)
 
 A setting is left open if neither the command line nor a file of the user's choice names it, and it has the default of
 the schema. Every setting that is chosen here is shown, and is written to config.json like any other.
@@ -35,6 +37,7 @@ from realsys.config.fields import replaced
 from realsys.config.memory.changes import HEAD_CHUNK
 from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.layouts import smallest_training
+from realsys.config.memory.memory_check import place_of, spare_bytes
 from realsys.config.memory.sharing import largest_rank, owners_beside_servers, server_share
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.backend_rules import backend_rules, sizes_of
@@ -52,6 +55,7 @@ _PROMPT, _ANSWER = "data.max_prompt_tokens", "generation.sampling.max_new_tokens
 _EVALUATIONS = ("evaluation.problems", "evaluation.every_problems")
 _WORKERS, _READERS = "rollout.workers", "weights.storage_readers"
 _EPISODES = 64  # that keep a server on a GPU busy
+_SPARE_PARTS = 4  # one of these equal parts of the free memory is for keys of episodes that wait
 _FEW = 2  # hosts that read a version from the shared storage; not one, because it may hang
 
 
@@ -70,7 +74,8 @@ def fit(config: Config, given: Collection[str], machine: Machine) -> tuple[Confi
     config, sizes = _set(config, _lengths(config, given) | _evaluations(config, given))
     config, shares = _set(config, _sharing(config, machine))
     config, readers = _set(config, _storage_readers(config, given))
-    return config, nodes + backend + memory + places + workers + sizes + shares + readers
+    config, rows = _set(config, _held_episodes(config, given, machine))
+    return config, nodes + backend + memory + places + workers + sizes + shares + readers + rows
 
 
 def _set(config: Config, chosen: Mapping[str, tuple[Any, str]]) -> tuple[Config, list[str]]:
@@ -164,8 +169,7 @@ def _rollout_workers(config: Config, given: Collection[str], machine: Machine) -
     if not machine.gpus or not _is_open(config, given, _WORKERS):
         return {}
     rollout, servers = config.rollout, parse_allocation(config.allocation).inference.data
-    size, of_worker = rollout.sampled_episodes, rollout.max_concurrent
-    admitted = (config.asynchronous.max_head_offpolicyness + 1) * config.train.batch_groups
+    size, of_worker, admitted = rollout.sampled_episodes, rollout.max_concurrent, _admitted(config)
     served = math.ceil(servers * _EPISODES / size)
     with BACKEND.guard(config.generation.backend, "capacity raised"):
         held = servers * int(backend_rules(config).capacity()) // (of_worker * size)
@@ -174,6 +178,30 @@ def _rollout_workers(config: Config, given: Collection[str], machine: Machine) -
         return {}
     limit = f"{servers} servers run {_EPISODES} episodes each" if served <= admitted else "staleness admits no more"
     return {_WORKERS: (workers, f"{min(admitted, served):,} groups of {size}, {of_worker} in a worker; {limit}")}
+
+
+def _admitted(config: Config) -> int:
+    """Return how many groups admission lets run at the same version of the weights."""
+    return (config.asynchronous.max_head_offpolicyness + 1) * config.train.batch_groups
+
+
+def _held_episodes(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
+    """Let servers hold the keys of all episodes in progress, if the agent has several turns."""
+    if config.model.path and not (Path(config.model.path) / "config.json").is_file():
+        return {}
+    rollout, allocation, backend = config.rollout, parse_allocation(config.allocation), backend_rules(config)
+    groups = rollout.workers * rollout.max_concurrent
+    if not config.evaluate_only:
+        groups = min(groups, _admitted(config))
+    episodes = math.ceil(groups * rollout.sampled_episodes / allocation.inference.data)
+
+    def spare() -> int:
+        return spare_bytes(config, place_of(config, allocation, backend, machine)) // _SPARE_PARTS
+
+    with BACKEND.guard(config.generation.backend, "holding raised"):
+        values = backend.holding(episodes, spare)
+    reason = f"{episodes} episodes of several turns in progress at each server"
+    return {field: (value, reason) for field, value in values.items() if _is_open(config, given, field)}
 
 
 def _lengths(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:

@@ -48,6 +48,7 @@ from realsys.reward.judge.rubric_file import read_rubric
 
 Role = TypeVar("Role", bound=RoleConfig)
 
+_SET_UP = "setting up: model, data, and a check of every row"  # may take minutes
 _KILLED_WITHIN_S = 4.0  # beyond their own time to stop: how long workers of a killed launcher need to end
 DEFAULT_TRIAL = str(Config.model_fields["trial"].default)
 
@@ -177,7 +178,6 @@ def _examine(config: Config, paths: TrialPaths, trial: Trial) -> Examined:
     start = decide_start(config, trial)
     if trial.config is not None:
         check_here(config, paths)
-    if trial.config is not None:
         check_copy(config, trial.config, paths)
     sizes, warnings, digest = _read_inputs(config, paths)
     check_inputs(config, paths, trial, sizes)
@@ -266,6 +266,7 @@ def _make(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[str], 
         for folder in (paths.logs, paths.errors, paths.data):
             folder.mkdir()
         _write_token(paths.token)
+        say(_SET_UP)
         _make_inputs(config, paths)
         examined = _examine(config, paths, trial)
         write_digest(paths, examined.digest)
@@ -312,6 +313,7 @@ def _empty(paths: TrialPaths) -> None:
 
 
 def _continue(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[str], None]) -> None:
+    say(_SET_UP)
     examined = _examine(config, paths, trial)
     claim_keys(config, paths, say)
     for folder in (paths.logs, paths.errors):
@@ -344,7 +346,7 @@ def _make_inputs(config: Config, paths: TrialPaths) -> None:
     if config.data.kind == "arith":
         write_dataset(config.data.arith, paths.data, seed=config.seed)
     if not config.model.path:
-        write_char_tokenizer(paths.start_model)
+        write_char_tokenizer(paths.start_model, chat=config.model.tiny.chat)
         make_tiny_model(config.model.tiny, paths.start_model, seed=config.seed)
     convert(config, paths)
     convert_sets(config, paths)
@@ -355,6 +357,7 @@ def _read_inputs(config: Config, paths: TrialPaths) -> DataCheck:
     from realsys.data.check import check_data
     from realsys.data.tokenizer import TextTokenizer
     from realsys.rollout import agents
+    from realsys.rollout.gateway.gateway import check as check_gateway
     from realsys.rollout.references import check_references
 
     model = paths.base_model(config)
@@ -362,6 +365,7 @@ def _read_inputs(config: Config, paths: TrialPaths) -> DataCheck:
         check_made_model(model, config, parse_allocation(config.allocation), dataflow_of(config))
     tokenizer = TextTokenizer(model)
     agents.check(config, tokenizer)
+    check_gateway(config, tokenizer)
     checked = check_data(config, paths, tokenizer)
     check_references(config, paths)
     _check_sizes(config, checked.sizes)
@@ -392,6 +396,5 @@ def _check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
         problem = f"{train.total_epochs} epochs of {sizes['train']} prompts do not fill one batch: lower it"
         raise ConfigError("train.batch_groups", train.batch_groups, problem)
     if config.warmup.steps and sizes["demos"] < config.warmup.batch:
-        raise ConfigError(
-            "warmup.batch", config.warmup.batch, f"there are only {sizes['demos']} demonstrations: lower it"
-        )
+        problem = f"there are only {sizes['demos']} demonstrations: lower it"
+        raise ConfigError("warmup.batch", config.warmup.batch, problem)

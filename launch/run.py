@@ -6,21 +6,15 @@ The same command again continues a trial that was stopped or died (launch/start.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
-import shlex
-import shutil
 import signal
-import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-
-from rich.console import Console
 
 from realsys.cluster.aio import run_beside
 from realsys.cluster.failure import read_errors
@@ -40,30 +34,33 @@ from realsys.config.rules.checks import check
 from realsys.config.rules.machine import Machine
 from realsys.config.rules.sampling import sampling_warnings
 from realsys.config.schema import Config
+from realsys.launch.arguments.words import resume_command
 from realsys.launch.fit import fit
 from realsys.launch.launchers.base import Launcher
 from realsys.launch.launchers.build import check_launcher, check_start, make_launcher
-from realsys.launch.nodes.base import EXIT_NO_MACHINE
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
 from realsys.launch.preflight import check_gpus_are_given, disk_warnings
 from realsys.launch.prepare import Ready, examine, prepare, resolve
-from realsys.launch.processes.failures import FirstFailure, first_failure, full_disk
+from realsys.launch.processes.failures import full_disk
 from realsys.launch.processes.own_etcd import etcd_answers
-from realsys.launch.processes.restart_policy import NO_CHECKPOINT, Outcome
-from realsys.launch.processes.run_hooks import Bounds, Hooks
+from realsys.launch.processes.restart_policy import Outcome
+from realsys.launch.processes.run_hooks import Bounds, Hooks, Say
 from realsys.launch.processes.stop_request import watch_requests
 from realsys.launch.processes.supervisor import Supervisor
 from realsys.launch.recover import remove_half_written
+from realsys.launch.results.conclude import conclude, draw, newest_step
+from realsys.launch.results.drawing import draw_while_running
 from realsys.launch.screen.display import View, make_view
 from realsys.launch.screen.dry_run import print_dry_run
 from realsys.launch.screen.monitor import Monitor
 from realsys.launch.screen.progress import Progress
-from realsys.launch.screen.report import Summary, draw_curves, print_summary, summarise, write_summary
-from realsys.launch.screen.saved_steps import saved_line
+from realsys.launch.screen.terminal import Terminal, reported, tell
+from realsys.launch.trackers.check import check_trackers
+from realsys.launch.trackers.link import Trackers
 from realsys.master.run.stopping import progress as progress_of_stop
-from realsys.telemetry.steps import StepTail, surviving_steps
-from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
+from realsys.telemetry.events import EventKind, EventLog
+from realsys.telemetry.steps import StepTail
 from realsys.weights.host.places import sweep
 
 
@@ -104,6 +101,7 @@ def plan_of(config: Config, named: Collection[str]) -> Planned:
     check(config, machine)
     os.environ[PORTS] = config.cluster.ports  # ports for the socket to which the agents connect
     check_launcher(config)
+    check_trackers(config)
     chosen = [*chosen, *sampling_warnings(config.generation.sampling)]
     _try_own_loss(config)
     paths = TrialPaths.of(config)
@@ -125,9 +123,13 @@ def show_plan(planned: Planned) -> None:
 
 def run(overrides: Sequence[str], options: RunOptions) -> int:
     """Run one trial and return the exit code. Raises RealsysError for bad input."""
-    planned = plan_run(overrides, options)
+    return run_planned(plan_run(overrides, options), dry_run=options.dry_run, plain=options.plain)
+
+
+def run_planned(planned: Planned, *, dry_run: bool, plain: bool) -> int:
+    """Run a planned trial, or show its plan. Returns the exit code. Raises RealsysError for bad input."""
     config, paths, specs = planned.config, planned.paths, planned.specs
-    if options.dry_run:
+    if dry_run:
         show_plan(planned)
         return 0
     check_start(config)
@@ -139,16 +141,15 @@ def run(overrides: Sequence[str], options: RunOptions) -> int:
         say(line)
     with prepare(config, say) as ready:
         started = time.time()
-        view = make_view(console, config, paths, plain=options.plain)
+        view = make_view(console, config, paths, plain=plain)
         outcome = asyncio.run(supervise(config, ready, specs, view))
         if outcome.refused:
             raise outcome.refused
         with reported("remove half-written files"):
             remove_half_written(paths)
         sweep()  # a server that was killed leaves its copy of the weights in /dev/shm
-        again = command_again(overrides, config.trial, options)
-        code, summary = _conclude(config, paths, outcome, started, again)
-    _draw(summary, paths)
+        code, summary = conclude(config, paths, outcome, started, resume_command(paths.root, plain=plain))
+    draw(config, paths, summary["steps"])
     return code
 
 
@@ -184,74 +185,56 @@ def _try_own_loss(config: Config) -> None:
         try_loss(config.train.ppo)
 
 
-class Terminal(Console):
-    """Console that stays silent once its reader has ended: Ctrl-C in `realsys run | tee log` ends the tee, too."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        with open(os.devnull, "wb") as sink:
-            os.dup2(sink.fileno(), self.file.fileno())  # the flush at the exit needs an open file
-
-
-def tell(text: str) -> None:
-    """Print a line to stderr."""
-    Terminal(stderr=True, emoji=False).print(text, highlight=False, soft_wrap=True, markup=False)
-
-
-@contextlib.contextmanager
-def reported(action: str) -> Iterator[None]:
-    """Report an OSError and continue: a disk that is full or read-only must not hide how the run ended."""
-    try:
-        yield
-    except OSError as exc:
-        tell(f"realsys: cannot {action}: {exc.filename or 'the terminal'}: {exc.strerror}")
-
-
-def command_again(overrides: Sequence[str], trial: str, options: RunOptions) -> str:
-    """Return the command that continues the trial, to be copied to a shell."""
-    return shlex.join([*own_command(), *words_again(overrides, trial, options)])
-
-
-def words_again(overrides: Sequence[str], trial: str, options: RunOptions) -> list[str]:
-    """Return the words after ``realsys`` in the command that begins or continues the trial."""
-    words = ["run"]
-    words += [text for text in overrides if text.partition("=")[0] not in ("trial", "recover")]
-    words += ["--trial", trial]
-    words += ["--config-dir", str(options.config_dir)] if options.config_dir else []
-    words += ["--plain"] if options.plain else []
-    return words
-
-
-def own_words() -> list[str]:
-    """Return the words that start this realsys in any folder and with any PATH."""
-    return [sys.executable, "-P", "-m", "realsys.launch.cli"]
-
-
-def own_command() -> list[str]:
-    """Return the words that start this realsys in the user's shell: its name if it is on the PATH, else its path."""
-    script = Path(sys.executable).with_name("realsys")
-    if not script.is_file():
-        return [sys.executable, "-m", "realsys.launch.cli"]
-    on_path = shutil.which("realsys")
-    return ["realsys"] if on_path and Path(on_path).resolve() == script.resolve() else [str(script)]
-
-
 def _terms(config: Config, launcher: Launcher) -> Terms:
     cluster = config.cluster
     agents, first = (cluster.host, cluster.interface, cluster.machines), launcher.own_machine()
     return Terms(host_of_launcher(config), cluster.lease_s, launcher.join_timeout_s(), agents, launcher.problem, first)
 
 
+def _bounds(config: Config, launcher: Launcher) -> Bounds:
+    cluster = config.cluster
+    return Bounds(
+        cluster.stop_timeout_s,
+        cluster.stop_progress_s,
+        cluster.max_restarts,
+        min_share=cluster.min_workers_share,
+        join_s=launcher.join_timeout_s(),
+        log_bytes=int(cluster.log_mb * 2**20),
+    )
+
+
+def _hooks(config: Config, paths: TrialPaths, launcher: Launcher, say: Say, finished: Callable[[], bool]) -> Hooks:
+    return Hooks(
+        say=say,
+        launch=lambda: launcher.start(agent_command(paths, os.environ.get("PYTHONPATH", "")), say),
+        errors=lambda: read_errors(paths.errors),
+        checkpoint=lambda: newest_step(paths),
+        finished=finished,
+        outside=lambda: full_disk(paths.root),
+        stopping=lambda: progress_of_stop(paths),
+        name_store_ready=lambda spec, host: _own_store_answers(config, paths, spec, host),
+    )
+
+
 async def supervise(config: Config, ready: Ready, specs: Sequence[ProcessSpec], view: View) -> Outcome:
     """Start the processes of the plan, show them, and return the outcome when the supervisor has ended."""
-    paths, cluster = ready.paths, config.cluster
+    paths = ready.paths
     progress, tail = Progress(), StepTail(paths.steps)
     progress.add(tail.records())  # earlier runs of this trial count, and are not shown again
-    monitor = Monitor(config, paths, progress, view, tail)
     troubles: list[Exception] = []
     launcher = make_launcher(config, paths)
+    events = EventLog(paths.events)
+    events.add("start", f"{len(specs)} processes")
 
-    def say(text: str = "") -> None:
+    def noted(text: str) -> None:
+        events.add("note", text)
+        view.note(text)
+
+    monitor = Monitor(config, paths, progress, view, tail, noted)
+
+    def say(text: str = "", kind: EventKind = "note", process: str = "") -> None:
+        if text:
+            events.add(kind, text, process)
         try:
             monitor.read_steps()  # events in their order
             if text:
@@ -263,38 +246,28 @@ async def supervise(config: Config, ready: Ready, specs: Sequence[ProcessSpec], 
         say()
         return progress.phase == "done"
 
-    hooks = Hooks(
-        say=say,
-        launch=lambda: launcher.start(agent_command(paths, os.environ.get("PYTHONPATH", "")), say),
-        errors=lambda: read_errors(paths.errors),
-        checkpoint=lambda: _newest_step(paths),
-        finished=finished,
-        outside=lambda: full_disk(paths.root),
-        stopping=lambda: progress_of_stop(paths),
-        name_store_ready=lambda spec, host: _own_store_answers(config, paths, spec, host),
-    )
-    bounds = Bounds(
-        cluster.stop_timeout_s,
-        cluster.stop_progress_s,
-        cluster.max_restarts,
-        min_share=cluster.min_workers_share,
-        join_s=launcher.join_timeout_s(),
-        log_bytes=int(cluster.log_mb * 2**20),
-    )
+    hooks = _hooks(config, paths, launcher, say, finished)
+    bounds = _bounds(config, launcher)
     terms = _terms(config, launcher)
     outcome, trouble = Outcome("failed", "the display could not be opened"), None
     with reported("show the run"), view:
         watching = asyncio.create_task(monitor.run())
         try:
-            async with open_nodes(node_needs(config, specs), paths, terms, inherit=[ready.lock.fd]) as nodes:
+            # The process of the trackers starts first, so that it is no child of the nodes.
+            nodes_of_run = open_nodes(node_needs(config, specs), paths, terms, inherit=[ready.lock.fd])
+            async with Trackers(config, paths, say) as trackers, nodes_of_run as nodes:
                 supervisor = Supervisor(specs, bounds, hooks, nodes)
                 asked = functools.partial(_stop_asked, supervisor, say)
-                outcome = await run_beside(supervisor.run(), watch_requests(paths.stop_request, asked))
+                watched = run_beside(supervisor.run(), watch_requests(paths.stop_request, asked))
+                drawing = draw_while_running(paths, config.telemetry.curves_every_s)
+                outcome = await run_beside(watched, drawing)
+                trackers.status = outcome.status
         finally:
             await _stop(launcher)
             watching.cancel()
             [trouble] = await asyncio.gather(watching, return_exceptions=True)
             say()
+            events.add("stop", f"{outcome.status}: {outcome.reason}")
     for exc in [exc for exc in (trouble, *troubles) if isinstance(exc, Exception)][:1]:
         tell(f"realsys: the display stopped working: {type(exc).__name__}: {exc}")
     return outcome
@@ -328,66 +301,3 @@ async def _own_store_answers(config: Config, paths: TrialPaths, spec: ProcessSpe
     await etcd_answers(address, spec.env[RUN_ID], config.cluster.connect_timeout_s)
     if at:
         paths.store_address.write_text(address, "utf-8")
-
-
-def _newest_step(paths: TrialPaths) -> int:
-    complete = complete_checkpoints(paths.checkpoints)
-    return complete[-1][0] if complete else NO_CHECKPOINT
-
-
-def _conclude(config: Config, paths: TrialPaths, outcome: Outcome, started: float, again: str) -> tuple[int, Summary]:
-    """Write and print the summary; return it with the exit code. ``again``: the command that continues the trial."""
-    summary, failure = summarised(config, paths, outcome, started)
-    if outcome.status == "failed":
-        return report_failure(outcome, failure, paths, f"to continue: {again}"), summary
-    print_summary(Terminal(), summary)
-    if outcome.status == "interrupted":
-        steps = (record["step"] for record in surviving_steps(paths.steps) if record["kind"] == "train")
-        trained = max(steps, default=0)
-        tell(f"realsys: {outcome.reason}; {saved_line(trained, _newest_step(paths))}; to continue: {again}")
-        return 128 + (outcome.signal or 2), summary
-    return 0, summary
-
-
-def summarised(
-    config: Config, paths: TrialPaths, outcome: Outcome, started: float
-) -> tuple[Summary, FirstFailure | None]:
-    """Write the summary of a run that has ended. Returns it, with the first failure of a run that failed."""
-    failure = None
-    if outcome.status == "failed":
-        failure = first_failure(outcome, read_errors(paths.errors), paths.logs)
-    summary = summarise(config, paths, outcome, started=started, ended=time.time(), failure=failure)
-    with reported("write the summary"):
-        write_summary(summary, paths)
-    return summary, failure
-
-
-def _draw(summary: Summary, paths: TrialPaths) -> None:
-    """Draw curves.png, last and without the lock on the trial: importing matplotlib alone can take seconds."""
-    try:
-        if summary["steps"]:
-            draw_curves(summary, paths)
-    except KeyboardInterrupt:
-        tell(f"realsys: {paths.curves.name} is not drawn")
-    except Exception as exc:  # a missing picture does not change how the run ended
-        tell(f"realsys: {paths.curves} is not drawn: {type(exc).__name__}: {exc}")
-
-
-def report_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialPaths, advice: str) -> int:
-    """Print the cause in one line, then files with details, the last lines of the log and ``advice``.
-
-    Returns the exit code.
-    """
-    lines: list[str] = []
-    if failure is None:
-        lines.append(f"realsys: the run failed: {outcome.reason}")
-    else:
-        lines.append(f"realsys: the run failed: {failure.process} (pid {failure.pid}): {failure.problem}")
-        # "exited with code 1" says nothing that the cause has not said.
-        if not outcome.reason.startswith(failure.process) or "," in outcome.reason:
-            lines.append(f"  the run ended when {outcome.reason}")
-        lines += [f"  last lines of {failure.log}:", *(f"  | {line}" for line in failure.log_tail)]
-    lines.append(f"  logs: {paths.logs}   errors: {paths.errors}")
-    lines.append(f"  {advice}")
-    tell("\n".join(lines))
-    return EXIT_NO_MACHINE if outcome.no_machine else failure.exit_code if failure else 1

@@ -3,8 +3,8 @@
     start    wait for the leases of the last run ──> remove its keys ──> write where the trial's folder is
     end      remove all keys, those of killed processes too
 
-A launcher that was killed removes nothing: then `realsys gc` does (``launch/commands/gc.py``), and finds the folder of
-the trial, whose lock tells if it runs, in the key ``folder``.
+A launcher that was killed removes nothing: then `realsys gc` does. The key ``folder`` names the folder of the
+trial, whose lock tells if it runs.
 """
 
 from __future__ import annotations

@@ -19,6 +19,17 @@ import numpy.typing as npt
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
+#: for each token of a completion, the most probable tokens with their log-probs, in descending order
+TopLogprobs = list[list[tuple[int, float]]]
+
+
+#: logits divided by less may overflow a float32, and the log-probs would be NaN
+LOWEST_TEMPERATURE = 1e-6
+
+
+def is_temperature(value: float) -> bool:
+    """Return True if the value may divide logits, or is 0."""
+    return value == 0 or LOWEST_TEMPERATURE <= value < float("inf")
 
 
 def constant(array: npt.NDArray[Any]) -> bool:
@@ -48,10 +59,15 @@ class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
     #: incarnation of the trainer under which the ticket was granted; the short name is the one on
     #: the wire
     trainer_incarnation: str = msgspec.field(default="", name="trainer")
-    # of an evaluation
+    # evaluations only
     eval_id: str = ""
     set: str = ""  # name of its data set
     sample: int = 0  # number of the completion of its problem
+
+    @property
+    def unit(self) -> str:
+        """Name of this attempt in the spans of all processes (``realsys.telemetry.spans``)."""
+        return f"{self.ticket_id}.{self.attempt}"
 
 
 @dataclass(slots=True)
@@ -66,6 +82,8 @@ class Row:
     finish_reason           of the last completion in the row
     route                   (server, tokens) runs over the L tokens: which server sampled them; empty if unknown
     rewards                 (position in tokens, reward) of single tokens, each with loss_mask; usually one per turn
+    kv_versions int32  [L]  oldest version of the keys that the token attended to; None: ``versions``
+    temperatures            (temperature, tokens) runs over the L tokens; 0: that of the trial; empty: all have it
 
     A conversation whose history only grows is one row. Rewritten history (a branch) is a further
     row.
@@ -78,10 +96,17 @@ class Row:
     finish_reason: FinishReason
     route: tuple[tuple[str, int], ...] = ()
     rewards: tuple[tuple[int, float], ...] = ()
+    kv_versions: I32 | None = None
+    temperatures: tuple[tuple[float, int], ...] = ()
 
     @property
     def loss_tokens(self) -> int:
         return len(self.logprobs)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Return how many of its sampled tokens attended to keys of an older version than their own."""
+        return 0 if self.kv_versions is None else int(np.count_nonzero(self.kv_versions != self.versions))
 
     @property
     def truncated(self) -> bool:
@@ -195,6 +220,7 @@ class SampleMeta(msgspec.Struct, omit_defaults=True, gc=False):
     version_tokens: list[tuple[int, int]] = []
     sampled_tokens: int = 0  # ``episode_tokens`` before tokens were masked as too old; 0: none were
     reissues: int = 0  # copied from the ticket
+    kept_tokens: int = 0  # ``Row.kept_tokens``; at most, if tokens were masked as too old
 
 
 class SequenceRef(msgspec.Struct, array_like=True, gc=False):
@@ -262,6 +288,8 @@ ARRAY_KEYS: dict[str, tuple[str, Span]] = {
     "loss_mask": ("bool", "sequence"),
     "behav_logprobs": ("float32", "loss"),
     "versions": ("int32", "loss"),
+    "kv_versions": ("int32", "loss"),
+    "temperatures": ("float32", "loss"),
     "token_rewards": ("float32", "loss"),
     "prox_logprobs": ("float32", "loss"),
     "ref_logprobs": ("float32", "loss"),

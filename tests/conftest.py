@@ -9,6 +9,7 @@ mark in their environment identifies.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -174,6 +175,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         os.environ[SESSION_MARK] += f".{session.config.workerinput['workerid']}"
     else:
         os.environ[SESSION_MARK] = uuid.uuid4().hex
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and test items to no later collection: a full one would walk through millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

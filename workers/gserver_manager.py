@@ -7,7 +7,10 @@ import uvloop
 from realsys.cluster.aio import stop_event
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.data.prompts import split_sizes
+from realsys.manager.http import Pages
 from realsys.manager.shell import Manager, ManagerParts
+from realsys.telemetry.latest import LatestRecords
+from realsys.view.app import SECRET, routes
 
 
 async def serve(ctx: WorkerContext) -> None:
@@ -27,6 +30,7 @@ async def serve(ctx: WorkerContext) -> None:
         register=register,
         check_alive=ctx.check_alive,
         count=ctx.count,
+        pages=lambda live: Pages(routes(ctx.paths, live), SECRET, LatestRecords(ctx.paths.steps).read),
     )
     await Manager(parts).run(stop_event(ctx))
 

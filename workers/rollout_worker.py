@@ -14,10 +14,12 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
 from realsys.reward.build import open_verifiers
 from realsys.rollout import agents, environments
-from realsys.rollout.evaluation_store import EvaluationStore
+from realsys.rollout.gateway.gateway import gateway_of
 from realsys.rollout.manager_client import ManagerClient
 from realsys.rollout.partial import PartialRolloutManager
 from realsys.rollout.sessions import group_player
+from realsys.rollout.stores.dropped_store import DroppedStore
+from realsys.rollout.stores.evaluation_store import EvaluationStore
 from realsys.rollout.worker_loop import LoopParts, RolloutLoop
 from realsys.stream.push_pull import Pusher, PushLimits
 from realsys.stream.security import keys_for
@@ -48,11 +50,14 @@ async def serve(ctx: WorkerContext) -> None:
         limits=PushLimits(push_timeout_s=cluster.request_timeout_s),
         check_alive=ctx.check_alive,
     )
-    ctx.count(lambda: {"bad_messages": pusher.bad_messages})
     generation = GenerationClient.of(config.generation, ctx.token, ctx.check_alive)
     verifiers = await open_verifiers(ctx)
     agent = agents.build(config, tokenizer, environments.build(config, tokenizer, verifiers))
-    player = group_player(config, agent, PartialRolloutManager(manager, generation), tokenizer.eos_token_ids)
+    gateway = gateway_of(config, tokenizer, ctx.index, ctx.check_alive)
+    ctx.count(lambda: {"bad_messages": pusher.bad_messages, **gateway.counts()})
+    engine = PartialRolloutManager(manager, generation)
+    dropped = DroppedStore(ctx.paths.dropped, ctx.name, config.record.dropped_groups)
+    player = group_player(config, agent, engine, tokenizer.eos_token_ids, gateway, dropped)
     evaluations = EvaluationStore(ctx.paths.evaluations, tokenizer, ctx.incarnation)
     loop = RolloutLoop(
         LoopParts(manager, player, prompts, pusher, verifiers, evaluations),
@@ -67,6 +72,8 @@ async def serve(ctx: WorkerContext) -> None:
         await loop.run(stop_event(ctx))
     finally:
         ctx.store.interrupt()  # the event loop waits for its threads, and one may wait for an address
+        await agent.close()
+        await gateway.close()
         await verifiers.close()
         await pusher.close()
         await generation.close()

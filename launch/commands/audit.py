@@ -62,7 +62,9 @@ def audit_trial(paths: TrialPaths) -> AuditReport:
         problem = f"{paths.ledger.name}: none of its {size} bytes is a record: restore it from a copy"
         raise ConfigError("TRIAL_DIR", str(paths.root), problem)
     if logged is not None and "steps" not in skipped:
-        auditor.compare_steps(logged, recovered_steps(paths.steps))
+        # While the ledger was read, a running trainer may have logged further steps that are in it.
+        later = {step: names for step, names in (logged_tickets(paths.steps) or {}).items() if step <= auditor.newest}
+        auditor.compare_steps({**later, **logged}, recovered_steps(paths.steps))
     return auditor.report(torn_bytes=max(0, size - end), skipped=skipped)
 
 

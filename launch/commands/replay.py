@@ -146,7 +146,7 @@ async def _run(config: Config, paths: TrialPaths, job: ReplayJob) -> ReplayResul
     cluster = config.cluster
     bounds = Bounds(cluster.stop_timeout_s, stop_progress_s=0.0, max_restarts=0)
     async with open_executor() as node:
-        outcome = await Supervisor(specs, bounds, Hooks(say=lambda text: None), {LOCAL: node}).run()
+        outcome = await Supervisor(specs, bounds, Hooks(say=lambda *_: None), {LOCAL: node}).run()
     if outcome.status == "interrupted":
         interrupted = RealsysError(f"the replay was {outcome.reason}")
         interrupted.exit_code = 128 + (outcome.signal or 0)

@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from realsys.launch.screen.simulation_picture import draw_simulation
+from realsys.launch.results.simulation_picture import draw_simulation
 from realsys.simulate.invariants import Broken
 from realsys.simulate.scenarios import plan
 from realsys.simulate.simulation import Simulation
@@ -85,6 +85,8 @@ def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("servers", f"routable {found['routable']:.1%} of the time, {found['quarantines']} quarantines"),
         ("largest load", ", ".join(f"{ratio:.2f} x mean {what}" for what, ratio in found["largest_load"].items())),
     ]  # fmt: skip
+    if found["ended_by"]:
+        lines.insert(2, ("ended by", found["ended_by"]))
     for what, wait in waits.items():
         numbers = f"mean {wait['mean']:.1f}, median {wait['p50']:.1f}, 95 % {wait['p95']:.1f}, max {wait['max']:.1f}"
         lines.append((f"{what} wait", f"{numbers} s"))

@@ -14,8 +14,10 @@ from realsys.launch.evaluate.target import Target, exported
 from realsys.launch.launchers.build import check_start
 from realsys.launch.prepare import prepare, resolve
 from realsys.launch.processes.restart_policy import Outcome
-from realsys.launch.run import Planned, Terminal, plan_of, report_failure, summarised, supervise, tell
+from realsys.launch.results.conclude import report_failure, summarised
+from realsys.launch.run import Planned, plan_of, supervise
 from realsys.launch.screen.evaluation_view import EvaluationView
+from realsys.launch.screen.terminal import Terminal, tell
 from realsys.master.run.evaluation_run import EVAL_ID
 from realsys.telemetry.steps import read_steps
 from realsys.weights.host.places import sweep

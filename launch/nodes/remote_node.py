@@ -65,7 +65,7 @@ class RemoteNode(Node):
     def __init__(self, name: str, join_s: float, address_of: Callable[[str], str]) -> None:
         super().__init__()
         self.name = name
-        self._join_s = join_s
+        self.join_s = join_s
         self._address_of = address_of
         self._session: Session | None = None
         self._refused: RealsysError | None = None
@@ -125,9 +125,9 @@ class RemoteNode(Node):
         process = self._processes[self._serial] = _RemoteProcess(self, self._serial, order, on_exit)
         self._order(process)
         if not process.ordered:
-            problem = str(self._refused or no_agent([self.name], self._join_s))
+            problem = str(self._refused or no_agent([self.name], self.join_s))
             ended = Exit(CANNOT_START, time.time(), problem=problem, no_machine=self._refused is None)
-            wait_s = 0.0 if self._refused else self._join_s
+            wait_s = 0.0 if self._refused else self.join_s
             process.waits = asyncio.get_running_loop().call_later(wait_s, self._end_of, process.serial, ended)
         return process
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from realsys.cluster.failure import ErrorRecord
 from realsys.launch.plan import ProcessSpec
 from realsys.launch.processes.restart_policy import NO_CHECKPOINT
+from realsys.telemetry.events import EventKind
+
+
+class Say(Protocol):
+    """Takes a line for the user; ``kind`` and ``process`` are those of its event (realsys.telemetry.events)."""
+
+    def __call__(self, text: str, kind: EventKind = "note", process: str = "") -> None: ...
 
 
 async def _ready(_: ProcessSpec, __: str) -> None:
@@ -52,7 +60,7 @@ class Hooks:
                       the bytes that were written
     """
 
-    say: Callable[[str], None]
+    say: Say
     launch: Callable[[], Awaitable[None]] = _no_launcher
     errors: Callable[[], Sequence[ErrorRecord]] = lambda: ()
     checkpoint: Callable[[], int] = lambda: NO_CHECKPOINT

@@ -308,11 +308,11 @@ class Supervisor:
         alike = [child.spec.name for child in _whole(self._of_kind(kind))]
         left = len(alike) - len(set(alike) & set(self._given_up))
         goes_on = f"the run continues with {left} of {len(alike)} {_REPLACEABLE[kind]}"
-        self._hooks.say(f"{cause}; given up {decision.why}: {goes_on} ({cause.log})")
+        self._hooks.say(f"{cause}; given up {decision.why}: {goes_on} ({cause.log})", "gave_up", name)
 
     def _say_restart(self, cause: Cause, restart: Restart, of: str = "", start: str = "") -> None:
         number = f"restart {restart.number}/{self._bounds.max_restarts}{of} in {restart.delay_s:.1f} s"
-        self._hooks.say(f"{cause}; {number}{start} ({cause.log})")
+        self._hooks.say(f"{cause}; {number}{start} ({cause.log})", "restart", cause.name)
 
     def _end(self, outcome: Outcome) -> None:
         if self._outcome is None:

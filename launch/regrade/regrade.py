@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realsys.config.compose import overridden
+from realsys.config.compose import with_overrides
 from realsys.config.doors import ENVIRONMENT
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
@@ -28,9 +28,9 @@ from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import AgentError, ConfigError, RewardError
 from realsys.launch.commands.replay import last_recorded
+from realsys.launch.commands.samples.lines import printable
 from realsys.launch.regrade.disagreement import Different, Disagreement, verdict_name
 from realsys.launch.regrade.recorded import LeftOut, Recorded, RecordReader
-from realsys.launch.screen.evaluation_samples import printable
 from realsys.reward.build import own_verifiers
 from realsys.reward.judge.rubric_file import read_rubric
 from realsys.rollout import environments
@@ -94,14 +94,15 @@ def regrade_config(config: Config, options: RegradeOptions) -> Config:
         if not any(f"{name}.".startswith(f"{field}.") for field in _CHANGEABLE):
             problem = f"does not decide a verdict: use --verifier, or set a field of {', '.join(_CHANGEABLE)}"
             raise ConfigError(name, value, problem)
+    verifier = options.verifier or config.data.verifier
     if options.arguments is not None:
         overrides.append(f"data.verifier_args={options.arguments}")
-    if options.verifier is not None and options.verifier != config.data.verifier:
-        own = config.data.model_copy(update={"verifier": options.verifier, "verifier_args": {}})
+    if options.arguments is not None or verifier != config.data.verifier:
+        own = config.data.model_copy(update={"verifier": verifier, "verifier_args": {}})
         config = config.model_copy(update={"data": own})
     # Only the verifier that judges is checked and started; those of the evaluation's sets may need what is not here.
     evaluation = config.evaluation.model_copy(update={"sets": {}})
-    config = overridden(config.model_copy(update={"evaluation": evaluation}), overrides)
+    config = with_overrides(config.model_copy(update={"evaluation": evaluation}), overrides)
     config = config.model_copy(update={"rollout": read_rubric(config.rollout)})
     check_verifiers(config)
     ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)

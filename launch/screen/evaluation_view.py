@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from realsys.launch.screen.display import PlainView
+from realsys.launch.screen.plain import PlainView
 from realsys.launch.screen.progress import Progress, Record, number
 
 _EVERY_S = 5.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import aiohttp
@@ -37,8 +37,18 @@ class Monitor:
     a new one.
     """
 
-    def __init__(self, config: Config, paths: TrialPaths, progress: Progress, screen: Screen, tail: StepTail) -> None:
+    def __init__(
+        self,
+        config: Config,
+        paths: TrialPaths,
+        progress: Progress,
+        screen: Screen,
+        tail: StepTail,
+        note: Callable[[str], None] | None = None,
+    ) -> None:
+        """``note`` takes warnings of the monitor itself; without it the screen gets them."""
         self._config = config
+        self._note = note or screen.note
         self._paths = paths
         self._progress = progress
         self._screen = screen
@@ -55,14 +65,14 @@ class Monitor:
         before = number(self._progress.evals.get("before", {}), "accuracy")
         for record in new:
             if record.get("kind") == "train" and (warning := self._signal.observe(record, before)):
-                self._screen.note(warning)
+                self._note(warning)
 
     def check_disk(self) -> None:
         """Say once that the disk is full: until a process fails for it, the run would only seem slow."""
         problem, before = full_disk(self._paths.root), self._full
         self._full = problem
         if problem and not before:
-            self._screen.note(problem)
+            self._note(problem)
 
     async def run(self) -> None:
         try:
@@ -104,7 +114,7 @@ async def look_once(config: Config, paths: TrialPaths, progress: Progress) -> No
     """Fill ``progress`` from the step log and, if it answers, from the manager."""
     tail = StepTail(paths.steps)
     progress.add(tail.records())
-    monitor = Monitor(config, paths, progress, _NoScreen(), tail)
+    monitor = Monitor(config, paths, progress, NoScreen(), tail)
     if not is_known(config, paths):
         return
     try:
@@ -118,7 +128,9 @@ async def look_once(config: Config, paths: TrialPaths, progress: Progress) -> No
         store.close()
 
 
-class _NoScreen:
+class NoScreen:
+    """Screen that shows nothing."""
+
     def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
         return None
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from realsys.evaluation.eval_records import without_incomplete
-from realsys.telemetry.steps import undone
+from realsys.telemetry.steps import StepTail, undone
 
 Record = Mapping[str, Any]
 
 #: The parts a train step's time is split into, in the order they happen.
-TIME_PARTS = ("wait", "inf", "train", "save", "publish")
+TIME_PARTS = ("wait", "inf", "train", "save", "publish", "checkpoint")
+OTHER = "other"  # time of a step that belongs to no part
 
 WINDOW = 192  # steps that are shown: 8 for each character of a sparkline
 SHOWN_EVALS = 5  # the first and the newest
@@ -36,6 +38,10 @@ class Progress:
     address: str | None = None  # address of the manager
     _trained: tuple[int, int] | None = None  # (steps done, all steps) after the first step; for the warm-up:
     _warmed_up: tuple[int, int] = (0, 0)
+
+    def read(self, steps: Path) -> None:
+        """Add all records of a step log that may not exist."""
+        self.add(StepTail(steps).records())
 
     def add(self, records: Iterable[Record]) -> None:
         for record in records:
@@ -89,6 +95,13 @@ def number(record: object, *path: str) -> float | None:
         return float(record)
     except OverflowError:
         return None
+
+
+def time_parts(seconds: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the parts of a step's ``seconds`` without ``total``, and OTHER: together they are the total."""
+    known = {part: value for part in (*TIME_PARTS, *seconds) if (value := seconds.get(part)) is not None}
+    total = known.pop("total", 0.0)  # the rest is parts
+    return known | {OTHER: max(0.0, total - sum(known.values()))} if known else {}
 
 
 def mean(records: Iterable[Record], *path: str) -> float | None:

@@ -83,8 +83,8 @@ def actor_loss(
     engine says that it could not sample it, so it has no ratio. Raises ValueError for shapes that do not
     agree and for a missing input.
 
-    Statistics over the counted tokens: tokens, loss_sum (share * denominator), u_sum, u_max, w_sum, w_max
-    (before the cap), clip_count, dual_clip_count, capped_count, kl_behav_prox_sum and kl_prox_theta_sum
+    Statistics over the counted tokens: tokens, loss_sum (share * denominator), u_sum, u_max, w_sum, w_max,
+    w_squared_sum (before the cap), clip_count, dual_clip_count, capped_count, kl_behav_prox_sum and kl_prox_theta_sum
     (k3 estimators of KL(behav || prox) and KL(prox || theta)); entropy_sum and kl_ref_sum if given.
     """
     optional = {name: x for name, x in (("entropy", entropy), ("ref", ref)) if x is not None}
@@ -125,6 +125,7 @@ def _ratios(
     u, w = (log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() for log_ratio in (log_u, log_w))
     stats |= {"u_sum": masked_sum(u, mask), "u_max": masked_max(u, mask)}
     stats |= {"w_sum": masked_sum(w, mask), "w_max": masked_max(w, mask)}
+    stats |= {"w_squared_sum": masked_sum(w.square(), mask)}
     return u, w, stats
 
 
@@ -213,7 +214,8 @@ def finish_stats(totals: Mapping[str, float]) -> dict[str, float]:
     """Divide fully reduced statistics by ``tokens``.
 
     ``x_sum`` becomes ``x_mean`` (``loss_sum`` becomes ``loss``), and ``x_count`` becomes ``x_fraction``.
-    Maxima and ``tokens`` stay. Without tokens the means are 0. If the loss is not a token mean (see
+    Maxima and ``tokens`` stay. Without tokens the means are 0. ``w_ess`` is the effective sample size of w over
+    the number of tokens: E[w]^2 / E[w^2]. If the loss is not a token mean (see
     aggregation), the caller divides ``loss_sum`` by the denominator instead.
     """
     tokens = totals["tokens"]
@@ -228,6 +230,8 @@ def finish_stats(totals: Mapping[str, float]) -> dict[str, float]:
             finished[name.removesuffix("_count") + "_fraction"] = value * scale
         else:
             finished[name] = value
+    if squares := finished.get("w_squared_mean"):
+        finished["w_ess"] = finished["w_mean"] ** 2 / squares
     return finished
 
 

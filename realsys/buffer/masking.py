@@ -48,10 +48,11 @@ def _mask_row(sample: SampleMeta, oldest: int) -> SampleMeta | None:
     remaining = [(version, tokens) for version, tokens in sample.version_tokens if version >= oldest]
     if not remaining:
         return None
-    versions = [version for version, _ in remaining]
+    versions, tokens = zip(*remaining, strict=True)
     return replace(
         sample,
-        loss_tokens=sum(tokens for _, tokens in remaining),
+        loss_tokens=sum(tokens),
+        kept_tokens=min(sample.kept_tokens, sum(tokens)),
         version_min=min(versions),
         version_max=max(versions),
         version_tokens=remaining,

@@ -92,7 +92,8 @@ def bind_first(ports: Sequence[int], bind: Callable[[int], T], host: str) -> T:
 def _bind(host: str, port: int) -> socket.socket:
     bare = host.strip("[]")
     family = socket.AF_INET6 if ":" in bare else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol is named, because asyncio sets TCP_NODELAY only then: else a reply may wait 40 ms for an ACK.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((bare, port))

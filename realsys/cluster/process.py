@@ -74,6 +74,12 @@ def die_with_parent() -> None:
         raise RealsysError(f"the launcher (pid {expected}) has ended already; nothing to work for")
 
 
+def resident_bytes() -> int:
+    """Return the memory of this process that is in RAM."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
 def flush() -> None:
     """Flush stdout and stderr as far as possible. Call it before ``os._exit``, which does not."""
     with contextlib.suppress(OSError, ValueError):

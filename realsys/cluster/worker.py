@@ -37,6 +37,7 @@ from realsys.cluster.process import (
     raise_file_limit,
 )
 from realsys.errors import Fenced, RealsysError, WaitTimeout
+from realsys.telemetry import spans
 
 if TYPE_CHECKING:
     from realsys.cluster.heartbeat import Heartbeat
@@ -231,11 +232,15 @@ def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSign
             log.warning("cannot revoke the lease, it will lapse: %s", exc)
 
     reporter.release = release
+    if config.telemetry.spans:
+        folder = paths.spans / f"{kind}-{index}"
+        spans.start(folder, f"{kind}/{index}", heartbeat.incarnation, config.telemetry.span_mib << 20)
     context = WorkerContext(TrialParts(config, paths, names, store), kind, index, heartbeat, signals)
     log.info("started: pid %d, incarnation %s", os.getpid(), context.incarnation)
     try:
         return _run_body(body, context, reporter)
     finally:
+        bounded(spans.stop, LAST_WORDS_S, "writing the last spans")
         bounded(release, LAST_WORDS_S, "revoking the lease")
         try:
             store.close()

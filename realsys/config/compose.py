@@ -12,6 +12,7 @@ own exceptions stay in here. hydra is imported inside ``compose`` so that ``real
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -56,20 +57,21 @@ def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Conf
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """Return ``config`` with ``field.path=value`` overrides. Raises ConfigError, also for a group."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    tree, groups = OmegaConf.create(config.model_dump()), _groups(None)
+    tree, groups = config.model_dump(), config_groups(None)
     for text in overrides:
         parsed = _parse(_prepare(text, groups))
-        key = parsed.key_or_group
+        key, value = parsed.key_or_group, parsed.value()
         if key in groups:
-            raise ConfigError(key, parsed.value(), "the trial's own settings are used: set fields, e.g. seed=2")
-        OmegaConf.update(tree, key, parsed.value(), merge=True, force_add=True)
-    try:
-        return validate(OmegaConf.to_container(tree, resolve=True))
-    except OmegaConfBaseException as exc:
-        raise ConfigError(exc.full_key or "override", "", _first_line(exc)) from None
+            raise ConfigError(key, value, "the trial's own settings are used: set fields, e.g. seed=2")
+        tree = _over(tree, functools.reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), value))
+    return validate(tree)
+
+
+def _over(base: Any, new: Any) -> Any:
+    """Return ``new`` over ``base``: sections are merged, as hydra does it."""
+    if not isinstance(base, dict) or not isinstance(new, dict):
+        return new
+    return base | {name: _over(base.get(name), value) for name, value in new.items()}
 
 
 def validate(tree: object) -> Config:
@@ -83,23 +85,6 @@ def validate(tree: object) -> Config:
             others = ", ".join(_path(e) for e in errors[1:4])
             problem += f" (also wrong: {others}{', ...' if len(errors) > 4 else ''})"
         raise ConfigError(field, value, problem) from None
-
-
-def overridden(config: Config, overrides: Sequence[str]) -> Config:
-    """Return a configuration with other values in some fields: ``field.path=value``. Raises ConfigError."""
-    tree = config.model_dump()
-    for text in overrides:
-        parsed = _parse(text)
-        *sections, name = parsed.key_or_group.split(".")
-        if parsed.is_delete() or parsed.is_sweep_override():
-            raise ConfigError(parsed.key_or_group, text.partition("=")[2], "takes one value: a list is written [a,b]")
-        node: Any = tree
-        for section in sections:
-            node = node.setdefault(section, {}) if isinstance(node, dict) else None  # validate() names unknown sections
-        if not isinstance(node, dict):
-            raise ConfigError(parsed.key_or_group, parsed.value(), "unknown field")
-        node[name] = parsed.value()
-    return validate(tree)
 
 
 def fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -140,7 +125,7 @@ def _merge(overrides: list[str], config_dir: Path | None, defaults: dict[str, An
         _check_packages(config_dir)
     ConfigStore.instance().store(name="schema", node=defaults, provider="realsys")
     search = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
-    groups = _groups(config_dir)
+    groups = config_groups(config_dir)
     prepared = [_prepare(text, groups) for text in overrides]
     if not any(text.startswith(f"{_EXPERIMENT}=") for text in prepared):
         raise ConfigError(_EXPERIMENT, "", f"say which one: {_EXPERIMENT}={'|'.join(groups[_EXPERIMENT])}")
@@ -157,7 +142,7 @@ def _merge(overrides: list[str], config_dir: Path | None, defaults: dict[str, An
             raise ConfigError("configuration file", " ".join(overrides), " ".join(str(exc).split())) from None
 
 
-def _groups(config_dir: Path | None) -> dict[str, list[str]]:
+def config_groups(config_dir: Path | None) -> dict[str, list[str]]:
     """Return group -> options, shipped ones and the user's."""
     roots: list[Traversable] = [resources.files(CONFIG_MODULE)]
     if config_dir is not None:
@@ -286,7 +271,7 @@ def _explain(error: ErrorDetails) -> tuple[str, object, str]:
     if error["type"] == "string_pattern_mismatch":
         return path, value, f"must be {PATTERNS[error['ctx']['pattern']]}"
     message = error["msg"].replace("Input should be", "must be")
-    return path, value, message + _did_you_mean(value, _literal_choices(path))
+    return path, value, message + _did_you_mean(value, literal_choices(path))
 
 
 def _did_you_mean(value: object, known: Sequence[str]) -> str:
@@ -332,6 +317,7 @@ def _first_field(path: str) -> str:
     return next(iter((section or Config).model_fields))
 
 
-def _literal_choices(path: str) -> list[str]:
+def literal_choices(path: str) -> list[str]:
+    """Return the values of a field that has a fixed set of them; else []."""
     info = _field_info(path)
     return [choice for choice in get_args(info.annotation) if isinstance(choice, str)] if info else []

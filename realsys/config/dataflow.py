@@ -2,7 +2,7 @@
 
 A call is ready when all keys that it reads exist. These are the calls that the settings of ``train.ppo`` can enable:
 
-    (stream) tokens with loss_mask, behav_logprobs, versions, token_rewards
+    (stream) tokens with loss_mask, behav_logprobs, versions, token_rewards, kv_versions, temperatures
         ├──> actor_inf   -> prox_logprobs     decoupled loss
         ├──> ref_inf     -> ref_logprobs      KL to a reference
         ├──> critic_inf  -> values            critic
@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from realsys.config.doors import ALGORITHM, CALL_HANDLER, HOOK
+from realsys.config.doors import AGENT, ALGORITHM, CALL_HANDLER, HOOK
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
@@ -31,6 +31,11 @@ from realsys.errors import ConfigError
 SOURCE_KEYS = frozenset({"tokens", "loss_mask", "behav_logprobs", "versions"})
 #: array of a row if the dataflow lists it in its source keys
 TOKEN_REWARDS = "token_rewards"
+#: likewise; read by the calls that compare log-probs, if the engines may keep keys (``kv_on_update``)
+KV_VERSIONS = "kv_versions"
+#: likewise; read by all language models, if an agent may choose the temperature of a call
+TEMPERATURES = "temperatures"
+_COMPARES = "actor_inf"  # handler of these calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,7 @@ def dataflow_of(config: Config) -> Dataflow:
     key = id(config)
     if (cached := _DATAFLOWS.get(key)) is not None and cached[0]() is config:
         return cached[1]
-    flow = with_offload(_build(config), config)
+    flow = with_offload(_with_temperatures(_with_kv_versions(_build(config), config), config), config)
     # A weak reference, so that another object cannot get the entry of a deleted configuration with the same id.
     _DATAFLOWS[key] = (weakref.ref(config, lambda _: _DATAFLOWS.pop(key, None)), flow)
     return flow
@@ -147,6 +152,30 @@ def _build(config: Config) -> Dataflow:
     if not isinstance(flow, Dataflow):
         raise ConfigError(ALGORITHM.field, name, f"must return a Dataflow, not {type(flow).__name__}")
     return flow
+
+
+def _with_kv_versions(flow: Dataflow, config: Config) -> Dataflow:
+    """Add the versions of keys to the inputs of each call that compares log-probs, if keys outlive an update."""
+    if config.asynchronous.kv_on_update != "keep" or not any(call.handler == _COMPARES for call in flow.calls):
+        return flow
+    calls = [replace(c, inputs=c.inputs | {KV_VERSIONS}) if c.handler == _COMPARES else c for c in flow.calls]
+    return Dataflow(calls, flow.source_keys | {KV_VERSIONS})
+
+
+def _with_temperatures(flow: Dataflow, config: Config) -> Dataflow:
+    """Return the graph whose language models score each token at its own temperature, if agents may choose that.
+
+    Built-in agents obey requests only where the gateway does; ``session.generate`` of other agents takes any settings.
+    """
+    if config.rollout.gateway.sampling == "policy" and config.rollout.agent in AGENT.builtin:
+        return flow
+    scores = [call.name for call in flow.calls if "tokens" in call.inputs and _is_lm(config, call)]
+    calls = [replace(c, inputs=c.inputs | {TEMPERATURES}) if c.name in scores else c for c in flow.calls]
+    return Dataflow(calls, flow.source_keys | {TEMPERATURES}) if scores else flow
+
+
+def _is_lm(config: Config, call: FunctionCall) -> bool:
+    return role_settings(config, call.role).head == "lm"
 
 
 def check_calls(flow: Dataflow) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from realsys.errors import ConfigError, RealsysError
+from realsys.harness.contract import argument_problem, kind_of
 
 #: Takes a loaded object and returns the problem with it; "" if it satisfies the contract.
 Contract = Callable[[Any], str]
@@ -219,14 +220,35 @@ def derives(base: str) -> Contract:
     return problem
 
 
-AGENT = Door(
+class AgentDoor(Door):
+    """The door of agents, which have two contracts (``realsys.harness.contract``)."""
+
+    def _check_arguments(self, value: str, loaded: Any, arguments: Mapping[str, Any]) -> None:
+        if problem := argument_problem(loaded, kind_of(loaded)[0], dict(arguments)):
+            raise ConfigError(f"{self.field}_args", dict(arguments), f"do not fit {value}: {problem}")
+
+
+AGENT = AgentDoor(
     "rollout.agent",
     "agent",
     {
         "single_turn": "realsys.rollout.agents.single_turn:SingleTurn",
         "multi_turn": "realsys.rollout.agents.multi_turn:MultiTurn",
+        "tool_use": "realsys.rollout.agents.tool_use:ToolUse",
+        "verifiers": "realsys.rollout.agents.verifiers.agent:VerifiersAgent",
     },
-    builds("run"),
+    lambda loaded: kind_of(loaded)[1],
+)
+
+#: classes without constructor arguments
+TOOL = Door(
+    "rollout.agent_args.tools",
+    "tool",
+    {
+        "calculator": "realsys.rollout.tools.calculator:Calculator",
+        "python": "realsys.rollout.tools.python:Python",
+    },
+    builds("call", "close"),
 )
 
 ENVIRONMENT = Door(
@@ -340,4 +362,18 @@ LAUNCHER = Door(
         "slurm": "realsys.launch.launchers.slurm:SlurmLauncher",
     },
     derives("realsys.launch.launchers.base:Launcher"),
+)
+
+#: receives the metrics of the step log, in another process than the launcher (realsys.launch.trackers)
+TRACKER = Door(
+    "telemetry.trackers",
+    "tracker",
+    {
+        "file": "realsys.telemetry.trackers.file:FileTracker",
+        "mlflow": "realsys.telemetry.trackers.mlflow:MlflowTracker",
+        "tensorboard": "realsys.telemetry.trackers.tensorboard:TensorBoardTracker",
+        "trackio": "realsys.telemetry.trackers.trackio:TrackioTracker",
+        "wandb": "realsys.telemetry.trackers.wandb:WandbTracker",
+    },
+    derives("realsys.telemetry.trackers.base:Tracker"),
 )

@@ -133,6 +133,31 @@ class TrialPaths:
         return self.root / "evaluations"
 
     @property
+    def dropped(self) -> Path:
+        """Groups that were dropped or failed, a bounded number of them per RolloutWorker."""
+        return self.root / "dropped"
+
+    @property
+    def spans(self) -> Path:
+        """Timeline of the processes, a bounded folder per process (realsys.telemetry.spans)."""
+        return self.root / "spans"
+
+    @property
+    def events(self) -> Path:
+        """Starts, restarts and notes of the launcher, one JSON record per line (realsys.telemetry.events)."""
+        return self.root / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """Metrics of the file tracker, one JSON record per line."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files of TensorBoard."""
+        return self.root / "tensorboard"
+
+    @property
     def stopping(self) -> Path:
         """File that shows how far the stop of the MasterWorker is; there only during a stop."""
         return self.root / "stopping"

@@ -20,12 +20,15 @@ from realsys.config.fields import (
     Probability,
     Section,
 )
+from realsys.config.sections.schema_agent import AgentLimitsConfig as AgentLimitsConfig
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.config.sections.schema_data import ArithConfig as ArithConfig
 from realsys.config.sections.schema_data import DataConfig as DataConfig
 from realsys.config.sections.schema_evaluation import EvalConfig as EvalConfig
+from realsys.config.sections.schema_gateway import GatewayConfig
 from realsys.config.sections.schema_judge import JudgeConfig
 from realsys.config.sections.schema_sampling import KeepConfig
+from realsys.config.sections.schema_telemetry import TelemetryConfig
 from realsys.config.sections.schema_train import (
     CheckpointConfig,
     OptimizerConfig,
@@ -46,6 +49,7 @@ class TinyModelConfig(Section):
     intermediate_size: Positive = Field(256, description="inner width of the feed-forward part")
     max_position_embeddings: Positive = Field(512, description="longest sequence in tokens")
     tie_word_embeddings: bool = Field(False, description="use the embedding matrix as output layer too")
+    chat: bool = Field(False, description="one token per byte, and a chat template with tool calls (Qwen's marks)")
 
 
 class ModelConfig(Section):
@@ -66,7 +70,10 @@ class ModelConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Sampling of tokens. Log-probs are those of softmax(logits / temperature), without cuts and penalties."""
+    """Sampling of tokens. Log-probs are those of softmax(logits / temperature), without cuts and penalties.
+
+    A call of an agent may have another temperature (``rollout.gateway.sampling``); its tokens are scored at that one.
+    """
 
     temperature: Annotated[float, Field(ge=1e-6)] = Field(1.0, description="divides the logits")
     top_p: OpenProbability = Field(1.0, description="sample from the most probable tokens with this sum; 1: off")
@@ -106,6 +113,12 @@ class EmbeddedConfig(Section):
     )
     prefill_tokens: Annotated[int, Field(ge=64)] = Field(
         1024, description="prompt tokens computed between two decoding steps: bounds how long running sequences wait"
+    )
+    cache_rows: NonNegative = Field(
+        0,
+        description="sequences that have room in the KV cache in addition to max_running. Rows of sequences that have "
+        "ended serve the next turns of their conversations until running ones need them. If left open, and the agent "
+        "has several turns: chosen for the episodes that wait, in a quarter of the memory that is left",
     )
 
 
@@ -184,10 +197,25 @@ class RolloutConfig(Section):
         0, description="train a group if at least this number of its episodes succeeded or have no verdict; 0: all"
     )
     max_concurrent: Positive = Field(64, description="groups that one RolloutWorker runs at a time")
-    agent: str = Field("single_turn", description="single_turn, multi_turn, or package.module:Class")
+    agent: str = Field(
+        "single_turn",
+        description="single_turn, multi_turn, tool_use, verifiers, or package.module:name of a class or function",
+    )
     agent_args: dict[str, Any] = Field({}, description="keyword arguments of the agent")
+    agent_process: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="run each episode of an agent with base_url in a process of its own; auto: if its run is not async",
+    )
+    agent_python: str = Field(
+        "", description="interpreter for an agent with base_url, which needs no realsys there; empty: that of realsys"
+    )
+    agent_processes: Positive = Field(
+        128, description="episodes that one RolloutWorker runs in processes at a time; further ones wait"
+    )
+    agent_limits: AgentLimitsConfig = AgentLimitsConfig()
     environment: str = Field("verifier", description="verifier, or package.module:Class")
     environment_args: dict[str, Any] = Field({}, description="keyword arguments of the environment")
+    gateway: GatewayConfig = GatewayConfig()
     max_attempts: Positive = Field(3, description="attempts at one ticket before it is dropped")
     reward: RewardConfig = RewardConfig()
 
@@ -218,6 +246,16 @@ class AsyncConfig(Section):
     )
     interruptible: bool = Field(
         True, description="update weights in the middle of completions; false: wait until they have ended"
+    )
+    kv_on_update: Literal["recompute", "keep"] = Field(
+        "recompute",
+        description="cached keys and values at a weight update: drop and recompute them under the new weights, or keep"
+        " them, so that completions continue on keys of older versions",
+    )
+    kv_reuse_versions: NonNegative = Field(
+        0,
+        description="with kv_on_update=keep: a request may use cached keys of an earlier one, such as the turn before, "
+        "if they are at most that many versions older than the weights; 0: only keys of the same version",
     )
 
 
@@ -338,3 +376,4 @@ class Config(Section):
     record: RecordConfig = RecordConfig()
     warmup: WarmupConfig = WarmupConfig()
     evaluation: EvalConfig = EvalConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()

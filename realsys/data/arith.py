@@ -7,6 +7,16 @@ operands has a heavy tail (P(n) ~ n^-alpha), so completions differ in length by 
 sum is wrong with probability ``demo_noise``, and the next steps continue from it: a model warmed up on these
 demonstrations has the skill and makes mistakes at a known rate, which reinforcement learning can remove.
 
+For agents of OpenAI endpoints, demonstrations are chats in the forms of ``data.arith.forms``. A form has places
+for the values of a problem:
+
+    {prompt}      a3b5c7=
+    {steps}       a0+3=3;b3+5=8;c8+7=15;     with noise, as above
+    {sum}         15                         the sum at the end of these steps
+    {expression}  3+5+7                      one operand is wrong with probability demo_noise
+    {value}       15                         the value of this expression
+    {wrong}       a0+3=3;b3+5=9;c9+7=16;#16  a wrong first try
+
 Problems are held out by a hash of the prompt alone: no prompt of eval.jsonl is in train.jsonl or demos.jsonl.
 """
 
@@ -23,7 +33,7 @@ import msgspec
 from realsys.config.sections.schema_data import ArithConfig
 from realsys.data.dataset_files import write_atomically
 from realsys.data.lines import Demonstration, Problem
-from realsys.errors import ConfigError
+from realsys.errors import MALFORMED, ConfigError
 
 LABELS = "abcdefghijklmnopqrstuvwxyz"
 END_OF_TEXT = "<eos>"  # end-of-text token of the tiny model's tokenizer
@@ -58,12 +68,45 @@ def demonstration(operands: list[int], noise: float, rng: random.Random) -> Demo
 
 def second_try(operands: list[int], solved: Demonstration, config: ArithConfig, rng: random.Random) -> Demonstration:
     """Put a wrong first try and the feedback before a demonstration; only the second try is imitated."""
-    answer = str(sum(operands))
-    wrong = demonstration(operands, 1.0, rng)
-    while wrong.response.partition("#")[2] == answer:  # two errors may cancel each other
-        wrong = demonstration(operands, 1.0, rng)
+    wrong = wrong_try(operands, rng)
     feedback = config.feedback.replace("{prompt}", prompt_text(operands))
     return Demonstration(f"{prompt_text(operands)}{wrong.response}{END_OF_TEXT}{feedback}", solved.response)
+
+
+def wrong_try(operands: list[int], rng: random.Random) -> Demonstration:
+    """Build a demonstration with a wrong result."""
+    wrong = demonstration(operands, 1.0, rng)
+    while wrong.response.partition("#")[2] == str(sum(operands)):  # two errors may cancel each other
+        wrong = demonstration(operands, 1.0, rng)
+    return wrong
+
+
+def chat_demonstration(operands: list[int], config: ArithConfig, rng: random.Random) -> Demonstration:
+    """Build a demonstration in one of the forms, chosen by their weights. Raises ConfigError for a malformed form."""
+    form = rng.choices(config.forms, [form.weight for form in config.forms])[0]
+    tools = [{"type": "function", "function": {"name": name}} for name in form.tools]
+    text = msgspec.json.encode({"prompt": form.prompt, "response": form.response, "tools": tools}).decode()
+    for name, value in _values(operands, config, rng).items():
+        text = text.replace(f"{{{name}}}", value)  # values have no character that JSON escapes
+    try:
+        return msgspec.json.decode(text, type=Demonstration)
+    except MALFORMED as error:
+        raise ConfigError("data.arith.forms", form.response, f"has a malformed message: {error}") from None
+
+
+def _values(operands: list[int], config: ArithConfig, rng: random.Random) -> dict[str, str]:
+    steps, _, total = demonstration(operands, config.demo_noise, rng).response.partition("#")
+    called = list(operands)
+    if rng.random() < config.demo_noise:
+        called[rng.randrange(len(called))] = rng.randint(0, config.max_operand)
+    return {
+        "prompt": prompt_text(operands),
+        "steps": steps,
+        "sum": total,
+        "expression": "+".join(map(str, called)),
+        "value": str(sum(called)),
+        "wrong": wrong_try(operands, rng).response,
+    }
 
 
 class Generator:
@@ -106,9 +149,14 @@ def _problems(config: ArithConfig, seed: int, stream: str, size: int, *, held_ou
 
 def _demonstrations(config: ArithConfig, seed: int) -> Iterator[bytes]:
     generator = Generator(config, seed, "demos")
+    show = chat_demonstration if config.forms else _plain_demonstration
     for _ in range(config.demo_size):
         operands = generator.operands(held_out=False)
-        shown = demonstration(operands, config.demo_noise, generator.rng)
-        if config.second_tries and generator.rng.random() < config.second_tries:
-            shown = second_try(operands, shown, config, generator.rng)
-        yield msgspec.json.encode(shown) + b"\n"
+        yield msgspec.json.encode(show(operands, config, generator.rng)) + b"\n"
+
+
+def _plain_demonstration(operands: list[int], config: ArithConfig, rng: random.Random) -> Demonstration:
+    shown = demonstration(operands, config.demo_noise, rng)
+    if config.second_tries and rng.random() < config.second_tries:
+        return second_try(operands, shown, config, rng)
+    return shown

@@ -6,8 +6,9 @@ A template is code from the model's author, so it runs in jinja2's sandbox.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,9 +20,22 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from realsys.data.lines import Message
-from realsys.errors import DataError, ModelError
+from realsys.errors import MALFORMED, DataError, ModelError
 
-_MARK = "realsys-completion"  # rendered as a completion, to find the end of completions in a conversation
+#: a message in the form of OpenAI's API: the record of a data set, or the object that a client sent
+ChatMessage = Message | Mapping[str, Any]
+NO_OPTIONS: Mapping[str, Any] = {}
+_PROBE = "realsys-probe"
+#: errors that a template raises about messages that it cannot render
+_REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 class _Generation(Extension):
@@ -35,49 +49,149 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens that it may use."""
+    """A compiled template with the special tokens that it may use.
+
+    Templates read different forms of a message. ``render`` uses the first of these forms that the template takes:
+
+        content of a call   None, "" if the template cannot add None to a text
+        arguments           an object, its JSON text if the template wants to print a text
+        content             a text, a list of one text part if the template prints no text (``takes_parts``)
+    """
 
     def __init__(self, source: str, origin: Path, special: dict[str, str]) -> None:
-        self._origin = origin
+        self.name = f"chat template of {origin}"
+        self.source = source
         self._special = special
+        self._clock_forms: dict[str, None] = {}  # forms of the date that the template printed
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals["strftime_now"] = self._now
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"{origin}: chat template cannot be read: {error}") from None
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
-        """Render the text before the model's completion. DataError if the template refuses the messages."""
-        dicts = [msgspec.to_builtins(message) for message in messages]
-        try:
-            return self._template.render(
-                messages=dicts, add_generation_prompt=True, tools=list(tools) or None, documents=None, **self._special
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise DataError(f"chat template of {self._origin}: {error}") from None
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]] = (),
+        options: Mapping[str, Any] = NO_OPTIONS,
+        *,
+        prompt: bool = True,
+    ) -> str:
+        """Render the text before the model's completion. DataError if the template refuses the messages.
 
-    def user_turn(self, text: str) -> str:
-        """Render a user turn after a completion: the text of the template from the end of the completion on.
-
-        The conversation before it is not needed and not rendered again. Raises DataError for a template whose
-        user turn depends on the turns before.
+        ``options`` are further variables of the template, such as enable_thinking. Without ``prompt`` the text ends
+        after the last message, without the opening of a completion.
         """
-        tails = []
-        for before in ([], [Message("user", "b"), Message("assistant", "c")]):
-            messages = [*before, Message("user", "a"), Message("assistant", _MARK), Message("user", text)]
-            _, mark, tail = self.render(messages).partition(_MARK)
-            if not mark or text.strip() not in tail:
-                raise DataError(f"chat template of {self._origin}: it drops a turn that is followed by a user turn")
-            tails.append(tail)
-        if tails[0] != tails[1]:
-            problem = "its user turn depends on the turns before, so it cannot be appended to a row"
-            raise DataError(f"chat template of {self._origin}: {problem}")
-        return tails[0]
+        plain = [_plain(message) for message in messages]
+        values = {
+            **options,
+            **self._special,
+            "add_generation_prompt": prompt,
+            "tools": list(tools) or None,
+            "documents": None,
+        }
+        problem: Exception | None = None
+        for form in _forms(plain):
+            try:
+                return self._template.render(messages=self._with_parts(form), **values)
+            except _REFUSALS as error:
+                problem = problem or error
+        raise DataError(f"{self.name}: {problem}") from None
+
+    def clock(self) -> tuple[str, ...]:
+        """Return the date and time as the template prints them: renderings at another one may differ."""
+        return tuple(self._now(form) for form in self._clock_forms)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """True for a template that prints a content only if it is a list of parts."""
+        shown = []
+        for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
+            try:
+                values = {"add_generation_prompt": True, "tools": None, "documents": None, **self._special}
+                text = self._template.render(messages=[{"role": "user", "content": content}], **values)
+            except _REFUSALS:
+                text = ""
+            shown.append(_PROBE in text)
+        return shown == [False, True]
+
+    def _now(self, form: str) -> str:
+        self._clock_forms[form] = None
+        return datetime.now().strftime(form)
+
+    def _with_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if not self.takes_parts:
+            return messages
+        return [message | {"content": [{"type": "text", "text": message["content"] or ""}]} for message in messages]
+
+
+def text_of(content: Any) -> str | None:
+    """Return the text of a content, which is a text or a list of text parts. Raises DataError for other parts."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise DataError("content of a message must be a text or a list of parts")
+    texts = []
+    for part in content:
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise DataError(f"content has a part of type {kind!r}: only text can be shown to the model")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _plain(message: ChatMessage) -> dict[str, Any]:
+    """Return a message as templates read it: text contents, no empty keys, arguments of calls as objects."""
+    value = msgspec.to_builtins(message) if isinstance(message, Message) else message
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        raise DataError("a message must be an object with a role")
+    plain = {key: item for key, item in value.items() if item is not None and item != []}
+    plain["content"] = text_of(value.get("content"))
+    if calls := plain.get("tool_calls"):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise DataError("a tool call must be an object with a function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            read = msgspec.json.decode(arguments)
+        except (ValueError, *MALFORMED):
+            read = None
+        arguments = read if isinstance(read, dict) else arguments
+    return {"type": "function", **call, "function": {**function, "arguments": arguments if arguments else {}}}
+
+
+def _forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the messages in all forms that a template may want, the usual one first."""
+    for form in (messages, [_with_text_arguments(message) for message in messages]):
+        if form is not messages and not any("tool_calls" in message for message in messages):
+            return
+        yield form
+        if any(message["content"] is None for message in form):
+            yield [message | {"content": message["content"] or ""} for message in form]
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return message | {"tool_calls": calls}
 
 
 def find_chat_template(model: Path, tokenizer_config: dict[str, Any], special: dict[str, str]) -> ChatTemplate | None:

@@ -33,7 +33,8 @@ class DemoDataset:
         """
         for indices, records in self._lines.chunks():
             try:
-                prompts = self._tokenizer.encode_prompts([r.prompt for r in records], chat=self._chat)
+                tools = [r.tools for r in records]
+                prompts = self._tokenizer.encode_prompts([r.prompt for r in records], chat=self._chat, tools=tools)
                 responses = self._tokenizer.encode_texts([r.response for r in records])
             except DataError:
                 # The batch does not tell which one failed; one by one, the error names the line.
@@ -47,7 +48,7 @@ class DemoDataset:
 
     def _encode(self, index: int, record: Demonstration) -> tuple[list[int], list[int]]:
         try:
-            prompt = self._tokenizer.encode_prompt(record.prompt, chat=self._chat)
+            prompt = self._tokenizer.encode_prompt(record.prompt, chat=self._chat, tools=record.tools)
             response = self._tokenizer.encode_text(record.response)
         except DataError as error:
             raise DataError(f"{self._lines.where(index)}: {error}") from None

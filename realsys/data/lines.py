@@ -61,11 +61,12 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     EXAMPLE = '{"prompt": "text, or a list of {role, content}", "answer": "text"}'
 
 
-class Demonstration(msgspec.Struct, frozen=True):
-    """A prompt with the response to imitate. Other keys are ignored."""
+class Demonstration(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A prompt with the response to imitate. ``tools``: as of a problem. Other keys are ignored."""
 
     prompt: str | list[Message]
     response: str
+    tools: list[dict[str, Any]] = []
 
     EXAMPLE = '{"prompt": "text, or a list of {role, content}", "response": "text"}'
 

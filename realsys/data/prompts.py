@@ -60,12 +60,14 @@ class Prompt:
     answer  the reference answer, which a verifier compares with a completion
     ids     token ids for the model
     extra   the other keys of the row, with any JSON values, unchanged
+    messages  messages of a chat, as JSON objects; empty if the prompt is a text
     """
 
     text: str
     answer: str
     ids: list[int]
     extra: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
 
 class PromptCheck(NamedTuple):
@@ -106,7 +108,8 @@ class PromptDataset:
         problem, extra = lines.read_whole(index)
         ids = self._encode(lines, index, problem)
         self._check_length(lines, index, ids)
-        return Prompt(plain_text(problem.prompt), problem.answer, ids, extra)
+        messages = [] if isinstance(problem.prompt, str) else msgspec.to_builtins(problem.prompt)
+        return Prompt(plain_text(problem.prompt), problem.answer, ids, extra, messages)
 
     def check(self) -> PromptCheck:
         """Tokenise every prompt of every split once. Raises DataError for the first that cannot be used."""
@@ -146,7 +149,7 @@ class PromptDataset:
             raise DataError(f"{lines.where(index)}: the prompt has no tokens: remove the line")
 
     def _lines(self, split: str) -> Lines[Problem]:
-        splits = self._splits.values() | {"train": self._splits.train}  # of a mixture, with its repeats
+        splits = self._splits.values() | {"train": self._splits.train}  # the rows of a mixture repeat
         if split not in splits:
             raise DataError(f"split {split!r} not found: use one of {', '.join(splits)}")
         return splits[split]

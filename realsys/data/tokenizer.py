@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+import msgspec
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.decoders import DecodeStream
 
-from realsys.data.chat import find_chat_template
+from realsys.data.chat import NO_OPTIONS, ChatMessage, ChatTemplate, find_chat_template
+from realsys.data.chat_tail import Tails, join
 from realsys.data.lines import Message, PromptText
 from realsys.errors import DataError, ModelError
 from realsys.hf.config import read_end_of_text
 
 Tools = Sequence[dict[str, Any]]
+#: tokens of the latest chats are kept: the episodes of a group begin with the same one
+KEPT_CHATS = 256
+KEPT_TOKENS = 8192  # a longer chat is not kept
 
 
 class TextTokenizer:
@@ -37,7 +45,12 @@ class TextTokenizer:
         settings = read_json(self.path / "tokenizer_config.json")
         special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         self._chat = find_chat_template(self.path, settings, {name: text for name, text in special.items() if text})
+        self._tails = Tails(self._chat) if self._chat is not None else None
+        self._kept: OrderedDict[tuple[bytes, tuple[str, ...]], array[int]] = OrderedDict()
+        self._added = {number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()}
         self.eos_token_ids = self._find_eos(special["eos_token"])
+        self._ends = [self.decode([token]) for token in self.eos_token_ids]
+        self._known: set[str] | None = None if _has_all_bytes(self._tokenizer) else set()
 
     @property
     def eos_token_id(self) -> int:
@@ -102,11 +115,67 @@ class TextTokenizer:
         With ``chat`` and a model that has a template, the result is the end of the assistant's turn, the
         user's turn, and the start of the next assistant's turn; otherwise the text alone. Raises DataError.
         """
-        return self._encode(self._chat.user_turn(text) if chat and self._chat is not None else text, False)
+        return self._encode(self._tails.user_turn(text) if chat and self._tails is not None else text, False)
+
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Tools = (), options: Mapping[str, Any] = NO_OPTIONS
+    ) -> list[int]:
+        """Tokenise a whole chat, up to the opening of the next completion. Raises DataError.
+
+        Equal chats are rendered once.
+        """
+        template = self._template()
+        chat = msgspec.json.encode((messages, tools, options))
+        key = (chat, template.clock())
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key].tolist()
+        text = template.render(messages, tools, options)
+        self.check_text(text)
+        ids = self._encode(text, False)
+        if len(ids) <= KEPT_TOKENS:
+            self._kept[chat, template.clock()] = array("i", ids)
+        if len(self._kept) > KEPT_CHATS:
+            self._kept.popitem(last=False)
+        return ids
+
+    def encode_tail(
+        self,
+        before: Sequence[ChatMessage],
+        reply: Mapping[str, Any],
+        after: Sequence[ChatMessage],
+        last_token: int | None,
+        tools: Tools = (),
+        options: Mapping[str, Any] = NO_OPTIONS,
+    ) -> tuple[list[int], bool]:
+        """Tokenise what follows the sampled tokens of ``reply``, up to the opening of the next completion.
+
+        ``last_token`` is the last token that was sampled for the reply. Returns the tokens, and True if the reply ended
+        with the stop token of the template; otherwise the tokens begin with the end of its turn. Raises DataError.
+        """
+        self._template()
+        assert self._tails is not None
+        tail = self._tails.tail(before, reply, after, tools, options)
+        self.check_text(tail.text)
+        place = join(tail, self._stop_text(last_token), self._ends)
+        ids = self._encode(tail.text[place.start :], False)
+        # Tokenised with the stop token and cut behind it, because some tokenizers strip the space after one.
+        if place.overlaps and ids and ids[0] == last_token:
+            return ids[1:], place.clean
+        if place.overlaps:
+            ids = self._encode(tail.text[place.start + len(self._stop_text(last_token) or "") :], False)
+        return ids, place.clean
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of all tokens, special ones included."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text that each token adds to those before it; together the text of all tokens.
+
+        A character of several tokens goes to the one that completes it.
+        """
+        return _token_texts(self._tokenizer, ids, self.decode(ids))
 
     def completion_text(self, ids: Sequence[int]) -> str:
         """Return the text of a completion, without the end-of-text token at its end.
@@ -126,6 +195,48 @@ class TextTokenizer:
             return not tokens or unk in tokens
 
         return [character for character in sorted(characters) if not character.isspace() and is_lost(character)]
+
+    def check_text(self, text: str) -> None:
+        """Raise DataError if the tokenizer loses a character of ``text``: the model would see another text."""
+        if self._known is None:
+            return
+        for token in self._added.values():
+            text = text.replace(token, "")  # a token of several characters may have one that is no token itself
+        if not (fresh := set(text) - self._known):
+            return
+        two = self._tokenizer.encode("aa", add_special_tokens=False).ids
+        blank = [c for c in fresh if c.isspace()]
+        blank = [c for c in blank if self._tokenizer.encode(f"a{c}a", add_special_tokens=False).ids == two]
+        if lost := sorted(blank) + self.unknown(fresh):
+            shown = " ".join(map(repr, lost[:10]))
+            raise DataError(f"{self.path}: the tokenizer loses {len(lost)} characters of the text: {shown}: use others")
+        self._known |= fresh
+
+    @property
+    def chat_source(self) -> str:
+        """Text of the chat template; "" if the model has none."""
+        return self._chat.source if self._chat is not None else ""
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token of the vocabulary, such as a marker of tool calls."""
+        number = self._tokenizer.token_to_id(token)
+        return None if number is None else int(number)
+
+    def token(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary writes it, which is not always its text."""
+        token = self._tokenizer.id_to_token(token_id)
+        return None if token is None else str(token)
+
+    def _template(self) -> ChatTemplate:
+        if self._chat is None:
+            raise DataError(f"{self.path}: the model has no chat template, so it cannot take messages: send text")
+        return self._chat
+
+    def _stop_text(self, token: int | None) -> str | None:
+        """Return the text of a token that may end a completion; None for any other."""
+        if token is None:
+            return None
+        return self._added.get(token) or (self.decode([token]) if token in self.eos_token_ids else None)
 
     def _prepare(self, prompt: PromptText, chat: bool, tools: Tools) -> tuple[str, bool]:
         """Return the text, and True if the tokenizer must add its special tokens: a chat template includes them."""
@@ -167,6 +278,12 @@ class TextTokenizer:
         return tuple(dict.fromkeys(ids))
 
 
+def _has_all_bytes(tokenizer: Tokenizer) -> bool:
+    """Return True if every byte has a token, so that no text is lost."""
+    alphabets = (pre_tokenizers.ByteLevel.alphabet(), [f"<0x{byte:02X}>" for byte in range(256)])
+    return any(all(tokenizer.token_to_id(token) is not None for token in tokens) for tokens in alphabets)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file of a model directory; empty if the file does not exist. Raises ModelError."""
     try:
@@ -185,3 +302,13 @@ def _content(token: Any) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
+
+
+def _token_texts(tokenizer: Tokenizer, ids: Sequence[int], whole: str) -> list[str]:
+    """Return the text that each token adds. ``whole``: the text of all of them."""
+    stream = DecodeStream(skip_special_tokens=False)
+    texts = [stream.step(tokenizer, int(token)) or "" for token in ids]
+    joined = "".join(texts)
+    if texts and whole.startswith(joined):  # more of it: the last character is not complete
+        texts[-1] += whole[len(joined) :]
+    return texts

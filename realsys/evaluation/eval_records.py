@@ -110,27 +110,47 @@ def majority_of(samples: Sequence[EvalSample], same_of: SameOf = lambda _: None)
     return numbers_of(estimate(shares, len(shares)))
 
 
-def headline(result: Mapping[str, Any]) -> str:
-    """Return the result of an evaluation in one line: `accuracy 83.4 % ± 2.3 (96 problems x 4)`.
+def headline(result: Mapping[str, Any], *, briefly: bool = False) -> str:
+    """Return the result of an evaluation in one line: `accuracy 83.4% ± 2.3 (96 problems x 4)`.
 
     An incomplete one has no number: `incomplete: 3 of 96 failed`. What failures took from the numbers is named.
+    ``briefly``: only the number: `accuracy 83.4% ± 2.3`.
     """
     if reason := incomplete_reason(result):
         return f"incomplete: {reason}"
-    problems, samples = result.get("problems"), result.get("samples", 1)
-    asked = f"{problems} problems x {samples}" if samples != 1 else f"{problems} problems"
-    if failed := result.get("failed"):
-        asked += f", {failed} of {problems * samples if isinstance(problems, int) else '?'} failed"
-    accuracy = result.get("accuracy")
+    accuracy, reward = result.get("accuracy"), result.get("reward_mean")
     if not isinstance(accuracy, int | float):
-        reward = result.get("reward_mean")
-        return f"reward {reward:.3f} ({asked})" if isinstance(reward, int | float) else f"no verdicts ({asked})"
-    parts = [f"accuracy {100 * accuracy:.1f}%{_margin(result.get('interval'))} ({asked})"]
+        found = f"reward {reward:.3f}" if isinstance(reward, int | float) else "no verdicts"
+        return found if briefly else f"{found} ({asked(result)})"
+    if briefly:
+        return f"accuracy {100 * accuracy:.1f}%{margin(result)}"
+    return ", ".join([f"accuracy {100 * accuracy:.1f}%{margin(result)} ({asked(result)})", *further(result)])
+
+
+def asked(result: Mapping[str, Any]) -> str:
+    """Return the completions of an evaluation: `96 problems x 4, 3 of 384 failed`."""
+    problems, samples = result.get("problems"), result.get("samples") or 1
+    text = f"{problems} problems x {samples}" if samples != 1 else f"{problems} problems"
+    if failed := result.get("failed"):
+        text += f", {failed} of {problems * samples if isinstance(problems, int) else '?'} failed"
+    return text
+
+
+def margin(result: Mapping[str, Any]) -> str:
+    """Return half of the width of the accuracy's interval, in points: ` ± 2.3`; "" without an interval."""
+    interval = result.get("interval")
+    if not isinstance(interval, list | tuple) or len(interval) != 2:
+        return ""
+    return f" ± {50 * (interval[1] - interval[0]):.1f}"
+
+
+def further(result: Mapping[str, Any]) -> list[str]:
+    """Return pass@k, the majority vote and the omissions, as phrases."""
     pass_at = result.get("pass_at") or {}
-    parts += [f"pass@{k} {100 * value['value']:.1f}%" for k, value in pass_at.items() if k != "1"]
+    parts = [f"pass@{k} {100 * value['value']:.1f}%" for k, value in pass_at.items() if k != "1"]
     if vote := result.get("majority"):
         parts.append(f"majority {100 * vote['value']:.1f}%")
-    return ", ".join([*parts, *omissions(result)])
+    return parts + omissions(result)
 
 
 def omissions(result: Mapping[str, Any]) -> list[str]:
@@ -156,9 +176,3 @@ def without_incomplete(result: Mapping[str, Any]) -> Mapping[str, Any]:
     if not incomplete_reason(result):
         return result
     return {**result, "accuracy": None, "interval": None, "stderr": None, "reward_mean": None, **_NO_NUMBERS}
-
-
-def _margin(interval: Any) -> str:
-    if not isinstance(interval, list | tuple) or len(interval) != 2:
-        return ""
-    return f" ± {50 * (interval[1] - interval[0]):.1f}"

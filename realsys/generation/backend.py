@@ -1,6 +1,6 @@
 """The door of generation engines: ``generation.backend`` is a built-in name or ``package.module:Class``. No torch.
 
-    launcher, RolloutWorker ──> Backend: check, capacity, start_timeout_s, sizes, memory_bytes, sharing
+    launcher, RolloutWorker ──> Backend: check, capacity, start_timeout_s, sizes, memory_bytes, holding, sharing
     GenerationServer ──parts──> Backend.build ──> GenerationEngine <── server.py, the HTTP surface
                                                    ├── embedded.engine.Engine        torch, in this process
                                                    ├── sglang.engine.SglangEngine    SGLang in a child process
@@ -24,7 +24,7 @@ from realsys.config.rules.backend_rules import BackendRules, backend_rules
 from realsys.config.schema import Config
 from realsys.errors import GenerationError
 from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
-from realsys.types import F32, I32, FinishReason
+from realsys.types import F32, I32, FinishReason, TopLogprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,8 @@ class Completion:
     logprobs  float32 [T], natural, of softmax(logits / temperature): the distribution that is trained
     segments  (weight version, token count) runs, in order; the counts add up to T
     matched   stop token or stop string that ended it
+    kv_segments  (version, token count) runs of the oldest keys that each token attended to; None: as ``segments``
+    top       most probable tokens at each token, in the distribution of ``logprobs``; None if not requested
     """
 
     tokens: I32
@@ -45,6 +47,8 @@ class Completion:
     segments: list[tuple[int, int]]
     finish_reason: FinishReason
     matched: int | str | None = None
+    kv_segments: list[tuple[int, int]] | None = None
+    top: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,9 @@ class GenerationEngine(Protocol):
 
     def resume(self) -> Future[None]:
         """Continue after a pause."""
+
+    def flush(self) -> Future[None]:
+        """Drop the cached keys and values of completions that have ended."""
 
     def abort(self, rid: str) -> Future[bool]:
         """End one request with the tokens it has. False if no request has that id."""

@@ -34,7 +34,7 @@ from realsys.generation.protocol import (
     not_default,
 )
 from realsys.generation.received import Received
-from realsys.types import F32, I32, FinishReason
+from realsys.types import F32, I32, FinishReason, TopLogprobs
 
 T = TypeVar("T")
 
@@ -59,10 +59,15 @@ class SamplingSpec(SamplingParams, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One completion: int32 [T], float32 [T], int32 [T]. A stop token is part of it.
+    """A completion of T tokens.
 
-    ``logprobs`` are natural, of the softmax at the request's temperature before top-k and top-p.
-    ``versions`` are those of the weights that sampled the tokens, ``route`` (server, tokens) runs of the servers.
+    tokens       int32 [T]; a stop token is the last of them
+    logprobs     float32 [T], natural, of softmax(logits / temperature), before top-k and top-p
+    versions     int32 [T]: weights that sampled each token
+    route        (server, token count) runs, in order
+    kv_versions  int32 [T]: weights that computed the oldest key that each token attended to; None: as ``versions``
+    top          most probable tokens at each token; None if not requested (``top_logprobs_num``)
+    temperature  that of the request if it is not the trial's; None: the trial's; 0: the request was greedy
     """
 
     tokens: I32
@@ -70,6 +75,21 @@ class Generated:
     versions: I32
     finish_reason: FinishReason
     route: tuple[tuple[str, int], ...] = ()
+    kv_versions: I32 | None = None
+    top: TopLogprobs | None = None
+    temperature: float | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Return True if the tokens are no samples: no policy can be trained on them."""
+        return self.temperature == 0
+
+
+def joined_kv_versions(completions: Sequence[Generated]) -> I32 | None:
+    """Return the ``kv_versions`` of completions one after another; None if no completion has them."""
+    if all(completion.kv_versions is None for completion in completions):
+        return None
+    return np.concatenate([c.versions if c.kv_versions is None else c.kv_versions for c in completions])
 
 
 class GenerationClient:
@@ -227,6 +247,8 @@ def generated_so_far(received: Received) -> list[Generated]:
             np.asarray(one.logprobs, np.float32),
             np.asarray(one.versions, np.int32),
             one.finish,
+            kv_versions=None if one.kv_versions == one.versions else np.asarray(one.kv_versions, np.int32),
+            top=one.top if one.top and len(one.top) == len(one.tokens) else None,
         )
         for one in received.completions
     ]
@@ -236,15 +258,28 @@ def _generated(url: str, completion: CompletionReply) -> Generated:
     """Return the arrays of one completion. The counts of tokens, log-probs and versions must agree."""
     meta = completion.meta_info
     entries, segments = meta.output_token_logprobs or [], meta.weight_versions or []
-    counts = [count for _, count in segments]
-    if min(counts, default=0) < 0 or not len(completion.output_ids) == len(entries) == sum(counts):
+    kv_segments = segments if meta.kv_versions is None else meta.kv_versions
+    counts, kv_counts = [count for _, count in segments], [count for _, count in kv_segments]
+    top = meta.output_top_logprobs
+    lengths = {len(completion.output_ids), len(entries), sum(counts), sum(kv_counts)}
+    if min(counts + kv_counts, default=0) < 0 or len(lengths if top is None else lengths | {len(top)}) > 1:
         raise GenerationError(
             f"{url}/generate: {len(completion.output_ids)} tokens but {len(entries)} log-probs and versions of {counts}"
+            + (f", of keys {kv_counts}" if meta.kv_versions else "")
+            + (f", {len(top)} lists of top log-probs" if top is not None else "")
         )
     try:
         tokens = np.asarray(completion.output_ids, np.int32)
         logprobs = np.asarray([entry[0] for entry in entries], np.float32)
         versions = np.repeat(np.asarray([int(version) for version, _ in segments], np.int32), counts)
+        kv_versions = np.repeat(np.asarray([int(version) for version, _ in kv_segments], np.int32), kv_counts)
     except (ValueError, OverflowError) as error:  # not a number, or out of the range of tokens or versions
         raise ServerFailed(f"{url}/generate: completion cannot be read: {error}") from error
-    return Generated(tokens, logprobs, versions, meta.finish_reason.type)
+    return Generated(
+        tokens,
+        logprobs,
+        versions,
+        meta.finish_reason.type,
+        kv_versions=None if meta.kv_versions is None else kv_versions,
+        top=None if top is None else [[(token, logprob) for logprob, token, _ in entry] for entry in top],
+    )

@@ -22,6 +22,7 @@ class Limits:
     capacity    completions that the server runs and queues
     tokenizer   True if the server can search for stop strings
     model_path  directory of the model, for error messages
+    top         False if the server cannot return the most probable tokens
     """
 
     vocabulary: int
@@ -30,6 +31,7 @@ class Limits:
     capacity: int
     tokenizer: bool
     model_path: str
+    top: bool = True
 
     def stops(self, params: SamplingParams) -> tuple[int, ...]:
         """Return all stop tokens of a request: its own and the model's end of text."""
@@ -62,6 +64,10 @@ class Limits:
             return (
                 f"sampling_params.stop={list(params.stop)} needs a tokenizer.json in {self.model_path}, "
                 "and in a run with SGLang generation.sampling.stop in the configuration"
+            )
+        if params.top_logprobs_num and not self.top:
+            return (
+                f"sampling_params.top_logprobs_num={params.top_logprobs_num}: this engine has no top log-probs, use 0"
             )
         if params.n > self.capacity:
             return f"sampling_params.n={params.n} is more than this server can run and queue: at most {self.capacity}"

@@ -12,17 +12,17 @@ No torch here. Unknown fields are refused: a misspelt parameter must not silentl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from realsys.types import FinishReason
+from realsys.types import LOWEST_TEMPERATURE, FinishReason, TopLogprobs, is_temperature
 
 PauseMode = Literal["abort", "retract", "in_place"]
-#: logits divided by less may overflow a float32, and the log-probs would be NaN
-LOWEST_TEMPERATURE = 1e-6
 LOWEST_PENALTY = 1e-3
+MOST_TOP_LOGPROBS = 20
 #: version of a server that has not loaded published weights yet
 UNSYNCED = -1
 
@@ -33,7 +33,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     temperature 0 means greedy; top_k -1 means off. Penalties and stop strings apply to the tokens of the
     completion only. ``answer_prefix`` is not part of SGLang's API: that number of the last input_ids are
     earlier tokens of this completion, which continues here. They count for penalties and stop strings,
-    but not for min_new_tokens and max_new_tokens.
+    but not for min_new_tokens and max_new_tokens. ``top_logprobs_num`` is a field of the request in SGLang's API:
+    the reply has that many most probable tokens for each token, with their log-probs.
     """
 
     temperature: float = 1.0
@@ -50,6 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     n: int = 1
     sampling_seed: int | None = None
     answer_prefix: int = 0
+    top_logprobs_num: int = 0
 
     @property
     def penalised(self) -> bool:
@@ -62,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             (
                 "temperature",
                 self.temperature,
-                self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < float("inf"),
+                is_temperature(self.temperature),
                 f"0 (the most probable token), or finite and at least {LOWEST_TEMPERATURE:g}",
             ),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
@@ -86,6 +88,12 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("stop", list(self.stop), all(self.stop), "strings of at least one character"),
             ("n", self.n, self.n >= 1, "at least 1"),
             ("answer_prefix", self.answer_prefix, self.answer_prefix >= 0, "at least 0"),
+            (
+                "top_logprobs_num",
+                self.top_logprobs_num,
+                0 <= self.top_logprobs_num <= MOST_TOP_LOGPROBS,
+                f"from 0 to {MOST_TOP_LOGPROBS}",
+            ),
         )
         for name, value, good, allowed in limits:
             if not good:
@@ -93,10 +101,15 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None
 
 
+@functools.cache
+def _defaults(kind: type[SamplingParams]) -> dict[str, Any]:
+    return msgspec.structs.asdict(kind())
+
+
 def not_default(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters that differ from their defaults, by name."""
-    fields = msgspec.structs.fields(params)
-    return {f.name: value for f in fields if (value := getattr(params, f.name)) != f.default}
+    defaults = _defaults(type(params)).items()
+    return {name: value for name, default in defaults if (value := getattr(params, name)) != default}
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,7 +139,12 @@ class Finish(msgspec.Struct, omit_defaults=True):
 
 
 class MetaInfo(msgspec.Struct, omit_defaults=True):
-    """Facts about one completion. ``weight_versions``: (version, tokens) runs over the output tokens, in order."""
+    """Facts about one completion.
+
+    weight_versions  (version, tokens) runs over the output tokens, in order
+    kv_versions      such runs of the oldest keys that each token attended to; absent if those of weight_versions
+    output_top_logprobs  the ``top_logprobs_num`` most probable tokens at each output token, most probable first
+    """
 
     id: str
     finish_reason: Finish
@@ -134,7 +152,9 @@ class MetaInfo(msgspec.Struct, omit_defaults=True):
     completion_tokens: int
     weight_version: str
     weight_versions: list[tuple[str, int]] | None = None
+    kv_versions: list[tuple[str, int]] | None = None
     output_token_logprobs: list[tuple[float, int, str | None]] | None = None
+    output_top_logprobs: list[list[tuple[float, int, str | None]]] | None = None
 
 
 class CompletionReply(msgspec.Struct):
@@ -145,7 +165,10 @@ class CompletionReply(msgspec.Struct):
 
 
 class Part(msgspec.Struct, array_like=True):
-    """Tokens of completion ``index`` from its ``begin``-th on. ``finish``: its finish reason, or None while it runs."""
+    """Tokens of completion ``index`` from its ``begin``-th on. ``finish``: its finish reason, or None while it runs.
+
+    ``kv_versions``: as in MetaInfo, of these tokens. ``top``: (token, log-prob) of the most probable tokens at each.
+    """
 
     index: int
     begin: int
@@ -153,6 +176,8 @@ class Part(msgspec.Struct, array_like=True):
     logprobs: list[float]
     weight_versions: list[tuple[str, int]]
     finish: FinishReason | None = None
+    kv_versions: list[tuple[str, int]] | None = None
+    top: TopLogprobs | None = None
 
 
 class Progress(msgspec.Struct, omit_defaults=True):
@@ -243,6 +268,10 @@ class ServerInfo(msgspec.Struct):
     updates: int
     paused: bool
     busy_s: float  # seconds spent in steps since start
+    retained_tokens: int = 0  # cached now, of completions that have ended; not in kv_tokens, because they give way
+    prefilled_tokens: int = 0  # since start; an engine without a count has 0
+    reused_tokens: int = 0  # found in the cache instead of prefilled; hit rate: reused / (reused + prefilled)
+    evicted_tokens: int = 0  # those of prefilled_tokens that a larger cache would still have had, at least
 
 
 class ErrorDetail(msgspec.Struct):

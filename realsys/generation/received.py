@@ -15,7 +15,7 @@ import msgspec
 
 from realsys.generation.backend import Completion, Snapshot
 from realsys.generation.protocol import Part, Progress, segments_of
-from realsys.types import FinishReason
+from realsys.types import FinishReason, TopLogprobs
 
 _LINE = msgspec.json.Decoder(Progress)
 
@@ -47,6 +47,7 @@ class Delta:
         self._sent[index] = len(completion.tokens)
         if not running:
             self._ended.add(index)
+        kv_segments = completion.kv_segments
         return Part(
             index,
             begin,
@@ -54,16 +55,20 @@ class Delta:
             completion.logprobs[begin:].tolist(),
             segments_of(_after(completion.segments, begin)),
             None if running else completion.finish_reason,
+            None if kv_segments is None else segments_of(_after(kv_segments, begin)),
+            None if completion.top is None else completion.top[begin:],
         )
 
 
 @dataclass(slots=True)
 class PartsOfOne:
-    """Tokens of one completion that have arrived. ``finish`` is abort while it runs."""
+    """Tokens of one completion that have arrived. ``finish`` is abort while it runs, ``top`` empty if not requested."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kv_versions: list[int] = field(default_factory=list)
+    top: TopLogprobs = field(default_factory=list)
     finish: FinishReason = "abort"
 
 
@@ -81,22 +86,32 @@ class Received:
     def take(self, line: bytes) -> None:
         """Add a line. Raises what ``MALFORMED`` lists, and changes nothing, if it cannot be read."""
         progress = _LINE.decode(line)
-        versions = [[int(v) for v, count in part.weight_versions for _ in range(count)] for part in progress.parts]
-        for part, sampled in zip(progress.parts, versions, strict=True):
-            if not len(part.output_ids) == len(part.logprobs) == len(sampled):
+        versions = [_expanded(part.weight_versions) for part in progress.parts]
+        kv_versions = [_expanded(part.kv_versions or part.weight_versions) for part in progress.parts]
+        for part, sampled, kv in zip(progress.parts, versions, kv_versions, strict=True):
+            if not len(part.output_ids) == len(part.logprobs) == len(sampled) == len(kv):
                 raise ValueError(f"completion {part.index} has not as many log-probs and versions as tokens")
+            if part.top is not None and len(part.top) != len(part.output_ids):
+                raise ValueError(f"completion {part.index} has not as many lists of top log-probs as tokens")
             if not 0 <= part.index < len(self.completions) or part.begin > len(self.completions[part.index].tokens):
                 raise ValueError(f"completion {part.index} from token {part.begin} on is not expected")
-        for part, sampled in zip(progress.parts, versions, strict=True):
+        for part, sampled, kv in zip(progress.parts, versions, kv_versions, strict=True):
             one = self.completions[part.index]
             one.tokens[part.begin :] = part.output_ids
             one.logprobs[part.begin :] = part.logprobs
             one.versions[part.begin :] = sampled
+            one.kv_versions[part.begin :] = kv
+            one.top[part.begin :] = part.top or []
             one.finish = part.finish or "abort"
             if one.finish != "abort":
                 self._on_end(part.index)
         if progress.status:
             self.error = progress.status, progress.message
+
+
+def _expanded(runs: list[tuple[str, int]]) -> list[int]:
+    """Return one version per token from (version, tokens) runs in wire form."""
+    return [int(version) for version, count in runs for _ in range(count)]
 
 
 def _after(segments: list[tuple[int, int]], begin: int) -> list[tuple[int, int]]:

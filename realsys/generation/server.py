@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_guard import Guard
+from realsys.cluster.http.http_guard import Admission, Guard
 from realsys.errors import MALFORMED, GenerationError, ServerBusy
 from realsys.generation import protocol as p
 from realsys.generation.backend import Completion, GenerationEngine
@@ -58,7 +58,7 @@ def build_app(
         Route("/server_info", calls.server_info),
     ]
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, routes=routes)
-    return Guard(app, token=token, max_body=MAX_BODY, error=_error_body, check_alive=check_alive)
+    return Guard(app, Admission(token, check_alive=check_alive), max_body=MAX_BODY, error=_error_body)
 
 
 def _post(path: str, kind: type[T], handle: Callable[[T, Request], Awaitable[Any]]) -> Route:
@@ -153,7 +153,8 @@ class _Calls:
         return p.Acknowledged(message="aborted" if running else f"no request {body.rid!r} in progress")
 
     async def flush_cache(self, _body: p.Nothing, _: Request) -> p.Acknowledged:
-        return p.Acknowledged(message="nothing is cached beyond the running answers")
+        await asyncio.wrap_future(self._engine.flush())
+        return p.Acknowledged(message="nothing is cached beyond the running completions")
 
     async def health(self, _: Request) -> Response:
         failure = self._engine.failure
@@ -193,7 +194,9 @@ def _completion(engine: GenerationEngine, rid: str, body: p.GenerateRequest, res
         completion_tokens=len(tokens),
         weight_version=str(result.segments[-1][0] if result.segments else engine.version),
         weight_versions=p.segments_of(result.segments),
+        kv_versions=None if result.kv_segments is None else p.segments_of(result.kv_segments),
         output_token_logprobs=logprobs,
+        output_top_logprobs=None if result.top is None else [[(v, t, None) for t, v in best] for best in result.top],
     )
     return p.CompletionReply(tokens, meta)
 

@@ -31,6 +31,7 @@ from realsys.generation.stop_strings import find_stop, read_tokenizer, window
 from realsys.generation.threaded import ThreadedEngine
 from realsys.generation.uniforms import completion_seed
 from realsys.hf.config import read_model
+from realsys.telemetry.spans import Phases, now, span
 from realsys.types import FinishReason
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class _Request:
     seed: int
     done: Future[list[Completion]]
     results: list[Completion] = field(default_factory=list)
+    queued_at: int = field(default_factory=now)
 
     @property
     def waiting(self) -> int:
@@ -74,6 +76,7 @@ class SimpleEngine(ThreadedEngine):
             capacity=capacity,
             tokenizer=self._tokenizer is not None,
             model_path=str(parts.model_path),
+            top=False,
         )
         self._model_path = str(parts.model_path)
         self._version = UNSYNCED
@@ -172,14 +175,18 @@ class SimpleEngine(ThreadedEngine):
 
     def _complete_one(self, request: _Request) -> None:
         """Add one completion to the first request of the queue, and deliver the request with its last one."""
-        seed = completion_seed(request.seed, len(request.results))
+        index = len(request.results)
+        seed = completion_seed(request.seed, index)
         params = msgspec.structs.replace(request.params, n=1, sampling_seed=seed)
         self._queued -= 1
         self._running = 1
+        phases = Phases(f"{request.rid}#{index}", "queue", request.queued_at)
+        phases.enter("decode")
         start = time.perf_counter()
         tokens, logprobs = self.complete(request.prompt, params)
         self._busy_s += time.perf_counter() - start
         self._running = 0
+        phases.enter("", version=self._version, tokens=len(tokens))
         result = self._completion(request, list(tokens), list(logprobs))
         self._tokens += len(result.tokens)
         self._completions += 1
@@ -241,7 +248,8 @@ class SimpleEngine(ThreadedEngine):
     def _update(self, path: str, version: int, abort_all: bool) -> UpdateResult:
         start = time.perf_counter()
         try:
-            staged = self.parts.load(path, version)
+            with span("stage", f"version/{version}"):
+                staged = self.parts.load(path, version)
         except Exception as error:  # a boundary: a bad version must not end serving the old one
             unexpected = not isinstance(error, RealsysError)
             _log.warning("update to version %d failed: %s", version, error, exc_info=unexpected)
@@ -251,12 +259,12 @@ class SimpleEngine(ThreadedEngine):
         if abort_all:
             self._end_requests(None)
         self.load_weights(staged.tensors)
-        now = time.perf_counter()
+        loaded = time.perf_counter()
         self._version = version
         self._model_path = path
         self._updates += 1
         timings = {name: float(seconds) for name, seconds in staged.timings.items()}
-        timings |= {"stage_s": loading - start, "pause_s": now - start, "load_s": now - loading}
+        timings |= {"stage_s": loading - start, "pause_s": loaded - start, "load_s": loaded - loading}
         return UpdateResult(True, f"serving version {version}", timings, dict(staged.counts))
 
 

@@ -140,6 +140,10 @@ class ThreadedEngine(ABC):
 
         return self._mailbox.call(resume)
 
+    def flush(self) -> Future[None]:
+        """Drop the cached keys and values of completions that have ended."""
+        return self._mailbox.call(self._flush)
+
     def abort(self, rid: str) -> Future[bool]:
         """End one request now, with the tokens it has. The result is False if no request has that id."""
         return self._mailbox.call(lambda: self._end_requests(rid))
@@ -186,7 +190,10 @@ class ThreadedEngine(ABC):
         """Return the state of a request; None if no request has that id."""
 
     def _drop_cache(self) -> None:  # noqa: B027  (an engine may have no cache)
-        """Drop the cache of running completions."""
+        """Drop the cache of all completions, running or not."""
+
+    def _flush(self) -> None:  # noqa: B027
+        """Drop the cache of ended completions."""
 
 
 def join(thread: threading.Thread, timeout_s: float) -> None:

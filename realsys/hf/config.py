@@ -118,6 +118,13 @@ def read_end_of_text(directory: Path) -> list[int]:
     return all_ids
 
 
+def read_vocabulary(directory: Path) -> int | None:
+    """Return ``vocab_size`` of config.json, None if it has none. Raises ModelError."""
+    path = directory / "config.json"
+    keys = _Keys(path, _read_object(path) or {})
+    return keys.size("vocab_size") if "vocab_size" in keys else None
+
+
 class _Keys:
     """Keys of one JSON object; every getter raises ModelError with file, key and value."""
 

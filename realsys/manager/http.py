@@ -1,4 +1,4 @@
-"""The manager's HTTP surface: a route for each row of ``operations``, with metrics and the status page.
+"""The manager's HTTP surface: a route for each row of ``operations``, the metrics, and the routes of its caller's page.
 
 Bodies are msgspec Structs, decoded from and encoded to the raw request: no pydantic on the hot routes. State-changing
 calls need the trial's token (``realsys.cluster.http.http_guard``). An error is one line: {"error": "..."}.
@@ -6,30 +6,47 @@ calls need the trial's token (``realsys.cluster.http.http_guard``). An error is 
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_guard import Guard
+from realsys.cluster.http.http_guard import Admission, Guard
 from realsys.errors import MALFORMED, RealsysError
 from realsys.manager.metrics import render_metrics
 from realsys.manager.operations import OPERATIONS, Operation
 from realsys.manager.refusals import BadCall, OlderTrainer, Refusal
 from realsys.manager.service import ManagerService
+from realsys.telemetry.steps import StepRecord
 
 log = logging.getLogger(__name__)
 
 MAX_BODY = 4 << 20  # bytes; a /trained of 10,000 tickets is 200 kB
-PAGE = Path(__file__).with_name("status_page.html")
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Routes for people and for Prometheus.
+
+    routes   further routes
+    secret   paths of them that need the token
+    records  reads the newest records of the step log for /metrics; it runs in a thread
+    """
+
+    routes: Collection[BaseRoute] = ()
+    secret: Collection[str] = ()
+    records: Callable[[], list[StepRecord]] = list
+
+
+NO_PAGES = Pages()
 
 
 class ManagerApp:
@@ -41,25 +58,25 @@ class ManagerApp:
         token: str,
         refresh: Callable[[], Awaitable[None]],
         check_alive: CheckAlive = unleased,
+        pages: Pages = NO_PAGES,
     ) -> None:
         """``refresh`` reads the published version from the name store: a watch may lag behind the caller."""
         self._service = service
         self._token = token
         self._refresh = refresh
         self._check_alive = check_alive
-        self._page = PAGE.read_text(encoding="utf-8")
+        self._pages = pages
 
     def build(self) -> Guard:
         """Return the routes behind the guard that checks token, size and lease for all of them."""
         routes: list[BaseRoute] = [self._route(operation) for operation in OPERATIONS]
-        routes += [Route("/metrics", self._metrics), Route("/", self._index)]
+        routes += [Route("/metrics", self._metrics), *self._pages.routes]
+        secret = (*(operation.path for operation in OPERATIONS if operation.secret), *self._pages.secret)
         return Guard(
             FastAPI(title="realsys gserver_manager", openapi_url=None, routes=routes),
-            token=self._token,
+            Admission(self._token, secret, self._check_alive),
             max_body=MAX_BODY,
             error=lambda message: {"error": message},
-            secret=tuple(operation.path for operation in OPERATIONS if operation.secret),
-            check_alive=self._check_alive,
         )
 
     def _route(self, operation: Operation[Any, Any]) -> Route:
@@ -97,11 +114,9 @@ class ManagerApp:
         return Route(operation.path, endpoint, methods=["POST" if operation.is_post else "GET"])
 
     async def _metrics(self, request: Request) -> Response:
-        body, content_type = render_metrics(self._service.state, self._service.clock())
+        records = await asyncio.to_thread(self._pages.records)
+        body, content_type = render_metrics(self._service.state, self._service.clock(), records)
         return Response(body, headers={"content-type": content_type})
-
-    async def _index(self, request: Request) -> Response:
-        return HTMLResponse(self._page)
 
 
 def _json(body: object, status: int = 200) -> Response:

@@ -1,9 +1,12 @@
-"""GET /metrics: the manager's state in Prometheus' text format, read at scrape time. No label is a ticket's id."""
+"""GET /metrics: the manager's state and the newest numbers of the step log, in Prometheus' text format.
+
+Both are read at scrape time. No label is a ticket's id.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import get_args
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -12,14 +15,17 @@ from prometheus_client.registry import Collector
 from realsys.manager.messages import RefusalReason
 from realsys.manager.overview import admission, servers
 from realsys.manager.state import ManagerState
+from realsys.telemetry.prometheus import curve_metrics
 
 
 class StateCollector(Collector):
     """One scrape of the state at ``now``."""
 
-    def __init__(self, state: ManagerState, now: float) -> None:
+    def __init__(self, state: ManagerState, now: float, records: Iterable[Mapping[str, Any]] = ()) -> None:
+        """``records``: the newest ones of the step log."""
         self._state = state
         self._now = now
+        self._records = records
 
     def collect(self) -> Iterator[Metric]:
         yield from self._admission()
@@ -27,9 +33,6 @@ class StateCollector(Collector):
         yield from self._servers()
         yield from self._updates()
         yield from self._verdicts()
-        yield from self._agreement()
-        yield from self._untrained()
-        yield from self._gpu()
         state = self._state
         yield gauge("realsys_workers", "workers with a heartbeat", len(state.workers))
         tokens = state.throughput.tokens
@@ -42,6 +45,10 @@ class StateCollector(Collector):
             for cause, count in beat.counters.items():
                 refused.add_metric([name, cause], count)
         yield refused
+        if isinstance(agreement := self._state.master.get("agreement"), dict):
+            text = "1 while log-probs of trainer and engine drift apart"
+            yield gauge("realsys_agreement_warning", text, float(bool(agreement.get("warning"))))
+        yield from curve_metrics(self._records)
 
     def _admission(self) -> Iterator[Metric]:
         view = admission(self._state)
@@ -94,45 +101,6 @@ class StateCollector(Collector):
         yield undecided
         yield failures
 
-    def _agreement(self) -> Iterator[Metric]:
-        """Yield the agreement of the last train step, if it had tokens of the version that it trained."""
-        view = self._state.master.get("agreement")
-        if not isinstance(view, dict):
-            return
-        for key in ("tokens", "difference_mean", "difference_max", "ratio"):
-            if isinstance(view.get(key), int | float):
-                yield gauge(f"realsys_agreement_{key}", f"log-probs of trainer against engine: {key}", view[key])
-        yield gauge("realsys_agreement_warning", "1 while they drift apart", float(bool(view.get("warning"))))
-
-    def _untrained(self) -> Iterator[Metric]:
-        """Yield what the last train step said about sampled tokens that are not trained."""
-        shares = self._state.master.get("untrained")
-        if isinstance(shares, dict):
-            text = "share of sampled tokens that were not trained, by reason"
-            yield labelled("realsys_untrained_share", text, "reason", shares)
-        for key, text in (
-            ("too_old", "share of sampled tokens lost to staleness, last 20 steps"),
-            ("length_ks", "KS distance of the lengths of sampled and trained completions, last 20 steps"),
-        ):
-            if isinstance(value := self._state.master.get(key), int | float):
-                yield gauge(f"realsys_{key}", text, value)
-
-    def _gpu(self) -> Iterator[Metric]:
-        """Yield the use of the GPUs in the last train step; nothing without GPUs."""
-        use = self._state.master.get("gpu")
-        if not isinstance(use, dict):
-            return
-        if isinstance(shares := use.get("mfu"), dict):
-            text = "model FLOPs of the training ranks over the peak of their GPUs, last step"
-            yield labelled("realsys_gpu_mfu", text, "call", shares)
-        for key, text in (
-            ("peak_bytes", "most memory that torch held on a GPU of a training rank, last step"),
-            ("used_bytes", "most memory in use on a GPU of a training rank, all processes, last step"),
-            ("utilisation", "share of the time in which the GPUs of the training ranks computed, last step"),
-        ):
-            if isinstance(value := use.get(key), int | float):
-                yield gauge(f"realsys_gpu_{key}", text, value)
-
     def _servers(self) -> Iterator[Metric]:
         families = {
             "version": GaugeMetricFamily("realsys_server_version", "verified version", labels=["server"]),
@@ -140,13 +108,23 @@ class StateCollector(Collector):
             "tokens_per_s": GaugeMetricFamily("realsys_server_tokens_per_second", "finished tokens", labels=["server"]),
             "update_s": GaugeMetricFamily("realsys_server_update_seconds", "last weight update", labels=["server"]),
         }
+        loads = {
+            "retained_tokens": ("cached for later turns", GaugeMetricFamily),
+            "prefilled_tokens": ("prompt tokens computed", CounterMetricFamily),
+            "reused_tokens": ("prompt tokens found in the cache", CounterMetricFamily),
+            "evicted_tokens": ("prompt tokens computed again, for want of rows in the cache", CounterMetricFamily),
+        }
+        reported = {key: kind(f"realsys_server_{key}", text, labels=["server"]) for key, (text, kind) in loads.items()}
         up = GaugeMetricFamily("realsys_server_up", "1 for the state the server is in", labels=["server", "state"])
         for row in servers(self._state, self._now):
             up.add_metric([row["name"], row["state"]], 1)
             for key, family in families.items():
                 family.add_metric([row["name"]], -1 if row[key] is None else row[key])
+            for key, family in reported.items():
+                if row["load"]:
+                    family.add_metric([row["name"]], row["load"][key])
         yield up
-        yield from families.values()
+        yield from (*families.values(), *reported.values())
 
 
 def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
@@ -160,8 +138,8 @@ def labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> G
     return family
 
 
-def render_metrics(state: ManagerState, now: float) -> tuple[bytes, str]:
-    """Return body and content type of one scrape."""
+def render_metrics(state: ManagerState, now: float, records: Iterable[Mapping[str, Any]] = ()) -> tuple[bytes, str]:
+    """Return body and content type of one scrape. ``records``: the newest ones of the step log."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StateCollector(state, now))
+    registry.register(StateCollector(state, now, records))
     return generate_latest(registry), CONTENT_TYPE_LATEST

@@ -43,6 +43,7 @@ def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
         },
         "time_split": state.master.get("seconds"),
         "agreement": state.master.get("agreement"),
+        "kept_keys_fraction": state.master.get("kept_keys_fraction"),
         "untrained": {key: state.master.get(key) for key in ("untrained", "too_old", "length_ks")},
         "evaluations": evaluations(state),
         **({"gpu": gpu} if (gpu := state.master.get("gpu")) else {}),

@@ -24,10 +24,12 @@ from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import LedgerError
 from realsys.manager.ledger.compaction import Compactor
 from realsys.manager.ledger.journal import Journal
+from realsys.manager.messages import AllocateReply
 from realsys.manager.operations import Operation, Reply, Request
 from realsys.manager.refusals import NoServer
 from realsys.manager.routing.rollout_workers import incarnation_of
 from realsys.manager.state import ManagerState
+from realsys.telemetry import spans
 
 IsGone = Callable[[], Awaitable[bool]]
 T = TypeVar("T")
@@ -189,6 +191,9 @@ class ManagerService:
                 self._wake()  # the caller has left: the next one has the turn
         if isinstance(reply, NoServer):
             raise reply
+        if isinstance(reply, AllocateReply):
+            for ticket in reply.tickets:
+                spans.mark("grant", ticket.unit, worker=caller, version=ticket.version)
         if operation.syncs(request):
             await self._sync()
         return reply

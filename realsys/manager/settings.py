@@ -27,6 +27,7 @@ class ManagerSettings:
     total_steps: int = 0  # grants end at total_steps * batch_groups; 0: no limit
     lease_s: float = 3600.0
     routing: str = "sticky"
+    kv_reuse_versions: int = 0
     interruptible: bool = True
     pace: Pace = field(default_factory=Pace)
     blame: BlameRules = field(default_factory=BlameRules)
@@ -58,6 +59,7 @@ class ManagerSettings:
             curriculum=_curriculum(config.data.curriculum),
             lease_s=manager.rollout_lease_s,
             routing=manager.routing,
+            kv_reuse_versions=config.asynchronous.kv_reuse_versions,
             interruptible=config.asynchronous.interruptible,
             pace=Pace(manager.rolling_fraction, manager.rolling_retry_timeout_s) if rolling else Pace(),
             blame=BlameRules(manager.blame_window_s, manager.blame_reporters, manager.blame_wrong_reports),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,8 +26,9 @@ from realsys.cluster.store.names import Names
 from realsys.config.schema import Config
 from realsys.errors import MALFORMED, KeyMissing
 from realsys.generation.client import GenerationClient
-from realsys.manager.http import ManagerApp
+from realsys.manager.http import NO_PAGES, ManagerApp, Pages
 from realsys.manager.ledger.journal import Journal
+from realsys.manager.overview import status
 from realsys.manager.routing.placement import LOAD_PERIOD_S
 from realsys.manager.service import ManagerService
 from realsys.manager.settings import ManagerSettings
@@ -44,7 +45,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class ManagerParts:
     """Collaborators of the manager. It calls ``register`` with its address once it accepts requests, and ``count`` with
-    a function that returns the number of refused messages by cause.
+    a function that returns the number of refused messages by cause. ``pages`` makes the routes of its status page from
+    a function that returns the body of GET /status.
     """
 
     config: Config
@@ -56,6 +58,7 @@ class ManagerParts:
     register: Callable[[str], None]
     check_alive: CheckAlive = unleased
     count: Callable[[Callable[[], Mapping[str, int]]], None] = lambda _: None
+    pages: Callable[[Callable[[], Awaitable[dict[str, Any]]]], Pages] = lambda _: NO_PAGES
 
 
 class Manager:
@@ -96,7 +99,8 @@ class Manager:
     async def _serve(self, stop: asyncio.Event) -> None:
         """Serve HTTP, watch the name store and count the leases, until ``stop`` or a fatal error."""
         config, service = self._parts.config, self.service
-        app = ManagerApp(service, self._parts.token, self._refresh_version, self._parts.check_alive).build()
+        pages = self._parts.pages(self._status)
+        app = ManagerApp(service, self._parts.token, self._refresh_version, self._parts.check_alive, pages).build()
         self._parts.count(lambda: app.refused + self._unreadable)
         server = HttpServer(app, config.cluster.host, config.manager.port)
         listening = asyncio.Event()
@@ -121,6 +125,11 @@ class Manager:
             for task in helpers:
                 task.cancel()
             await asyncio.gather(http, *helpers, return_exceptions=True)
+
+    async def _status(self) -> dict[str, Any]:
+        """Return the body of GET /status."""
+        state = self.service.state
+        return status(state, self.service.clock(), state.started)
 
     async def _start(self, listening: asyncio.Event, address: str) -> None:
         """Watch the name store; register once the manager accepts requests and knows servers and version."""

@@ -114,7 +114,7 @@ class ManagerState(TrialState):
         problem = self.evaluations.running_attempt(request.ticket_id, request.attempt)
         if problem is not None:
             answer = request.answers[0] if request.answers and request.outcome != "failed" else None
-            answered = self.evaluations.finish(problem, answer)
+            answered = self.evaluations.finish(problem, answer, request.reason or "")
             self.outbox += [answered] if answered else []
             reply, changed = m.FinishReply(True, retry=answered is None), True
         else:

@@ -13,7 +13,8 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
-from realsys.manager.ledger.evaluations import Evaluation, Evaluations, RunningProblem
+from realsys.manager.ledger.evaluation import Evaluation
+from realsys.manager.ledger.evaluations import Evaluations, RunningProblem
 from realsys.manager.ledger.events import (
     EvalEvent,
     Event,
@@ -54,7 +55,8 @@ class TrialState:
         self.evaluations = Evaluations(settings.max_attempts)
         self.servers = ServerRegistry(self.bound, settings.pace, settings.blame, settings.fan_out)
         self.reservations = Reservations()
-        self.router = Router(self.servers, self.reservations, make_strategy(settings.routing))
+        strategy = make_strategy(settings.routing)
+        self.router = Router(self.servers, self.reservations, strategy, settings.kv_reuse_versions)
         self.holds = Holds(settings.holds, self.servers, self.reservations, self.evaluations)
         self.workers: dict[str, Heartbeat] = {}
         self.rollout_workers = 0  # heartbeats of RolloutWorkers

@@ -22,13 +22,25 @@ from realsys.generation.client import GenerationClient
 from realsys.manager.routing.server_table import Server
 from realsys.manager.routing.servers import Idle, Probe, UpdateOrder
 from realsys.manager.service import ManagerService, wait_for
+from realsys.telemetry.spans import span
 from realsys.types import ServerAddress
 
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 2.0
-LOAD_KEYS = ("running", "queued", "kv_tokens", "kv_capacity", "generated_tokens", "busy_s")
+LOAD_KEYS = (
+    "running",
+    "queued",
+    "kv_tokens",
+    "kv_capacity",
+    "generated_tokens",
+    "busy_s",
+    "retained_tokens",
+    "prefilled_tokens",
+    "reused_tokens",
+    "evicted_tokens",
+)
 
 
 class WeightUpdates:
@@ -102,7 +114,8 @@ class WeightUpdates:
                 await wait_for(changed, None)  # draining: the end of every call fires the signal
             else:
                 self._service.settle(None)  # another server may have to decide now
-                await self._update(order)
+                with span("update", f"version/{order.target.version}", server=order.server):
+                    await self._update(order)
                 self._service.settle(None)
 
     async def _watch(self, name: str, incarnation: str) -> None:

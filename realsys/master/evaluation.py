@@ -24,6 +24,7 @@ from realsys.evaluation.stored_samples import EvalSample, collect, write_result
 from realsys.manager.messages import EvaluateRequest, EvaluationReply
 from realsys.reward.answers import AnswerComparer
 from realsys.rollout.manager_client import ManagerClient
+from realsys.telemetry import spans
 
 log = logging.getLogger(__name__)
 
@@ -223,13 +224,14 @@ class Evaluations:
     def _write(self, eval_id: str, running: _Requested, state: EvaluationReply) -> None:
         """Store an ended evaluation in a thread, while training continues."""
         if state.failed == state.total:
-            log.error(
-                "evaluation %r: all %d completions failed: see the logs of the rollout workers", eval_id, state.failed
-            )
+            log.error("evaluation %r: %s: see the logs of the rollout workers", eval_id, state.incomplete)
         # The step of the weights that sampled: when an evaluation is requested again, those of its
         # own step may be superseded.
         step = min(running.requested_at, max(running.step, state.version_min))
         seconds = time.monotonic() - running.started
+        end = spans.now()
+        begin = end - int(1e9 * seconds)
+        spans.add("evaluate", begin, end, f"evaluation/{running.shown}", completions=state.total)
         result = record(running.shown, step, running.made, outcome_of(state), seconds)
         work = asyncio.to_thread(self._writer.write, eval_id, running.made, result, state)
         self._writing[eval_id] = asyncio.create_task(work, name=f"store {eval_id}")
@@ -240,7 +242,7 @@ def require_completions(records: Sequence[Mapping[str, Any]]) -> None:
     for made in records:
         if made["set"] == HELD_OUT and made["failed"] == made["problems"] * made["samples"]:
             raise StuckError(
-                f"master_worker: evaluation {made['eval_id']!r}: all {made['failed']} completions failed: "
+                f"master_worker: evaluation {made['eval_id']!r}: {made['incomplete']}: "
                 "see the logs of the rollout workers"
             )
 

@@ -34,6 +34,7 @@ from realsys.cluster.failpoint import failpoint
 from realsys.config.evaluation_sets import evaluation_sets, id_of_set, set_of_id
 from realsys.config.schema import Config
 from realsys.errors import PromptsUsedUp
+from realsys.manager.ledger.tickets import ticket_ranges
 from realsys.manager.messages import TrainedRequest
 from realsys.master.calls.call_arguments import CallArguments
 from realsys.master.calls.executor import CallResult
@@ -56,7 +57,9 @@ from realsys.master.statistics import (
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
 from realsys.rollout.manager_client import ManagerClient
+from realsys.telemetry import spans
 from realsys.telemetry.signal import SignalWatch
+from realsys.telemetry.spans import span
 from realsys.telemetry.steps import USED_UP
 
 log = logging.getLogger(__name__)
@@ -64,7 +67,7 @@ log = logging.getLogger(__name__)
 #: fields of the last step's record that the manager's status page shows
 STATUS_FIELDS = (
     *("step", "seconds", "train_tokens_per_s", "consumed_tokens_per_s", "accuracy", "agreement"),
-    *("untrained", "too_old", "length_ks", "gpu"),
+    *("untrained", "too_old", "length_ks", "gpu", "kept_keys_fraction"),
 )
 
 
@@ -196,9 +199,10 @@ class TrainLoop:
         Returns False if ``stop`` was set while it waited for a batch, if the step was abandoned, or if the prompts are
         used up: filters and failures may take so many that the planned steps cannot all be trained.
         """
-        parts, watch = self._parts, _Watch()
+        parts, watch, begin = self._parts, _Watch(), spans.now()
         try:
-            batch = await unless(self._stop, parts.intake.next_batch(step - 1))
+            with span("wait", f"step/{step}"):
+                batch = await unless(self._stop, parts.intake.next_batch(step - 1))
         except PromptsUsedUp as end:
             log.warning("training ends after step %d of %d: %s", step - 1, self._total_steps, end)
             parts.step_log.append({"kind": USED_UP, "step": step, "reason": str(end)})
@@ -218,12 +222,15 @@ class TrainLoop:
         times = await parts.publisher.begin(step, step, recorder.saved if recorder else None)
         watch.lap()
         failpoint("master.trained", at=step)
-        statistics = await self._report_trained(step, batch)
+        with span("report", f"step/{step}"):
+            statistics = await self._report_trained(step, batch)
         seconds |= {"save": times["save"], "publish": times["publish"] + watch.lap()}
-        await self._save(step)
+        with span("save", f"step/{step}"):
+            await self._save(step)
         seconds |= {"checkpoint": watch.lap(), "total": watch.total()}
         record = self._record(step, batch, args, results) | train_record(statistics, seconds, results)
         parts.step_log.append({"kind": "train", "time": time.time(), **record})
+        spans.add("step", begin, spans.now(), f"step/{step}", tickets=ticket_ranges(batch.tickets))
         if warning := self._signal.observe(record):
             log.warning("%s", warning)
         await parts.show({key: record[key] for key in STATUS_FIELDS if key in record})
@@ -250,6 +257,7 @@ class TrainLoop:
             "dropped_stale": batch.dropped_stale,
             "refused": batch.refused,
             "untrained": untrained_shares(batch.losses, batch.samples, trained, masks_truncated=masks_truncated),
+            "sampled_tokens": batch.losses.tokens,
             "too_old": batch.losses.too_old,
             "length_ks": batch.losses.length_ks,
             **({"length_biased": True} if self._is_length_biased(step) else {}),

@@ -31,6 +31,7 @@ from realsys.cluster.store.base import NameStore
 from realsys.config.allocation import ACTOR
 from realsys.errors import NameStoreError, WeightsError
 from realsys.model_calls import Empty
+from realsys.telemetry.spans import span
 from realsys.types import PublishedVersion
 from realsys.weights.base import Committed, WeightPublisher
 from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest
@@ -153,12 +154,14 @@ class Publisher:
         the newest.
         """
         start = time.perf_counter()
-        await self.finish()
+        with span("settle", f"version/{version - 1}"):
+            await self.finish()
         if self.newest is not None and version <= self.newest.version:
             raise ValueError(f"version {version} does not follow {self.newest.version}")
         waited = time.perf_counter()
-        await self._workers.copy_weights(CopyWeightsRequest(ACTOR, version))
-        work = self._publish(version, step, saved)
+        with span("copy", f"version/{version}"):
+            await self._workers.copy_weights(CopyWeightsRequest(ACTOR, version))
+        work = self._spanned(version, step, saved)
         self._running = asyncio.create_task(work, name=f"publication of version {version}")
         self._begun.set()
         return {"save": time.perf_counter() - waited, "publish": waited - start}
@@ -181,6 +184,10 @@ class Publisher:
             self._begun.clear()
             if self._running is not None:
                 await asyncio.shield(self._running)
+
+    async def _spanned(self, version: int, step: int, saved: Saved | None) -> None:
+        with span("publish", f"version/{version}"):
+            await self._publish(version, step, saved)
 
     async def _publish(self, version: int, step: int, saved: Saved | None) -> None:
         start = time.perf_counter()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from realsys.buffer.token_losses import StepLosses
+from realsys.cluster.process import resident_bytes
 from realsys.master.calls.executor import CallResult
 from realsys.master.calls.gpu_use import step_gpu_use
 from realsys.master.records.agreement import PREFIX as AGREEMENT
@@ -74,6 +76,7 @@ def batch_statistics(samples: Sequence[SampleMeta], *, version: int) -> dict[str
         "tokens": sum(s.length for s in samples),
         "answer_tokens": sum(s.loss_tokens for s in samples),
         "reward_mean": _mean([e.reward for e in episodes]),
+        "reward_std": _deviation([e.reward for e in episodes]),
         "accuracy": _mean([float(bool(e.correct)) for e in judged]),
         "length_mean": _mean([e.tokens for e in episodes]),
         "length_max": max(e.tokens for e in episodes),
@@ -83,6 +86,8 @@ def batch_statistics(samples: Sequence[SampleMeta], *, version: int) -> dict[str
         "truncated_fraction": _mean([float(e.truncated) for e in episodes]),
         # rows whose sampling began with one version of the weights and ended with a later one
         "interrupted_fraction": sum(s.version_min < s.version_max for s in samples) / len(samples),
+        # tokens that attended to keys of older weights; no engine keeps any with kv_on_update=recompute
+        "kept_keys_fraction": sum(s.kept_tokens for s in samples) / max(1, sum(s.loss_tokens for s in samples)),
         "metrics": mean_metrics(e.metrics for e in episodes),
         "staleness": {
             "min": min(version - s.version_max for s in samples),
@@ -182,11 +187,28 @@ def train_record(
         "train_tokens_per_s": statistics["tokens"] / max(1e-9, seconds["inf"] + seconds["train"]),
         "consumed_tokens_per_s": statistics["answer_tokens"] / max(1e-9, seconds["total"]),
         "stats": stats,
+        "memory": _host_memory(results),
         **({"gpu": gpu} if (gpu := step_gpu_use({name: result.gpu for name, result in results.items()})) else {}),
         **statistics,
     }
 
 
+def _host_memory(results: Mapping[str, CallResult]) -> dict[str, int]:
+    """Return the resident memory of the training ranks, each at its largest, and of this process, in bytes."""
+    ranks: dict[int, int] = {}
+    for result in results.values():
+        for worker, size in result.host_bytes.items():
+            ranks[worker] = max(size, ranks.get(worker, 0))
+    sizes = {"rank_bytes": max(ranks.values(), default=0), "ranks_bytes": sum(ranks.values())}
+    return sizes | {"master_bytes": resident_bytes()}
+
+
 def _mean(values: Sequence[float]) -> float | None:
     """Return the mean, or None without values: an absent number is not zero."""
     return sum(values) / len(values) if values else None
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation of ``values`` (divided by n, not by n - 1)."""
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))

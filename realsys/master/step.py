@@ -24,6 +24,7 @@ from realsys.master.calls.ownership import Ownership
 from realsys.master.records.agreement import AgreementSampler
 from realsys.master.records.recorder import Recorder
 from realsys.model_calls import SNAPSHOT
+from realsys.telemetry.spans import span
 from realsys.types import SampleMeta, SequenceRef
 
 ACTOR_INF = "actor_inf"
@@ -65,7 +66,8 @@ class StepRunner:
         ownership = Ownership()
         ownership.add_owners(self.flow.source_keys, owners_of(groups))
         # In a thread: with thousands of rows it takes tens of milliseconds.
-        plans = await asyncio.to_thread(self._plan, sequence_refs(groups))
+        with span("plan", f"step/{step}"):
+            plans = await asyncio.to_thread(self._plan, sequence_refs(groups))
         args = self._with_snapshot(step - 1, groups, plans, args)
         critic_only = step <= self._critic_steps
         flow = self._only_critic if critic_only else self.flow

@@ -7,7 +7,7 @@ from collections import Counter
 from realsys.errors import NoVerifierError, RewardError
 
 #: items in a row without a verdict after which the verifier counts as defective: a group could be trained with its
-#: cut-off completions only, and the run would go on with them
+#: cut-off completions only, and the run would continue with them
 HOPELESS = 64
 
 

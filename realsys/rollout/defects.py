@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sysconfig
-import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from realsys.errors import AgentError, RealsysError
+from realsys.harness.contract import place_of
 from realsys.rollout.manager_client import RolloutSuperseded
 
+MOST_FAILED = 128  # episodes in a row; an agent that fails 90 % of all reaches it with a probability of 1e-6
 MAX_LOGGED = 1000  # distinct messages that are logged
 MAX_MESSAGE = 500  # characters of an exception's text
 MAX_LINE = 2000  # characters of an error in a report to the manager, and in the record of a group
@@ -39,7 +41,7 @@ def explain(error: BaseException) -> RealsysError:
     if isinstance(first, RealsysError):
         return first
     kind, text = type(first).__name__, one_line(str(first), MAX_MESSAGE)
-    place = _place(first)
+    place = place_of(first, _LIBRARIES)
     return AgentError(f"{kind}: {text} ({place})", defect=f"{kind} at {place}")
 
 
@@ -51,22 +53,13 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def _place(error: BaseException) -> str:
-    """Return file and line of the innermost frame in the user's code, else of the innermost frame."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not str(Path(frame.filename).resolve()).startswith(_LIBRARIES)]
-    if not frames:
-        return "no traceback"
-    frame = (own or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}"
-
-
 class Defects:
     """Memory of the defects in one RolloutWorker."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
         self._last = ""  # defect of every episode of the last ticket
+        self._failed = Counter[str]()  # defects of the episodes since the last good one
 
     def is_new(self, error: AgentError) -> bool:
         """Return True for a message that was not logged before."""
@@ -76,15 +69,24 @@ class Defects:
         self._logged.add(message)
         return True
 
-    def repeated(self, episodes: int, errors: Sequence[RealsysError]) -> str:
-        """Record the errors of a ticket of ``episodes``. Return the problem if the last ticket had the same defect.
+    def stuck(self, episodes: int, good: int, errors: Sequence[RealsysError]) -> str:
+        """Record a training ticket of ``episodes``, some of them ``good``. Return why the run is stuck, or "".
 
-        A ticket of one episode is ignored, because its prompt may be the cause.
+        It is if every episode of two tickets in a row has the same defect, and if the agent has failed too many
+        episodes in a row in any way. One episode with a defect proves nothing: its prompt may be the cause.
         """
-        if episodes < 2:
+        defects = [error.defect for error in errors if isinstance(error, AgentError)]
+        if good:
+            self._last = ""
+            self._failed.clear()
             return ""
-        defects = {error.defect if isinstance(error, AgentError) else "" for error in errors}
-        defect = defects.pop() if len(errors) == episodes and len(defects) == 1 else ""
-        again = bool(defect) and defect == self._last
-        self._last = defect
-        return f"every episode of two tickets in a row failed with the same error: {errors[0]}" if again else ""
+        self._failed.update(defects)
+        same = defects[0] if len(defects) == episodes > 1 and len(set(defects)) == 1 else ""
+        again = bool(same) and same == self._last
+        self._last = same
+        if again:
+            return f"every episode of two tickets in a row failed with the same error: {errors[0]}"
+        if self._failed.total() < MOST_FAILED:
+            return ""
+        defect, count = self._failed.most_common(1)[0]
+        return f"the agent failed {self._failed.total()} episodes, and none was good; {count} of them: {defect}"

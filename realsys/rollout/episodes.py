@@ -15,7 +15,7 @@ from realsys.errors import AgentError
 from realsys.manager.messages import MOST_METRICS
 from realsys.reward.verifiers.base import MAX_METRIC_NAME, is_metric_name
 from realsys.stream.codec import BOOL, FINISH_REASONS, FLOAT, INT, LOGPROB_SLACK
-from realsys.types import Episode, Row
+from realsys.types import Episode, Row, is_temperature
 
 _ARRAYS = (("tokens", INT), ("loss_mask", BOOL), ("logprobs", FLOAT), ("versions", INT))
 
@@ -50,7 +50,8 @@ def check_episode(episode: Episode, longest_row: int, sampled: int) -> None:
             raise AgentError(f"row {number}: {problem}")
         loss_tokens += len(row.logprobs)
     if sampled and not loss_tokens:
-        raise AgentError(f"{sampled} tokens were sampled, but no row has a loss_mask: use RowBuilder.completion")
+        fix = "use RowBuilder.completion, and a temperature above 0"
+        raise AgentError(f"{sampled} tokens were sampled, but no row has a loss_mask: {fix}")
 
 
 def _number(what: str, value: Any) -> float:
@@ -83,7 +84,7 @@ def _row_problem(row: Row, limit: int) -> str:
         return f"{length} tokens, but train.microbatch_tokens is {limit}: stop the episode earlier or increase it"
     if row.finish_reason not in FINISH_REASONS:
         return f"finish_reason {row.finish_reason!r}: use one of {', '.join(FINISH_REASONS)}"
-    return _value_problem(row) or _route_problem(row, loss) or _reward_problem(row)
+    return _value_problem(row) or _route_problem(row, loss) or _temperature_problem(row, loss) or _reward_problem(row)
 
 
 def _value_problem(row: Row) -> str:
@@ -102,6 +103,17 @@ def _route_problem(row: Row, loss: int) -> str:
     if row.route and sum(count for _, count in row.route) != loss:
         return f"route has {sum(count for _, count in row.route)} tokens, loss_mask {loss}"
     return ""
+
+
+def _temperature_problem(row: Row, loss: int) -> str:
+    """Return the problem of the temperatures, and convert numpy's numbers to plain ones."""
+    if not row.temperatures:
+        return ""
+    row.temperatures = tuple((float(temperature), int(count)) for temperature, count in row.temperatures)
+    if any(not is_temperature(temperature) or count < 1 for temperature, count in row.temperatures):
+        return f"temperatures {reprlib.repr(row.temperatures)}: they must be 0 or at least 1e-6, each with its tokens"
+    tokens = sum(count for _, count in row.temperatures)
+    return "" if tokens == loss else f"temperatures have {tokens} tokens, loss_mask {loss}"
 
 
 def _reward_problem(row: Row) -> str:

@@ -22,6 +22,7 @@ completion is then not bound to the server that began it. Sticky routing names t
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +32,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from realsys.errors import GenerationError, ServerBusy, ServerSilent
-from realsys.generation.client import Generated, SamplingSpec, generated_so_far
+from realsys.generation.client import Generated, SamplingSpec, generated_so_far, joined_kv_versions
 from realsys.generation.received import Received
 from realsys.manager.ledger.order import sampling_seed
 from realsys.manager.messages import MOST_RELEASED, ScheduleReply, ScheduleRequest
 from realsys.manager.routing.prefix import prefix_hashes
+from realsys.telemetry.spans import span
 from realsys.types import FinishReason, Ticket
 
 log = logging.getLogger(__name__)
@@ -89,7 +91,7 @@ class Call:
 
     @property
     def rid(self) -> str:
-        return f"{self.ticket.ticket_id}.{self.ticket.attempt}.{self.name}"
+        return f"{self.ticket.unit}.{self.name}"
 
 
 #: Receives the number of a completion in its call, and the completion.
@@ -152,14 +154,16 @@ class _PartialCompletion:
 
     def join(self) -> Generated:
         if len(self.segments) == 1:
-            only = self.segments[0]
-            return Generated(only.tokens, only.logprobs, only.versions, self.finish_reason, tuple(self.route))
+            return dataclasses.replace(self.segments[0], finish_reason=self.finish_reason, route=tuple(self.route))
+        tops = [segment.top for segment in self.segments if len(segment.tokens)]
         return Generated(
             np.concatenate([segment.tokens for segment in self.segments]),
             np.concatenate([segment.logprobs for segment in self.segments]),
             np.concatenate([segment.versions for segment in self.segments]),
             self.finish_reason,
             tuple(self.route),
+            joined_kv_versions(self.segments),
+            None if None in tops else [best for top in tops for best in top or []],
         )
 
 
@@ -203,7 +207,8 @@ class PartialRolloutManager:
             before = sum(completion.length for completion in pending)
             request = _schedule_request(call, prefix, pending, trouble)
             request.released = self._take_ended()
-            place = await self._manager.schedule(request)
+            with span("route", f"{call.ticket.unit}/{call.name.partition('.')[0]}"):
+                place = await self._manager.schedule(request)
             trouble = await self._trip(call, trip, pending, place)
             trip += 1
             failures += trouble is not None and trouble.failed

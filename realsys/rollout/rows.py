@@ -8,14 +8,16 @@ token-identity: tokens go in as they were sent or sampled. No method takes text,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from realsys.generation.client import Generated
+from realsys.generation.client import Generated, joined_kv_versions
 from realsys.types import I32, FinishReason, Row
+
+V = TypeVar("V")
 
 
 class RowBuilder:
@@ -40,8 +42,11 @@ class RowBuilder:
         self._add(np.array(token_ids, np.int32), None)
 
     def completion(self, completion: Generated) -> None:
-        """Append a completion that was sampled after exactly the tokens so far. Its tokens are trained."""
-        self._add(completion.tokens, completion)
+        """Append a completion that was sampled after exactly the tokens so far. Its tokens are trained.
+
+        Those of a greedy completion are context: they are no samples of the policy.
+        """
+        self._add(completion.tokens, None if completion.greedy else completion)
 
     def reward(self, value: float) -> None:
         """Give a reward to the token before this point: the last one of the latest completion, usually one per turn.
@@ -78,6 +83,8 @@ class RowBuilder:
             finish_reason=reason,
             route=_route(sampled),
             rewards=tuple(self._rewards),
+            kv_versions=joined_kv_versions(sampled),
+            temperatures=_temperatures(sampled),
         )
 
     def _add(self, tokens: I32, completion: Generated | None) -> None:
@@ -94,13 +101,24 @@ def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDA
 
 def _route(sampled: Sequence[Generated]) -> tuple[tuple[str, int], ...]:
     """Join the routes of all completions, neighbours on one server as one run; empty if one is not known."""
-    runs: list[tuple[str, int]] = []
-    for completion in sampled:
-        if len(completion.tokens) and not completion.route:
-            return ()
-        for server, count in completion.route:
-            if runs and runs[-1][0] == server:
-                runs[-1] = (server, runs[-1][1] + count)
-            else:
-                runs.append((server, count))
-    return tuple(runs)
+    if any(len(completion.tokens) and not completion.route for completion in sampled):
+        return ()
+    return _joined_runs(run for completion in sampled for run in completion.route)
+
+
+def _temperatures(sampled: Sequence[Generated]) -> tuple[tuple[float, int], ...]:
+    """Return the temperatures of all completions; empty if all have that of the trial."""
+    if all(completion.temperature is None for completion in sampled):
+        return ()
+    return _joined_runs((each.temperature or 0.0, len(each.tokens)) for each in sampled if len(each.tokens))
+
+
+def _joined_runs(runs: Iterable[tuple[V, int]]) -> tuple[tuple[V, int], ...]:
+    """Join neighbouring runs of one value."""
+    joined: list[tuple[V, int]] = []
+    for value, count in runs:
+        if joined and joined[-1][0] == value:
+            joined[-1] = (value, joined[-1][1] + count)
+        else:
+            joined.append((value, count))
+    return tuple(joined)

@@ -18,21 +18,24 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from realsys.buffer.token_losses import FAILED, NOT_KEPT, OVER_SAMPLED
+from realsys.buffer.token_losses import FAILED, NOT_IN_ROWS, NOT_KEPT, OVER_SAMPLED
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.schema import Config, SamplingConfig
 from realsys.config.sections.schema_sampling import FilterConfig, KeepConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, RealsysError, RewardError, StuckError
-from realsys.generation.client import SamplingSpec
+from realsys.generation.client import Generated, SamplingSpec
 from realsys.rollout.agents.base import Agent
 from realsys.rollout.defects import Defects, explain, one_line
 from realsys.rollout.engine_calls import Calls, Engine, EpisodeSession
 from realsys.rollout.episodes import check_episode
+from realsys.rollout.gateway.gateway import Gateway
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.selection import kept_episodes, reason_to_drop
 from realsys.rollout.task import Task
+from realsys.telemetry.spans import span
 from realsys.types import Episode, Ticket
 
 log = logging.getLogger(__name__)
@@ -64,6 +67,19 @@ class Played:
         return sum(judged), len(judged)
 
 
+class KeepsDropped(Protocol):
+    """The part of DroppedStore that this module needs."""
+
+    def add(
+        self,
+        ticket: Ticket,
+        prompt: Prompt,
+        reason: str,
+        episodes: Mapping[int, Episode],
+        failed: Mapping[int, tuple[str, tuple[Sequence[int], Generated] | None]],
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class GroupRules:
     """Conditions for a group.
@@ -81,6 +97,20 @@ class GroupRules:
     keep: KeepConfig = field(default_factory=KeepConfig)
 
 
+@dataclass(frozen=True, slots=True)
+class PlayerExtras:
+    """Optional parts of a GroupPlayer.
+
+    eval_specs   name of an evaluation's data set -> its sampling settings, if they are not the trial's
+    gateway      the endpoint of the episodes; without it ``session.base_url`` raises
+    dropped      gets the training groups that are not trained, or not with all of their episodes
+    """
+
+    eval_specs: Mapping[str, SamplingSpec] = field(default_factory=dict)
+    gateway: Gateway | None = None
+    dropped: KeepsDropped | None = None
+
+
 class _Over(Exception):
     """The group is complete, or too many episodes have failed for it: the others are cancelled."""
 
@@ -95,16 +125,16 @@ class GroupPlayer:
         spec: SamplingSpec,
         longest_row: int,
         group: GroupRules | None = None,
-        eval_specs: Mapping[str, SamplingSpec] | None = None,
+        extras: PlayerExtras | None = None,
     ) -> None:
-        """``longest_row`` is the longest row that training accepts, in tokens.
-
-        ``eval_specs``: name of an evaluation's data set -> its sampling settings, if they are not ``spec``.
-        """
+        """``longest_row`` is the longest row that training accepts, in tokens."""
+        extras = extras or PlayerExtras()
         self._agent = agent
         self._engine = engine
         self._spec = spec
-        self._eval_specs = eval_specs or {}
+        self._eval_specs = extras.eval_specs
+        self._gateway = extras.gateway
+        self._dropped = extras.dropped
         self._longest_row = longest_row
         self._rules = group or GroupRules()
         self._defects = Defects()
@@ -118,24 +148,42 @@ class GroupPlayer:
     async def play(self, ticket: Ticket, prompt: Prompt) -> Played:
         """Play ``ticket.n`` episodes at the same time; choose among those of a training group.
 
-        Raises RolloutSuperseded if the attempt is over, StuckError if the agent has the same defect in every
-        episode of two tickets in a row, and the first error if too few episodes succeeded: a RewardError only if no
-        other is the cause.
+        Raises RolloutSuperseded if the attempt is over, StuckError if the agent fails all episodes (``Defects.stuck``),
+        and the first error if too few episodes succeeded: a RewardError only if no other is the cause.
         """
         calls = Calls(self._engine, ticket, self._eval_specs.get(ticket.set, self._spec))
-        sessions = [EpisodeSession(calls, episode) for episode in range(ticket.n)]
+        sessions = [EpisodeSession(calls, episode, self._gateway) for episode in range(ticket.n)]
         size = min(self._rules.size or ticket.n, ticket.n) if ticket.kind == "train" else ticket.n
         group = _Playing(ticket, min(self._rules.min_episodes or size, size), min(self._rules.least, ticket.n), size)
         played: Played | None = None
         try:
             played = await self._play_all(group, calls, sessions, prompt)
-            return self._select(group, played) if ticket.kind == "train" else played
+            if ticket.kind == "train":
+                played = self._select(group, played)
+                self._keep_dropped(group, prompt, sessions, played.dropped)
+            return played
+        except RealsysError as error:
+            if not isinstance(error, RolloutSuperseded):
+                self._keep_dropped(group, prompt, sessions, f"{type(error).__name__}: {error}")
+            raise
         finally:
             for session in sessions if ticket.kind == "train" else ():
                 reason = FAILED if played is None else group.untrained(session.episode)
                 tokens = session.sampled + calls.cut_tokens[session.episode]
-                if reason and tokens:
+                if not reason:
+                    reason, tokens = NOT_IN_ROWS, tokens - group.episodes[session.episode].loss_tokens
+                if tokens > 0:
                     self._lost_tokens.setdefault(reason, []).append(tokens)
+
+    def _keep_dropped(self, group: _Playing, prompt: Prompt, sessions: Sequence[EpisodeSession], reason: str) -> None:
+        """Pass a group on that is not trained for ``reason``, or whose episodes failed in part."""
+        if self._dropped is None or group.ticket.kind != "train" or not (reason or group.failed):
+            return
+        last = {session.episode: session.last for session in sessions if session.last is not None}
+        failed = {
+            number: (f"{type(error).__name__}: {error}", last.get(number)) for number, error in group.failed.items()
+        }
+        self._dropped.add(group.ticket, prompt, reason, group.episodes, failed)
 
     def _select(self, group: _Playing, played: Played) -> Played:
         """Leave the episodes that are trained in ``played``."""
@@ -155,7 +203,7 @@ class GroupPlayer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number, session in enumerate(sessions):
-                    tasks.create_task(self._play_one(group, Task(prompt, ticket, number), session))
+                    tasks.create_task(self._spanned(group, Task(prompt, ticket, number), session))
         except ExceptionGroup as errors:
             for error in errors.exceptions:
                 if not isinstance(error, _Over):
@@ -164,18 +212,29 @@ class GroupPlayer:
             await calls.close()
         if calls.superseded is not None:
             raise calls.superseded
-        if problem := self._defects.repeated(ticket.n, list(group.failed.values())):
-            raise StuckError(problem)
+        if ticket.kind == "train":
+            problem = self._defects.stuck(ticket.n, len(group.episodes), list(group.failed.values()))
+            if problem:
+                raise StuckError(problem)
         if group.hopeless:
             raise group.first_error()
         seconds = max(session.seconds for session in sessions)
         extra = {"generate_s": seconds, "reward_s": max(0.0, time.perf_counter() - begin - seconds)}
         return Played([group.episodes[k] for k in sorted(group.episodes)], group.errors(), extra)
 
+    async def _spanned(self, group: _Playing, task: Task, session: EpisodeSession) -> None:
+        with span("episode", task.unit) as episode:
+            await self._play_one(group, task, session)
+            if (played := group.episodes.get(task.episode)) is not None:
+                episode.facts |= {"reward": played.reward, "tokens": played.loss_tokens}
+            elif (error := group.failed.get(task.episode)) is not None:
+                episode.facts["error"] = type(error).__name__
+
     async def _play_one(self, group: _Playing, task: Task, session: EpisodeSession) -> None:
         """Play one episode and add its result to ``group``. Raises only errors that end the whole attempt."""
         try:
             episode = await self._agent.run(task, session)
+            session.check()
             check_episode(episode, self._longest_row, session.sampled)
             if self._rules.filter.bounds_success and task.ticket.kind == "train" and episode.correct is None:
                 raise AgentError("correct is None, but train.ppo.filter needs it: return it, or set min=0 and max=1")
@@ -194,6 +253,8 @@ class GroupPlayer:
             if group.add(task.episode, episode):
                 raise _Over
             return
+        finally:
+            await session.close()
         group.failed[task.episode] = error
         # A defect of the agent cancels no other episode: only if every episode has it, it is no accident.
         if group.hopeless and not isinstance(error, AgentError):
@@ -243,15 +304,23 @@ class _Playing:
         return [one_line(f"episode {k}: {type(error).__name__}: {error}") for k, error in sorted(self.failed.items())]
 
 
-def group_player(config: Config, agent: Agent, engine: Engine, end_of_text: Sequence[int]) -> GroupPlayer:
+def group_player(
+    config: Config,
+    agent: Agent,
+    engine: Engine,
+    end_of_text: Sequence[int],
+    gateway: Gateway | None = None,
+    dropped: KeepsDropped | None = None,
+) -> GroupPlayer:
     """Return the player of a trial. ``end_of_text``: the tokenizer's own stop tokens."""
+    eval_specs = {name: sampling_spec(made.sampling, end_of_text) for name, made in evaluation_sets(config).items()}
     return GroupPlayer(
         agent,
         engine,
         sampling_spec(config.generation.sampling, end_of_text),
         config.train.microbatch_tokens,
         group_rules(config),
-        {name: sampling_spec(made.sampling, end_of_text) for name, made in evaluation_sets(config).items()},
+        PlayerExtras(eval_specs, gateway, dropped),
     )
 
 

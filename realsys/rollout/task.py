@@ -21,6 +21,11 @@ class Task:
     episode: int = 0  # number of the episode in its group, from 0
     state: dict[str, Any] = field(default_factory=dict)  # free for the environment, private to this episode
 
+    @property
+    def unit(self) -> str:
+        """Name of this episode in the spans of all processes."""
+        return f"{self.ticket.unit}/{self.episode}"
+
 
 @dataclass(frozen=True, slots=True)
 class Response:

@@ -41,9 +41,13 @@ from realsys.reward.build import Verifiers
 from realsys.rollout.defects import one_line
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.sessions import Played
+from realsys.telemetry import spans
+from realsys.telemetry.spans import span
 from realsys.types import Episode, Group, Ticket
 
 log = logging.getLogger(__name__)
+
+QUIET_S = 600.0  # if rollouts run and none ends for this time, the log has a warning
 
 
 class Manager(Protocol):
@@ -123,6 +127,7 @@ class RolloutLoop:
         self._attempts: set[tuple[str, int]] = set()  # running
         self._free = max_groups * group_size  # episodes
         self._freed = asyncio.Event()
+        self._quiet_since = 0.0  # end of the last rollout, or begin of the only ones
         self.running = 0  # rollouts in progress
         self.accepted = 0
         self.failed = 0
@@ -155,12 +160,27 @@ class RolloutLoop:
             await asyncio.sleep(self._touch_s)
             if self._attempts:
                 await self._parts.manager.touch(TouchRequest(self._worker, sorted(self._attempts)))
+                self._warn_if_quiet()
+
+    def _warn_if_quiet(self) -> None:
+        quiet_s = time.monotonic() - self._quiet_since
+        if quiet_s < QUIET_S:
+            return
+        self._quiet_since += quiet_s
+        log.warning(
+            "no rollout has ended for %.0f s, and %d run: their completions are long, or an agent, a tool or a server "
+            "hangs; rollout.agent_limits.episode_timeout_s bounds an episode",
+            quiet_s,
+            self.running,
+        )
 
     async def _allocate(self) -> AllocateReply:
         begin = time.monotonic()
         count = min(self._free // self._group_size, MAX_TICKETS)
         request = AllocateRequest(self._worker, count, MAX_WAIT_S, incarnation=self._incarnation)
-        reply = await self._parts.manager.allocate(request)
+        with span("allocate", wanted=count) as allocate:
+            reply = await self._parts.manager.allocate(request)
+            allocate.facts |= {"tickets": len(reply.tickets)} if reply.tickets else {"reason": reply.reason}
         if not reply.tickets and time.monotonic() - begin < min(MAX_WAIT_S, reply.retry_after_s):
             # A manager that is stopping does not hold the call: without a delay this loop would spin.
             await asyncio.sleep(reply.retry_after_s)
@@ -168,12 +188,18 @@ class RolloutLoop:
 
     def _start(self, ticket: Ticket, tasks: asyncio.TaskGroup) -> None:
         self._free -= ticket.n
+        self._quiet_since = self._quiet_since if self.running else time.monotonic()
         self.running += 1
         attempt = ticket.ticket_id, ticket.attempt
         self._attempts.add(attempt)
 
+        begin = spans.now()
+
         def ended(_: asyncio.Task[None]) -> None:
+            facts = {"kind": ticket.kind, "version": ticket.version, "episodes": ticket.n}
+            spans.add("rollout", begin, spans.now(), ticket.unit, **facts)
             self._free += ticket.n
+            self._quiet_since = time.monotonic()
             self.running -= 1
             self._attempts.discard(attempt)
             self._freed.set()
@@ -194,7 +220,7 @@ class RolloutLoop:
             log.warning("ticket %s attempt %d failed: %s", ticket.ticket_id, ticket.attempt, one_line(str(error)))
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, RewardError) and ticket.kind == "train":
-                outcome = "rejected"  # to sample the prompt again would not decide it
+                outcome = "rejected"  # a further attempt would have no verdict either
             stuck = error if isinstance(error, StuckError) else None
         except Exception as error:  # the request boundary: a defect fails its ticket, with the traceback here
             log.exception("ticket %s attempt %d failed", ticket.ticket_id, ticket.attempt)
@@ -235,7 +261,8 @@ class RolloutLoop:
                 errors=played.errors,
             )
             failpoint("rollout.push")
-            await self._parts.pusher.push(group)
+            with span("push", ticket.unit):
+                await self._parts.pusher.push(group)
         if ticket.kind == "eval":
             for episode in played.episodes:
                 await self._parts.evaluations.store(ticket, prompt, episode, self._worker)
@@ -257,7 +284,8 @@ class RolloutLoop:
             self._parts.verifiers.take_failures(),
             *(played.verdicts if ticket.kind == "train" else ()),
         )
-        reply = await self._parts.manager.finish(request)
+        with span("finish", ticket.unit, outcome=outcome):
+            reply = await self._parts.manager.finish(request)
         if not reply.known:
             log.info("ticket %s attempt %d: superseded before it finished", ticket.ticket_id, ticket.attempt)
 

@@ -22,7 +22,7 @@ from realsys.errors import ConfigError
 class LengthSettings(Section):
     """Lengths of completions in tokens. A prompt is hard or easy: it decides ``prompt_share`` of the variance."""
 
-    kind: Literal["lognormal", "pareto", "uniform", "constant", "trial"] = "lognormal"
+    kind: Literal["lognormal", "pareto", "uniform", "constant", "trial", "values"] = "lognormal"
     mean: PositiveFloat = Field(5500.0, description="lognormal, constant: mean before the cut at ``longest``")
     sigma: PositiveFloat = Field(0.9, description="lognormal: standard deviation of the logarithm")
     exponent: PositiveFloat = Field(1.1, description="pareto: exponent of the tail between shortest and longest")
@@ -30,6 +30,7 @@ class LengthSettings(Section):
     longest: Positive = Field(32768, description="longest completion; generation stops there")
     prompt_share: Probability = Field(0.95, description="share of the variance that is common to the group's episodes")
     trial: str = Field("", description="trial: folder of a trial with record.samples=true; its lengths are drawn")
+    values: list[Positive] = Field([], description="values: lengths that are drawn, in ascending order")
 
 
 class ServerSettings(Section):
@@ -39,6 +40,9 @@ class ServerSettings(Section):
     tokens_per_s: PositiveFloat = Field(40.0, description="tokens per second of one completion, at most")
     total_tokens_per_s: PositiveFloat = Field(
         20000.0, description="tokens per second of a server, shared by its completions"
+    )
+    s_per_completion: NonNegativeFloat = Field(
+        0.0, description="seconds that each running completion adds to the time of a token, 1 / tokens_per_s"
     )
     max_running: Positive = Field(1024, description="completions that a server samples at a time; others queue")
     prefill_tokens_per_s: PositiveFloat = Field(20000.0, description="prompt tokens per second")
@@ -57,6 +61,17 @@ class TrainerSettings(Section):
     step_s_per_token: NonNegativeFloat = Field(0.0, description="seconds of a step per trained token")
     publish_s: NonNegativeFloat = Field(1.0, description="seconds to write and publish a version, during the next step")
     start_s: PositiveFloat = Field(120.0, description="seconds from a death to the roll-back of the next start")
+
+
+class HostSettings(Section):
+    """One host whose cores all servers and ranks share. What computes gets equal shares of the cores."""
+
+    cores: NonNegativeFloat = Field(0.0, description="cores of the host; 0: every process has a device of its own")
+    server_cores: PositiveFloat = Field(1.0, description="cores that a server uses while it samples")
+    trainer_cores: PositiveFloat = Field(1.0, description="cores that the ranks use together during a step")
+    cpu_s_per_token: NonNegativeFloat = Field(
+        0.0, description="seconds of a core that the other processes need per sampled token"
+    )
 
 
 class FaultSettings(Section):
@@ -92,6 +107,7 @@ class SimSettings(Section):
     lengths: LengthSettings = LengthSettings()
     server: ServerSettings = ServerSettings()
     trainer: TrainerSettings = TrainerSettings()
+    host: HostSettings = HostSettings()
     faults: FaultSettings = FaultSettings()
 
 

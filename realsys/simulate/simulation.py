@@ -14,6 +14,7 @@ from realsys.manager.routing.servers import UpdateOrder
 from realsys.manager.settings import ManagerSettings
 from realsys.simulate.account import Account
 from realsys.simulate.clock import Clock
+from realsys.simulate.costs.host_costs import Host
 from realsys.simulate.costs.length_models import Lengths
 from realsys.simulate.costs.rollout_costs import GroupRun, Worker
 from realsys.simulate.costs.server_costs import Engine
@@ -35,6 +36,7 @@ class Simulation:
         self.config = plan.config
         self.sim = plan.sim
         self.clock = Clock()
+        self.host = Host(self.sim.host)
         self.account = Account()
         self.random = Random(self.config.seed)
         self.lengths = Lengths(self.sim.lengths, self.config.seed)
@@ -90,6 +92,8 @@ class Simulation:
 
     def _over(self) -> bool:
         sim, now = self.sim, self.clock.now
+        if self.trainer.used_up:
+            return True
         if now - self.trainer.last_step > 3600 * sim.stalled_h:
             raise Broken(f"no train step for {sim.stalled_h:g} hours", self)
         return bool((sim.steps and self.trainer.logged >= sim.steps) or (sim.hours and now >= 3600 * sim.hours))
@@ -98,7 +102,7 @@ class Simulation:
 
     def start_server(self, name: str) -> None:
         self.births[name] = self.births.get(name, 0) + 1
-        self.engines[name] = Engine(self.clock, self.sim.server)
+        self.engines[name] = Engine(self.clock, self.sim.server, self.host)
         self._tell_servers()
 
     def kill_server(self, name: str) -> None:

@@ -36,6 +36,7 @@ def results(simulation: Simulation, wall_s: float) -> dict[str, Any]:
         "stale_policy": config.asynchronous.stale_policy,
         "hours": seconds / 3600,
         "steps": simulation.trainer.logged,
+        "ended_by": simulation.trainer.used_up,
         "events": clock.events,
         "wall_s": wall_s,
         "tickets": len(simulation.manager.state.ledger.columns),

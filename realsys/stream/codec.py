@@ -24,7 +24,19 @@ import zmq
 
 from realsys.errors import DecodeError, StreamError
 from realsys.stream.decoders import decoder_of
-from realsys.types import F32, I32, Episode, FinishReason, Group, Mask, Row, Ticket, constant
+from realsys.stream.runs import expand_kv_versions, expand_masks, expand_versions, mask_runs, version_runs
+from realsys.types import (
+    F32,
+    I32,
+    LOWEST_TEMPERATURE,
+    Episode,
+    FinishReason,
+    Group,
+    Mask,
+    Row,
+    Ticket,
+    is_temperature,
+)
 
 Buffer = bytes | bytearray | memoryview | zmq.Frame
 T = TypeVar("T")
@@ -48,28 +60,37 @@ LOGPROB_SLACK = 1e-3
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Version = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Run = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+VersionRun = Annotated[tuple[Version, ...], msgspec.Meta(min_length=2, max_length=3)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPISODES)]
 Name = Annotated[str, msgspec.Meta(max_length=2048)]
 #: their order is the wire format: append only
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
 
-class RowHeader(msgspec.Struct, array_like=True, frozen=True):
-    """One row of T tokens, L of them in the loss. Both lengths follow from ``mask``.
-
-    mask      lengths of the runs of loss_mask, False and True in turn, False first: T is the sum of all
-              runs, L the sum of every second one
-    finish    index into FINISH_REASONS
-    versions  (version, tokens) runs over the L tokens
-    route     (index into the group's servers, tokens) runs; empty if the servers are not known
-    rewards   (position, reward) of single tokens
-    """
+class PlainRowHeader(msgspec.Struct, array_like=True, frozen=True):
+    """A RowHeader as it is sent if all tokens have the temperature of the trial."""
 
     mask: Annotated[list[Run], msgspec.Meta(min_length=1)]
     finish: Annotated[int, msgspec.Meta(ge=0, lt=len(FINISH_REASONS))]
-    versions: list[tuple[Version, Run]]
+    versions: list[VersionRun]
     route: list[tuple[Index, Run]]
     rewards: list[tuple[Count, float]]
+
+
+class RowHeader(PlainRowHeader, array_like=True, frozen=True):
+    """One row of T tokens, L of them in the loss. Both lengths follow from ``mask``.
+
+    mask          lengths of the runs of loss_mask, False and True in turn, False first: T is the sum of all
+                  runs, L the sum of every second one
+    finish        index into FINISH_REASONS
+    versions      (version, tokens) runs over the L tokens; (version, tokens, version of the oldest keys) if the tokens
+                  attended to keys of an older version
+    route         (index into the group's servers, tokens) runs; empty if the servers are not known
+    rewards       (position, reward) of single tokens
+    temperatures  (temperature, tokens) runs over the L tokens; 0: that of the trial; empty: all have it
+    """
+
+    temperatures: list[tuple[float, Run]] = []
 
     @property
     def length(self) -> int:
@@ -162,7 +183,7 @@ def encode_group(group: Group, slabs: Slabs | None = None) -> list[bytes | memor
     episodes: list[EpisodeHeader] = []
     elements = 0
     for k, episode in enumerate(group.episodes):
-        rows: list[RowHeader] = []
+        rows: list[Any] = []
         for r, row in enumerate(episode.rows):
             rows.append(_row_header(f"group {group.ticket.ticket_id}: episode {k}, row {r}", row, servers))
             tokens.append(np.ascontiguousarray(row.tokens))
@@ -182,7 +203,7 @@ def encode_group(group: Group, slabs: Slabs | None = None) -> list[bytes | memor
     return [msgspec.msgpack.encode(header), _join([*tokens, *logprobs], ITEM * elements, slabs)]
 
 
-def _row_header(what: str, row: Row, servers: dict[str, int]) -> RowHeader:
+def _row_header(what: str, row: Row, servers: dict[str, int]) -> PlainRowHeader:
     """Check the row's arrays and describe them; add the names of new servers to ``servers``."""
     length, loss_tokens = len(row.tokens), len(row.logprobs)
     for name, array, dtype, size in (
@@ -190,6 +211,7 @@ def _row_header(what: str, row: Row, servers: dict[str, int]) -> RowHeader:
         ("loss_mask", row.loss_mask, BOOL, length),
         ("logprobs", row.logprobs, FLOAT, loss_tokens),
         ("versions", row.versions, INT, loss_tokens),
+        ("kv_versions", row.versions if row.kv_versions is None else row.kv_versions, INT, loss_tokens),
     ):
         if array.dtype != dtype or array.shape != (size,):
             shape = list(array.shape)
@@ -197,7 +219,7 @@ def _row_header(what: str, row: Row, servers: dict[str, int]) -> RowHeader:
     # The decoder relies on it, too: the runs of a mask begin with False.
     if not length or row.loss_mask[0]:
         raise StreamError(f"{what}: a row must begin with a token outside the loss: nothing predicts the first one")
-    mask = _mask_runs(row.loss_mask)
+    mask = mask_runs(row.loss_mask)
     if sum(mask[1::2]) != loss_tokens:
         raise StreamError(f"{what}: loss_mask marks {sum(mask[1::2])} tokens, but there are {loss_tokens} logprobs")
     for position, _ in row.rewards:
@@ -205,26 +227,10 @@ def _row_header(what: str, row: Row, servers: dict[str, int]) -> RowHeader:
             raise StreamError(f"{what}: a reward is at position {position}, which is not in the loss")
     route = [(servers.setdefault(server, len(servers)), count) for server, count in row.route]
     finish = FINISH_REASONS.index(row.finish_reason)
-    return RowHeader(mask, finish, _runs(row.versions), route, list(row.rewards))
-
-
-def _mask_runs(mask: Mask) -> list[int]:
-    """Return the lengths of the runs of a mask that begins with False."""
-    first = int(mask.argmax())
-    if first + np.count_nonzero(mask) == len(mask):  # prompt and one completion: ten times as fast
-        return [first, len(mask) - first]
-    ends = np.flatnonzero(mask[1:] != mask[:-1]) + 1
-    return np.diff(ends, prepend=0, append=len(mask)).tolist()  # type: ignore[no-any-return]
-
-
-def _runs(versions: I32) -> list[tuple[int, int]]:
-    if not len(versions):
-        return []
-    if constant(versions):
-        return [(int(versions[0]), len(versions))]
-    starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
-    ends = [*starts[1:], len(versions)]
-    return [(int(versions[start]), end - start) for start, end in zip(starts, ends, strict=True)]
+    versions, rewards = version_runs(row.versions, row.kv_versions), list(row.rewards)
+    if not row.temperatures:
+        return PlainRowHeader(mask, finish, versions, route, rewards)
+    return RowHeader(mask, finish, versions, route, rewards, list(row.temperatures))
 
 
 def _join(arrays: list[Any], size: int, slabs: Slabs | None) -> bytes | memoryview:
@@ -254,7 +260,12 @@ def decode_group(frames: Sequence[Buffer]) -> Group:
     tokens = payload[:n_tokens]
     logprobs: F32 = payload[n_tokens:].view(FLOAT)
     _check_values(header.ticket.ticket_id, tokens, logprobs)
-    arrays = _Arrays(tokens, logprobs, _expand(rows), _expand_masks(rows, n_tokens))
+    arrays = _Arrays(
+        tokens,
+        logprobs,
+        expand_versions([run for row in rows for run in row.versions]),
+        expand_masks([row.mask for row in rows], n_tokens),
+    )
     episodes = [
         Episode(
             [arrays.next_row(row, header.servers) for row in episode.rows],
@@ -292,6 +303,8 @@ class _Arrays:
             finish_reason=FINISH_REASONS[header.finish],
             route=tuple((servers[server], count) for server, count in header.route),
             rewards=tuple(header.rewards),
+            kv_versions=expand_kv_versions(header.versions),
+            temperatures=tuple(header.temperatures),
         )
 
 
@@ -314,7 +327,11 @@ def _check_header(header: GroupHeader) -> None:
 
 def _check_row(what: str, row: RowHeader, servers: int) -> None:
     loss_tokens = row.loss_tokens
-    counted = sum(count for _, count in row.versions)
+    counted = sum(run[1] for run in row.versions)
+    if any(not 1 <= run[1] <= MAX_TOKENS for run in row.versions):
+        raise DecodeError(f"{what}: a run of versions must have 1 to {MAX_TOKENS} tokens")
+    if any(len(run) > 2 and run[2] > run[0] for run in row.versions):
+        raise DecodeError(f"{what}: a token has keys of a later version than its own")
     if counted != loss_tokens:
         raise DecodeError(f"{what}: {counted} tokens have a version, but {loss_tokens} are in the loss")
     routed = sum(count for _, count in row.route)
@@ -322,6 +339,11 @@ def _check_row(what: str, row: RowHeader, servers: int) -> None:
         raise DecodeError(f"{what}: {routed} tokens have a server, but {loss_tokens} are in the loss")
     if any(server >= servers for server, _ in row.route):
         raise DecodeError(f"{what}: a route names a server beyond the {servers} of the group")
+    if not all(is_temperature(temperature) for temperature, _ in row.temperatures):
+        raise DecodeError(f"{what}: a temperature must be 0 or at least {LOWEST_TEMPERATURE:g}")
+    warmed = sum(count for _, count in row.temperatures)
+    if row.temperatures and warmed != loss_tokens:
+        raise DecodeError(f"{what}: {warmed} tokens have a temperature, but {loss_tokens} are in the loss")
     _check_rewards(what, row)
 
 
@@ -347,38 +369,6 @@ def _check_values(ticket_id: str, tokens: I32, logprobs: F32) -> None:
         low, high = float(chunk.min()), float(chunk.max())
         if not (math.isfinite(low) and high <= LOGPROB_SLACK):
             raise DecodeError(f"group {ticket_id}: logprobs span [{low}, {high}]: must be finite and at most 0")
-
-
-def _expand(rows: Sequence[RowHeader]) -> I32:
-    """Return the versions of all rows, concatenated, read-only.
-
-    If all versions are equal, the array is one number in memory: fresh pages for a number per token
-    would cost more than the rest of decoding a large group.
-    """
-    runs = [run for row in rows for run in row.versions]
-    size = sum(count for _, count in runs)
-    if len({version for version, _ in runs}) == 1:
-        return np.broadcast_to(np.array(runs[0][0], dtype=INT), (size,))
-    versions: I32 = np.empty(size, dtype=INT)
-    start = 0
-    for version, count in runs:
-        versions[start : start + count] = version
-        start += count
-    versions.flags.writeable = False
-    return versions
-
-
-def _expand_masks(rows: Sequence[RowHeader], size: int) -> Mask:
-    """Return the loss masks of all rows, concatenated, read-only."""
-    masks = np.zeros(size, np.bool_)
-    start = 0
-    for row in rows:
-        for number, count in enumerate(row.mask):
-            if number % 2:
-                masks[start : start + count] = True
-            start += count
-    masks.flags.writeable = False
-    return masks
 
 
 def _payload(frame: Buffer, size: int, what: str) -> I32:

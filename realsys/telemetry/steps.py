@@ -12,6 +12,7 @@ A log grows with the run, so ``records`` and ``surviving_steps`` return one reco
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -29,9 +30,10 @@ USED_UP = "used_up"  # the prompts of all epochs ended before ``step``, for ``re
 class StepTail:
     """Follower of a step log that may not exist yet."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        """``offset``: bytes at the beginning that are not read."""
         self._path = path
-        self._offset = 0
+        self.offset = offset  # bytes that were read, up to the end of a line
         self.skipped = 0  # lines that were not records
 
     def read(self) -> list[StepRecord]:
@@ -45,16 +47,29 @@ class StepTail:
         except FileNotFoundError:
             return
         with file:
-            file.seek(self._offset)
+            file.seek(self.offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
-                self._offset += len(line)
+                self.offset += len(line)
                 record = _decoded(line)
                 if record is not None:
                     yield record
                 else:
                     self.skipped += bool(line.strip())
+
+
+def last_records(path: Path, most_bytes: int) -> list[StepRecord]:
+    """Return the records in the last ``most_bytes`` of a step log, including undone ones; [] without a log."""
+    try:
+        with path.open("rb") as file:
+            begin = max(0, file.seek(0, os.SEEK_END) - most_bytes)
+            file.seek(begin)
+            lines = file.read(most_bytes).split(b"\n")
+    except FileNotFoundError:
+        return []
+    # The first line may have lost its begin, the last one has no newline yet.
+    return [record for line in lines[begin > 0 : -1] if (record := _decoded(line)) is not None]
 
 
 def _decoded(line: bytes) -> StepRecord | None:

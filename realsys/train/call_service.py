@@ -38,8 +38,9 @@ from typing import Any, Protocol
 import msgspec
 
 from realsys.algorithm.losses import load_loss
+from realsys.cluster.process import resident_bytes
 from realsys.config.allocation import ACTOR
-from realsys.config.dataflow import TOKEN_REWARDS, Dataflow, check_calls, dataflow_of
+from realsys.config.dataflow import KV_VERSIONS, TEMPERATURES, TOKEN_REWARDS, Dataflow, check_calls, dataflow_of
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ModelError, NotFiniteError
@@ -56,6 +57,7 @@ from realsys.model_calls import (
     TransferReply,
     TransferRequest,
 )
+from realsys.telemetry.spans import span
 from realsys.train.calls import Role, find_handler
 from realsys.train.checkpoint.checkpoint_messages import (
     FinishCheckpointRequest,
@@ -85,6 +87,8 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.5
 #: requests that read a copy of the weights, and no state of the training
 _IN_BACKGROUND = ("save_weights", "digest_weights")
+#: request -> its span, if that has another name
+_SPANS = {"mfc": "call", "copy_weights": "copy", "save_weights": "write", "save_checkpoint": "save"}
 #: share of the master's time limit on a call: the rank gives up first and names the cause
 _SHARE = 0.8
 
@@ -215,7 +219,12 @@ class ModelWorkerService:
             if request.handler not in self._handlers:
                 raise ModelError(f"unknown request {request.handler!r}: must be one of {', '.join(self._handlers)}")
             payload_type, handler = self._handlers[request.handler]
-            reply = handler(request.decode(payload_type))
+            with span(_SPANS.get(request.handler, request.handler)) as served:
+                payload = request.decode(payload_type)
+                served.unit = _unit_of(payload)
+                if isinstance(payload, MfcShare):
+                    served.facts["call"] = payload.request.mfc
+                reply = handler(payload)
         except BaseException as error:
             # The master must learn the cause before the process ends; else it sees only a lost
             # worker.
@@ -241,7 +250,11 @@ class ModelWorkerService:
             self._data.row_limit = self._config.train.microbatch_tokens
             whole_episodes = load_loss(self._config.train.ppo).episode_level
             self._data.episode_limit = self._config.train.microbatch_tokens if whole_episodes else 0
-            self._data.token_rewards = TOKEN_REWARDS in dataflow_of(self._config).source_keys
+            source_keys = dataflow_of(self._config).source_keys
+            self._data.token_rewards = TOKEN_REWARDS in source_keys
+            self._data.kv_versions = KV_VERSIONS in source_keys
+            if TEMPERATURES in source_keys:
+                self._data.temperature = self._config.generation.sampling.temperature
         return Empty()
 
     def _load_demos(self, request: LoadDemosRequest) -> SamplesArrived:
@@ -282,6 +295,7 @@ class ModelWorkerService:
             reply.tokens = sum(ref.length for ref in role.own_sequences(request))
         if self._meter is not None:
             reply.gpu = self._meter.read(role.flops - counted)
+        reply.host_bytes = resident_bytes()
         reply.seconds = time.perf_counter() - start
         return reply
 
@@ -317,3 +331,11 @@ class ModelWorkerService:
                 f"model_worker/{self._worker} has no role {name!r} (it has {here}): send 'initialize' first"
             )
         return self._roles[name]
+
+
+def _unit_of(payload: Any) -> str:
+    """Return what a request is for, as spans name it."""
+    if isinstance(payload, MfcShare):
+        return f"step/{payload.request.step}"
+    version = getattr(payload, "version", None)
+    return "" if version is None else f"version/{version}"

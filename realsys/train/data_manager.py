@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from realsys.config.dataflow import KV_VERSIONS, TEMPERATURES
 from realsys.errors import StreamError
 from realsys.model_calls import SamplesArrived
+from realsys.telemetry import spans
 from realsys.train.stale_tokens import version_tokens, without_older
 from realsys.types import ARRAY_KEYS, Group, GroupOrigin, Row, RowOrigin, SampleMeta, SequenceRef
 
@@ -44,12 +46,10 @@ class DataManager:
         self.refused = 0  # groups of another trainer, since the start
         self.vocabulary = 0  # tokens of the actor's vocabulary; 0: not known yet
         self.row_limit = 0  # tokens of the longest row that can be trained; 0: not known yet
-        self.episode_limit = (
-            # tokens of all rows of an episode, for a loss that needs them in one micro-batch; 0:
-            # no limit
-            0
-        )
+        self.episode_limit = 0  # tokens of an episode, for a loss that needs all its rows in one micro-batch; 0: none
         self.token_rewards = False  # True if the dataflow reads rewards of single tokens
+        self.kv_versions = False  # True if the dataflow reads the versions of keys
+        self.temperature = 0.0  # of the trial; 0: the dataflow does not read those of the tokens
         self._warned = False
 
     def put(self, sample_id: str, arrays: Mapping[str, Array]) -> None:
@@ -160,6 +160,7 @@ class DataManager:
                 return None
             self._samples.update(entries)
             self._origins.update(dict.fromkeys(entries, origin))
+        spans.mark("receive", ticket.unit, rows=len(metas))
         return SamplesArrived(metas)
 
     def _metadata(self, group: Group) -> list[SampleMeta]:
@@ -199,6 +200,7 @@ class DataManager:
                         metrics=episode.metrics,
                         version_tokens=version_tokens(row.versions) if version_min < version_max else [],
                         reissues=ticket.reissues,
+                        kept_tokens=row.kept_tokens,
                     )
                 )
         return metas
@@ -214,6 +216,12 @@ class DataManager:
             "behav_logprobs": np.array(row.logprobs, dtype=np.float32),
             "versions": np.array(row.versions, dtype=np.int32),
         }
+        if self.kv_versions:
+            arrays[KV_VERSIONS] = np.array(row.versions if row.kv_versions is None else row.kv_versions, dtype=np.int32)
+        if self.temperature:
+            runs = row.temperatures or ((0.0, row.loss_tokens),)
+            each, counts = zip(*((own or self.temperature, count) for own, count in runs), strict=True)
+            arrays[TEMPERATURES] = np.repeat(np.array(each, np.float32), counts)
         if self.token_rewards:
             at_tokens = np.zeros(len(row.tokens), np.float32)
             for position, reward in row.rewards:

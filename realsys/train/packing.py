@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from realsys.config.dataflow import TEMPERATURES
 from realsys.train.data_manager import Array, DataManager
-from realsys.types import SequenceRef
+from realsys.types import SequenceRef, constant
 
 I64 = npt.NDArray[np.int64]
 
@@ -37,6 +38,7 @@ class MicroBatch:
     tokens: torch.Tensor | None = None  # int64 [t]; first stage
     targets: torch.Tensor | None = None  # int64 [a]; last stage
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)  # float32 [a] each; last stage
+    temperature: float | torch.Tensor | None = None  # of all loss tokens, or float32 [a]; None: that of the trial
     positions: I64 = field(
         default_factory=lambda: np.zeros(0, np.int64)
     )  # host [a], positions of the loss tokens; last stage
@@ -54,6 +56,7 @@ class MicroBatch:
             tokens=None if self.tokens is None else torch.zeros(multiple, dtype=torch.int64, device=self.tokens.device),
             targets=None if self.targets is None else self.targets[:0],
             arrays={key: array[:0] for key, array in self.arrays.items()},
+            temperature=self.temperature[:0] if isinstance(self.temperature, torch.Tensor) else self.temperature,
         )
 
 
@@ -106,7 +109,17 @@ class Packer:
             for key in keys:
                 arrays = [self._data.get(ref.sample_id, key)[: ref.loss_tokens] for ref in ordered]
                 batch.arrays[key] = self._tensor(_concatenate(arrays, np.float32))
+            batch.temperature = self._temperature(ordered)
         return batch
+
+    def _temperature(self, refs: Sequence[SequenceRef]) -> float | torch.Tensor | None:
+        """Return the temperature of the loss tokens: one number if all have the same, which costs the head less."""
+        if not all(self._data.has(ref.sample_id, TEMPERATURES) for ref in refs):
+            return None  # the dataflow does not read them, or these are demonstrations
+        flat = _concatenate([self._data.get(ref.sample_id, TEMPERATURES) for ref in refs], np.float32)
+        if not len(flat):
+            return None
+        return float(flat[0]) if constant(flat) else self._tensor(flat)
 
     def _flat(self, refs: Sequence[SequenceRef], key: str, dtype: type[np.generic]) -> Array:
         """Concatenate the array ``key`` of all sequences. Each must be as long as the plan says."""

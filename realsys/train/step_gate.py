@@ -29,7 +29,7 @@ from realsys.errors import RealsysError
 
 log = logging.getLogger(__name__)
 
-#: bound on the wait for the master's decision; after that the step goes on
+#: bound on the wait for the master's decision; after that the step continues
 DECISION_S = 30.0
 
 
@@ -38,7 +38,7 @@ class PauseRequest(msgspec.Struct):
 
 
 class GateState(msgspec.Struct):
-    """How often each call of a step has passed the gate on one rank.
+    """Number of times that each call of a step has passed the gate on one rank.
 
     ``version``: of the weights that the step began with. ``updating``: an optimizer step has begun in it.
     """

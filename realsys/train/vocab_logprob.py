@@ -10,7 +10,7 @@ own cross entropy overwrites fp32 logits in place, and has no temperature and no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 class Scoring:
     """The settings of scoring.
 
-    temperature       of the distribution, as in generation
+    temperature       of the distribution, as in generation: one, or fp32 [n] with one for each row
     chunk             rows whose logits exist at the same time; 0: all
     entropy           True if the entropy is computed: one more pass over the logits
     entropy_gradient  True if it has a gradient
@@ -30,7 +30,7 @@ class Scoring:
     group             the tensor ranks, each with its shard of the vocabulary in order; None: one rank has it all
     """
 
-    temperature: float = 1.0
+    temperature: float | torch.Tensor = 1.0
     chunk: int = 0
     entropy_gradient: bool = False
     group: dist.ProcessGroup | None = None
@@ -53,6 +53,11 @@ class Scoring:
         """Return the chunks of ``rows`` rows: at least one, which is empty without rows."""
         step = self.chunk or max(1, rows)
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
+
+    def of(self, part: slice) -> Scoring:
+        """Return the settings of the rows of one chunk."""
+        own = self.temperature
+        return replace(self, temperature=own[part]) if isinstance(own, torch.Tensor) else self
 
     def reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce ``tensor`` over the shards, in place."""
@@ -95,6 +100,8 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, how: Scoring) -> torch.T
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
         logits = hidden.float() @ weight.float().t()
+    if isinstance(how.temperature, torch.Tensor):
+        return logits.div_(how.temperature[:, None])
     return logits if how.temperature == 1.0 else logits.div_(how.temperature)
 
 
@@ -133,7 +140,7 @@ class _ProjectedLogprobs(torch.autograd.Function):
         # With a single part the softmax fits into memory: it is kept, not computed again.
         # ``needs_input_grad`` is True of a trained weight even inside no_grad.
         keep = len(parts) == 1 and backward and any(ctx.needs_input_grad)
-        scored = [_score(_logits(hidden[part], weight, how), targets[part], how, keep=keep) for part in parts]
+        scored = [_score(_logits(hidden[part], weight, how.of(part)), targets[part], how, keep=keep) for part in parts]
         logprobs = _join([chunk.logprobs for chunk in scored])
         entropies = [chunk.entropy for chunk in scored if chunk.entropy is not None]
         entropy = _join(entropies) if entropies else None
@@ -154,10 +161,11 @@ class _ProjectedLogprobs(torch.autograd.Function):
         for part in how.parts(len(targets)):
             p = softmax
             if p is None:
-                p = _logits(hidden[part], weight, how).sub_(normaliser[part, None]).exp_()
+                p = _logits(hidden[part], weight, how.of(part)).sub_(normaliser[part, None]).exp_()
             grad_entropy = grads[1][part] if how.entropy_gradient else None
             own_entropy = None if entropy is None else entropy[part]
-            slope = _logit_gradient(p, targets[part], grads[0][part], grad_entropy, own_entropy, how).to(weight.dtype)
+            slope = _logit_gradient(p, targets[part], grads[0][part], grad_entropy, own_entropy, how.of(part))
+            slope = slope.to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(slope, weight, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from realsys.errors import WaitTimeout
 
 _PAUSE_S = 0.05
+_ENDED_S = 60.0
 
 
 def poll(condition: Callable[[], Any], what: str, timeout_s: float, report: Callable[[], str] = str) -> Any:
@@ -22,3 +25,15 @@ def poll(condition: Callable[[], Any], what: str, timeout_s: float, report: Call
             raise WaitTimeout(f"not within {timeout_s:g} s: {what}\n{report()}".rstrip())
         time.sleep(_PAUSE_S)
     return value
+
+
+def ended(pid: int) -> bool:
+    """Wait for the end of a process that is not our child; return False if it does not end in time."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([pidfd], [], [], _ENDED_S)[0])
+    finally:
+        os.close(pidfd)

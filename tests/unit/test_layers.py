@@ -45,7 +45,6 @@ WITHOUT_TORCH = (
     "realsys.generation.sglang",
     "realsys.generation.sglang.build",
     "realsys.generation.sglang.engine",
-    "realsys.generation.sglang.guard",
     "realsys.generation.simple",
     "realsys.gpu",
     "realsys.gpu.environment",
@@ -162,6 +161,14 @@ def test_helpers_live_in_support_only() -> None:
     others = (path for path in (ROOT / "tests").rglob("*.py") if not known & set(path.parents))
     names = {path.name for path in others if not path.name.startswith("test_")}
     assert names == {"__init__.py", "conftest.py"}
+
+
+def test_folders_with_modules_are_packages() -> None:
+    """Only packages are installed. A checkout also imports a folder without __init__.py."""
+    folders = {path.parent for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    separate = ROOT / "realsys" / "generation" / "sglang" / "cpu_support"  # installed into SGLang's interpreter
+    folders = {folder for folder in folders if separate not in (folder, *folder.parents)}
+    assert [folder for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
 
 
 def test_folders_of_tests_mirror_the_packages() -> None:

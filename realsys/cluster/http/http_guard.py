@@ -14,9 +14,11 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import select
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -43,31 +45,42 @@ class Refused(Exception):
         super().__init__(message)
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Callers that a service admits, and when it answers.
+
+    token        None admits every caller (tools and tests on loopback)
+    secret       paths that need the token for a GET too
+    check_alive  raises Fenced when this process has lost its lease
+    """
+
+    token: str | None
+    secret: Collection[str] = ()
+    check_alive: CheckAlive = unleased
+
+
 class Guard:
     """ASGI middleware. ``refused`` counts by cause: token, size."""
 
     def __init__(
         self,
         app: ASGIApp,
+        admission: Admission,
         *,
-        token: str | None,
         max_body: int,
         error: Callable[[str], object],
-        secret: Collection[str] = (),
-        check_alive: CheckAlive = unleased,
         room: Callable[[int], AbstractContextManager[None]] = lambda size: contextlib.nullcontext(),
     ) -> None:
-        """``token``: None admits every caller (tools and tests on loopback). ``error`` makes the body of a refusal from
-        its message, in the form of the service. ``secret``: paths that need the token for a GET too. ``room`` is
-        entered with the declared size of a body before it is read, and left after the answer; it may raise Refused.
+        """``error`` makes the body of a refusal from its message, in the form of the service. ``room`` is entered with
+        the declared size of a body before it is read, and left after the answer; it may raise Refused.
         """
         self._app = app
         self._max_body = max_body
         self._error = error
-        self._check_alive = check_alive
+        self._check_alive = admission.check_alive
         self._room = room
-        self._authorization = None if token is None else f"Bearer {token}".encode()
-        self._secret = frozenset(secret)
+        self._authorization = None if admission.token is None else f"Bearer {admission.token}".encode()
+        self._secret = frozenset(admission.secret)
         self.refused: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -189,6 +202,7 @@ class BoundedRequest(HttpToolsProtocol):
         self._head = 0
         self._begin_wait()
         super().on_message_begin()
+        self.scope["realsys.is_open"] = self._is_open  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
         self._head = None
@@ -197,6 +211,14 @@ class BoundedRequest(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._end_wait()
         super().on_message_complete()
+
+    def _is_open(self) -> bool:
+        """Return False if the client has closed its end, also if the event loop has not noticed it yet."""
+        if self.transport.is_closing():
+            return False
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return not poll.poll(0)
 
     def _begin_wait(self) -> None:
         self._end_wait()

@@ -42,6 +42,10 @@ class HttpServer:
         self._server = _Server(config)
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
+    def listen(self) -> None:
+        """Queue connections from now on, so that a client may connect before ``serve`` has begun."""
+        self._socket.listen()
+
     async def serve(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve on the running event loop until ``stop``. Calls ``on_ready`` once requests are accepted.
 

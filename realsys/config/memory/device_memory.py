@@ -156,9 +156,9 @@ def step_settings(config: Config, role: RoleSettings, data: int, *, on_gpu: bool
 def server_use(config: Config, allocation: Allocation, *, on_gpu: bool) -> DeviceUse:
     """Return the use of each device of a server. Raises ModelError.
 
-    The embedded engine allocates its whole cache at start: max_running + 1 rows of the longest sequence, 2 layers
-    kv_heads head_dim w bytes per position. Any other engine is counted with the cache of one sequence, its least, on
-    the GPU that has most of the model.
+    The embedded engine allocates its whole cache at start: max_running + cache_rows + 1 rows of the longest sequence,
+    2 layers kv_heads head_dim w bytes per position. Any other engine is counted with the cache of one sequence, its
+    least, on the GPU that has most of the model.
     """
     model, count = model_of(config), allocation.inference.data
     owner = "generation_server/0" + (f"-{count - 1}" if count > 1 else "")
@@ -174,11 +174,20 @@ def server_use(config: Config, allocation: Allocation, *, on_gpu: bool) -> Devic
         cache = longest * position * fullest.layers // (model.layers * sizes.tensor)
         return DeviceUse(owner, weights, cache=cache, libraries=libraries)
     embedded = config.generation.embedded
-    context = embedded.context_length or longest
     weights += _head_copy(config, model)
     sampling = _SAMPLED * FP32 * embedded.max_running * model.vocab
-    cache = (embedded.max_running + 1) * context * position + embedded.max_running * context * _STORED_TOKEN
+    rows = embedded.max_running + embedded.cache_rows + 1
+    cache = rows * row_bytes(config, model) + embedded.max_running * _context(config) * _STORED_TOKEN
     return DeviceUse(owner, weights, head=sampling, cache=cache, libraries=libraries)
+
+
+def row_bytes(config: Config, model: HfModel) -> int:
+    """Return the bytes of one row of the embedded engine's cache: room for the longest sequence. Raises ConfigError."""
+    return _context(config) * cache_bytes(config, model)
+
+
+def _context(config: Config) -> int:
+    return config.generation.embedded.context_length or longest_sequence(config)
 
 
 def cache_bytes(config: Config, model: HfModel) -> int:

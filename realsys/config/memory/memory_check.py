@@ -109,6 +109,19 @@ def check_memory(config: Config, place: Place) -> None:
         _check_host(config, place)
 
 
+def spare_bytes(config: Config, place: Place) -> int:
+    """Return the bytes that each server may take beyond the prediction; 0 if they are unknown. Raises ModelError."""
+    if not place.here.servers_on_gpu:
+        name, host = place.fullest_host(config)
+        servers = (place.nodes[name] if name else place.here).servers
+        return max(0, place.host_bytes - host.total) // max(1, servers)
+    if not place.gpu_bytes:
+        return 0
+    use = server_use(config, parse_allocation(config.allocation), on_gpu=True)
+    usable = usable_bytes(config, place.gpu_bytes, server=True)
+    return max(0, min(usable, *_server_shares(config, place).values()) - use.total)
+
+
 def _check_ranks(config: Config, allocation: Allocation, flow: Dataflow, place: Place) -> None:
     if ranks_fit(config, place.gpu_bytes):
         return

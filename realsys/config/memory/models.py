@@ -10,8 +10,7 @@ from realsys.config.rules.lengths import longest_sequence
 from realsys.config.schema import Config
 from realsys.hf.architecture import HfModel, Rope
 from realsys.hf.config import read_model
-
-_TINY_VOCABULARY = 48
+from realsys.hf.tiny_vocabulary import vocabulary_size
 
 
 def model_of(config: Config, role: str = ACTOR) -> HfModel:
@@ -22,7 +21,7 @@ def model_of(config: Config, role: str = ACTOR) -> HfModel:
     tiny = config.model.tiny
     return HfModel(
         family="qwen2",
-        vocab=_TINY_VOCABULARY,
+        vocab=vocabulary_size(chat=tiny.chat),
         hidden=tiny.hidden_size,
         ffn=tiny.intermediate_size,
         layers=tiny.num_hidden_layers,

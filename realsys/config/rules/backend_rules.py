@@ -1,6 +1,6 @@
 """Rules of a generation backend that other processes than its server need.
 
-    launcher ──────> check, check_machine, capacity, sizes, memory_bytes, own_torch, sharing
+    launcher ──────> check, check_machine, capacity, sizes, memory_bytes, own_torch, holding, sharing
     RolloutWorker ─> start_timeout_s
 
 A backend (``realsys.generation.backend.Backend``) derives from BackendRules and adds ``build``. Launcher and
@@ -9,6 +9,7 @@ RolloutWorkers import the module of the backend, so it must import torch inside 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,13 @@ class BackendRules:
     def memory_bytes(self, node: Node) -> int:
         """Return the host memory of one server in bytes, beyond that of a process that has imported torch."""
         return 0
+
+    def holding(self, episodes: int, spare: Callable[[], int]) -> dict[str, Any]:
+        """Return the fields to set, and their values, if a server has ``episodes`` in progress.
+
+        ``spare`` gives the bytes that each server may take in addition to its predicted memory.
+        """
+        return {}
 
     def sharing(self, share: float) -> dict[str, Any]:
         """Return the fields to set, and their values, if a server may take ``share`` of the memory of its GPUs."""

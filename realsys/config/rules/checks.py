@@ -25,10 +25,11 @@ from realsys.config.rules.machine import Machine
 from realsys.config.rules.ports import port_range
 from realsys.config.rules.training_rules import check_training
 from realsys.config.rules.vocabulary_rules import check_vocabulary
-from realsys.config.schema import Config
+from realsys.config.schema import Config, RolloutConfig
 from realsys.config.sections.schema_data import AUTO_LAYOUT, DataConfig, source_problem
 from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.errors import ConfigError, ModelError
+from realsys.harness.contract import NATIVE, kind_of
 from realsys.hf.architecture import Head, splits_over
 from realsys.hf.config import read_model
 
@@ -68,6 +69,10 @@ def _check_generation(config: Config, allocation: Allocation, backend: BackendRu
     with BACKEND.guard(config.generation.backend, "check or capacity raised"):
         backend.check(allocation)
         capacity = allocation.inference.data * int(backend.capacity())
+    updates = config.asynchronous
+    if updates.kv_reuse_versions and updates.kv_on_update == "recompute":
+        problem = "has no keys to reuse, because kv_on_update=recompute drops them at every update: set it to keep"
+        raise ConfigError("asynchronous.kv_reuse_versions", updates.kv_reuse_versions, problem)
     running = config.rollout.workers * config.rollout.max_concurrent * config.rollout.sampled_episodes
     if running > capacity:
         remedy = f"lower it or raise {backend.capacity_field}" if backend.capacity_field else "lower it"
@@ -151,9 +156,25 @@ def _check_transport(config: Config) -> None:
 # ---- lengths and data
 
 
+def _check_agent(rollout: RolloutConfig) -> None:
+    python = rollout.agent_python
+    if not python:
+        AGENT.check(rollout.agent, rollout.agent_args)
+        if rollout.agent_process == "always" and kind_of(AGENT.load(rollout.agent))[0] == NATIVE:
+            problem = f"must be auto for {rollout.agent}: an agent without base_url runs in the RolloutWorker"
+            raise ConfigError("rollout.agent_process", "always", problem)
+    elif rollout.agent in AGENT.builtin:
+        problem = f"must be empty for the built-in agent {rollout.agent}, which runs in the RolloutWorker"
+        raise ConfigError("rollout.agent_python", python, problem)
+    elif rollout.agent_process == "never":
+        raise ConfigError("rollout.agent_process", "never", "must be auto or always with rollout.agent_python")
+    elif not os.access(python, os.X_OK) or not Path(python).is_file():
+        raise ConfigError("rollout.agent_python", python, "must be the path of an interpreter that can be executed")
+
+
 def _check_rollout(config: Config) -> None:
     rollout, advantage = config.rollout, config.train.ppo.advantage
-    AGENT.check(rollout.agent, rollout.agent_args)
+    _check_agent(rollout)
     if rollout.min_episodes > rollout.group_size:
         problem = f"must not exceed rollout.group_size ({rollout.group_size})"
         raise ConfigError("rollout.min_episodes", rollout.min_episodes, problem)

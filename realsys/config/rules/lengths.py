@@ -12,9 +12,11 @@ DEFAULT_PROMPT = int(DataConfig.model_fields["max_prompt_tokens"].default)
 def longest_sequence(config: Config) -> int:
     """Return the tokens of the longest row that the agent of ``rollout.agent`` can make. Raises ConfigError."""
     agent, arguments = config.rollout.agent, config.rollout.agent_args
-    longest_row = getattr(AGENT.load(agent), "longest_row", None)
+    # An agent in an interpreter of its own cannot be imported here.
+    longest_row = None if config.rollout.agent_python else getattr(AGENT.load(agent), "longest_row", None)
     if longest_row is None:
-        return config.data.max_prompt_tokens + config.generation.sampling.max_new_tokens
+        shortest = config.data.max_prompt_tokens + config.generation.sampling.max_new_tokens
+        return config.rollout.agent_limits.max_tokens or shortest
     with AGENT.guard(agent, "longest_row raised"):
         try:
             longest = longest_row(config, **arguments)

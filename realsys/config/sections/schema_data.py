@@ -1,6 +1,6 @@
 """The ``data`` section of the configuration: sources of prompts, their layouts, and the verifier.
 
-The name of a source is a path, ``FOLDER@SPLIT``, or ``reasoning_gym:NAME``.
+The name of a source is a path, ``FOLDER@SPLIT``, ``reasoning_gym:NAME``, or ``verifiers:ENV``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ from realsys.config.fields import NonNegative, Positive, PositiveFloat, Probabil
 from realsys.config.sections.schema_sampling import CurriculumConfig
 
 RG = "reasoning_gym:"
+VERIFIERS = "verifiers:"
+GENERATED = (RG, VERIFIERS)  # sources that are not files
 AUTO_LAYOUT = "auto"
+
+
+class ArithForm(Section):
+    """A chat that demonstrates the arith task, with places such as {prompt} and {steps} (realsys.data.arith)."""
+
+    prompt: list[dict[str, Any]] = Field(description="messages before the response, in the form of OpenAI's API")
+    response: str = Field(description="text to imitate")
+    tools: list[str] = Field([], description="names of the tools that the chat template describes")
+    weight: PositiveFloat = Field(1.0, description="share of this form, relative to the other weights")
 
 
 class ArithConfig(Section):
@@ -35,6 +46,7 @@ class ArithConfig(Section):
     feedback: str = Field(
         "", description="text between the two tries, as the agent multi_turn writes it; {prompt} is the problem"
     )
+    forms: list[ArithForm] = Field([], description="chats in place of the plain demonstrations; needs model.tiny.chat")
 
 
 class MixtureSource(Section):
@@ -52,7 +64,8 @@ class DataConfig(Section):
 
     kind: Literal["arith", "jsonl"] = Field("jsonl", description="generate the arith task, or read train and eval")
     train: str = Field(
-        "", description="file (.jsonl, .json, .parquet, .arrow), folder of a data set, or reasoning_gym:NAME"
+        "",
+        description="file (.jsonl, .json, .parquet, .arrow), folder of a data set, reasoning_gym:NAME or verifiers:ENV",
     )
     eval: str = Field("", description="as train: held-out problems; empty: hold out eval_fraction of train")
     eval_fraction: Probability = Field(0.05, description="share of the rows of train that is held out")
@@ -63,7 +76,9 @@ class DataConfig(Section):
     )
     layout_args: dict[str, Any] = Field({}, description="keyword arguments of the layout; needs data.layout")
     source_args: dict[str, Any] = Field(
-        {}, description="of reasoning_gym:NAME: size (1000), seed (0), and those of the data set"
+        {},
+        description="of reasoning_gym:NAME: size (1000), seed (0), and those of the data set; of verifiers:ENV: "
+        "env_python, args, eval_args, size",
     )
     demos: str = Field("", description="JSONL file with the keys prompt and response, for the supervised warm-up")
     max_prompt_tokens: Positive = Field(1024, description="longest prompt in tokens; see long_prompts")
@@ -85,7 +100,7 @@ def split_suffix(source: str) -> tuple[str, str]:
 
 def absolute_source(source: str) -> str:
     """Make the path of a source absolute; generated sources have none."""
-    if not source or source.startswith(RG):
+    if not source or source.startswith(GENERATED):
         return source
     path, split = split_suffix(os.path.expanduser(source))
     return f"{Path(path).resolve()}@{split}" if split else str(Path(path).resolve())
@@ -93,7 +108,7 @@ def absolute_source(source: str) -> str:
 
 def source_problem(source: str) -> str:
     """Return why a source cannot be opened, "" if it can."""
-    if source.startswith(RG):
+    if source.startswith(GENERATED):
         return ""
     path = split_suffix(source)[0]
     readable = (os.path.isfile(path) or os.path.isdir(path)) and os.access(path, os.R_OK)

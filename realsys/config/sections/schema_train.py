@@ -212,6 +212,10 @@ class RecordConfig(Section):
     keep_steps: Positive = Field(
         50, description="newest steps whose records are kept; those after the oldest kept checkpoint always are"
     )
+    dropped_groups: NonNegative = Field(
+        64,
+        description="newest dropped and failed groups that each RolloutWorker keeps to show, at most 16 MiB; 0: none",
+    )
 
 
 class TrainConfig(Section):

@@ -20,7 +20,7 @@ import msgspec
 from realsys.config.evaluation_sets import sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.sections.schema_data import AUTO_LAYOUT, RG, DataConfig
+from realsys.config.sections.schema_data import AUTO_LAYOUT, GENERATED, DataConfig
 from realsys.data.conversion.sources_file import Converted, Sources
 from realsys.data.dataset_files import set_file, write_atomically
 from realsys.data.layouts.base import Row, RowError
@@ -123,7 +123,7 @@ def checked_rows(source: Source, split: Split) -> Iterator[tuple[str, Row]]:
 
 def _is_own(source: Source, split: Split) -> bool:
     """Return True for a file that is read in its place: lines of JSON in the layout of realsys."""
-    if source.name.startswith(RG) or source.layout not in (AUTO_LAYOUT, OWN):
+    if source.name.startswith(GENERATED) or source.layout not in (AUTO_LAYOUT, OWN):
         return False
     if [Path(source.name)] != source_files(source.name, split) or source.name.lower().endswith((".parquet", ".arrow")):
         return False

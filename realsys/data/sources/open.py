@@ -1,6 +1,6 @@
 """Opening a source by its name in the configuration.
 
-    FILE.jsonl  FILE.json  FILE.parquet  FILE.arrow  FOLDER  FOLDER@SPLIT  reasoning_gym:NAME
+    FILE.jsonl  FILE.json  FILE.parquet  FILE.arrow  FOLDER  FOLDER@SPLIT  reasoning_gym:NAME  verifiers:ENV
 
 A file with another name is read as lines of JSON.
 """
@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realsys.config.sections.schema_data import RG, split_suffix
+from realsys.config.sections.schema_data import GENERATED, RG, VERIFIERS, split_suffix
 from realsys.data.sources.folders import files_of
 from realsys.data.sources.lines_of_json import json_rows
 from realsys.data.sources.reasoning_gym import generated_rows
 from realsys.data.sources.source_row import Rows
 from realsys.data.sources.tables import arrow_rows, parquet_rows
+from realsys.data.sources.verifiers_tasks import task_rows
 from realsys.errors import DataError
 
 #: splits of a folder that are read for each split of realsys, the first that it has
@@ -26,7 +27,7 @@ _READERS: dict[str, Callable[[Path], Rows]] = {".parquet": parquet_rows, ".arrow
 
 def source_files(source: str, split: str) -> list[Path]:
     """Return the files of a source; none for a generated one. Raises DataError."""
-    if source.startswith(RG):
+    if source.startswith(GENERATED):
         return []
     name, own = split_suffix(source)
     path = Path(name)
@@ -42,6 +43,9 @@ def source_rows(source: str, split: str, arguments: Mapping[str, Any]) -> Rows:
     """Yield the rows of a source. ``arguments``: those of a generated source. Raises DataError."""
     if source.startswith(RG):
         yield from generated_rows(source.removeprefix(RG), split, arguments)
+        return
+    if source.startswith(VERIFIERS):
+        yield from task_rows(source.removeprefix(VERIFIERS), split, arguments)
         return
     for path in source_files(source, split):
         yield from _READERS.get(path.suffix.lower(), json_rows)(path)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from realsys.config.allocation import Allocation
+from realsys.config.doors import AGENT
+from realsys.config.memory.device_memory import row_bytes
+from realsys.config.memory.models import model_of
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.rules.machine import Machine
 from realsys.errors import ConfigError
@@ -43,12 +47,28 @@ class EmbeddedBackend(Backend):
         settings = self.config.generation.embedded
         return settings.max_running + settings.max_queued
 
+    def holding(self, episodes: int, spare: Callable[[], int]) -> dict[str, Any]:
+        """Choose a row of the cache for each episode, because its next turn needs its keys."""
+        waiting = episodes - self.config.generation.embedded.max_running
+        if waiting <= 0 or not self.retains():
+            return {}
+        rows = min(waiting, spare() // row_bytes(self.config, model_of(self.config)))
+        return {"generation.embedded.cache_rows": rows} if rows else {}
+
+    def retains(self) -> bool:
+        """Return True if a later request may use the keys of an ended completion: its next turn, or its next piece."""
+        rollout = self.config.rollout
+        # An agent of another interpreter cannot be imported here. It may have several turns.
+        one_turn = not rollout.agent_python and getattr(AGENT.load(rollout.agent), "one_turn", False)
+        return not one_turn or self.config.generation.sampling.new_tokens_per_chunk > 0
+
     def build(self, parts: EngineParts) -> Engine:
         import torch
 
         from realsys.generation.embedded.build import build_engine
+        from realsys.generation.embedded.rows import KvPolicy
 
-        config = self.config
+        config, updates = self.config, self.config.asynchronous
         torch.set_num_threads(config.generation.threads)
         engine = build_engine(
             parts.model_path,
@@ -57,7 +77,8 @@ class EmbeddedBackend(Backend):
             context=longest_sequence(config),
             dtype=getattr(torch, config.model.dtype),
             head_dtype=torch.float32 if config.model.head_dtype == "float32" else None,
-            interruptible=config.asynchronous.interruptible,
+            interruptible=updates.interruptible,
+            kv=KvPolicy(updates.kv_on_update == "keep", updates.kv_reuse_versions, self.retains()),
         )
         parts.on_change(Change(0))  # the only change: the engine lives as long as the process
         return engine

@@ -12,6 +12,7 @@ from realsys.generation.backend import Load
 from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.engine import Engine
 from realsys.generation.embedded.forward.weights import fuse, read_tensors
+from realsys.generation.embedded.rows import KvPolicy
 from realsys.generation.stop_strings import read_tokenizer
 from realsys.gpu.devices import choose_device
 from realsys.hf.config import read_model
@@ -27,6 +28,7 @@ def build_engine(
     head_dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     interruptible: bool = True,
+    kv: KvPolicy | None = None,
     on_step: Callable[[EngineCore], None] | None = None,
 ) -> Engine:
     """Read the model and allocate everything that the engine needs; the caller starts it.
@@ -46,6 +48,7 @@ def build_engine(
         max_queued=embedded.max_queued,
         context=embedded.context_length or context,
         prefill_tokens=embedded.prefill_tokens,
+        cache_rows=embedded.cache_rows,
     )
-    core = EngineCore(arch, weights, sizes, read_tokenizer(model_path))
+    core = EngineCore(arch, weights, sizes, read_tokenizer(model_path), kv)
     return Engine(core, load, model_path=str(model_path), interruptible=interruptible, on_step=on_step)

@@ -10,8 +10,8 @@ Invariants
                     tokens so far, a budget at a time; completions that are through it decode already.
     batch-is-owner  While a batch exists, it alone knows the lengths of the running completions. ``_retire_batch``
                     writes them back; it must run before anything reads or changes a running completion.
-    one-version     A token belongs to the version whose weights computed its logits and all cached keys and values
-                    that they read. ``swap`` therefore drops the cache of everything, running or not.
+    one-version     A token belongs to the version whose weights computed its logits. Unless KvPolicy.keep is set, they
+                    have computed all cached keys and values that it read: ``swap`` drops the cache of everything.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from realsys.generation.backend import Completion, Snapshot
 from realsys.generation.embedded.forward.batch import Batch, PrefillBatch
 from realsys.generation.embedded.forward.kv_cache import CacheShape, KVCache
 from realsys.generation.embedded.forward.model import Decoder
-from realsys.generation.embedded.forward.sampler import sample
+from realsys.generation.embedded.forward.sampler import sample, top_logprobs
 from realsys.generation.embedded.forward.token_store import TokenStore
 from realsys.generation.embedded.forward.weights import ModelWeights
 from realsys.generation.embedded.layout import LayoutPlanner
 from realsys.generation.embedded.prefill import Part, plan_pass
-from realsys.generation.embedded.results import EMPTY, read_result, snapshot_of
+from realsys.generation.embedded.results import EMPTY, read_result, snapshot_of, stopped_rows
+from realsys.generation.embedded.rows import CacheRows, KvPolicy
 from realsys.generation.embedded.scheduler import LiveCompletion, Request, Scheduler
 from realsys.generation.protocol import UNSYNCED
-from realsys.generation.stop_strings import find_stop, window
 from realsys.generation.uniforms import uniforms
 from realsys.hf.architecture import HfModel
 from realsys.types import FinishReason
@@ -56,12 +56,19 @@ class CoreSizes:
     max_queued      completions that wait
     context         tokens of the longest sequence, prompt and completion
     prefill_tokens  upper bound on the tokens computed between two decoding steps
+    cache_rows      rows of the cache besides those of the completions that decode: for ended ones
     """
 
     max_running: int
     max_queued: int
     context: int
     prefill_tokens: int = 1024
+    cache_rows: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows for whole sequences."""
+        return self.max_running + self.cache_rows
 
 
 @dataclass(slots=True)
@@ -71,6 +78,7 @@ class Counters:
     steps: int = 0
     tokens: int = 0
     prefilled: int = 0  # prompt and completion tokens computed by prefill, without padding
+    reused: int = 0  # those for which it found keys in the cache
     busy_s: float = 0.0
 
 
@@ -85,7 +93,7 @@ class Ended(NamedTuple):
 class EngineCore:
     """Owner of model, cache, tokens and schedule. Not thread-safe: one thread makes all calls.
 
-    ``tokenizer`` serves stop strings; None if the model directory has none.
+    ``tokenizer`` serves stop strings; None if the model directory has none. ``kv``: None: the default policy.
     """
 
     def __init__(
@@ -94,11 +102,12 @@ class EngineCore:
         weights: ModelWeights,
         sizes: CoreSizes,
         tokenizer: Tokenizer | None = None,
+        kv: KvPolicy | None = None,
     ) -> None:
         embedding = weights.embedding
         shape = CacheShape(
             layers=arch.layers,
-            rows=sizes.max_running + 1,  # the extra row is for the completion whose prompt is computed in parts
+            rows=sizes.rows + 1,  # the last one is for the prompt that is computed in parts
             kv_heads=arch.kv_heads,
             context=sizes.context,
             head_dim=arch.head_dim,
@@ -112,7 +121,9 @@ class EngineCore:
         self.version = UNSYNCED
         self.counters = Counters()
         self.scheduler = Scheduler(sizes.max_running, sizes.max_queued, LayoutPlanner(overhead))
+        self.rows = CacheRows(sizes.rows)
         self.hold_admission = False  # while running completions drain before a weight swap
+        self._kv = kv or KvPolicy()
         self._model = Decoder(arch, weights, cache)
         self._cache = cache
         self._store = TokenStore(sizes.max_running, sizes.context, embedding.device)
@@ -170,28 +181,41 @@ class EngineCore:
     @torch.inference_mode()
     def swap(self, weights: ModelWeights, version: int) -> None:
         """Replace the weights between two steps. Running completions keep their tokens and are prefilled again."""
-        self.drop_cache()
-        # The tokens so far belong to the old version, and must be attributed before it changes.
-        for completion in self.scheduler.prefilling:
-            completion.close_segment(self.version)
+        if self._kv.outlives(self.version, version):
+            self._close_segments()
+        else:
+            self.drop_cache()
         if self._store.device.type == "cpu":
             self._model.weights = weights  # staged in host memory, so it can serve as it is
         else:
             self._model.weights.copy_from(weights)
         self.version = version
+        self.rows.forget(self._kv.oldest(version))
 
     def relabel(self, version: int) -> None:
         """Serve the same weights as ``version``. Cached keys and values stay: they were computed with them."""
-        self._retire_batch()
+        if self._kv.keep and version < self.version:
+            self.drop_cache()  # a stamp of older weights could be above the new number
+        self._close_segments()
         for completion in self.scheduler.active:
-            completion.close_segment(self.version)
+            if completion.kv_version == self.version:
+                completion.kv_version = version
+        self.rows.relabel(self.version, version)
         self.version = version
+        self.rows.forget(self._kv.oldest(version))
 
     def drop_cache(self) -> None:
         """Discard all cached keys and values; the next steps compute them again."""
-        # The lengths live in the batch until it is retired: suspend() sorts by length.
-        self._retire_batch()
+        # The lengths live in the batch until segments are closed: suspend() sorts by length.
+        self._close_segments()
         self.scheduler.suspend()
+        self.rows.forget()
+
+    def _close_segments(self) -> None:
+        """Attribute the tokens so far to the version, before it or the keys change."""
+        self._retire_batch()
+        for completion in self.scheduler.active:
+            completion.close_segment(self.version)
 
     # ---- steps
 
@@ -217,38 +241,21 @@ class EngineCore:
         # nor on whether its completion was suspended.
         uniform = store.uniforms.index_select(0, batch.cells)
         counts = batch.counts(store, self.arch.vocab)
+        for row, best in top_logprobs(logits, batch.params).items():  # before ``sample``, which changes the logits
+            batch.completions[row].top.append(best)
         tokens, logprobs = sample(logits, batch.params, uniform, batch.banned(), counts)
         store.write(batch.cells, tokens, logprobs)
         self.counters.steps += 1
         self.counters.tokens += len(batch.completions)
         ended: dict[int, int | str | None] = {**batch.advance(tokens)}
         if batch.watched:
-            ended |= self._stop_strings(batch, ended)
+            assert self.tokenizer is not None, "a request with stop strings was let in"
+            ended |= stopped_rows(batch, ended, store, self.tokenizer)
         if ended:
             # A row that ends without a match has reached its limit.
             self._finish(
                 [Ended(batch.completions[row], "length" if m is None else "stop", m) for row, m in ended.items()]
             )
-
-    def _stop_strings(self, batch: Batch, ended: dict[int, int | str | None]) -> dict[int, str]:
-        """Return the rows whose completion now holds one of its stop strings: row -> string."""
-        assert self.tokenizer is not None, "a request with stop strings was let in"
-        # A row that reached its limit in this step (None) is included: a stop string takes precedence.
-        rows = [r for r in batch.watched if ended.get(r) is None and batch.lengths[r] >= batch.ban_lengths[r]]
-        if not rows:
-            return {}
-        strings = [batch.completions[row].request.params.stop for row in rows]
-        widths = [min(window(texts), self.context) for texts in strings]
-        # One copy from the device for all rows: each would otherwise wait for the device on its own.
-        tails = self._store.tails(batch.cells[torch.tensor(rows, device=batch.cells.device)], max(widths))
-        matches = {}
-        for row, texts, width, tail in zip(rows, strings, widths, tails, strict=True):
-            # Without the prompt: a stop string in it must not end the completion.
-            own_tokens = min(width, int(batch.lengths[row]) - batch.completions[row].completion_start)
-            match = find_stop(self.tokenizer, tail[-own_tokens:], texts)
-            if match is not None:
-                matches[row] = match
-        return matches
 
     # ---- admission, prefill and rows
 
@@ -266,48 +273,41 @@ class EngineCore:
         left = self._prefill_tokens
         # Several passes: a completion that shares tokens with one of this pass copies them in the next.
         while scheduler.prefilling and left > 0:
-            parts = plan_pass(scheduler.prefilling, scheduler.running, left)
+            parts = plan_pass(scheduler.prefilling, self._donors(), left, self.rows.index)
             left -= self._compute(parts)
             complete = [part.completion for part in parts if part.completes]
             if complete:
                 self._retire_batch()
                 scheduler.join(complete)
 
+    def _donors(self) -> list[LiveCompletion]:
+        """Return the running completions whose keys are new enough for others."""
+        oldest = self._kv.oldest(self.version)
+        return [completion for completion in self.scheduler.running if completion.kv_version >= oldest]
+
     def _compute(self, parts: Sequence[Part]) -> int:
-        """Fill free rows, or the extra row for the completion that is cut. Returns the number of tokens."""
-        extra = self.scheduler.max_running
-        taken = {completion.row for completion in self.scheduler.active}
-        free = (row for row in range(extra) if row not in taken)
-        copies = []
-        for part in parts:
-            completion = part.completion
-            if completion.row < 0:
-                # plan_pass cuts at most one completion, so one extra row is enough. It leaves the other
-                # rows to completions that can decode.
-                completion.row = next(free) if part.completes else extra
-            if part.donor is not None:
-                copies.append((part.donor.row, completion.row, part.start))
-            completion.cached = part.stop
+        """Fill the rows of a pass. Returns the number of tokens."""
+        scheduler = self.scheduler
+        self.counters.reused += sum(part.start - part.completion.cached for part in parts)
+        self.rows.evicted.count(parts, self.counters.prefilled, self.rows.extra)
         # Before the pass: its tokens attend to the positions that are copied.
-        self._cache.copy(copies)
+        self._cache.copy(self.rows.assign(parts, scheduler.active, self.version))
         # A part whose positions are all copied has nothing to compute.
         todo = [part for part in parts if part.stop > part.start]
         if todo:
             self._model.prefill(PrefillBatch.build(todo, self._store))
-        for part in parts:
-            if part.completes and part.completion.row == extra:
-                # It leaves the extra row to the next completion that is cut.
-                part.completion.row = next(free)
-                self._cache.copy([(extra, part.completion.row, part.stop)])
+        self._cache.copy(self.rows.leave_extra(parts, scheduler.active))
         tokens = sum(part.stop - part.start for part in todo)
         self.counters.prefilled += tokens
         return tokens
 
     def _arrange(self) -> None:
         """Give all running completions their rows, move their cached positions, and build the batch."""
-        layout = self.scheduler.arrange()
+        scheduler = self.scheduler
+        layout = scheduler.arrange()
         moves = zip(layout.sources.tolist(), layout.targets.tolist(), strict=True)
-        self._cache.copy([(source, target, layout.moved_length) for source, target in moves])
+        others = self.rows.make_room(len(scheduler.running), scheduler.prefilling)
+        self._cache.copy([(source, target, layout.moved_length) for source, target in moves] + others)
         self._batch = Batch.build(self.scheduler.running, layout.groups, self._store)
 
     def _retire_batch(self) -> None:
@@ -325,6 +325,12 @@ class EngineCore:
         self._retire_batch()
         # All results are read before any slot becomes free: the next step may overwrite a free slot.
         results = [(end.completion, self._read(end, end.completion.length)) for end in ended]
+        for completion, result in results:
+            cached = completion.cached if completion in self.scheduler.prefilling else completion.length - 1
+            # Not without a finite log-prob: its keys might not be finite either.
+            usable = self._kv.retain and completion.kv_version >= self._kv.oldest(self.version)
+            if usable and not completion.request.failure:
+                self.rows.retain(completion, result.tokens, cached)
         _deliver(self.scheduler.finish(results))
         for request in [end.completion.request for end in ended]:
             if request.failure and not request.done.done():

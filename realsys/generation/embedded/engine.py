@@ -25,6 +25,7 @@ from realsys.generation.embedded.staging import Stager, Update
 from realsys.generation.limits import Limits
 from realsys.generation.protocol import SamplingParams, ServerInfo, UpdateResult
 from realsys.generation.threaded import ThreadedEngine, join
+from realsys.telemetry import spans
 
 
 class Engine(ThreadedEngine):
@@ -125,6 +126,10 @@ class Engine(ThreadedEngine):
             updates=self._updates_done,
             paused=self._paused,
             busy_s=core.counters.busy_s,
+            retained_tokens=core.rows.tokens,
+            prefilled_tokens=core.counters.prefilled,
+            reused_tokens=core.counters.reused,
+            evicted_tokens=core.rows.evicted.tokens,
         )
 
     def _on_staged(self, update: Update) -> None:
@@ -169,6 +174,8 @@ class Engine(ThreadedEngine):
             self.core.swap(update.weights, update.version)
         self.model_path = update.path
         update.swapped_at = time.perf_counter()
+        now = spans.now()
+        spans.add("pause", now - int(1e9 * (update.swapped_at - start)), now, f"version/{update.version}")
         update.tokens_before = self.core.counters.tokens
         update.timings |= {
             "drain_s": start - update.staged_at,
@@ -212,3 +219,6 @@ class Engine(ThreadedEngine):
 
     def _drop_cache(self) -> None:
         self.core.drop_cache()
+
+    def _flush(self) -> None:
+        self.core.rows.forget()

@@ -1,4 +1,4 @@
-"""Results of completions, read from the TokenStore: at their end, or so far."""
+"""Results of completions, read from the TokenStore: at their end, or so far; and ends by a stop string."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import logging
 from collections.abc import Mapping
 
 import numpy as np
+import torch
+from tokenizers import Tokenizer
 
 from realsys.generation.backend import Completion, Snapshot
+from realsys.generation.embedded.forward.batch import Batch
 from realsys.generation.embedded.forward.token_store import TokenStore
 from realsys.generation.embedded.scheduler import LiveCompletion, Request
+from realsys.generation.stop_strings import find_stop, window
 from realsys.types import FinishReason
 
 log = logging.getLogger(__name__)
@@ -37,9 +41,33 @@ def read_result(
             f"completion {completion.index}): the model has diverged or is corrupt"
         )
         log.error("%s", request.failure)
-    rest = len(tokens) - sum(count for _, count in completion.segments)
-    segments = [*completion.segments, (version, rest)] if rest else list(completion.segments)
-    return Completion(tokens, logprobs, segments, *end)
+    runs = completion.runs(version, len(tokens))
+    segments = [(sampled_by, count) for sampled_by, _, count in runs]
+    oldest_keys = [(kv_version, count) for _, kv_version, count in runs]
+    top = completion.top[: len(tokens)] if request.params.top_logprobs_num else None
+    return Completion(tokens, logprobs, segments, *end, None if oldest_keys == segments else oldest_keys, top)
+
+
+def stopped_rows(
+    batch: Batch, ended: Mapping[int, int | str | None], store: TokenStore, tokenizer: Tokenizer
+) -> dict[int, str]:
+    """Return the rows whose completion now holds one of its stop strings: row -> string. ``ended``: as of the step."""
+    # A row that reached its limit in this step (None) is included: a stop string takes precedence.
+    rows = [r for r in batch.watched if ended.get(r) is None and batch.lengths[r] >= batch.ban_lengths[r]]
+    if not rows:
+        return {}
+    strings = [batch.completions[row].request.params.stop for row in rows]
+    widths = [min(window(texts), store.context) for texts in strings]
+    # One copy from the device for all rows: each would otherwise wait for the device on its own.
+    tails = store.tails(batch.cells[torch.tensor(rows, device=batch.cells.device)], max(widths))
+    matches = {}
+    for row, texts, width, tail in zip(rows, strings, widths, tails, strict=True):
+        # Without the prompt: a stop string in it must not end the completion.
+        own_tokens = min(width, int(batch.lengths[row]) - batch.completions[row].completion_start)
+        match = find_stop(tokenizer, tail[-own_tokens:], texts)
+        if match is not None:
+            matches[row] = match
+    return matches
 
 
 def snapshot_of(request: Request, running: Mapping[int, Completion], moved: int) -> Snapshot:

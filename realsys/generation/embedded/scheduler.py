@@ -4,9 +4,9 @@
                                     ^──────────────── suspend ────────────────┘
 
 A *slot* is the place of a completion's tokens, log-probs and random numbers for its whole life. A *row* is its place
-in the KV cache. Rows 0..n-1 are always the running completions, so that a step works on slices; ``arrange`` moves
-completions between rows to keep similar lengths together. Completions of one request are admitted one by one as slots
-become free.
+in the KV cache, which it leaves at its end (rows.py). Rows 0..n-1 are always the running completions, so that a step
+works on slices; ``arrange`` moves completions between rows to keep similar lengths together. Completions of one request
+are admitted one by one as slots become free.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import numpy as np
 from realsys.errors import GenerationError, ServerBusy
 from realsys.generation.backend import Completion
 from realsys.generation.embedded.layout import Layout, LayoutPlanner, RowGroup
-from realsys.generation.protocol import SamplingParams
-from realsys.types import I32
+from realsys.generation.protocol import UNSYNCED, SamplingParams
+from realsys.telemetry.spans import Phases, now
+from realsys.types import I32, TopLogprobs
 
 __all__ = ["Layout", "LiveCompletion", "Request", "RowGroup", "Scheduler"]
 
@@ -39,6 +40,7 @@ class Request:
     done: Future[list[Completion]]
     failure: str = ""  # reason why it has no results
     admitted: int = 0  # completions taken from the queue so far
+    queued_at: int = field(default_factory=now)
     running: list[LiveCompletion] = field(default_factory=list)
     results: dict[int, Completion] = field(default_factory=dict)
     key: bytes = field(init=False)  # sorts requests by prompt
@@ -57,7 +59,8 @@ class LiveCompletion:
     """One admitted completion, until it ends. ``length`` counts prompt and completion tokens.
 
     The last token is never in the cache. While it is prefilling, the first ``cached`` positions of its
-    row are valid; while it runs, all but the last.
+    row are valid; while it runs, all but the last. ``kv_version``: version of its first key, the oldest.
+    ``segments``: (version, kv_version, tokens) runs of its first tokens.
     """
 
     request: Request
@@ -66,7 +69,22 @@ class LiveCompletion:
     length: int
     row: int = -1  # -1: nothing in the KV cache yet
     cached: int = 0
-    segments: list[tuple[int, int]] = field(default_factory=list)
+    kv_version: int = UNSYNCED
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
+    top: TopLogprobs = field(default_factory=list)  # one entry per token so far, if the request wants them
+    spans: Phases = field(init=False)  # queue, prefill, decode: one of each per weight version that samples
+
+    def __post_init__(self) -> None:
+        self.spans = Phases(f"{self.request.rid}#{self.index}", "queue", self.request.queued_at)
+
+    @property
+    def key(self) -> bytes:
+        return self.request.key
+
+    @property
+    def tokens(self) -> I32:
+        """Tokens by which other sequences find it: those of its prompt."""
+        return self.request.prompt
 
     @property
     def generated(self) -> int:
@@ -90,11 +108,28 @@ class LiveCompletion:
         """Length at which the completion is cut."""
         return len(self.request.prompt) + self.request.params.max_new_tokens
 
+    def runs(self, version: int, generated: int) -> list[tuple[int, int, int]]:
+        """Return the segments of ``generated`` tokens; those since the last segment belong to ``version``."""
+        count = generated - sum(count for *_, count in self.segments)
+        if not count:
+            return list(self.segments)
+        before, last = self.segments[:-1], self.segments[-1:]
+        if last and last[0][:2] == (version, self.kv_version):
+            return [*before, (version, self.kv_version, last[0][2] + count)]
+        return [*before, *last, (version, self.kv_version, count)]
+
     def close_segment(self, version: int) -> None:
         """Attribute the tokens since the last segment to ``version``."""
-        count = self.generated - sum(count for _, count in self.segments)
-        if count:
-            self.segments.append((version, count))
+        before = sum(count for *_, count in self.segments)
+        self.segments = self.runs(version, self.generated)
+        if self.spans.name == "decode":
+            self.spans.enter("decode", version=version, tokens=self.generated - before)
+
+    def end_spans(self, result: Completion) -> None:
+        """Record the last phase of a completion that has ended with ``result``."""
+        tokens = len(result.tokens) - sum(count for *_, count in self.segments)
+        facts = {"version": result.segments[-1][0], "tokens": tokens} if self.spans.name == "decode" and tokens else {}
+        self.spans.enter("", end=result.finish_reason, **facts)
 
 
 class Scheduler:
@@ -134,6 +169,7 @@ class Scheduler:
             completion = LiveCompletion(request, request.admitted, self._free_slots.pop(), len(request.prompt))
             request.admitted += 1
             request.running.append(completion)
+            completion.spans.enter("prefill")
             admitted.append(completion)
             self.queued -= 1
             if not request.waiting:
@@ -144,6 +180,8 @@ class Scheduler:
     def join(self, completions: Sequence[LiveCompletion]) -> None:
         """Let prefilled completions run. Call ``arrange`` before the next step."""
         joined = {id(completion) for completion in completions}
+        for completion in completions:
+            completion.spans.enter("decode", positions=completion.length)
         self.prefilling = [completion for completion in self.prefilling if id(completion) not in joined]
         self.running += completions
 
@@ -152,6 +190,7 @@ class Scheduler:
         for completion in self.active:
             completion.row = -1
             completion.cached = 0
+            completion.spans.name = "prefill"
         # Short ones first, so that most completions decode again soonest; new ones have waited less.
         self.prefilling = sorted(self.running, key=lambda completion: completion.length) + self.prefilling
         self.running = []
@@ -164,6 +203,7 @@ class Scheduler:
         self.prefilling = [completion for completion in self.prefilling if id(completion) not in ended_ids]
         complete = []
         for completion, result in ended:
+            completion.end_spans(result)
             self._free_slots.append(completion.slot)
             request = completion.request
             request.running.remove(completion)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import torch
 
 from realsys.errors import RealsysError
-from realsys.generation.backend import Load
+from realsys.generation.backend import Load, Staged
 from realsys.generation.embedded.forward.weights import ModelWeights, fuse
 from realsys.generation.protocol import UpdateResult
 from realsys.hf.architecture import HfModel
+from realsys.telemetry.spans import span
 
 _log = logging.getLogger(__name__)
 
@@ -72,13 +73,12 @@ class Stager:
         while (update := self._todo.get()) is not None:
             start = time.perf_counter()
             try:
-                staged = self._load(update.path, update.version, loaded=in_engine)
-                loaded = time.perf_counter()
-                # Without the condition on the engine, a version would count as unchanged that equals a refused one.
-                if not (staged.unchanged and in_engine):
-                    update.weights = fuse(
-                        self._arch, staged.tensors, dtype=self._dtype, device=self._device, head_dtype=self._head_dtype
-                    )
+                with span("stage", f"version/{update.version}"):
+                    staged = self._load(update.path, update.version, loaded=in_engine)
+                    loaded = time.perf_counter()
+                    # Else a version would count as unchanged that equals a refused one.
+                    if not (staged.unchanged and in_engine):
+                        update.weights = self._fuse(staged)
             except Exception as error:  # a boundary: a bad version must not stop serving the current one
                 in_engine = False
                 self._refuse(update, error, time.perf_counter() - start)
@@ -97,6 +97,9 @@ class Stager:
             del staged
             self._on_ready(update)
             del update
+
+    def _fuse(self, staged: Staged) -> ModelWeights:
+        return fuse(self._arch, staged.tensors, dtype=self._dtype, device=self._device, head_dtype=self._head_dtype)
 
     def _refuse(self, update: Update, error: Exception, stage_s: float) -> None:
         """Log why the update failed and report it to the caller."""

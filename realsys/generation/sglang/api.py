@@ -19,7 +19,7 @@ from realsys.cluster.http.http_client import CallFailed, HttpClient
 from realsys.errors import GenerationError
 from realsys.generation.client import decode_reply
 from realsys.generation.protocol import PauseMode
-from realsys.types import FinishReason
+from realsys.types import FinishReason, TopLogprobs
 
 CALL_TIMEOUT_S = 30.0  # bound on calls that do not generate
 _LOOK_S = 0.01  # between two questions whether a request is at work
@@ -42,7 +42,14 @@ class _Finish(msgspec.Struct):
 class _Meta(msgspec.Struct):
     finish_reason: _Finish
     output_token_logprobs: list[tuple[float, int, str | None]] = []
+    output_top_logprobs: list[list[tuple[float, int, str | None]]] | None = None
+    cached_tokens: int = 0
     weight_versions: list[Span] | None = None
+    # Seconds, and unix seconds; 0 where SGLang does not tell. All but the first need its --enable-metrics.
+    e2e_latency: float = 0.0
+    queue_time: float = 0.0
+    forward_entry_time: float = 0.0
+    prefill_finished_time: float = 0.0
 
 
 class Reply(msgspec.Struct):
@@ -54,6 +61,11 @@ class Reply(msgspec.Struct):
     @property
     def logprobs(self) -> list[float]:
         return [entry[0] for entry in self.meta_info.output_token_logprobs]
+
+    @property
+    def top(self) -> TopLogprobs:
+        """The most probable tokens at each token; empty if not requested."""
+        return [[(token, value) for value, token, _ in best] for best in self.meta_info.output_top_logprobs or []]
 
 
 class Load(msgspec.Struct):
@@ -75,11 +87,16 @@ class _Updated(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One prompt to complete. ``rid`` must not be a prefix of another one: SGLang aborts by prefix."""
+    """One prompt to complete. ``rid`` must not be a prefix of another one: SGLang aborts by prefix.
+
+    ``namespace``: part of SGLang's cache whose keys it may use; None: the part without a name.
+    """
 
     rid: str
     input_ids: list[int]
     sampling_params: dict[str, Any]
+    top_logprobs_num: int = 0
+    namespace: str | None = None
 
 
 def is_lost(error: GenerationError) -> bool:
@@ -103,6 +120,10 @@ class SglangApi:
             "sampling_params": [piece.sampling_params for piece in pieces],
             "return_logprob": True,
         }
+        if tops := [piece.top_logprobs_num for piece in pieces if piece.top_logprobs_num]:
+            body["top_logprobs_num"] = max(tops)  # the pieces of one request want the same number
+        if pieces[0].namespace is not None:
+            body["extra_key"] = pieces[0].namespace  # they have the same, too
         replies = decode_reply("SGLang/generate", await self._send("/generate", body, timeout_s), list[Reply])
         if len(replies) != len(pieces):
             raise GenerationError(f"SGLang gave {len(replies)} completions for {len(pieces)} prompts", retryable=True)
@@ -138,9 +159,9 @@ class SglangApi:
                     raise GenerationError(f"SGLang/flush_cache: {error}", retryable=True) from error
             await asyncio.sleep(_LOOK_S)
 
-    async def load(self, directory: Path, version: int, timeout_s: float) -> None:
-        """Load weights and drop the cache. After a GenerationError the weights that SGLang serves are unknown."""
-        body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
+    async def load(self, directory: Path, version: int, timeout_s: float, *, flush: bool) -> None:
+        """Load weights; ``flush`` drops the cache. After a GenerationError SGLang's weights are unknown."""
+        body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": flush}
         path = "/update_weights_from_disk"
         reply = decode_reply(f"SGLang{path}", await self._send(path, body, timeout_s), _Updated)
         if not reply.success:

@@ -119,6 +119,8 @@ def build_sglang_engine(
         load_timeout_s=config.manager.update_timeout_s,
         silence_timeout_s=generation.sglang.silence_timeout_s,
         drain=not config.asynchronous.interruptible,
+        keep_keys=config.asynchronous.kv_on_update == "keep",
+        reuse_versions=config.asynchronous.kv_reuse_versions,
     )
     model = Model(limits, arch.tensor_shapes(), tokenizer)
     return SglangEngine(launch, model, materialise, settings, on_change)

@@ -1,61 +1,31 @@
-"""One run of SGLang's server: start, log, health, end.
+"""One run of SGLang: start, health, end.
 
-    start ──> [GET /health until 200] ──> serving, probed for samples ──> ended
-                 │ exits, or not in time: GenerationError with the last lines of its log
-
-Its output is passed on to our log line by line. All its processes are killed when ``stop`` is called or when this
-process ends, in whatever way (guard.py).
+start ──> [GET /health until 200] ──> serving, probed for samples ──> ended
+             │ exits, or not in time: GenerationError with the last lines of its log
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import subprocess
-import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from realsys.cluster.child_process import ChildProcess, how_it_ended
 from realsys.cluster.http.http_client import HttpClient
 from realsys.errors import GenerationError
+from realsys.guarded.guarded_process import GuardedProcess
 
-log = logging.getLogger(__name__)
-output = logging.getLogger("sglang")  # SGLang's own output
-
-_GUARD = Path(__file__).with_name("guard.py")
-_TAIL_LINES = 15
-_LINE_LIMIT = 4000  # characters of a line that is passed on: SGLang prints all its settings in one line
+_SHARED_MEMORY = r"/dev/shm/sglang_loads_\S+"  # SGLang's processes publish their load there, and never remove it
 _HEALTH_INTERVAL_S = 0.2  # the only way to learn that SGLang is ready
 _HEALTH_TIMEOUT_S = 5.0
-_STOP_TIMEOUT_S = 10.0
-_LAST_WORDS_S = 2.0
-_DEATH_S = 10.0  # the guard needs up to 7 s to end the other processes
 
 
-class SglangProcess:
-    """One run of SGLang under its guard. Belongs to the event loop that started it."""
+class SglangProcess(GuardedProcess):
+    """One run of SGLang. Its guard removes what SGLang leaves: shared memory, and the sockets of its processes."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], url: str, remove: Path) -> None:
-        """Start ``command``, which will serve at ``url``. Raises OSError.
-
-        The folder ``remove`` is removed when it ends. It holds the temporary files of the command, because SGLang never
-        removes the sockets between its processes.
-        """
+        """Start ``command``, which serves at ``url`` and has its sockets in ``remove``. Raises OSError."""
         self.url = url
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        argv = [sys.executable, "-E", "-P", str(_GUARD), "--remove", str(remove), "--", *command]
-        log.info("starting %s", " ".join(command))
-        env = {**env, "TMPDIR": str(remove)}
-        self._process = ChildProcess(argv, env, subprocess.PIPE, stdin=subprocess.PIPE)
-        self._reader = asyncio.create_task(self._forward(), name="sglang log")
-        self.ended = asyncio.create_task(self._wait(), name="sglang exit")
-
-    @property
-    def pid(self) -> int:
-        """Pid of the guard, which leads the session of all processes."""
-        return self._process.pid
+        super().__init__("SGLang", command, env, remove, ["--shared", _SHARED_MEMORY])
 
     async def wait_healthy(self, http: HttpClient, timeout_s: float) -> None:
         """Return when the server answers. Raises GenerationError if it exits, or does not answer in time."""
@@ -83,63 +53,3 @@ class SglangProcess:
         SGLang's own limit on the call is 20 s. While it is paused or loads weights the result is False.
         """
         return await http.answers(f"{self.url}/health_generate", timeout_s)
-
-    def tail(self) -> str:
-        """Return the last lines of the output, joined."""
-        return " | ".join(line for line in self._tail if line.strip()) or "none"
-
-    async def last_words(self) -> str:
-        """Return how the process ended, or that it runs, with its last lines. Call it before ``kill``.
-
-        A process that has just died is given some seconds, in which the guard ends the others.
-        """
-        done, _ = await asyncio.wait({self.ended}, timeout=_DEATH_S)
-        how = self.ended.result() if done else "still runs"
-        return f"SGLang {how}; its last lines: {self.tail()}"
-
-    def kill(self) -> None:
-        """Kill the process tree; ``ended`` resolves when it is gone."""
-        assert self._process.popen.stdin is not None
-        self._process.popen.stdin.close()  # the guard then kills everything
-
-    async def stop(self) -> None:
-        """Kill the process tree and wait until it is gone."""
-        self.kill()
-        done, _ = await asyncio.wait({self.ended}, timeout=_STOP_TIMEOUT_S)
-        if not done:
-            log.error("the guard of SGLang did not end within %.0f s; killing it", _STOP_TIMEOUT_S)
-            self._process.kill()
-            await self.ended
-
-    async def _wait(self) -> str:
-        """Return how the process ended, after all its output is logged."""
-        await self._process.exits_within(None)
-        code = self._process.reap()
-        # If the guard was killed, a process that it would have found may still hold the pipe open.
-        await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
-        self._reader.cancel()
-        return how_it_ended(128 - code if code > 128 else code)  # the guard exits with 128 + the signal
-
-    async def _forward(self) -> None:
-        """Consume the output to its end."""
-        pipe = self._process.popen.stdout
-        assert pipe is not None
-        stream = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
-        rest = b""
-        try:
-            while chunk := await stream.read(1 << 16):
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    self._log(line)
-                rest = rest[:_LINE_LIMIT]
-            self._log(rest)
-        finally:
-            transport.close()
-
-    def _log(self, line: bytes) -> None:
-        text = line[:_LINE_LIMIT].decode("utf-8", "replace").rstrip()
-        if text:
-            output.info("%s", text)
-            self._tail.append(text[:300])

@@ -25,7 +25,7 @@ from realsys.generation.sglang.arguments import Launch
 from realsys.generation.sglang.keeper import Keeper, Listener, Run, Settings
 from realsys.generation.sglang.loop_thread import LoopThread
 from realsys.generation.sglang.requests import Request
-from realsys.generation.sglang.traffic import Traffic
+from realsys.generation.sglang.traffic import KeptKeys, Traffic
 from realsys.generation.sglang.update import PAUSE, Shapes, Updater
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ class SglangEngine:
         self._limits = model.limits
         self._tokenizer = model.tokenizer
         self._on_change = on_change
-        self._traffic = Traffic(model.limits.capacity)
+        keys = KeptKeys(keep=settings.keep_keys, reuse=settings.reuse_versions)
+        self._traffic = Traffic(model.limits.capacity, keys)
         self._updater = Updater(
             self._traffic, model.shapes, materialise, drain=settings.drain, timeout_s=settings.load_timeout_s
         )
@@ -122,6 +123,10 @@ class SglangEngine:
     def resume(self) -> Future[None]:
         return self._loop.call(self._updater.resume)
 
+    def flush(self) -> Future[None]:
+        """Drop SGLang's cache. It does so between two requests only: the call waits for that, and may fail."""
+        return self._loop.call(self._flush)
+
     def abort(self, rid: str) -> Future[bool]:
         return self._loop.call(functools.partial(self._abort, rid))
 
@@ -161,6 +166,10 @@ class SglangEngine:
     async def _snapshot(self, rid: str) -> Snapshot | None:
         # While SGLang samples, every request in it moves, although its tokens arrive only at the end of a piece.
         return self._traffic.snapshot(rid, self._keeper.proofs)
+
+    async def _flush(self) -> None:
+        if self._traffic.run is not None:
+            await self._traffic.run.api.idle()
 
     async def _abort(self, rid: str) -> bool:
         running = rid in self._traffic
@@ -202,4 +211,6 @@ class SglangEngine:
             updates=self._updater.done,
             paused=PAUSE in self._traffic.holds,
             busy_s=self._traffic.busy_s(),
+            prefilled_tokens=self._traffic.input_tokens - self._traffic.reused_tokens,
+            reused_tokens=self._traffic.reused_tokens,
         )

@@ -42,6 +42,8 @@ class Settings:
     drain              an update waits for running answers
     load_timeout_s     bounds that wait, and the load of weights
     silence_timeout_s  SGLang that samples nothing for this time is taken for hung, and killed
+    keep_keys          cached keys outlive a load of weights (asynchronous.kv_on_update)
+    reuse_versions     bound on the age of keys of earlier requests (asynchronous.kv_reuse_versions)
     """
 
     start_timeout_s: float
@@ -49,6 +51,8 @@ class Settings:
     load_timeout_s: float
     silence_timeout_s: float
     drain: bool = False
+    keep_keys: bool = False
+    reuse_versions: int = 0
     first_backoff_s: float = 1.0
 
 

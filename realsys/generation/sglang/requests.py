@@ -21,14 +21,35 @@ from realsys.generation.protocol import UNSYNCED, SamplingParams, not_default
 from realsys.generation.sglang.api import Piece, Reply
 from realsys.generation.stop_strings import find_stop, window
 from realsys.generation.uniforms import completion_seed
-from realsys.types import I32, FinishReason
+from realsys.types import I32, FinishReason, TopLogprobs
 
 #: A longer completion is sampled in pieces, so that its client has its first tokens before its last. SGLang keeps the
 #: cache of a piece, so the next one computes hardly anything again.
 PIECE_TOKENS = 4096
 _UNNAMED = "default"  # SGLang's name for the weights that it started with
 #: parameters that SGLang gets in another form; all others go to it under their own name
-_ADAPTED = {"max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "n", "sampling_seed", "answer_prefix"}
+_ADAPTED = {
+    "max_new_tokens",
+    "min_new_tokens",
+    "stop",
+    "stop_token_ids",
+    "n",
+    "sampling_seed",
+    "answer_prefix",
+    "top_logprobs_num",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KeyNamespace:
+    """A part of SGLang's cache. Requests in one part share the keys of equal beginnings.
+
+    name    None: the only part, whose keys are dropped when weights are loaded
+    oldest  version of its oldest keys
+    """
+
+    name: str | None
+    oldest: int
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +60,8 @@ class PartialCompletion:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     segments: list[tuple[int, int]] = field(default_factory=list)
+    kv_segments: list[tuple[int, int]] = field(default_factory=list)  # (version of the oldest keys, tokens) runs
+    top: TopLogprobs = field(default_factory=list)
     finish: FinishReason | None = None
     matched: int | str | None = None
 
@@ -64,6 +87,8 @@ class Request:
     rids: list[str] = field(default_factory=list)  # ids of its pieces in SGLang
     trip: asyncio.Future[list[Reply]] | None = None  # pieces in SGLang
     go: asyncio.Future[None] | None = None  # while it is held back; resolved when it may be sent to SGLang
+    keys: KeyNamespace | None = None  # whose keys it may use, from its first trip on
+    sent_at: int = UNSYNCED  # version that SGLang had when its pieces were sent
 
     @classmethod
     def of(
@@ -96,9 +121,16 @@ class Request:
     def pieces(self, serials: Iterator[int]) -> list[Piece]:
         """Return the rest of the work, in SGLang's form."""
         prompt: list[int] = self.prompt.tolist()
+        namespace = self.keys.name if self.keys is not None else None
         # All ids have one width, because SGLang aborts every request whose id begins with the given one.
         pieces = [
-            Piece(f"{next(serials):012d}", prompt + completion.tokens, self._sampling(completion))
+            Piece(
+                f"{next(serials):012d}",
+                prompt + completion.tokens,
+                self._sampling(completion),
+                self.params.top_logprobs_num,
+                namespace,
+            )
             for completion in self.open
         ]
         self.rids = [piece.rid for piece in pieces]
@@ -112,15 +144,21 @@ class Request:
         for completion, reply in zip(self.open, replies, strict=True):
             count = len(reply.output_ids)
             segments = [(version, count)] if version is not None else _segments(reply)
-            logprobs = reply.logprobs
+            logprobs, top = reply.logprobs, reply.top
             if not count == len(logprobs) == sum(length for _, length in segments):
                 raise GenerationError(
                     f"SGLang gave {count} tokens with {len(logprobs)} log-probs and versions {segments}", retryable=True
                 )
+            if self.params.top_logprobs_num and len(top) != count:
+                raise GenerationError(
+                    f"SGLang gave {count} tokens with {len(top)} lists of top log-probs", retryable=True
+                )
             begin = len(completion.tokens)
             completion.tokens += reply.output_ids
             completion.logprobs += logprobs
+            completion.top += top
             completion.segments = _joined(completion.segments + segments)
+            completion.kv_segments = _joined(completion.kv_segments + self._oldest_keys(reply, segments))
             self._finish(completion, reply)
             self._cut(completion, begin)
 
@@ -137,9 +175,22 @@ class Request:
                 completion.segments,
                 completion.finish or "abort",
                 completion.matched,
+                None if completion.kv_segments == completion.segments else completion.kv_segments,
+                top=list(completion.top) if self.params.top_logprobs_num else None,
             )
             for completion in self.completions
         ]
+
+    def _oldest_keys(self, reply: Reply, segments: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the oldest version of the keys that the tokens of a piece may have attended to, as runs.
+
+        SGLang does not tell which version computed a key. A cached one may be as old as its namespace; all others are
+        not older than the piece.
+        """
+        if self.keys is None or self.keys.name is None:
+            return segments  # every load drops all keys
+        oldest = self.keys.oldest if reply.meta_info.cached_tokens else self.sent_at
+        return [(min(oldest, version), count) for version, count in segments]
 
     def _finish(self, completion: PartialCompletion, reply: Reply) -> None:
         finish = reply.meta_info.finish_reason
@@ -165,8 +216,9 @@ class Request:
         for count in range(first, min(len(completion.tokens), begin + reach) + 1):
             end = len(earlier) + count
             if (match := find_stop(self.tokenizer, text[max(0, end - reach) : end], self.params.stop)) is not None:
-                del completion.tokens[count:], completion.logprobs[count:]
+                del completion.tokens[count:], completion.logprobs[count:], completion.top[count:]
                 completion.segments = _first(completion.segments, count)
+                completion.kv_segments = _first(completion.kv_segments, count)
                 completion.finish, completion.matched = "stop", match
                 return
 

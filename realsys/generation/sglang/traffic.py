@@ -14,8 +14,10 @@ from collections.abc import Iterable
 from realsys.errors import GenerationError, ServerBusy
 from realsys.generation.backend import Completion, Snapshot
 from realsys.generation.protocol import UNSYNCED
+from realsys.generation.sglang.api import Reply
 from realsys.generation.sglang.keeper import Run
-from realsys.generation.sglang.requests import Request
+from realsys.generation.sglang.requests import KeyNamespace, Request
+from realsys.telemetry import spans
 
 #: A trip waits in SGLang's queue, too. The keeper ends it much earlier, when SGLang samples nothing.
 _TRIP_TIMEOUT_S = 86400.0
@@ -23,15 +25,54 @@ _RECALL_INTERVAL_S = 0.25
 _RECALL_TIMEOUT_S = 60.0
 
 
+class KeptKeys:
+    """Which keys of SGLang's cache a request may use.
+
+    With ``keep`` no load drops keys. Requests in progress keep their namespace; new ones get the current one, and a new
+    namespace begins when the oldest keys of the current one are more than ``reuse`` versions older than the weights.
+    SGLang evicts the keys of the earlier ones as it needs their memory.
+    """
+
+    def __init__(self, *, keep: bool = False, reuse: int = 0) -> None:
+        self.keep = keep
+        self._reuse = reuse
+        self._serials = itertools.count()
+        self.current = KeyNamespace(None, UNSYNCED)
+        self.restart(UNSYNCED)
+
+    def drops(self, before: int, version: int) -> bool:
+        """Return True if the load of ``version`` must drop all keys.
+
+        Keys of weights without a version have no stamp. If the trainer has gone back, other weights may have the number
+        of those before, or a lower one.
+        """
+        return not self.keep or before == UNSYNCED or version <= before
+
+    def loaded(self, before: int, version: int, *, same: bool) -> None:
+        """Note the weights that SGLang has now. ``same``: as before, under another number."""
+        if self.drops(before, version):
+            self.restart(version)
+        elif same and self.current.oldest == before:
+            self.current = KeyNamespace(self.current.name, version)
+        elif version - self.current.oldest > self._reuse:
+            self.restart(version)
+
+    def restart(self, version: int) -> None:
+        """Begin a namespace without keys."""
+        self.current = KeyNamespace(f"{next(self._serials)}" if self.keep else None, version)
+
+
 class Traffic:
     """Owns the open requests.
 
     version, path  of the weights that SGLang has now; UNSYNCED and "" for those it was started with
     holds          reasons why new trips wait
+    keys           which cached keys the requests may use
     """
 
-    def __init__(self, max_answers: int) -> None:
+    def __init__(self, max_answers: int, keys: KeptKeys) -> None:
         self._max_answers = max_answers
+        self.keys = keys
         self._requests: dict[str, Request] = {}
         self._serials = itertools.count()
         self.run: Run | None = None
@@ -40,6 +81,8 @@ class Traffic:
         self.path = ""
         self.holds: set[str] = set()
         self.tokens = 0  # returned to callers
+        self.input_tokens = 0  # sent to SGLang
+        self.reused_tokens = 0  # input tokens whose keys were in its cache
         self._busy_s = 0.0
         self._busy_since = 0.0
 
@@ -60,6 +103,15 @@ class Traffic:
         self.failure = failure
         self.version = UNSYNCED
         self.path = ""
+        self.keys.restart(UNSYNCED)
+
+    def loaded(self, version: int, *, same: bool = False) -> None:
+        """Note the version that SGLang has now. ``same``: its weights are those of the version before."""
+        if not same and self.keys.drops(self.version, version):
+            for request in self._requests.values():
+                request.keys = None
+        self.keys.loaded(self.version, version, same=same)
+        self.version = version
 
     def serving(self) -> Run:
         """Return the run. Raises GenerationError while SGLang does not serve."""
@@ -97,9 +149,11 @@ class Traffic:
     async def _trip(self, request: Request) -> None:
         run, version = self.serving(), self.version
         request.recalled = False
+        request.keys, request.sent_at = request.keys or self.keys.current, version
         pieces = request.pieces(self._serials)
         if not self.under_way():
             self._busy_since = time.perf_counter()
+        begin, open_now = spans.now(), [k for k, c in enumerate(request.completions) if c.finish is None]
         request.trip = asyncio.ensure_future(run.api.generate(pieces, _TRIP_TIMEOUT_S))
         try:
             replies = await request.trip
@@ -109,6 +163,10 @@ class Traffic:
                 self._busy_s += time.perf_counter() - self._busy_since
         # Without a report from SGLang our version is right: it cannot change while a trip is under way (Updater).
         request.take(replies, None if run.reports else version)
+        for index, reply in zip(open_now, replies, strict=True):
+            _record_phases(f"{request.rid}#{index}", begin, reply, version)
+        self.input_tokens += sum(len(piece.input_ids) for piece in pieces)
+        self.reused_tokens += sum(reply.meta_info.cached_tokens for reply in replies)
 
     def snapshot(self, rid: str, moved: int) -> Snapshot | None:
         """Return the state of a request; None if no request has that id."""
@@ -183,3 +241,16 @@ class Traffic:
 
     def _unserved(self) -> GenerationError:
         return GenerationError(self.failure or "SGLang does not serve", retryable=True)
+
+
+def _record_phases(unit: str, begin: int, reply: Reply, version: int) -> None:
+    """Record the spans of a piece that was sent at ``begin``. Without SGLang's times all of it counts as decoding."""
+    meta = reply.meta_info
+    end = begin + int(1e9 * meta.e2e_latency) if meta.e2e_latency else spans.now()
+    entered = min(end, begin + int(1e9 * meta.queue_time))
+    prefilled = min(end, entered + int(1e9 * max(0.0, meta.prefill_finished_time - meta.forward_entry_time)))
+    if entered > begin:
+        spans.add("queue", begin, entered, unit)
+    if prefilled > entered:
+        spans.add("prefill", entered, prefilled, unit)
+    spans.add("decode", prefilled, end, unit, version=version, tokens=len(reply.output_ids))

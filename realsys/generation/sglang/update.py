@@ -6,6 +6,9 @@
                                                 request, so that every piece has one version
 
 If completions were open, one token is requested behind them: once it arrives, SGLang samples with the new weights.
+With ``asynchronous.kv_on_update=keep`` the load drops nothing. All requests are returned early, and the rest of each
+finds its keys in the cache. SGLang could pause them in place, but with overlapped scheduling the batch that is computed
+then ends after the load: its tokens would get the new version, and could be computed with weights of both.
 After a load that failed the weights are unknown: SGLang is killed, and starts again unsynced.
 
 A version with the weights of the one before is not written and not loaded: only its number is new. No request is
@@ -28,6 +31,7 @@ from realsys.generation.protocol import PauseMode, UpdateResult
 from realsys.generation.sglang.api import Piece, Reply, is_lost
 from realsys.generation.sglang.keeper import Run
 from realsys.generation.sglang.traffic import Traffic
+from realsys.telemetry.spans import span
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +81,8 @@ class Updater:
             # Unknown until the update succeeds: a version may equal one that was staged and never loaded.
             loaded, self._newest = self._newest is run, None
             try:
-                staged = await asyncio.to_thread(self._stage, path, version, target, loaded)
+                with span("stage", f"version/{version}"):
+                    staged = await asyncio.to_thread(self._stage, path, version, target, loaded)
             except (RealsysError, OSError) as error:
                 log.warning("update to version %d failed: %s", version, error)
                 return UpdateResult(False, str(error), {"stage_s": time.perf_counter() - begin})
@@ -117,7 +122,7 @@ class Updater:
                     await run.api.renumber(version)
                 except GenerationError as error:  # the weights are known; the next update loads them whole
                     return UpdateResult(False, str(error), timings)
-            traffic.version = version
+            traffic.loaded(version, same=True)
         return UpdateResult(True, f"serving version {version}", {**timings, "load_s": time.perf_counter() - begin})
 
     def _check_serves(self, run: Run) -> None:
@@ -137,7 +142,8 @@ class Updater:
                 drained = time.perf_counter()
                 if abort_all:
                     traffic.abort()
-                loaded = await self._load(run, directory, version, "abort" if abort_all else "retract")
+                with span("pause", f"version/{version}"):
+                    loaded = await self._load(run, directory, version, abort_all)
             finally:
                 traffic.release(LOAD)
         if isinstance(loaded, str):
@@ -161,17 +167,20 @@ class Updater:
             probe.cancel()
             self._probe = None
 
-    async def _load(self, run: Run, directory: Path, version: int, mode: PauseMode) -> tuple[float, float] | str:
+    async def _load(self, run: Run, directory: Path, version: int, abort_all: bool) -> tuple[float, float] | str:
         """Interrupt, load, resume. Returns when the load began and ended, or why SGLang had to be killed."""
         traffic = self._traffic
+        flush = traffic.keys.drops(traffic.version, version)
         try:
-            await self._interrupt(run, mode)
-            if not run.reports:  # else it is paused
+            # SGLang would return the requests of a pause without their tokens: these are retracted.
+            recall = traffic.keys.keep and self._stopped is not run
+            await self._interrupt(run, "abort" if abort_all else "retract", recall=recall)
+            if flush and not run.reports:  # else it is paused
                 await run.api.idle()
             begin = time.perf_counter()
-            await run.api.load(directory, version, self._timeout_s)
+            await run.api.load(directory, version, self._timeout_s, flush=flush)
             loaded = time.perf_counter()
-            traffic.version = version
+            traffic.loaded(version)
             if PAUSE not in traffic.holds:
                 await self._resume_sglang(run)
         except GenerationError as error:
@@ -184,15 +193,13 @@ class Updater:
             return problem
         return begin, loaded
 
-    async def _interrupt(self, run: Run, mode: PauseMode) -> None:
+    async def _interrupt(self, run: Run, mode: PauseMode, *, recall: bool = False) -> None:
         """Stop SGLang's work. Running requests stay there, or are returned early (see the module's drawing)."""
         traffic = self._traffic
-        if mode == "abort":
+        if mode == "abort" or recall or not run.reports:
             if self._stopped is run:
                 await run.api.pause("retract")  # a completion that is paused in place would not be returned
-            await traffic.recall(traffic.abort())
-        elif not run.reports:
-            await traffic.recall(traffic.under_way())
+            await traffic.recall(traffic.abort() if mode == "abort" else traffic.under_way())
         if run.reports:
             await run.api.pause("retract" if mode == "abort" else mode)
             self._stopped = run

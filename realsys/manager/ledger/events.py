@@ -63,7 +63,7 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     curriculum: tuple[Rate, Rate, float] | None = None
 
     def conflict(self, before: Opened) -> str | None:
-        """Return why tickets granted with the settings ``before`` cannot go on with these, None if they can."""
+        """Return why tickets granted with the settings ``before`` do not fit these; None if they do."""
         for name in ("prompts", "seed", "batch_groups"):
             was, now = getattr(before, name), getattr(self, name)
             if was != now:

@@ -1,18 +1,18 @@
 """Servers that keep the version of a running evaluation while the others update. Pure: time is an argument.
 
     version v + 1 is published, an evaluation of v is running
-        a share of the servers at v          ──> keep v, and sample what is left of the evaluation
+        a share of the servers at v          ──> keep v, and sample the rest of the evaluation
         other servers with its completions   ──> take no further ones, and update when those have ended
         all other servers                    ──> update
     the evaluation has ended, or hold_s after the first delay it is lost ──> all update
 
-Training goes on: a server that keeps v samples train tickets while ``admission`` and the staleness bound let it. A
+Training continues: a server that keeps v samples train tickets while ``admission`` and the staleness bound let it. A
 completion of an evaluation never meets an update, so all of them are of one version (``one-version``).
 
 An evaluation is pinned to a version by its first grant, or when the first server that may serve it has to decide about
 an update. If no server has that version any more, the evaluation begins anew with another one. A server in quarantine
-samples nothing, so it counts as one that has not. After a restart of the manager the servers are asked first which
-version they have.
+samples nothing, so it does not count. After a restart the manager first asks the servers for
+their versions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from realsys.manager.ledger.evaluations import Evaluation, Evaluations
+from realsys.manager.ledger.evaluation import Evaluation
+from realsys.manager.ledger.evaluations import Evaluations
 from realsys.manager.ledger.events import EvalHeld, EvalLost
 from realsys.manager.routing.placement import Reservations
 from realsys.manager.routing.server_table import Hold, Server, ServerTable

@@ -26,6 +26,7 @@ class RouteRequest:
     """Input of a strategy. ``previous``: the server whose cache holds the prefix, with the version of its weights.
 
     ``prefix``: the prompt's block hashes, shortest prefix first (``routing.prefix``); empty if unknown.
+    ``reuse_versions``: versions by which a cached prefix may be older than the server's weights.
     """
 
     ticket_id: str
@@ -35,10 +36,15 @@ class RouteRequest:
     previous_version: int | None = None
     prefix: Sequence[int] = ()
     expected: float = 0.0  # tokens that each completion has still to sample, also those that run on the servers
+    reuse_versions: int = 0
 
     def tokens_on(self, server: ServerLoad) -> float:
         """Return the tokens that ``server`` is expected to hold when its present completions end."""
         return server.tokens + self.expected * server.requests
+
+    def reuses(self, version: int | None, server: ServerLoad) -> bool:
+        """Return True if ``server`` may use keys that weights of ``version`` have computed; None: there are none."""
+        return version is not None and 0 <= server.version - version <= self.reuse_versions
 
 
 @dataclass(slots=True)
@@ -107,9 +113,9 @@ class Gate:
 
 
 class StickyLeastLoaded:
-    """The server that holds the tokens so far, while its weights are the same and the gate allows it.
+    """The server that holds the tokens so far, while its weights may use them and the gate allows it.
 
-    A weight update voids the cached prefix, so the ticket is then placed anew, on the least loaded server.
+    A weight update beyond that voids the cached prefix, so the ticket is placed anew, on the least loaded server.
     """
 
     def __init__(self, gate: Gate | None = None) -> None:
@@ -146,7 +152,7 @@ class PrefixAware:
         for prefix in reversed(request.prefix):
             holders = self._holders.get(prefix)
             if holders is not None:
-                fit = [s for s in servers if request.tokens_on(s) <= limit and holders.get(s.name) == s.version]
+                fit = [s for s in servers if request.tokens_on(s) <= limit and request.reuses(holders.get(s.name), s)]
                 if fit:
                     return _least(request, fit).name
         return None
@@ -160,10 +166,10 @@ class PrefixAware:
 
 
 def _held_by_previous(request: RouteRequest, servers: Sequence[ServerLoad], limit: float) -> str | None:
-    """Return the ticket's last server if it has the same weights and at most ``limit`` tokens."""
+    """Return the server that holds the prefix, if its weights may use it and its load is at most ``limit`` tokens."""
     for server in servers:
         if server.name == request.previous:
-            held = server.version == request.previous_version and request.tokens_on(server) <= limit
+            held = request.reuses(request.previous_version, server) and request.tokens_on(server) <= limit
             return server.name if held else None
     return None
 

@@ -32,12 +32,15 @@ Demand = int | Exactly | None
 
 
 class Router:
-    """Pure."""
+    """Pure. ``reuse_versions``: versions by which a cached prefix may be older than a server's weights."""
 
-    def __init__(self, servers: ServerTable, reservations: Reservations, strategy: Strategy) -> None:
+    def __init__(
+        self, servers: ServerTable, reservations: Reservations, strategy: Strategy, reuse_versions: int = 0
+    ) -> None:
         self._servers = servers
         self._reservations = reservations
         self._strategy = strategy
+        self._reuse_versions = reuse_versions
         self.lengths = ExpectedLength()
         self._revision = -1  # revision of the registry that the routes belong to
         self._routes: dict[Demand, list[ServerLoad]] = {}
@@ -72,7 +75,9 @@ class Router:
         self._reservations.release_call(request.ticket_id, request.call)  # its own place must not count against it
         previous, version = (held.server, held.version) if held else request.previous or (None, None)
         size = tokens + request.n * expected
-        route = RouteRequest(request.ticket_id, request.n, size, previous, version, request.prefix, expected)
+        route = RouteRequest(
+            request.ticket_id, request.n, size, previous, version, request.prefix, expected, self._reuse_versions
+        )
         name = self._strategy.choose(route, candidates)
         server = self._servers.get(name)
         assert server is not None and server.verified is not None, f"strategy chose {name}, not a candidate"

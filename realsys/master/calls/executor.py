@@ -42,6 +42,7 @@ from realsys.master.calls.gpu_use import gpu_use
 from realsys.master.calls.ownership import Ownership
 from realsys.model_calls import Empty, MfcReply, MfcRequest, TransferReply
 from realsys.stream.codec import encode_message
+from realsys.telemetry import spans
 from realsys.train.step_gate import StepAbandoned
 from realsys.types import METADATA_KEYS, SequenceRef
 
@@ -78,6 +79,7 @@ class CallResult:
     abandoned    the run stops, and the call was not run to its end
     not_finite   arguments of the NotFiniteError that ended the call
     gpu          readings of the GPUs of its workers (``gpu_use``); empty on CPUs
+    host_bytes   worker -> resident memory after the call
     """
 
     stats: dict[str, float]
@@ -89,6 +91,7 @@ class CallResult:
     abandoned: bool = False
     not_finite: tuple[str, int, list[str]] | None = None
     gpu: dict[str, float] = field(default_factory=dict)
+    host_bytes: dict[int, int] = field(default_factory=dict)
 
 
 class GraphExecutor:
@@ -299,6 +302,8 @@ class _GraphRun:
         arrays = call.outputs - METADATA_KEYS
         self.ownership.add_owners(arrays, holders_of_outputs(self.meshes[call.role], minibatches))
         self.results[call.name] = result
+        end = spans.now()
+        spans.add("call", end - int(1e9 * (result.ended - result.began)), end, f"step/{self.step}", call=call.name)
 
     def _check_scores(self, call: FunctionCall, scores: Mapping[str, float]) -> None:
         # Checked here, on one process: a NaN reward would reach every advantage of its group on
@@ -379,4 +384,5 @@ async def _result(
         abandoned=any(reply.abandoned for reply in replies.values()),
         not_finite=heads[0].not_finite,
         gpu=gpu_use([reply.gpu for reply in replies.values() if reply.gpu], seconds),
+        host_bytes={worker: reply.host_bytes for worker, reply in replies.items()},
     )

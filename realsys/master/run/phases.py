@@ -75,6 +75,7 @@ class MasterRun:
         await self._status.enter("connect")
         await parts.connections.stream.barrier(range(parts.world_size), cluster.connect_timeout_s)
         followers = self._followers(start)
+        await self._status.enter("load")
         await self._initialize((role for role in parts.meshes if role not in followers), self._model_dir)
         done = await self._begin(start)
         await self._status.enter("publish")

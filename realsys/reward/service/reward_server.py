@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_guard import Guard, Refused
+from realsys.cluster.http.http_guard import Admission, Guard, Refused
 from realsys.errors import MALFORMED, NoVerifierError, RewardError
 from realsys.reward.frames import Failure
 from realsys.reward.pool import OVER_LIMIT, VerifierPool
@@ -51,10 +51,9 @@ class RewardServer:
         ]
         self.app = Guard(
             FastAPI(docs_url=None, redoc_url=None, openapi_url=None, routes=list(routes)),
-            token=token,
+            Admission(token, check_alive=check_alive),
             max_body=p.MAX_BODY,
             error=_error,
-            check_alive=check_alive,
             room=self._room.body,
         )
 

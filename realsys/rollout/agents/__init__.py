@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from realsys.config.doors import AGENT
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
-from realsys.rollout.agents.base import Agent, AgentParts
+from realsys.harness.contract import CAPTURED, is_async, kind_of
+from realsys.rollout.agents.base import Agent, AgentParts, ClosableAgent
+from realsys.rollout.agents.bounded import Bounded
+from realsys.rollout.agents.captured.agent import CapturedAgent
+from realsys.rollout.agents.captured.inside import Inside
+from realsys.rollout.agents.captured.processes import AgentProcesses, check_interpreter
 from realsys.rollout.environments.base import Environment
 
 
-def build(config: Config, tokenizer: TextTokenizer, environment: Environment) -> Agent:
+def build(config: Config, tokenizer: TextTokenizer, environment: Environment) -> ClosableAgent:
     """Build the agent that ``rollout.agent`` names. Raises ConfigError."""
-    parts = AgentParts(config, tokenizer, environment)
-    agent: Agent = AGENT.make(config.rollout.agent, parts, config.rollout.agent_args)
-    return agent
+    rollout, parts = config.rollout, AgentParts(config, tokenizer, environment)
+    if rollout.agent_python:
+        return CapturedAgent(parts, AgentProcesses(rollout))
+    loaded = AGENT.load(rollout.agent)
+    if kind_of(loaded)[0] != CAPTURED:
+        agent: Agent = AGENT.make(rollout.agent, parts, rollout.agent_args)
+        return Bounded(agent, rollout.agent_limits.episode_timeout_s)
+    if _in_processes(config, loaded):
+        return CapturedAgent(parts, AgentProcesses(rollout))
+    with AGENT.guard(rollout.agent, "cannot be built"):
+        return CapturedAgent(parts, Inside(loaded, rollout))
 
 
 def check(config: Config, tokenizer: TextTokenizer) -> None:
     """Let the agent check the model's tokenizer before anything starts. Raises ConfigError."""
-    check_of_agent = getattr(AGENT.load(config.rollout.agent), "check", None)
+    rollout = config.rollout
+    if rollout.agent_python:
+        check_interpreter(rollout)
+        return
+    check_of_agent = getattr(AGENT.load(rollout.agent), "check", None)
     if check_of_agent is not None:
-        with AGENT.guard(config.rollout.agent, "check raised"):
-            check_of_agent(config, tokenizer, **config.rollout.agent_args)
+        with AGENT.guard(rollout.agent, "check raised"):
+            check_of_agent(config, tokenizer, **rollout.agent_args)
+
+
+def _in_processes(config: Config, loaded: Any) -> bool:
+    """An async run shares the event loop of the RolloutWorker; another one would block it."""
+    wanted = config.rollout.agent_process
+    return wanted == "always" or (wanted == "auto" and not is_async(loaded))

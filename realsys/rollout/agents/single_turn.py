@@ -12,6 +12,8 @@ from realsys.types import Episode
 class SingleTurn:
     """Agent with one completion per episode."""
 
+    one_turn = True
+
     def __init__(self, parts: AgentParts) -> None:
         self._parts = parts
 

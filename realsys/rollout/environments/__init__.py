@@ -11,6 +11,7 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.reward.verifiers.base import Item, Verdict
 from realsys.rollout.environments.base import Environment, EnvironmentParts
 from realsys.rollout.task import Response, Task
+from realsys.telemetry.spans import span
 
 
 class Verifiers(Protocol):
@@ -26,7 +27,8 @@ def build(config: Config, tokenizer: TextTokenizer, pool: Verifiers) -> Environm
     async def verify(task: Task, response: Response) -> Verdict:
         prompt = task.prompt
         item = Item(prompt.text, response.text, prompt.answer, prompt.extra)
-        return await pool.verify(of_sets.get(task.ticket.set, config.data.verifier), item)
+        with span("reward", task.unit):
+            return await pool.verify(of_sets.get(task.ticket.set, config.data.verifier), item)
 
     parts = EnvironmentParts(config, tokenizer, verify)
     arguments = config.rollout.environment_args

@@ -21,7 +21,7 @@ _hooks: list[dict[str, Any]] = []
 
 
 def preload() -> None:
-    """Import the modules, and keep what they register."""
+    """Import the modules, and keep their hooks."""
     register = os.register_at_fork
     os.register_at_fork = lambda **hooks: _hooks.append(hooks)
     try:

@@ -138,7 +138,7 @@ def run(task: dict[str, Any], channel: int, descriptor: int) -> None:
 
 
 def test(task: dict[str, Any], link: Link) -> None:
-    """Run the tests of a task. Raises what they raise."""
+    """Run the tests of a task. Raises their exceptions."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.argv = ["tests"]

@@ -21,7 +21,7 @@ import sys
 import time
 from typing import Any
 
-from . import child, confine, kernel, preload, rehearsal, uses
+from . import child, confine, kernel, preload, uses
 from .waiting import Waiting
 
 MAX_MESSAGE = 1 << 16
@@ -222,7 +222,7 @@ def main() -> None:
     if not setup["namespaces"]:
         kernel.die_with_parent()
     kernel.set_dumpable(False)
-    rehearsal.rehearse(setup)
+    child.rehearse(setup)
     preload.freeze()
     control.sendall(
         json.dumps({"up": True, "landlock": kernel.landlock_abi(), "seccomp": confine.has_filter()}).encode()

@@ -27,7 +27,7 @@ class Lengths:
         self._prompt = math.sqrt(settings.prompt_share)
         self._episode = math.sqrt(1.0 - settings.prompt_share)
         self._mu = math.log(settings.mean) - settings.sigma**2 / 2
-        self._recorded = recorded_lengths(settings.trial) if settings.kind == "trial" else []
+        self._values = recorded_lengths(settings.trial) if settings.kind == "trial" else settings.values
 
     def draw(self, ticket: Ticket) -> list[int]:
         """Return the tokens of each of the ``ticket.n`` completions."""
@@ -49,7 +49,7 @@ class Lengths:
             elif s.kind == "uniform":
                 tokens = s.shortest + below * (s.longest - s.shortest)
             else:
-                tokens = self._recorded[min(int(below * len(self._recorded)), len(self._recorded) - 1)]
+                tokens = self._values[min(int(below * len(self._values)), len(self._values) - 1)]
         return max(s.shortest, min(int(tokens), s.longest))
 
 

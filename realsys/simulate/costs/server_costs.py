@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from realsys.simulate.clock import Clock
-from realsys.simulate.scenarios import ServerSettings
+from realsys.simulate.costs.host_costs import Host
+from realsys.simulate.scenarios import HostSettings, ServerSettings
 from realsys.types import PublishedVersion
 
 _EPSILON = 1e-6  # tokens
@@ -45,9 +46,10 @@ class EngineRequest:
 class Engine:
     """One incarnation of a server."""
 
-    def __init__(self, clock: Clock, settings: ServerSettings) -> None:
+    def __init__(self, clock: Clock, settings: ServerSettings, host: Host | None = None) -> None:
         self.clock = clock
         self.settings = settings
+        self.host = host or Host(HostSettings())
         self.serving: PublishedVersion | None = None
         self.up = True
         self._running: list[tuple[float, int, Piece, EngineRequest]] = []
@@ -93,6 +95,7 @@ class Engine:
         self.up = False
         self._running.clear()
         self._queue.clear()
+        self._set_rate()
         return lost
 
     def load(self) -> tuple[int, int]:
@@ -139,12 +142,21 @@ class Engine:
             heapq.heappush(self._running, (piece.began + piece.tokens, self._number, piece, request))
         self._set_rate()
 
+    def set_speed(self) -> None:
+        """Go on at the host's new speed."""
+        self._advance()
+        self._set_rate()
+
     def _set_rate(self) -> None:
-        count, settings = len(self._running), self.settings
+        count, settings, host = len(self._running), self.settings, self.host
         if self._paused or not count:
             self._rate = 0.0
+            host.use(self, 0.0)
             return
-        self._rate = min(settings.tokens_per_s, settings.total_tokens_per_s / count)
+        alone = 1.0 / (1.0 / settings.tokens_per_s + count * settings.s_per_completion)
+        alone = min(alone, settings.total_tokens_per_s / count)
+        host.use(self, host.settings.server_cores + host.settings.cpu_s_per_token * alone * count)
+        self._rate = alone * host.speed
         due = self.clock.now + max(0.0, self._running[0][0] - self._work) / self._rate
         if self._armed < 0 or due < self._armed:
             self._armed = due

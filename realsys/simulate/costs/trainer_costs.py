@@ -7,7 +7,7 @@ groups ──push──> Intake ──batch──> claim ──> step (cost) ─
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from realsys.buffer.token_losses import STALE
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets, id_of_set
 from realsys.config.schema import Config
 from realsys.config.sections.schema_evaluation import HELD_OUT
+from realsys.errors import PromptsUsedUp
 from realsys.manager.messages import ClaimRequest, EvaluateRequest, RollBackRequest, TrainedRequest
 from realsys.manager.operations import CLAIM, EVALUATE, ROLL_BACK, STATUS, TRAINED
 from realsys.manager.refusals import Refusal
@@ -24,6 +25,7 @@ from realsys.master.recovery import eval_id_of
 from realsys.master.statistics import batch_statistics
 from realsys.simulate.account import Account
 from realsys.simulate.clock import Clock
+from realsys.simulate.costs.host_costs import Host, Job
 from realsys.simulate.costs.rollout_costs import GroupRun
 from realsys.simulate.manager_machine import ManagerMachine
 from realsys.simulate.scenarios import SimSettings
@@ -37,6 +39,7 @@ class Surroundings(Protocol):
     """Everything around the trainer."""
 
     clock: Clock
+    host: Host
     account: Account
     manager: ManagerMachine
     config: Config
@@ -63,6 +66,7 @@ class Trainer:
         self.weights: list[list[str]] = []  # tickets that each version trained
         self.logged = 0  # steps in the step log, which is written after the report
         self.lose_notices = 0  # stored groups that the master does not hear of
+        self.used_up = ""  # why no further batch can come
         self.last_step = 0.0  # time of the last step's end
         self._held: dict[str, GroupRun] = {}  # groups in the buffer, by ticket.attempt
         self._pushes: list[tuple[GroupRun, Stored]] = []  # groups whose push waits for the trainer
@@ -72,6 +76,7 @@ class Trainer:
         self._waits = 0  # number of calls of ``propose``
         self._intake: IntakeState
         self._batch: list[GroupRun] = []
+        self._step: Job | None = None
         self._publishing = False
         self._blocked: Callable[[], None] | None = None  # act that waits for the end of the publication
 
@@ -103,6 +108,8 @@ class Trainer:
         """End with everything that was not in the checkpoint."""
         self.up = False
         self._phase = "down"
+        if self._step is not None:
+            self._step.cancel()
         for group in [*self._held.values(), *self._batch]:
             self._world.waste(group, "trainer lost")
         self._held.clear()
@@ -197,8 +204,14 @@ class Trainer:
         if self._phase != "waiting" or wait != self._waits:
             return
         self._call(TRAINED, self._report(held=self._intake.held()), lambda _: None)
-        self._call(STATUS, None, lambda status: self._intake.check_wait(status, self._world.clock.now))
+        self._call(STATUS, None, self._check_status)
         self._later(STATUS_S, partial(self._check_wait, wait))
+
+    def _check_status(self, status: Mapping[str, Any]) -> None:
+        try:
+            self._intake.check_wait(status, self._world.clock.now)
+        except PromptsUsedUp as end:
+            self.used_up = str(end)
 
     def _claimed(self, gone: list[str]) -> None:
         batch = self._intake.conclude(gone)
@@ -217,9 +230,14 @@ class Trainer:
         self._phase = "training"
         tokens = sum(group.tokens for group in self._batch)
         seconds = costs.step_s + costs.step_s_per_token * tokens
-        account.busy_s += seconds
         record = {"time": now, "wait": now - self._waiting_since, "tokens": float(tokens)}
-        self._later(seconds, lambda: self._when_published(partial(self._stepped, batch, record)))
+        cores = world.host.settings.trainer_cores
+        self._step = Job(world.clock, world.host, cores, seconds, partial(self._computed, batch, record))
+
+    def _computed(self, batch: TrainBatch, record: dict[str, float]) -> None:
+        world = self._world
+        world.account.busy_s += world.clock.now - record["time"]
+        self._when_published(partial(self._stepped, batch, record))
 
     def _when_published(self, act: Callable[[], None]) -> None:
         """Do ``act`` when no version is being written."""

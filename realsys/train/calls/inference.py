@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
+from realsys.config.dataflow import KV_VERSIONS
 from realsys.model_calls import SNAPSHOT, MfcRequest, SnapshotPlan
 from realsys.train.calls.handlers import CallOutcome
 from realsys.train.calls.reductions import all_reduce, reduce_stats, token_means
@@ -60,7 +61,7 @@ class ActorInference:
 
 def compare_logprobs(role: Role, version: int, computed: Mapping[str, Array]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return computed minus recorded log-probs, float32 [tokens], and which tokens ``version``
-    sampled, bool [tokens].
+    sampled, on keys of its own, bool [tokens].
 
     A recorded -inf has no difference and is left out, as in the loss.
     """
@@ -68,8 +69,12 @@ def compare_logprobs(role: Role, version: int, computed: Mapping[str, Array]) ->
     for sample_id, logprobs in computed.items():
         if role.data.has(sample_id, "behav_logprobs"):
             recorded = role.data.get(sample_id, "behav_logprobs")
-            has_versions = role.data.has(sample_id, "versions")
-            sampled = role.data.get(sample_id, "versions") == version if has_versions else np.zeros(len(logprobs), bool)
+            sampled = np.zeros(len(logprobs), bool)
+            if role.data.has(sample_id, "versions"):
+                sampled = role.data.get(sample_id, "versions") == version
+            if role.data.has(sample_id, KV_VERSIONS):
+                # Keys of other weights are in the engine's number and not in the trainer's: no numerical error.
+                sampled = sampled & (role.data.get(sample_id, KV_VERSIONS) == version)
             possible = ~np.isneginf(recorded)
             differences.append((logprobs - recorded)[possible])
             current.append(sampled[possible])
@@ -107,8 +112,8 @@ def measure_agreement(differences: torch.Tensor, role: Role) -> dict[str, float]
     ``differences``: trainer minus engine, float32 [tokens], natural logarithms. A completion whose
     weights changed while it was sampled also has such tokens. They compare exactly, because the
     engine recomputed the prefix with the new weights: both numbers are log p(token | all tokens
-    before it) under the same weights. Without such tokens there are no means, only
-    ``agreement/tokens`` 0.
+    before it) under the same weights. Tokens on kept keys are not among them. Without such tokens
+    there are no means, only ``agreement/tokens`` 0.
     """
     stats = {
         "tokens": torch.tensor(float(len(differences))),

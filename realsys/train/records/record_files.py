@@ -30,7 +30,7 @@ from realsys.train.data_manager import Array
 from realsys.types import GroupOrigin, SampleMeta
 
 BATCH = "batch.json"
-_INDEX = "index"  # key of the WorkerIndex in the metadata of a worker's file
+INDEX = "index"  # key of the WorkerIndex in the metadata of a worker's file
 
 Number = float | str  # JSON has no number for nan, inf and -inf: these are stored by name
 Arrays = dict[tuple[str, str], Array]  # (sample id, key)
@@ -129,7 +129,7 @@ def encode_worker_file(
         list(origins),
     )
     tensors = {key: np.concatenate([array for _, array in parts]) for key, parts in by_key.items()}
-    return bytes(save(tensors, {_INDEX: msgspec.json.encode(index).decode()}))
+    return bytes(save(tensors, {INDEX: msgspec.json.encode(index).decode()}))
 
 
 def checksum(array: Array) -> str:
@@ -220,7 +220,7 @@ def _parse(path: Path, data: bytes) -> tuple[WorkerIndex, Arrays]:
     try:
         header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(header["__metadata__"], type=dict[str, str])
-        index = msgspec.json.decode(metadata[_INDEX], type=WorkerIndex)
+        index = msgspec.json.decode(metadata[INDEX], type=WorkerIndex)
         tensors = load(data)
         arrays = {
             (part.sample_id, key): array

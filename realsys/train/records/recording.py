@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from realsys.config.dataflow import SOURCE_KEYS, TOKEN_REWARDS
+from realsys.config.dataflow import KV_VERSIONS, SOURCE_KEYS, TEMPERATURES, TOKEN_REWARDS
 from realsys.errors import StreamError
 from realsys.model_calls import Empty
 from realsys.storage.commit_folder import checksum_of
@@ -96,7 +96,7 @@ class SampleRecorder:
         if (directory / files.worker_file(self._worker)).exists():
             _, arrays = files.read_worker_file(directory, self._worker)
             for (sample_id, key), array in arrays.items():
-                if key in SOURCE_KEYS or key == TOKEN_REWARDS:
+                if key in SOURCE_KEYS | {TOKEN_REWARDS, KV_VERSIONS, TEMPERATURES}:
                     self._data.put(sample_id, {key: array})
         return Empty()
 

@@ -24,7 +24,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_guard import Guard
+from realsys.cluster.http.http_guard import Admission, Guard
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.host.copies import HostCopies, LeasedCopy
 from realsys.weights.host.copy_records import WEIGHTS
@@ -133,6 +133,4 @@ def copy_app(copies: HostCopies, *, token: str | None, check_alive: CheckAlive =
         return StreamingResponse(_Range(copy, file, start, stop).chunks(), 206, headers)
 
     app = Starlette(routes=[Route(PATH, serve)])
-    return Guard(
-        app, token=token, max_body=0, error=lambda text: {"error": text}, secret=[PATH], check_alive=check_alive
-    )
+    return Guard(app, Admission(token, [PATH], check_alive), max_body=0, error=lambda text: {"error": text})

@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from realsys.cluster.http import http_guard
-from realsys.cluster.http.http_guard import MAX_HEAD, Guard, Refused
+from realsys.cluster.http.http_guard import MAX_HEAD, Admission, Guard, Refused
 from realsys.cluster.http.http_server import HttpServer
 from realsys.errors import GenerationError
 from realsys.generation.client import GenerationClient
@@ -89,7 +89,7 @@ async def echo(request: Request) -> PlainTextResponse:
 @pytest.fixture
 def served() -> Iterator[tuple[Guard, str]]:
     app = Starlette(routes=[Route("/echo", echo, methods=["POST"])])
-    guard = Guard(app, token="secret", max_body=LIMIT, error=lambda message: {"error": message})
+    guard = Guard(app, Admission("secret"), max_body=LIMIT, error=lambda message: {"error": message})
     http = HttpServer(guard)
     http.start()
     yield guard, http.url
@@ -184,7 +184,7 @@ def test_answer_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) 
         return PlainTextResponse("done")
 
     app = Starlette(routes=[Route("/echo", think, methods=["POST"])])
-    http = HttpServer(Guard(app, token=None, max_body=LIMIT, error=str))
+    http = HttpServer(Guard(app, Admission(None), max_body=LIMIT, error=str))
     http.start()
     try:
         assert talk(http.url, head(10) + bytes(10)).endswith(b"done")
@@ -205,7 +205,7 @@ def test_full_service_refuses_before_the_body() -> None:
 
     sizes: list[int] = []
     app = Starlette(routes=[Route("/echo", echo, methods=["POST"])])
-    http = HttpServer(Guard(app, token="secret", max_body=LIMIT, error=str, room=room))
+    http = HttpServer(Guard(app, Admission("secret"), max_body=LIMIT, error=str, room=room))
     http.start()
     try:
         refused = talk(http.url, head(LIMIT))

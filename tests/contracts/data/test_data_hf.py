@@ -1,12 +1,15 @@
 """The tiny model and its tokenizer, as transformers sees them."""
 
+import msgspec
 import numpy as np
 import pytest
 import transformers
 
 from realsys.config.schema import TinyModelConfig
-from realsys.data.char_model import ALPHABET, make_tiny_model, write_char_tokenizer
+from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+from realsys.data.lines import Message
 from realsys.data.tokenizer import TextTokenizer
+from realsys.hf.tiny_vocabulary import ALPHABET
 
 transformers.utils.logging.disable_progress_bar()  # it leaves a thread behind
 
@@ -21,6 +24,20 @@ def test_transformers_reads_the_tokenizer_the_same_way(tmp_path, loader):
     assert theirs.decode(ids, skip_special_tokens=True) == ALPHABET
     assert len(theirs) == ours.vocab_size, "a token beyond the embedding"
     assert (theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id) == (1, 2, 0)
+
+
+def test_transformers_renders_the_chat_form_the_same(tmp_path):
+    write_char_tokenizer(tmp_path, chat=True)
+    make_tiny_model(TinyModelConfig(num_hidden_layers=1, chat=True), tmp_path, seed=1)
+    ours, theirs = TextTokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"of": "3+5"}}}
+    chat = [Message("user", "Wie groß?\n"), Message("assistant", None, [call]), Message("tool", "8")]
+    dicts = [msgspec.to_builtins(message) for message in chat]
+    rendered = theirs.apply_chat_template(dicts, tools=tools, add_generation_prompt=True, return_dict=True)
+    assert list(rendered["input_ids"]) == ours.encode_prompt(chat, tools=tools)
+    assert len(theirs) == ours.vocab_size and theirs.eos_token_id == ours.eos_token_id
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == ours.vocab_size
 
 
 @pytest.mark.parametrize("tied", [False, True])

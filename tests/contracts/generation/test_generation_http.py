@@ -29,7 +29,6 @@ from tests.support.serving.generation_servers import (
     drive,
     raw,
     samples,
-    until_decoding,
 )
 
 
@@ -123,8 +122,7 @@ def test_logprobs_cover_the_whole_distribution(server, filters):
 @samples
 def test_abort_of_running_requests_returns_what_there_is(server):
     async def test(client):
-        crowd = Crowd(client, server.url)
-        await until_decoding(client, server.url)
+        crowd = await Crowd.decoding(client, server.url)
         async with asyncio.timeout(BOUND_S):  # until one that had begun is cut off
             while not any(answer.finish_reason == "abort" and len(answer.tokens) for answer in crowd.answers):
                 for slot in range(BUSY):
@@ -258,8 +256,7 @@ def test_server_works_while_it_samples(server, monkeypatch):
         assert await client.works(server.url) is False  # it has no request, so ours is lost
         assert await client.works("http://127.0.0.1:1") is False
         if server.seeded:  # SGLang counts tokens when it returns a piece
-            crowd = Crowd(client, server.url)
-            await until_decoding(client, server.url)
+            crowd = await Crowd.decoding(client, server.url)
             assert await client.works(server.url) is True
             await crowd.finish()
         await client.pause(server.url, "in_place")

@@ -28,7 +28,6 @@ from tests.support.serving.generation_servers import (
     publish,
     samples,
     shard_of,
-    until_decoding,
 )
 
 
@@ -56,8 +55,7 @@ def other_manifest(version: Path) -> None:
 @samples
 def test_update_in_mid_answer(server):
     async def test(client):
-        crowd = Crowd(client, server.url)
-        await until_decoding(client, server.url)
+        crowd = await Crowd.decoding(client, server.url)
         result = await client.update_weights(server.url, str(server.paths[1]), 1, BOUND_S)
         assert result.success, result.message
         assert {"stage_s", "verify_s", "pause_s", "load_s", "first_token_s"} <= result.timings.keys()
@@ -145,8 +143,7 @@ def test_corrupt_delta_leaves_the_old_weights_serving(server, tmp_path, versions
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause_holds_requests_and_continue_finishes_them(server, mode):
     async def test(client):
-        crowd = Crowd(client, server.url)
-        await until_decoding(client, server.url)
+        crowd = await Crowd.decoding(client, server.url)
         await client.pause(server.url, mode)
         assert (await client.update_weights(server.url, str(server.paths[1]), 1, BOUND_S)).success
         before = await client.server_info(server.url)
@@ -170,8 +167,7 @@ def test_pause_holds_requests_and_continue_finishes_them(server, mode):
 @samples
 def test_pause_abort_returns_what_there_is(server):
     async def test(client):
-        crowd = Crowd(client, server.url)
-        await until_decoding(client, server.url)
+        crowd = await Crowd.decoding(client, server.url)
         await client.pause(server.url, "abort")
         crowd.dismiss()
         await client.resume(server.url)

@@ -48,6 +48,19 @@ def simulate() -> str:
     return table(head, [[format(row[name], spec) for name, spec in zip(names, formats, strict=True)] for row in rows])
 
 
+def published() -> str:
+    """Table of published ratios of asynchronous over synchronous training, and of the planner's."""
+    columns = {
+        "table": "{table}",
+        "pair": "{name}",
+        "parts of the synchronous step": "{parts}",
+        "published": "{published:.2f}",
+        "predicted": "{predicted:.2f}",
+        "error": "{error_%:+.0f} %",
+    }
+    return listing(columns, load("published")["rows"])
+
+
 def staleness() -> str:
     """Table of plain and decoupled PPO: per eta the staleness reached, and accuracies with standard errors."""
     rows = load("staleness")["rows"]

@@ -50,6 +50,20 @@ def prefill() -> str:
     return listing(columns, load("prefill")["rows"])
 
 
+def prefix_cache() -> str:
+    columns = {
+        "conversations": "{case}",
+        "cache": "{cache}",
+        "prefilled over new tokens": "{prefilled_over_new:.2f}",
+        "hit rate": "{hit_rate:.3f}",
+        "time": "{seconds:.0f} s",
+        "time over that without": "{seconds_over_off:.3f}",
+        "CPU time": "{cpu_s:.1f} s",
+        "CPU time over that without": "{cpu_s_over_off:.3f}",
+    }
+    return listing(columns, load("prefix_cache")["rows"])
+
+
 def weights() -> str:
     copy, stage, pause = (row_of("weights", what=what) for what in ("file copy", "stage", "pause"))
     rows = [

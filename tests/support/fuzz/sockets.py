@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from realsys.cluster.http.http_guard import Guard
+from realsys.cluster.http.http_guard import Admission, Guard
 from realsys.cluster.http.http_server import HttpServer
 from realsys.errors import DecodeError, WorkerLost
 from realsys.launch.nodes import orders
@@ -231,7 +231,7 @@ def http() -> Iterator[Target]:
         return PlainTextResponse(str(len(await request.body())))
 
     app = Starlette(routes=[Route("/echo", echo, methods=["GET", "POST"])])
-    server = HttpServer(Guard(app, token="token", max_body=1000, error=lambda message: {"error": message}))
+    server = HttpServer(Guard(app, Admission("token"), max_body=1000, error=lambda message: {"error": message}))
     server.start()
     host, port = server.url.removeprefix("http://").rsplit(":", 1)
     valid = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer token\r\n"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +126,15 @@ class LiveJob:
 
     def until_step(self, step: int, timeout_s: float = BOUND_S) -> None:
         self.until(lambda: self.steps_done() >= step, f"train step {step}", timeout_s)
+
+    def server_loads(self) -> list[dict[str, Any]]:
+        """Return the last report of each server that the manager has; empty while no manager answers."""
+        page = re.search(r"http://127\.0\.0\.1:\d+", self.job.stdout)
+        with contextlib.suppress(OSError):
+            if page:
+                with urllib.request.urlopen(f"{page[0]}/status", timeout=10) as reply:
+                    return [row["load"] for row in json.load(reply)["servers"] if row["load"]]
+        return []
 
     def pid(self, worker: str) -> int | None:
         """Return the pid of the process that runs as ``kind/index`` now, not of its forks."""

@@ -19,9 +19,11 @@ from realsys.cluster.store.names import Names
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
 from realsys.config.sections.schema_train import TrainConfig
 from realsys.generation.protocol import ServerInfo
+from realsys.manager.http import Pages
 from realsys.manager.service import ManagerService, Signal
 from realsys.manager.shell import Manager, ManagerParts
 from realsys.manager.state import ManagerState
+from realsys.telemetry.latest import LatestRecords
 from realsys.types import PublishedVersion, ServerAddress
 
 TOKEN = "a token"
@@ -87,7 +89,7 @@ class Trial:
     """One manager with its name store; everything a test does to it."""
 
     def __init__(self, ledger: Path, config: Config) -> None:
-        self.ledger, self.config = ledger, config
+        self.ledger, self.config, self.steps = ledger, config, ledger.with_name("steps.jsonl")
         self.names, self.store = Names("user", "exp", "trial"), MemoryNameStore()
         self.servers: list[FakeServer] = []
         self.url = ""
@@ -106,7 +108,14 @@ class Trial:
 
         self.stop = asyncio.Event()
         parts = ManagerParts(
-            self.config, self.names, self.store, TOKEN, self.ledger, {"train": 64, "eval": 8}, register
+            self.config,
+            self.names,
+            self.store,
+            TOKEN,
+            self.ledger,
+            {"train": 64, "eval": 8},
+            register,
+            pages=lambda _: Pages(records=LatestRecords(self.steps).read),
         )
         self.manager = Manager(parts)
         self.task = asyncio.create_task(self.manager.run(self.stop))

@@ -57,14 +57,15 @@ class AgentTrial(Trial):
     No process may be on LOCAL: its executor kills the children of this process at the end, which the agents are.
     """
 
-    def __init__(self, folder: Path, lease_s: float, join_s: float = BOUND_S) -> None:
+    def __init__(self, folder: Path, lease_s: float) -> None:
         super().__init__(folder, "a")
         self.root = folder / "trial"
         self.root.mkdir()
         self.open_nodes = self._open
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.remote: Mapping[str, Node] = {}
         self.started: list[subprocess.Popen[bytes]] = []
-        self._terms = Terms("127.0.0.1", lease_s, join_s)
+        self._terms = Terms("127.0.0.1", lease_s, BOUND_S)
 
     def output(self, node: str) -> Path:
         return self.folder / f"agent-{node}.txt"
@@ -79,6 +80,7 @@ class AgentTrial(Trial):
         names = needs_of(specs)
         try:
             async with open_nodes(names, TrialPaths(self.root), self._terms) as nodes:
+                self.remote = nodes
                 for name in names:
                     self.start_agent(name)
                 yield nodes

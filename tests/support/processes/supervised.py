@@ -47,6 +47,7 @@ class Trial:
         self.node = node
         self.recover = False
         self.notes: list[str] = []
+        self.events: list[tuple[str, str]] = []  # kind and process of each note
         self.open_nodes: OpenNodes = in_process_agents
         self._ready: Counter[str] = Counter()  # reports that were not waited for yet
         self._heard = asyncio.Event()
@@ -109,7 +110,8 @@ class Trial:
             await self._heard.wait()
         self._ready.subtract(names)
 
-    def _note(self, text: str) -> None:
+    def _note(self, text: str, kind: str = "note", process: str = "") -> None:
+        self.events.append((kind, process))
         if not text.startswith("waiting for the agents"):
             self.notes.append(text)
 

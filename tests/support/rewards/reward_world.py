@@ -24,6 +24,7 @@ class World:
         self.dispatch = Dispatch(Bounds(RETRY_S, TOTAL_S), Random(seed), self.now)
         self.ends = {}
         self.failed_at: dict[int, list[str]] = {}  # item -> services that gave no verdict
+        self.lost_at: dict[int, set[str]] = {}  # item -> services that were lost or unable while they had it
         self.added = 0
         self.register(*names)
 
@@ -52,8 +53,9 @@ class World:
                 assert entry.number not in self.ends, "one-end"
                 failed_at = self.failed_at.get(entry.number, [])
                 assert len(failed_at) < JUDGEMENTS
-                others = (each for each in self.dispatch._instances.values() if each.name not in failed_at)
-                if instance.name in failed_at:
+                avoided = self.lost_at.get(entry.number, set()).union(failed_at)
+                others = (each for each in self.dispatch._instances.values() if each.name not in avoided)
+                if instance.name in avoided:
                     assert all(other.is_away(self.now) for other in others), "another-service"
         self._check()
         return new
@@ -64,14 +66,18 @@ class World:
     def decide(self, send, outcome, count: int | None = None, *, over_limit: bool = False):
         """Let the service of a Send decide its first ``count`` items, or all."""
         indexes = list(send.entries)[:count]
-        if isinstance(outcome, Failure):
-            for index in indexes:
-                self.failed_at.setdefault(send.entries[index].number, []).append(send.instance.name)
+        for number in (send.entries[index].number for index in indexes):
+            if isinstance(outcome, Failure):
+                self.failed_at.setdefault(number, []).append(send.instance.name)
+            elif outcome is UNABLE:
+                self.lost_at.setdefault(number, set()).add(send.instance.name)
         self._settle(
             self.dispatch.decided(send.number, [Decided(i, outcome, over_limit) for i in indexes], self.now), outcome
         )
 
     def lose(self, send, *, died: bool = True) -> None:
+        for item in self.items(send):
+            self.lost_at.setdefault(item, set()).add(send.instance.name)
         self._settle(self.dispatch.lost(send.number, "connection failed", self.now, died=died), DIED)
 
     def refuse(self, send, retry_after_s: float = 1.0) -> None:

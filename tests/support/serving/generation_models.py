@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from realsys.generation.backend import Completion
 from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.forward.weights import ModelWeights, fuse, read_tensors
+from realsys.generation.embedded.rows import KvPolicy
 from realsys.generation.embedded.scheduler import Request
 from realsys.generation.protocol import SamplingParams
 from realsys.hf.config import read_model
@@ -92,10 +93,11 @@ def make_core(
     max_queued: int = 64,
     context: int = 128,
     tokenizer: Tokenizer | None = None,
+    kv: KvPolicy | None = None,
     **sizes: int,
 ) -> EngineCore:
     arch, weights = read_model(path), read_weights(path)
-    return EngineCore(arch, weights, CoreSizes(max_running, max_queued, context, **sizes), tokenizer)
+    return EngineCore(arch, weights, CoreSizes(max_running, max_queued, context, **sizes), tokenizer, kv)
 
 
 def make_tokenizer(path: Path) -> None:

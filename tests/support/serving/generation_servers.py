@@ -25,9 +25,12 @@ from realsys.errors import GenerationError
 from realsys.generation.backend import EngineParts, GenerationEngine, Materialised, make_backend
 from realsys.generation.client import Generated, GenerationClient, SamplingSpec
 from realsys.generation.embedded.build import build_engine
+from realsys.generation.embedded.engine import Engine
 from realsys.generation.embedded.forward.weights import read_tensors
+from realsys.generation.embedded.rows import KvPolicy
 from realsys.generation.server import build_app
 from realsys.generation.sglang.engine import SglangEngine
+from realsys.generation.sglang.traffic import KeptKeys
 from realsys.weights.disk import manifest
 from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.stage import DiskReader
@@ -62,6 +65,7 @@ class ServerUnderTest:
     max_answers: int  # that it runs and queues
     start: int = -1
     seeded: bool = True
+    engine: GenerationEngine | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,9 @@ def fresh(running: Running, versions: Versions) -> ServerUnderTest:
         assert time.monotonic() < end, problem
         log.warning("%s; waiting for SGLang", problem)
         threading.Event().wait(0.5)
-    return ServerUnderTest(running.url, versions.models, versions.paths, 16, start=0, seeded=False)
+    return ServerUnderTest(
+        running.url, versions.models, versions.paths, 16, start=0, seeded=False, engine=running.engine
+    )
 
 
 @contextmanager
@@ -145,7 +151,24 @@ def embedded_server(versions: Versions) -> Iterator[ServerUnderTest]:
     config = GenerationConfig(embedded=EmbeddedConfig(max_running=4, max_queued=12, context_length=CONTEXT))
     engine = build_engine(versions.paths[-1], config, DiskReader(everything=True).stage)
     with serving(engine) as url:
-        yield ServerUnderTest(url, versions.models, versions.paths, 16)
+        yield ServerUnderTest(url, versions.models, versions.paths, 16, engine=engine)
+
+
+@contextmanager
+def keeping(server: ServerUnderTest, reuse: int) -> Iterator[None]:
+    """Set asynchronous.kv_on_update=keep and kv_reuse_versions on a running server, which has no request."""
+    if isinstance(server.engine, Engine):  # each test has its own
+        server.engine.core._kv = KvPolicy(True, reuse)
+        yield
+        return
+    assert isinstance(server.engine, SglangEngine)
+    traffic = server.engine._traffic
+    before, traffic.keys = traffic.keys, KeptKeys(keep=True, reuse=reuse)
+    traffic.keys.restart(traffic.version)
+    try:
+        yield
+    finally:
+        traffic.keys = before  # the next load drops what is kept
 
 
 @contextmanager
@@ -191,12 +214,15 @@ def publish(
     tensors: dict[str, torch.Tensor] | None = None,
     writer: ShardWriter | None = None,
     base: str = "",
+    incarnation: str = "test",
 ) -> Path:
     """A version of ``tensors``, or else of those in ``model_dir``. ``base``: folder of the version before."""
-    tmp = manifest.prepare(root, version, "test")
+    tmp = manifest.prepare(root, version, incarnation)
     file = tmp / "model-00001-of-00001.safetensors"
     shard = (writer or ShardWriter()).write(file, tensors or read_tensors(model_dir), base)
-    return manifest.commit(tmp, version=version, incarnation="test", step=version, shards=[shard], model_dir=model_dir)
+    return manifest.commit(
+        tmp, version=version, incarnation=incarnation, step=version, shards=[shard], model_dir=model_dir
+    )
 
 
 def drive(test):
@@ -213,16 +239,23 @@ def drive(test):
 
 
 class Crowd:
-    """``BUSY`` requests at a time that run for long: whenever one ends the next begins, until ``finish``.
+    """``busy`` requests at a time that run for long: whenever one ends the next begins, until ``finish``.
 
     So some run whatever the machine does and wherever the model ends an answer. Every one of a slot has the slot's id.
     """
 
-    def __init__(self, client: GenerationClient, url: str) -> None:
+    def __init__(self, client: GenerationClient, url: str, busy: int = BUSY) -> None:
         self.answers: list[Generated] = []
         self._client, self._url = client, url
         self._last = False
-        self._slots = [asyncio.create_task(self._keep(slot)) for slot in range(BUSY)]
+        self._slots = [asyncio.create_task(self._keep(slot)) for slot in range(busy)]
+
+    @classmethod
+    async def decoding(cls, client: GenerationClient, url: str, busy: int = BUSY) -> Crowd:
+        """Start a crowd, and return it when some of its requests decode."""
+        crowd = cls(client, url, busy)
+        await until_decoding(client, url)
+        return crowd
 
     def dismiss(self) -> None:
         """No further request begins."""

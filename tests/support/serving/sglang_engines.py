@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import queue
-import select
 import shutil
 import sys
 from collections.abc import Iterator
@@ -93,18 +92,6 @@ def engines() -> Iterator[Engines]:
         yield made
     finally:
         made.close()
-
-
-def ended(pid: int) -> bool:
-    """Wait for the end of a process that is not our child."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([pidfd], [], [], WAIT_S)[0])
-    finally:
-        os.close(pidfd)
 
 
 def helper_of(text: str) -> int:

@@ -21,7 +21,8 @@ from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.data.char_model import VOCAB_SIZE, make_tiny_model
+from realsys.data.char_model import make_tiny_model
+from realsys.hf.tiny_vocabulary import vocabulary_size
 from realsys.model_calls import ClearRequest, InitializeRequest, MfcRequest, TransferRequest
 from realsys.train.call_service import ModelWorkerService, WorkerParts
 from realsys.train.data_manager import DataManager
@@ -80,7 +81,7 @@ def groups_of(step: int) -> list[Group]:
     for number in range(GROUPS):
         completions = [
             single_turn(
-                rng.integers(3, VOCAB_SIZE, length).astype(np.int32),
+                rng.integers(3, vocabulary_size(chat=False), length).astype(np.int32),
                 rng.uniform(-4, -3, length - PROMPT).astype(np.float32),
                 np.zeros(length - PROMPT, np.int32),
                 float(rng.choice([-5.0, 5.0])),

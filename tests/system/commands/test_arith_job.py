@@ -6,11 +6,17 @@ import pytest
 
 from realsys.manager.ledger.events import EvalAnswered, EvalStarted
 from realsys.manager.ledger.journal import read_journal
+from realsys.telemetry.points import CURVES
+from realsys.telemetry.steps import StepTail, read_steps
+from realsys.timeline.picture.trace_file import write_trace
+from realsys.timeline.why import explain
 from realsys.weights.disk import manifest
 from realsys.weights.disk.stage import stage
 from tests.support.jobs.checkpoints import load_checkpoint, weights_differ
 from tests.support.jobs.jobs import processes_of
 from tests.support.jobs.ledgers import check_ledger, check_staleness
+from tests.support.telemetry.step_logs import undocumented
+from tests.support.timelines.trace_rules import broken_rules
 from tests.system.conftest import STEPS
 
 pytestmark = pytest.mark.system
@@ -23,6 +29,18 @@ def test_each_step_trains_one_batch_and_one_version(job):
     assert {s["groups"] for s in steps} == {8}
     assert {s["sequences"] for s in steps} == {32}
     assert all(s["stats"]["grad_norm"] > 0 and abs(s["stats"]["loss"]) < 100 for s in steps)
+
+
+def test_every_field_of_the_step_log_is_documented(job):
+    assert undocumented(StepTail(job.paths.steps).records()) == set()
+
+
+def test_default_trackers_have_every_step(job):
+    lines = [json.loads(line) for line in job.paths.metrics.read_text().splitlines()]
+    points = [(line["kind"], line["step"]) for line in lines]
+    assert points == [(r["kind"], r["step"]) for r in read_steps(job.paths.steps) if r["kind"] in CURVES]
+    assert all(line["train/memory/rank_bytes"] > 1e7 for line in lines if line["kind"] == "train")
+    assert {path.name for path in job.paths.tensorboard.iterdir()} == {"train", "eval", "warmup"}
 
 
 def test_nothing_is_trained_beyond_the_staleness_bound(job):
@@ -84,3 +102,32 @@ def test_nothing_is_left_behind(job):
     assert processes_of(job.root) == []
     assert not list((job.root / "weights").rglob("*.tmp"))
     assert not list((job.root / "errors").glob("*"))
+
+
+def test_timeline_follows_an_episode_through_all_processes(job, tmp_path):
+    """Its arrow passes the manager, a RolloutWorker, a server, the ModelWorker that got it, and the master."""
+    written = write_trace(job.paths, tmp_path / "trace.json")
+    assert (written.lost, written.unread) == (0, 0)
+    events = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
+    assert broken_rules(events) == []
+    names = {
+        event["pid"]: event["args"]["name"].partition("/")[0] for event in events if event["name"] == "process_name"
+    }
+    ways = {}
+    for event in events:
+        if event["ph"] in "stf":
+            ways.setdefault(event["name"], set()).add(names[event["pid"]])
+    trained = [way for name, way in ways.items() if not name.startswith("eval-")]
+    assert len(trained) == STEPS * 32
+    kinds = {"gserver_manager", "rollout_worker", "generation_server", "model_worker", "master_worker"}
+    assert all(way == kinds for way in trained)
+
+
+def test_report_of_the_job_adds_up(job):
+    report = explain(job.paths)
+    assert [time.step for time, _ in report.steps] == list(range(1, STEPS + 1))
+    assert report.covered == STEPS
+    assert sum(report.waits.values()) == pytest.approx(report.time.parts["wait"])
+    for (time, _), record in zip(report.steps, job.records("train"), strict=True):
+        assert time.seconds - time.parts["between"] == pytest.approx(record["seconds"]["total"], rel=1e-6)
+    assert report.waits.get("unknown", 0.0) < 0.05 * report.time.parts["wait"]

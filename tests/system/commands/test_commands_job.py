@@ -19,7 +19,8 @@ COMMANDS = ("status", "audit", "samples", "replay")
 
 
 @pytest.mark.parametrize(
-    ("command", "text"), [("status", "arith/interrupted: phase train"), ("audit", "no ticket"), ("samples", "[v")]
+    ("command", "text"),
+    [("status", "arith/interrupted: running, phase train"), ("audit", "no ticket"), ("samples", "[v")],
 )
 def test_command_reads_a_trial_that_runs(interrupted: Interrupted, command: str, text: str) -> None:
     done = interrupted.while_it_ran[command]
@@ -134,4 +135,4 @@ def test_incomplete_step_records_stop_no_command(
     with (tmp_path / "steps.jsonl").open("a") as log:
         log.write(record + "\n")
     assert main(["status", str(tmp_path)]) == main(["audit", str(tmp_path)]) == 0
-    assert "the run is starting, or was killed" in capsys.readouterr().out
+    assert "/interrupted: killed, " in capsys.readouterr().out

@@ -41,22 +41,22 @@ def run_with_agent(fileroot: Path, trial: str, *overrides: str) -> Job:
 
 
 def test_machine_without_gpus_ends_the_run_at_once(tmp_path: Path) -> None:
-    """One line and exit code 2 before any process starts; the agent ends with the run."""
+    """One line and exit code 2 before any worker starts; the agent ends with the run."""
     gpus = ("cluster.nodes=1", "cluster.gpus_per_node=2", "allocation=serve.d1+d1")
     job = run_with_agent(tmp_path, "gpus", *gpus)
     problem = "config: cluster.nodes=1: hosta cannot be node0: its processes need 2 GPUs, 0 are there"
     assert (job.returncode, job.stderr) == (2, f"realsys: {problem}\n")
-    assert not list(job.paths.logs.glob("*"))
+    assert [log.name for log in job.paths.logs.glob("*")] == ["trackers.log"]
 
 
 def test_etcd_of_another_run_ends_this_one(tmp_path: Path, etcd_server: Any) -> None:
-    """It has the port on the first node, and answers. No other process starts."""
+    """It has the port on the first node, and answers. No worker starts."""
     address = f"cluster.name_store.address={etcd_server.address}"
     own = ("cluster.nodes=1", "allocation=serve.d1+d1", "name_store=etcd", "cluster.name_store.start=true", address)
     job = run_with_agent(tmp_path, "port", *own)
     assert job.returncode == 2
     assert f"cluster.name_store.address='{etcd_server.address}': cannot be bound on " in job.stderr
-    assert [log.name for log in job.paths.logs.glob("*.log")] == ["name_store-0.log"]
+    assert {log.name for log in job.paths.logs.glob("*.log")} == {"name_store-0.log", "trackers.log"}
 
 
 def kinds_of(agent: subprocess.Popen[bytes]) -> set[str]:

@@ -124,10 +124,10 @@ def test_resume_after_ctrl_c_repeats_no_step(tmp_path):
     assert job.returncode == 130, job.report()
     assert processes_of(root) == []
     done = len(job.records("train"))
-    assert job.stderr.startswith(f"realsys: stopped by SIGINT; step {done} is saved, no step is lost; to continue: ")
+    assert job.stderr.startswith(f"realsys: stopped by SIGINT; step {done} is saved, no step is lost\n  to continue: ")
     assert complete_checkpoints(job.paths.checkpoints)[-1][0] == done < 12
     words = shlex.split(job.stderr.split("to continue: ")[1])
-    with running(root, command(*words[words.index("run") + 1 :])) as live:
+    with running(root, [*command()[:-1], *words[words.index("resume") :]]) as live:
         job = live.wait()
     summary = check_complete(job, 12)
     assert f"continuing from step-{done:08d}; {done} steps had been trained" in job.stdout
@@ -218,7 +218,7 @@ def test_ctrl_c_saves_while_a_long_step_runs(tmp_path):
         job = live.wait()
     assert job.returncode == 130, job.report()
     assert time.monotonic() - began < 30, "the step would take 200 s"
-    assert f"step {done} is saved, no step is lost; to continue: " in job.stderr
+    assert f"step {done} is saved, no step is lost\n  to continue: " in job.stderr
     assert f"stopping: step {done + 1} is not finished" in job.stdout
     assert complete_checkpoints(job.paths.checkpoints)[-1][0] == done
     assert "killed" not in job.stdout and processes_of(root) == []

@@ -1,5 +1,8 @@
 """Weights change in the middle of completions, on two servers."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.support.jobs.jobs import processes_of, run_arith
@@ -36,3 +39,38 @@ def test_completions_continue_with_new_weights(tmp_path):
     for server in ("generation_server/0", "generation_server/1"):
         assert f"{server}: serves version " in manager
     assert processes_of(job.root) == []
+
+
+def test_job_tells_which_tokens_stand_on_kept_keys(tmp_path):
+    """Their recorded log-probs are of mixed weights; the monitor compares the others only, so it still agrees.
+
+    Every step is replayed from its record, with the versions of the keys.
+    """
+    job = run_arith(
+        tmp_path,
+        "kept-keys",
+        "rollout.group_size=2",
+        "warmup.steps=2",
+        "evaluation.problems=0",
+        "train.batch_groups=4",
+        "train.total_steps=8",
+        "train.optimizer.lr=0.002",
+        "asynchronous.max_head_offpolicyness=2",
+        "asynchronous.kv_on_update=keep",
+        "asynchronous.kv_reuse_versions=1",
+        "generation.embedded.max_running=1",
+        "generation.sampling.min_new_tokens=150",
+        "generation.sampling.max_new_tokens=180",
+        "generation.embedded.context_length=256",
+    ).completed()
+    steps = job.records("train")
+    kept = [step for step in steps if step["kept_keys_fraction"] > 0]
+    assert kept and all(step["interrupted_fraction"] > 0 for step in kept)
+    assert sum(step["agreement"]["tokens"] for step in steps) > 0
+    for step in steps:
+        if step["agreement"]["tokens"]:
+            assert step["agreement"]["difference_max"] < 1e-3, step
+    command = [sys.executable, "-m", "realsys.launch.cli", "replay", str(job.root)]
+    replayed = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert replayed.stdout.count("bit-equal") == len(steps)

@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 
+from realsys.timeline.follow import ways_of
+from realsys.timeline.read import read_timeline
+from realsys.timeline.waits import groups_of_batch
 from tests.support.jobs.jobs import Job, processes_of, run_arith
 from tests.support.jobs.ledgers import check_ledger, check_staleness
 from tests.support.serving.sglang_server import needs_sglang
@@ -40,6 +43,18 @@ def test_sglang_logprobs_agree_with_the_trainer(job):
     found = {name: value for name, value in first.items() if "agreement" in name and "max" in name}
     assert found, sorted(first)
     assert all(np.abs(value) < 1e-3 for value in found.values()), found
+
+
+def test_sglang_job_has_a_timeline(job):
+    """The decode spans of a trained episode have as many tokens as its calls returned."""
+    timeline = read_timeline(job.paths.spans)
+    ways = ways_of(timeline.spans)
+    attempts = [attempt for step in timeline.named("step") for attempt in groups_of_batch(step, ways)]
+    assert len(attempts) == STEPS * 8
+    for spans in (ways.episodes[episode] for attempt in attempts for episode in ways.episodes_of[attempt]):
+        sampled, returned = (sum(s.facts["tokens"] for s in spans if s.name == name) for name in ("decode", "generate"))
+        assert sampled == returned > 0
+    assert {span.process for span in timeline.named("stage", "pause")} == {"generation_server/0"}
 
 
 def test_sglang_job_leaves_no_process(job):

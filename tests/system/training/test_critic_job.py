@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from realsys.telemetry.steps import StepTail
 from tests.support.jobs.jobs import Job, run_arith
 from tests.support.jobs.ledgers import check_finite, check_ledger, check_staleness
+from tests.support.telemetry.step_logs import undocumented
 
 pytestmark = pytest.mark.system
 
@@ -34,6 +36,7 @@ def test_critic_and_reference_run_on_separate_workers(critic_job: Job) -> None:
     check_finite(critic_job, "loss", "advantages/return_mean", "critic_train/loss", "critic_train/grad_norm")
     first = critic_job.records("train")[0]["stats"]
     assert first["advantages/kl_ref_mean"] == pytest.approx(0, abs=1e-6), "the reference is the warmed-up actor"
+    assert undocumented(StepTail(critic_job.paths.steps).records()) == set()
     check_ledger(critic_job, batch_groups=8, eta=4, prompts=400)
     check_staleness(critic_job, 4)
 

@@ -12,7 +12,7 @@ import pytest
 from realsys.train.records.record_files import read_record, recorded_steps
 from tests.support.jobs.jobs import arith, processes_of, run_arith, running
 from tests.support.jobs.ledgers import check_ledger
-from tests.support.serving.judge_endpoint import KEY, judge_endpoint
+from tests.support.rewards.judge_endpoint import KEY, judge_endpoint
 
 pytestmark = pytest.mark.system
 

@@ -50,6 +50,7 @@ def test_decoupled_loss_is_the_formula_of_the_paper() -> None:
             "u_max": 2.7182818,
             "w_sum": 4.0734270,
             "w_max": 1.3498588,
+            "w_squared_sum": 4.3111696,
             "clip_count": 2,
             "dual_clip_count": 0,
             "capped_count": 0,
@@ -267,6 +268,13 @@ def test_sft_loss_is_token_mean_negative_log_likelihood() -> None:
     assert loss.item() == 1.0
     assert theta.grad is not None and theta.grad.tolist() == [-0.25, -0.25, 0.0]
     assert (stats["tokens"].item(), stats["loss_sum"].item()) == (2, 4)
+
+
+def test_effective_sample_size_falls_with_one_weight() -> None:
+    equal = finish_stats({"tokens": 4.0, "w_sum": 2.0, "w_squared_sum": 1.0})
+    one = finish_stats({"tokens": 4.0, "w_sum": 8.0, "w_squared_sum": 64.0})
+    assert (equal["w_ess"], one["w_ess"]) == (1.0, 0.25)
+    assert "w_ess" not in finish_stats({"tokens": 0.0, "w_sum": 0.0, "w_squared_sum": 0.0})
 
 
 def test_finish_stats_divides_by_tokens_and_renames() -> None:

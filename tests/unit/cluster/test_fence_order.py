@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from realsys.cluster.http.http_guard import Guard
+from realsys.cluster.http.http_guard import Admission, Guard
 from realsys.cluster.store.memory_store import MemoryNameStore
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -295,7 +295,7 @@ def test_fenced_service_takes_and_answers_no_request(holds: int, served: int):
         sent.append(message)
 
     async def run() -> None:
-        guard = Guard(app, token=None, max_body=10, error=str, check_alive=Lease(holds).check)
+        guard = Guard(app, Admission(None, check_alive=Lease(holds).check), max_body=10, error=str)
         call = asyncio.create_task(guard({"type": "http", "method": "POST", "path": "/", "headers": []}, receive, send))
         for _ in range(10):
             await asyncio.sleep(0)

@@ -181,3 +181,9 @@ def test_wildcard_without_ipv4_advertises_ipv6(monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: {"lo": ["127.0.0.1", "::1"], "eth0": ["fd00::7"]})
     assert taken(host="::", nodes=2) == ("::", "eth0")
     assert advertised_host("::") == "fd00::7"
+
+
+def test_bound_socket_names_its_protocol() -> None:
+    """Otherwise asyncio leaves Nagle's algorithm on, and replies on kept connections wait for delayed ACKs."""
+    with bind_tcp("127.0.0.1", 0) as bound:
+        assert bound.proto == socket.IPPROTO_TCP

@@ -188,6 +188,13 @@ def test_own_loss_may_read_every_setting() -> None:
     check(changed(*OWN_LOSS, "train.ppo.c_clip=3"), CPU)
 
 
+def test_dropped_keys_cannot_be_reused() -> None:
+    reuse = "asynchronous.kv_reuse_versions=1"
+    with pytest.raises(ConfigError, match="kv_reuse_versions=1: has no keys to reuse.*set it to keep"):
+        check(changed(reuse), CPU)
+    check(changed(reuse, "asynchronous.kv_on_update=keep"), CPU)
+
+
 def test_misspelt_hook_is_found_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"config: dataflow\.actor_inf\.pre_hooks='onlaod': unknown hook: use one of"):
         check(changed(f"train.ppo.algorithm={HERE}:misspelt_hook"), CPU)

@@ -166,10 +166,18 @@ def test_several_wrong_values_are_counted_in_one_line() -> None:
 
 WRONG_OVERRIDES = [
     # overrides, the field named, a part of the problem
-    ([], "experiment", "experiment=arith|arith_multi_turn|math"),
+    ([], "experiment", "experiment=arith|arith_agents|arith_chat|arith_multi_turn|arith_tools|arith_verifiers|math"),
     (["experiment=aritth"], "experiment", "did you mean arith?"),
-    (["experiment=nothing"], "experiment", "known: arith, arith_multi_turn, math"),
-    (["experiment=3"], "experiment", "known: arith, arith_multi_turn, math"),
+    (
+        ["experiment=nothing"],
+        "experiment",
+        "known: arith, arith_agents, arith_chat, arith_multi_turn, arith_tools, arith_verifiers, math",
+    ),
+    (
+        ["experiment=3"],
+        "experiment",
+        "known: arith, arith_agents, arith_chat, arith_multi_turn, arith_tools, arith_verifiers, math",
+    ),
     (["generation=vllm"], "generation", "known: embedded, sglang"),
     (["train.bach_groups=1"], "train.bach_groups", "did you mean train.batch_groups?"),
     (["+train.extra=1"], "train.extra", "unknown field"),
@@ -247,6 +255,12 @@ def test_stored_configuration_takes_overrides() -> None:
     made = with_overrides(config, texts)
     assert (made.seed, made.evaluation.sampling, made.generation.sampling.stop) == (9, {"temperature": 0}, ["a", "b"])
     assert made.allocation == "serve.d2+actor.d2,critic.d1"
+
+
+def test_override_keeps_the_rest_of_its_section() -> None:
+    config = Config.model_validate({"rollout": {"reward": {"judge": {"rubric": "Is ${x}$ right?"}, "wrong": -2.0}}})
+    reward = with_overrides(config, ["rollout.reward={correct: 3.0}"]).rollout.reward
+    assert (reward.correct, reward.wrong, reward.judge.rubric) == (3.0, -2.0, "Is ${x}$ right?")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from realsys.algorithm import dataflows
-from realsys.config.dataflow import Dataflow, FunctionCall, check_calls, dataflow_of, saved_roles
+from realsys.config.dataflow import KV_VERSIONS, Dataflow, FunctionCall, check_calls, dataflow_of, saved_roles
 from realsys.errors import ConfigError
 from tests.support.processes.config_trees import changed
 
@@ -57,6 +57,16 @@ def test_rewards_of_turns_need_advantages_of_tokens():
     flow = dataflows.ppo(changed("train.ppo.turn_rewards=true", "train.ppo.skip_zero_advantage=false"))
     assert "token_rewards" in flow.source_keys and "token_rewards" not in dataflows.ppo(changed()).source_keys
     assert shape(flow)["advantages"][1] == "behav_logprobs loss_mask prox_logprobs token_rewards"
+
+
+def test_versions_of_keys_are_read_if_engines_keep_keys():
+    """The recorded log-probs of tokens on kept keys are not compared, whatever the algorithm."""
+    for settings, read in ((), False), (("asynchronous.kv_on_update=keep",), True):
+        flow = dataflow_of(changed(*settings))
+        [inference] = [call for call in flow.calls if call.handler == "actor_inf"]
+        assert (KV_VERSIONS in inference.inputs, KV_VERSIONS in flow.source_keys) == (read, read)
+    own = changed("asynchronous.kv_on_update=keep", f"train.ppo.algorithm={HERE}:own")
+    assert KV_VERSIONS not in dataflow_of(own).source_keys
 
 
 def test_kl_in_the_loss_reads_the_reference():
@@ -152,6 +162,22 @@ def test_algorithm_module_that_fails_is_one_line(text, problem, tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=rf"algorithm='broken_algorithm:f': cannot be imported: {problem}"):
         dataflow_of(changed("train.ppo.algorithm=broken_algorithm:f"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "readers"),
+    [
+        ((), []),
+        (("rollout.agent=multi_turn",), []),
+        (("rollout.gateway.sampling=request",), ["actor_inf", "ref_inf", "actor_train"]),
+        (("rollout.agent=my.agent:Agent",), ["actor_inf", "ref_inf", "actor_train"]),
+    ],
+)
+def test_language_models_read_temperatures_of_agents(overrides, readers):
+    """Where no agent can choose one, the graph is as before. A critic needs none."""
+    flow = dataflow_of(changed(*CRITIC, "train.ppo.kl.coef=0.1", *overrides))
+    assert [call.name for call in flow.calls if "temperatures" in call.inputs] == readers
+    assert ("temperatures" in flow.source_keys) == bool(readers)
 
 
 def test_dataflow_is_built_once_per_config():

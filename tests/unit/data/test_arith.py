@@ -89,3 +89,37 @@ def test_second_try_shows_wrong_first_and_feedback(tmp_path):
         assert problem == arith.prompt_text(operands) and first.startswith(problem)
         assert int(first.rpartition("#")[2]) != sum(operands), "a right answer gets no feedback"
         assert record["response"].startswith("a0+")
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"of": "{expression}"}}</tool_call>'
+
+
+def test_forms_show_problems_as_chats(tmp_path):
+    """The values of one demonstration belong to one problem; the first try that is shown is wrong."""
+    retry = {
+        "prompt": [
+            {"role": "user", "content": "{prompt}"},
+            {"role": "assistant", "content": "{wrong}"},
+            {"role": "user", "content": "wrong"},
+        ],
+        "response": "{steps}#{sum}",
+    }
+    call = {"prompt": [{"role": "user", "content": "{prompt}"}], "tools": ["add"], "response": CALL, "weight": 3}
+    arith.write_dataset(ArithConfig(demo_size=400, demo_noise=0.0, forms=[retry, call]), tmp_path, seed=3)
+    records = read(tmp_path / "demos.jsonl")
+    calls = [record for record in records if "tools" in record]
+    assert 260 < len(calls) < 340
+    for record in records:
+        operands = [int(digit) for digit in re.findall(r"[a-z](\d)", record["prompt"][0]["content"])]
+        if record in calls:
+            assert record["response"] == CALL.replace("{expression}", "+".join(map(str, operands)))
+            assert record["tools"] == [{"type": "function", "function": {"name": "add"}}]
+        else:
+            assert record["response"] == arith.demonstration(operands, 0.0, random.Random(1)).response
+            assert int(record["prompt"][1]["content"].rpartition("#")[2]) != sum(operands)
+
+
+def test_malformed_form_is_refused(tmp_path):
+    form = {"prompt": [{"role": "nobody", "content": "{prompt}"}], "response": "{sum}"}
+    with pytest.raises(ConfigError, match=r"data\.arith\.forms.*role"):
+        arith.write_dataset(ArithConfig(forms=[form]), tmp_path, seed=1)

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.data.char_model import ALPHABET, BOS_ID, EOS_ID, VOCAB_SIZE, write_char_tokenizer
+from realsys.data.char_model import write_char_tokenizer
 from realsys.data.lines import Message
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError, ModelError
+from realsys.hf.tiny_vocabulary import ALPHABET, BOS_ID, END_OF_TURN_ID, EOS_ID, vocabulary_size
 from tests.support.training.data_models import TEMPLATE, char_tokenizer
 
 
@@ -27,8 +28,67 @@ def test_alphabet_round_trips_one_token_per_character(chars, text):
 
 
 def test_vocabulary_divides_by_four(chars):
-    assert chars.vocab_size == VOCAB_SIZE == 44
+    assert chars.vocab_size == vocabulary_size(chat=False) == 44
     assert chars.eos_token_ids == (EOS_ID,) and chars.eos_token_id == EOS_ID
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    write_char_tokenizer(folder, chat=True)
+    return TextTokenizer(folder)
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text())
+def test_chat_form_loses_no_character(chat, text):
+    ids = chat.encode_text(text)
+    assert chat.decode(ids) == text and chat.encode_prompt(text, chat=False) == [BOS_ID, *ids]
+    assert not chat.unknown(text)
+
+
+def test_chat_form_shows_tools_by_name(chat):
+    """A tool call and its result are single tokens around bytes; a system message comes before the names."""
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "end")]
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"of": "3+5"}}}
+    as_text = {**call, "function": {"name": "add", "arguments": '{"of": "3+5"}'}}
+    start = "<|im_start|>system\ntools: add end<|im_end|>\n<|im_start|>user\na3b5=<|im_end|>\n<|im_start|>assistant\n"
+    question = Message("user", "a3b5=")
+    assert chat.render([question], tools=tools) == start
+    assert chat.render([Message("system", "Sum."), question], tools=tools) == start.replace("tools", "Sum.\ntools")
+    assert chat.render([Message("system", "Sum."), question]).startswith("<|im_start|>system\nSum.<|im_end|>\n")
+    calls = [Message("assistant", None, [each]) for each in (call, as_text)]
+    first, second = (chat.render([question, each, Message("tool", "8")], tools=tools) for each in calls)
+    assert (
+        first
+        == second
+        == (
+            f'{start}<tool_call>{{"name": "add", "arguments": {{"of": "3+5"}}}}</tool_call><|im_end|>\n'
+            "<|im_start|>user\n<tool_response>8</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        )
+    )
+    assert len(chat.encode_text("<tool_call></tool_call><tool_response></tool_response><|im_end|>")) == 5
+
+
+def test_text_that_would_be_lost_is_refused(tmp_path, chat):
+    """Dropped characters would change what the model sees; the data check only warns about those of prompts."""
+    chat.check_text("Wie groß?\n\x07")
+    plain = char_tokenizer(tmp_path, TEMPLATE)
+    plain.check_text("a3b5= wrong")
+    for text, shown in (("A", "'A'"), ("a\nb", r"'\\n'"), ("é é", "'é'")):
+        with pytest.raises(DataError, match=f"loses 1 characters of the text: {shown}"):
+            plain.check_text(text)
+    question, reply = {"role": "user", "content": "a1="}, {"role": "assistant", "content": "#1"}
+    plain.encode_chat([question])
+    with pytest.raises(DataError, match="loses"):
+        plain.encode_chat([{"role": "user", "content": "A"}])
+    with pytest.raises(DataError, match="loses"):
+        plain.encode_tail([question], reply, [{"role": "user", "content": "A"}], EOS_ID)
+
+
+def test_chat_vocabulary_has_no_unused_id(chat):
+    assert chat.vocab_size == vocabulary_size(chat=True) == 268
+    assert chat.eos_token_ids[0] == END_OF_TURN_ID
 
 
 def test_completion_text_drops_only_final_end_of_text(chars):

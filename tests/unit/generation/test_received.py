@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from realsys.generation.backend import Completion, Snapshot
+from realsys.generation.client import generated_so_far
 from realsys.generation.received import Delta, Received
 
 TOKENS = np.arange(10, 20, dtype=np.int32)
@@ -39,6 +40,23 @@ def test_lines_add_up_to_the_snapshot():
     assert (second.tokens, second.versions, second.finish) == ([10], [2], "abort")
 
 
+def test_lines_carry_versions_of_keys_and_top_logprobs():
+    """A line without versions of keys says that they are those of its tokens."""
+    delta, received = Delta(), Received(1)
+    top = [[(token, -0.5), (token + 1, -1.5)] for token in range(5)]
+    for count, kv_segments in ((2, None), (4, [(1, 3), (0, 1)]), (5, [(1, 3), (0, 2)])):
+        one = completion([(1, count)])
+        one.kv_segments, one.top = kv_segments, top[:count]
+        received.take(encode(delta.next(snapshot(one))))
+    [result] = generated_so_far(received)
+    assert result.kv_versions.tolist() == [1, 1, 1, 0, 0]
+    assert [list(map(tuple, best)) for best in result.top] == top
+    plain = Received(1)
+    plain.take(encode(Delta().next(snapshot(completion([(1, 3)])))))
+    [result] = generated_so_far(plain)
+    assert result.kv_versions is None and result.top is None
+
+
 def test_line_without_tokens_tells_that_the_queue_moves():
     delta = Delta()
     assert delta.next(snapshot(completion([]), moved=5)).parts == []
@@ -69,6 +87,8 @@ def test_lines_of_a_repeated_request_count_once():
         b'{"parts": [[0, 0, [5], [0.0], [["1", 2]]]]}',
         b'{"parts": [[0, 1, [5], [0.0], [["1", 1]]]]}',  # a gap
         b'{"parts": [[0, 0, [5], [0.0], [["x", 1]]]]}',
+        b'{"parts": [[0, 0, [5], [0.0], [["1", 1]], null, [["0", 2]]]]}',
+        b'{"parts": [[0, 0, [5], [0.0], [["1", 1]], null, null, [[], []]]]}',
     ],
 )
 def test_line_that_does_not_fit_changes_nothing(line):

@@ -1,14 +1,68 @@
-"""Help of the `realsys` command."""
+"""The command `realsys` itself: its help, its speed, and words that it does not know."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from realsys.launch.cli import _parser
+from realsys.launch.cli import COMMANDS, main, make_parser
+
+_HEAVY = ("torch", "pydantic", "hydra", "aiohttp", "rich", "numpy", "msgspec", "argcomplete", "asyncio")
 
 
 def test_help_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    parser, commands = _parser()
+    parser, commands = make_parser()
     lines = [line for each in (parser, *commands.values()) for line in each.format_help().splitlines()]
     assert [line for line in lines if len(line) > 80] == []
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; from realsys.launch.cli import make_parser; make_parser()[0].format_help(); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert set(_HEAVY).isdisjoint(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["stat"], "unknown command stat (did you mean status?): see realsys --help"),
+        (["run", "--dryrun", "experiment=arith"], "unknown argument: --dryrun (did you mean --dry-run?)"),
+        (["status", "a", "b"], "unknown argument: b"),
+    ],
+)
+def test_unknown_word_is_named_with_the_likely_one(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_every_command_is_on_its_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text("utf-8")
+    named = {name for line in page.splitlines() if line.startswith("| `") for name in re.findall("`([^`]+)`", line)}
+    assert COMMANDS.keys() <= named
+
+
+def test_every_command_has_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0 and capsys.readouterr().out.startswith(f"usage: realsys {name}")
+
+
+def test_reader_that_ends_first_is_no_error() -> None:
+    """As in `realsys list | head`."""
+    script = "import sys; from realsys.launch.cli import main; sys.exit(main(['config', 'experiment=arith']))"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read().decode()
+        assert process.wait(60) == 0 and "Broken pipe" not in errors and "Traceback" not in errors

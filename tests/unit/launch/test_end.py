@@ -22,8 +22,8 @@ import pytest
 
 from realsys.cluster.network import bind_tcp
 from realsys.config.paths import TrialPaths
+from realsys.launch.arguments.words import own_command
 from realsys.launch.lock import TrialLock, running_launcher
-from realsys.launch.run import own_command
 from tests.support.processes.ports import lasting_ports
 
 BOUND_S = 120.0
@@ -47,7 +47,7 @@ def scripts(config, paths, machine, run_id, python_path):
 
 realsys.launch.run.plan = scripts
 if not given["draws"]:  # half of the time of a run here
-    realsys.launch.run.draw_curves = lambda *_: None
+    realsys.launch.results.conclude.draw_curves = lambda *_: None
 if given["largest_file"]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (given["largest_file"], given["largest_file"]))
 sys.exit(main(sys.argv[1:]))
@@ -155,9 +155,10 @@ def test_ctrl_c_reports_before_drawing(start: Start, slow_matplotlib: Path) -> N
     command = start(modules=slow_matplotlib)
     command.until(SHOWN)
     command.process.send_signal(signal.SIGINT)
-    again = f"{shlex.join(own_command())} run experiment=arith"
+    again = f"{shlex.join(own_command())} resume runs/arith/t"
     lost = "1 trained step is lost: there is no checkpoint"
-    command.until(f"stopped by SIGINT; {lost}; to continue: {again}", of_errors=True)
+    command.until(f"stopped by SIGINT; {lost}", of_errors=True)
+    command.until(f"to continue: {again}", of_errors=True)
     assert json.loads(command.paths.summary.read_text())["status"] == "interrupted"
     command.until("drawing", of_errors=True)
     TrialLock(command.paths.lock, "t", retry_timeout_s=0.0).close()  # what it said can be done at once
@@ -184,7 +185,7 @@ def test_ctrl_c_stops_in_order_without_output_reader(start: Start, errors_too: b
         command.stderr.close()
     command.process.send_signal(signal.SIGINT)
     if not errors_too:
-        command.until("stopped by SIGINT; 1 trained step is lost: there is no checkpoint; to ", of_errors=True)
+        command.until("stopped by SIGINT; 1 trained step is lost: there is no checkpoint", of_errors=True)
     assert command.process.wait(BOUND_S) == 130
     assert json.loads(command.paths.summary.read_text())["status"] == "interrupted"
 
@@ -240,7 +241,7 @@ def test_unwritable_summary_does_not_hide_the_outcome(start: Start, end: str, co
     assert "realsys: cannot write the summary: " in errors
     assert {
         0: "",
-        130: "stopped by SIGINT; 1 trained step is lost: there is no checkpoint; to continue: ",
+        130: "stopped by SIGINT; 1 trained step is lost: there is no checkpoint\n  to continue: ",
         1: "the run failed: master_worker/0",
     }[code] in errors
 
@@ -278,7 +279,7 @@ def test_killed_launcher_leaves_nothing_running(start: Start) -> None:
     command.until(SHOWN)
     assert running_launcher(command.paths.lock) == command.process.pid
     children = psutil.Process(command.process.pid).children(recursive=True)
-    assert "etcd" in {child.name() for child in children} and len(children) == 2
+    assert "etcd" in {child.name() for child in children} and len(children) == 3  # the trackers, too
     command.process.kill()
     command.process.wait(BOUND_S)
     _, left = psutil.wait_procs(children, timeout=BOUND_S)

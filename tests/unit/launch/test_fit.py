@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from realsys.config.allocation import parse_allocation
 from realsys.config.compose import compose, given_fields
+from realsys.config.memory.memory_check import place_of, spare_bytes
 from realsys.config.memory.sharing import largest_rank
+from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config, GenerationConfig, SglangConfig
 from realsys.config.sections.schema_cluster import ClusterConfig
@@ -128,6 +131,48 @@ def test_server_gets_what_the_rank_leaves(tmp_path: Path) -> None:
         assert f"a rank needs about {rank * gib:.1f} of {gib} GiB" in lines[-1]
         shares.append(share)
     assert shares[0] > 0.45 > shares[1]
+
+
+ROWS = "generation.embedded.cache_rows"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "allocation", "rows"),
+    [
+        ({"agent": "multi_turn"}, "serve.d1+d1", 160 - 64),
+        ({"agent": "multi_turn"}, "serve.d2+d1", 80 - 64),
+        ({"agent": "multi_turn", "workers": 1, "max_concurrent": 20}, "serve.d1+d1", 80 - 64),
+        ({"agent": "multi_turn", "workers": 1, "max_concurrent": 16}, "serve.d1+d1", 0),
+        ({"agent": "single_turn"}, "serve.d1+d1", 0),
+    ],
+)
+def test_episodes_of_several_turns_get_rows(rollout: dict[str, Any], allocation: str, rows: int) -> None:
+    """Rows for those that do not run: admission lets 5 batches of 8 groups of 4 be in progress."""
+    values = {"allocation": allocation, "rollout": {"group_size": 4, **rollout}, "train": {"batch_groups": 8}}
+    lengths = {"data": {"max_prompt_tokens": 64}, "generation": {"sampling": {"max_new_tokens": 64}}}
+    config, lines = fit(Config.model_validate({**values, **lengths}), set(), machine(0))
+    assert config.generation.embedded.cache_rows == rows
+    assert len([line for line in lines if line.startswith(f"set {ROWS}={rows}: ")]) == (rows > 0)
+
+
+@pytest.mark.parametrize("given", [{ROWS}, set()])
+def test_rows_for_turns_leave_most_memory(given: set[str]) -> None:
+    """Rows of 28k tokens would take more than there is. A choice on the command line stays, also that of no row."""
+    values = {"rollout": {"agent": "multi_turn"}, "train": {"batch_groups": 64}}
+    config = Config.model_validate(values)
+    here = machine(0)
+    chosen, _ = fit(config, given, here)
+    if given:
+        assert chosen.generation.embedded.cache_rows == 0
+        return
+    before, after = spare(config, here), spare(chosen, here)
+    assert 0 < chosen.generation.embedded.cache_rows < 1024
+    assert 0.74 * before < after < 0.8 * before
+
+
+def spare(config: Config, here: Machine) -> int:
+    place = place_of(config, parse_allocation(config.allocation), backend_rules(config), here)
+    return spare_bytes(config, place)
 
 
 def test_gpu_with_one_owner_is_not_split() -> None:

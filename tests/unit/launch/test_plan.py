@@ -220,7 +220,7 @@ def test_prepared_folder_has_all_that_workers_read(tmp_path: Path) -> None:
     assert read_config(paths.config) == config
     assert paths.token.stat().st_mode & 0o777 == 0o600 and len(paths.token.read_text()) >= 32
     assert (paths.start_model / "model.safetensors").is_file() and (paths.data / "eval.jsonl").is_file()
-    assert said[0] == "data: 50 train, 20 eval, 70 demos"
+    assert said[0].startswith("setting up: ") and said[1] == "data: 50 train, 20 eval, 70 demos"
 
 
 @pytest.mark.parametrize(

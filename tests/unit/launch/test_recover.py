@@ -5,89 +5,29 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+import realsys.launch.results.conclude
 import realsys.launch.run
 from realsys.cluster.failure import ErrorRecord, read_errors, write_error
 from realsys.cluster.store.connect import trial_names
 from realsys.cluster.store.file_store import FileNameStore
 from realsys.config.compose import compose
 from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.hf.config import read_sizes
-from realsys.launch.cli import main
+from realsys.launch.arguments.words import own_command
 from realsys.launch.lock import TrialLock, running_launcher
-from realsys.launch.plan import ProcessSpec
 from realsys.launch.prepare import prepare, resolve
-from realsys.launch.run import own_command
 from realsys.manager.ledger.events import Opened
 from realsys.manager.ledger.journal import Journal
-from realsys.manager.messages import DataPosition
-from realsys.master.checkpoints import commit
-from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState
-
-SMALL = ["train_size=20", "eval_size=5", "demo_size=0"]
-BASE = ["experiment=arith", *(f"data.arith.{field}" for field in SMALL), "evaluation.problems=5", "warmup.steps=0"]
-RUN = [*BASE, "train.batch_groups=4", "train.total_steps=3"]
-MASTER = """
-import json, os, signal, time
-with open({path!r}, "a") as log:
-    for record in {records!r}:
-        log.write(json.dumps({{**record, "time": time.time()}}) + "\\n")
-{end}
-"""
-DONE = [{"kind": "phase", "phase": "train"}, *({"kind": "train", "step": n, "total": 3} for n in (1, 2, 3))]
-DONE.append({"kind": "phase", "phase": "done"})
-STOPPED = DONE[:3]
-CTRL_C = f"os.kill(os.getppid(), {int(signal.SIGINT)}); signal.pause()"
-
-
-class Runs:
-    """Runs the command, with a MasterWorker that writes these records and ends like this."""
-
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.paths = TrialPaths(root / "runs" / "arith" / "t")
-        self._monkeypatch = monkeypatch
-        monkeypatch.setattr(
-            realsys.launch.run, "draw_curves", lambda *_: None
-        )  # half of a run's time; test_run.py looks
-
-    def __call__(
-        self, *overrides: str, records: list[dict[str, object]] = DONE, end: str = "", trial: str = "t"
-    ) -> int:
-        def scripts(*_: object) -> list[ProcessSpec]:
-            body = MASTER.format(path=str(self.paths.steps), records=records, end=end)
-            argv = (sys.executable, "-c", body)
-            log = self.paths.logs / "master_worker-0.log"
-            return [ProcessSpec("master_worker", 0, argv, log, "end", env={"OMP_NUM_THREADS": "1"})]
-
-        self._monkeypatch.setattr(realsys.launch.run, "plan", scripts)
-        return main(["run", *RUN, *(["--trial", trial] if trial else []), *overrides])
-
-    def contents(self) -> dict[str, tuple[int, bytes]]:
-        """Every file with its time and content: what a refusal must not change."""
-        files = [path for path in sorted(self.paths.root.rglob("*")) if path.is_file()]
-        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
-
-    def checkpoint(self, step: int) -> Path:
-        """A complete checkpoint of the model that the trial has, with one file of 10 bytes."""
-        sizes = asdict(read_sizes(self.paths.start_model, "lm")) | {"lora_rank": 0}
-        roles = {"actor": RoleState(sizes, "adam", "d1p1m1")}
-        state = CheckpointState(step, step, 1, 4, DataPosition(step * 4, [], 20, 1), roles, {}, "", 0.0)
-        self.paths.ledger.touch()
-        tmp = self.paths.checkpoints / f"step-{step:08d}.tmp"
-        tmp.mkdir(parents=True)
-        return commit(tmp, state, [])
+from tests.support.scripted_runs import CTRL_C, DONE, RUN, STOPPED, Runs
 
 
 @pytest.fixture
@@ -119,12 +59,11 @@ def test_ctrl_c_message_is_a_command_that_resumes(run: Runs, capsys: pytest.Capt
     assert run(records=STOPPED, end=CTRL_C) == 130
     token = run.paths.token.read_text()
     err = capsys.readouterr().err
-    kept = "2 trained steps are lost: there is no checkpoint; to continue"
-    assert err.startswith(f"realsys: stopped by SIGINT; {kept}: {shlex.join(own_command())} run experiment=arith ")
+    kept = "2 trained steps are lost: there is no checkpoint\n  to continue"
+    assert err.startswith(f"realsys: stopped by SIGINT; {kept}: {shlex.join(own_command())} resume runs/arith/t\n")
     words = shlex.split(err.split("to continue: ")[1])
-    assert words[-2:] == ["--trial", "t"]
-    argv, words = words, []
-    assert run(*argv[argv.index("run") + 1 :], records=[{"kind": "recovered", "step": 1}, *DONE[2:]], trial="") == 0
+    argv = words[words.index("resume") :]
+    assert run(argv=argv, records=[{"kind": "recovered", "step": 1}, *DONE[2:]]) == 0
     out = capsys.readouterr().out
     assert "starting again from the beginning: there is no complete checkpoint yet" in out
     assert out.count("step 1/3") == 0 and out.count("step 2/3") == out.count("step 3/3") == 1
@@ -159,7 +98,7 @@ def test_what_the_dead_run_left_is_put_away(run: Runs, capsys: pytest.CaptureFix
         assert run(records=STOPPED, end="os._exit(1)") == 1
         err = capsys.readouterr().err
         assert "the run failed: master_worker/0" in err and "old" not in err  # what happened now is the cause
-        assert f"  to continue: {shlex.join(own_command())} run experiment=arith" in err
+        assert f"  to continue: {shlex.join(own_command())} resume runs/arith/t" in err
         assert kept.is_dir() and not list(paths.root.rglob("*.tmp")) and not stale.exists()
     assert len(list((paths.errors / "old").glob("model_worker-0-77*.json"))) == 2
     assert not list(paths.errors.glob("*.json"))

@@ -17,10 +17,10 @@ import pytest
 import realsys.launch.run
 from realsys.cluster.failure import ErrorRecord
 from realsys.config.paths import TrialPaths
+from realsys.launch.arguments.words import own_command, resume_command
 from realsys.launch.cli import main
 from realsys.launch.plan import ProcessSpec
 from realsys.launch.processes.supervisor import Supervisor
-from realsys.launch.run import RunOptions, command_again, own_command
 
 WAIT = "import signal; signal.pause()"
 MASTER = """
@@ -129,21 +129,11 @@ def test_signal_stops_run_and_sets_exit_code(
     assert json.loads(paths.summary.read_text())["status"] == "interrupted"
 
 
-def test_command_again_can_be_pasted_into_a_shell() -> None:
-    overrides = ["experiment=arith", "trial=x", "recover=off", "allocation='sglang.d1+d2'", "data.train=a b.jsonl"]
-    text = command_again(overrides, "20250101-000000", RunOptions(config_dir=Path("my configs"), plain=True))
-    assert shlex.split(text) == [
-        *own_command(),
-        "run",
-        "experiment=arith",
-        "allocation='sglang.d1+d2'",
-        "data.train=a b.jsonl",
-        "--trial",
-        "20250101-000000",
-        "--config-dir",
-        "my configs",
-        "--plain",
-    ]
+def test_resume_command_can_be_pasted_into_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    inside, outside = tmp_path / "runs" / "arith" / "a b", tmp_path.parent / "x"
+    assert shlex.split(resume_command(inside, plain=True)) == [*own_command(), "resume", "runs/arith/a b", "--plain"]
+    assert shlex.split(resume_command(outside))[-1] == str(outside)
 
 
 def test_printed_command_starts_this_realsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

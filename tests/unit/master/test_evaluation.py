@@ -65,7 +65,8 @@ class Answering:
             at = ticket.version
             answers = [msgspec.structs.replace(answer, version_min=at, version_max=at) for answer in self.answers]
             outcome: Outcome = "accepted" if answers else "failed"
-            self.state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", outcome, "", answers), 0.0)
+            reason = "" if answers else "AgentError: stuck"
+            self.state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", outcome, reason, answers), 0.0)
         return self.state.evaluations.find(eval_id).reply()
 
     async def status(self) -> dict[str, Any]:
@@ -222,7 +223,8 @@ def test_evaluation_that_fails_wholly_is_incomplete() -> None:
         asking = evaluations(Failing(ready()))
         await asking.start("step-1", HELD_OUT_SET, 2, 1)
         [record] = await asking.finish_all()
-        assert (record["incomplete"], record["accuracy"], record["version"]) == ("2 of 2 failed", None, -1)
+        assert record["incomplete"] == "2 of 2 failed, the last one: AgentError: stuck"
+        assert (record["accuracy"], record["version"]) == (None, -1)
 
     run(body)
 
@@ -241,7 +243,8 @@ def test_only_held_out_failure_before_training_ends(eval_id: str, name: str, end
         master._sets = {name: dataclasses.replace(HELD_OUT_SET, name=name)}
         master._records, master._status, master._log = list, SimpleNamespace(enter=enter), logged
         master._parts = SimpleNamespace(evaluations=evaluations(Failing(ready())))
-        with pytest.raises(StuckError, match="all 2 completions failed") if ends else nullcontext():
+        problem = "'before': 2 of 2 failed, the last one: AgentError: stuck"
+        with pytest.raises(StuckError, match=problem) if ends else nullcontext():
             await master._evaluate(eval_id, 0)
         assert len(logged) == (1 if ends else 2)
 

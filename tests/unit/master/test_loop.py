@@ -22,6 +22,7 @@ from realsys.master.statistics import call_seconds, untrained_shares
 from realsys.model_calls import SNAPSHOT, MaskRequest, SnapshotPlan
 from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
+from tests.support.telemetry.step_logs import undocumented
 from tests.support.training.master_fakes import Run, run
 
 CRITIC = ("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false", "train.ppo.critic.minibatches=1")
@@ -48,6 +49,9 @@ def test_run_trains_publishes_and_clears_the_workers() -> None:
     assert seconds["save"] == 0.25 and seconds["publish"] >= 0.5
     assert set(job.records[0]["call_seconds"]) == {"actor_inf", "actor_train"}
     assert job.records[0]["stats"] == {"inf/rank": 0.0, "rank": 0.0}
+    assert job.records[0]["reward_std"] == 5.0 and job.records[0]["sampled_tokens"] > 0
+    assert job.records[0]["memory"]["master_bytes"] > 1 << 20
+    assert undocumented(job.records) == {"train: stats/rank", "train: stats/inf/rank"}, "those of the fake workers"
 
 
 def test_run_resumes_after_steps_of_checkpoint() -> None:

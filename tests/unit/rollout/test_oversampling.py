@@ -10,7 +10,7 @@ from realsys.data.prompts import Prompt
 from realsys.errors import GenerationError
 from realsys.generation.client import SamplingSpec
 from realsys.rollout.rows import RowBuilder
-from realsys.rollout.sessions import GroupPlayer, GroupRules
+from realsys.rollout.sessions import GroupPlayer, GroupRules, PlayerExtras
 from realsys.types import Episode, Ticket
 from tests.support.serving.rollout_fakes import FakeEngine, ScriptedAgent
 
@@ -39,9 +39,9 @@ class Paced(ScriptedAgent):
         return Episode([row.row()], self.rewards.get(task.episode, float(task.episode)), None)
 
 
-def sampled(agent, rules, n=5, engine=None, kind="train"):
+def sampled(agent, rules, n=5, engine=None, kind="train", dropped=None):
     """Play a ticket of ``n`` episodes; return what was played, and the lost tokens."""
-    group = GroupPlayer(agent, engine or FakeEngine(), SPEC, 1000, rules)
+    group = GroupPlayer(agent, engine or FakeEngine(), SPEC, 1000, rules, PlayerExtras(dropped=dropped))
 
     async def body():
         async with asyncio.timeout(60):
@@ -109,3 +109,39 @@ def test_evaluation_is_neither_filtered_nor_cut():
     rules = GroupRules(size=1, filter=FilterConfig(equal_rewards=True), keep=KeepConfig(episodes=1))
     played, lost = sampled(Paced([1, 0]), rules, n=2, kind="eval")
     assert (rewards_of(played), played.dropped, lost) == ([0.0, 1.0], "", {})
+
+
+class Dropped:
+    """A store of dropped groups that keeps its calls: (reason, its episodes, errors of the failed ones)."""
+
+    def __init__(self):
+        self.groups = []
+
+    def add(self, ticket, prompt, reason, episodes, failed):
+        self.groups.append((reason, sorted(episodes), {number: error for number, (error, _) in failed.items()}))
+        self.last_calls = {number: call for number, (_, call) in failed.items()}
+
+
+def test_group_without_signal_goes_to_the_store():
+    dropped = Dropped()
+    rules = GroupRules(filter=FilterConfig(equal_rewards=True))
+    agent = Paced([0, 1], rewards={0: 1.0, 1: 1.0})
+    assert sampled(agent, rules, n=2, dropped=dropped)[0].dropped == "equal_rewards"
+    assert dropped.groups == [("equal_rewards", [0, 1], {})]
+    sampled(Paced([0, 1]), rules, n=2, dropped=dropped)  # other rewards: trained
+    sampled(Paced([0, 1], rewards={0: 1.0, 1: 1.0}), rules, n=2, kind="eval", dropped=dropped)
+    assert len(dropped.groups) == 1
+
+
+def test_failed_episode_goes_to_the_store_with_its_call():
+    """Of a group that is trained with the others, and of one that fails as a whole."""
+    dropped = Dropped()
+    agent = Paced([0, 1, 2], errors={1: ValueError("hung")})
+    sampled(agent, GroupRules(min_episodes=2), n=3, dropped=dropped)
+    [(reason, episodes, errors)] = dropped.groups
+    assert (reason, episodes, list(errors)) == ("", [0, 2], [1]) and "hung" in errors[1]
+    before, completion = dropped.last_calls[1]
+    assert list(before) == PROMPT.ids and len(completion.tokens) == 3
+    with pytest.raises(GenerationError):
+        sampled(Paced([0], errors={0: GenerationError("x")}), GroupRules(), n=1, dropped=dropped)
+    assert dropped.groups[1] == ("GenerationError: x", [], {0: "GenerationError: x"})

@@ -1,6 +1,7 @@
 """Partial rollouts: nothing of an answer is lost or made anew when its server goes away."""
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -75,11 +76,12 @@ class FakeServers:
             if received is not None:
                 tokens = [generated(len(input_ids), self.arrived, 0, "abort") for _ in range(spec.n)]
                 received.completions = [
-                    PartsOfOne(one.tokens.tolist(), one.logprobs.tolist(), one.versions.tolist()) for one in tokens
+                    PartsOfOne(one.tokens.tolist(), one.logprobs.tolist(), *[one.versions.tolist()] * 2)
+                    for one in tokens
                 ]
             raise step
         assert isinstance(step, list)
-        return [generated(len(input_ids), *answer) for answer in step]
+        return [answer if isinstance(answer, Generated) else generated(len(input_ids), *answer) for answer in step]
 
 
 @dataclass
@@ -155,6 +157,22 @@ def test_aborted_completion_continues_from_its_tokens():
     assert [call.url for call in servers.calls] == ["http://a", "http://b", "http://c"]
     assert [request.n for request in scheduler.requests] == [2, 1, 1]
     assert scheduler.requests[2].prompt_len == 12 and scheduler.requests[2].failed_server is None
+
+
+def test_joined_segments_keep_kv_versions_and_top_logprobs():
+    """A segment without versions of keys attended to keys of its own version."""
+    parts = [
+        dataclasses.replace(generated(3, 2, 4, "abort"), kv_versions=np.array([3, 4], np.int32), top=[[(1, -0.5)]] * 2),
+        dataclasses.replace(generated(5, 0, 5, "abort"), top=None),
+        dataclasses.replace(generated(5, 1, 5, "stop"), top=[[(2, -0.25)]]),
+    ]
+    (answer,), _, _ = run([[part] for part in parts])
+    assert answer.kv_versions.tolist() == [3, 4, 5]
+    assert answer.top == [[(1, -0.5)], [(1, -0.5)], [(2, -0.25)]]
+    (plain,), _, _ = run([[dataclasses.replace(part, kv_versions=None, top=None)] for part in parts])
+    assert plain.kv_versions is None and plain.top is None
+    (only,), _, _ = run([[dataclasses.replace(parts[0], finish_reason="stop")]])
+    assert (only.kv_versions.tolist(), only.top, only.route) == ([3, 4], parts[0].top, (("a", 2),))
 
 
 def test_segments_are_sampled_with_different_random_numbers():

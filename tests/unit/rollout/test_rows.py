@@ -1,6 +1,7 @@
 """token-identity: rows equal, token for token, what the engine was sent and what it returned."""
 
 import asyncio
+import dataclasses
 import random
 from collections import defaultdict
 
@@ -128,6 +129,36 @@ def test_row_holds_context_and_completions_in_order():
     assert row.loss_mask.tolist() == [False, False, True, True, False, True, True]
     assert (row.finish_reason, row.route, row.rewards) == ("length", (("a", 3), ("b", 1)), ((6, 0.25),))
     assert [a.dtype for a in (row.tokens, row.loss_mask, row.logprobs, row.versions)] == ["i4", "?", "f4", "i4"]
+
+
+def test_row_has_versions_of_keys_if_a_completion_has():
+    """Those of the other completions are their versions."""
+    builder = RowBuilder([1])
+    builder.completion(generated(5, 6))
+    assert builder.row().kv_versions is None and builder.row().kept_tokens == 0
+    builder.completion(dataclasses.replace(generated(7, 8, 9), kv_versions=np.array([2, 2, 3], np.int32)))
+    row = builder.row()
+    assert row.kv_versions.tolist() == [3, 3, 2, 2, 3] and row.kv_versions.dtype == np.int32
+    assert row.kept_tokens == 2
+
+
+def test_row_has_temperatures_if_a_completion_has():
+    """0 stands for the temperature of the trial."""
+    builder = RowBuilder([1])
+    builder.completion(generated(5, 6))
+    assert builder.row().temperatures == ()
+    builder.completion(dataclasses.replace(generated(7, 8, 9), temperature=0.5))
+    builder.completion(dataclasses.replace(generated(4), temperature=0.5))
+    assert builder.row().temperatures == ((0.0, 2), (0.5, 4))
+
+
+def test_greedy_completion_is_context():
+    builder = RowBuilder([1])
+    builder.completion(dataclasses.replace(generated(5, 6), temperature=0.0))
+    with pytest.raises(ValueError, match="right after completion"):
+        builder.reward(1.0)
+    builder.completion(generated(7))
+    assert (builder.tokens, builder.row().loss_mask.tolist()) == ([1, 5, 6, 7], [False, False, False, True])
 
 
 def test_branch_trains_only_its_own_tokens():

@@ -7,8 +7,9 @@ import logging
 import pytest
 
 from realsys.data.prompts import Prompt
-from realsys.errors import AgentError, GenerationError, NoVerifierError, RewardError, StuckError
+from realsys.errors import AgentError, GenerationError, NoVerifierError, RealsysError, RewardError, StuckError
 from realsys.generation.client import SamplingSpec
+from realsys.rollout.defects import MOST_FAILED
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.rows import RowBuilder
 from realsys.rollout.sessions import GroupPlayer, GroupRules, group_player, group_rules
@@ -250,15 +251,48 @@ def test_defect_in_all_episodes_twice_is_fatal():
     asyncio.run(body())
 
 
+def play_until_stuck(agent, n, tickets=MOST_FAILED, kind="train"):
+    """Play tickets of ``n`` episodes. Returns the numbers of those that were played, and the message."""
+
+    async def body():
+        group = player(agent, FakeEngine())
+        for number in range(tickets):
+            agent.number = number
+            try:
+                await group.play(Ticket(str(number), 0, 0, kind=kind, n=n), PROMPT)
+            except StuckError as error:
+                return number + 1, str(error)
+            except RealsysError:
+                continue
+        return tickets, ""
+
+    return asyncio.run(body())
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_agent_that_fails_all_episodes_is_fatal(n):
+    """Tickets of one episode, and different errors in the episodes of a ticket."""
+    errors = {episode: AgentError(f"it did not end within {episode} s") for episode in range(4)}
+    played, problem = play_until_stuck(ScriptedAgent(errors=errors), n)
+    assert played * n == MOST_FAILED
+    assert problem.startswith(f"the agent failed {MOST_FAILED} episodes, and none was good; {MOST_FAILED // n} of them")
+    assert problem.endswith("it did not end within 0 s")
+
+
+def test_good_episode_or_evaluation_prevents_fatal_error():
+    class OftenBad(ScriptedAgent):
+        async def run(self, task, session):
+            if self.number % 100 != 99:
+                raise AgentError("bad")
+            return await super().run(task, session)
+
+    assert play_until_stuck(OftenBad(), 1, 4 * MOST_FAILED)[1] == ""
+    assert play_until_stuck(always(AgentError("bad")), 1, 4 * MOST_FAILED, kind="eval")[1] == ""
+
+
 @pytest.mark.parametrize("error", [RewardError("hung"), GenerationError("no server")])
 def test_errors_that_are_no_defect_are_never_fatal(error):
-    async def body():
-        group = player(always(error), FakeEngine())
-        for number in range(3):
-            with pytest.raises(type(error)):
-                await group.play(Ticket(str(number), 0, 0, n=4), PROMPT)
-
-    asyncio.run(body())
+    assert play_until_stuck(always(error), 4)[1] == ""
 
 
 def test_good_ticket_between_bad_ones_prevents_fatal_error():
@@ -374,3 +408,42 @@ def test_unknown_correctness_is_refused_if_groups_are_filtered():
     with pytest.raises(AgentError, match="correct is None, but train.ppo.filter needs it"):
         asyncio.run(group.play(Ticket("t", 0, 0, n=2), PROMPT))
     asyncio.run(group.play(Ticket("t", 0, 0, kind="eval", n=2), PROMPT))
+
+
+class OwnSettings:
+    """An agent whose odd episodes sample with other settings. It leaves its second completion out of the row."""
+
+    def __init__(self, calls=1):
+        self.calls = calls
+
+    async def run(self, task, session):
+        row = RowBuilder(task.prompt.ids)
+        spec = SamplingSpec(max_new_tokens=3) if task.episode % 2 else None
+        row.completion(await session.generate(row.tokens, spec))
+        for _ in range(self.calls - 1):
+            await session.generate(row.tokens)
+        return Episode([row.row()], 1.0, True)
+
+
+def test_first_calls_with_different_settings_stay_separate():
+    engine = FakeEngine()
+    play(OwnSettings(), engine, n=4)
+    assert [(call.spec.n, call.spec.max_new_tokens) for call in engine.calls] == [(1, 9), (1, 3), (1, 9), (1, 3)]
+
+
+def test_tokens_outside_of_rows_are_counted_as_lost():
+    async def body():
+        group = player(OwnSettings(calls=2), FakeEngine())
+        await group.play(Ticket("17", 2, 0, n=2, seed=400), PROMPT)
+        return group.take_lost_tokens()
+
+    assert asyncio.run(body()) == {"not_in_rows": [3, 3]}
+
+
+def test_session_without_a_gateway_has_no_address():
+    class Wants:
+        async def run(self, task, session):
+            return session.base_url
+
+    with pytest.raises(AgentError, match="only a RolloutWorker has base_url"):
+        play(Wants(), FakeEngine(), n=1)

@@ -25,10 +25,12 @@ from realsys.manager.messages import (
     TouchReply,
     TouchRequest,
 )
+from realsys.rollout import worker_loop
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.sessions import Played
 from realsys.rollout.worker_loop import LoopParts, RolloutLoop, answer_of
 from realsys.types import Episode, Group, Row, Ticket
+from tests.support.timelines.recording import recording
 
 
 class FakeManager:
@@ -386,6 +388,20 @@ def test_an_allocation_that_is_refused_ends_the_worker():
         bench_test(body)
 
 
+def test_rollouts_that_hang_are_in_the_log(monkeypatch, caplog):
+    monkeypatch.setattr(worker_loop, "QUIET_S", 0.0)
+
+    async def body(bench, task):
+        bench.player.gate.clear()
+        bench.grant(ticket(7))
+        for _ in range(2):
+            await bench.manager.touched.get()
+        bench.player.gate.set()
+
+    bench_test(body, touch_s=0.01)
+    assert "no rollout has ended for 0 s, and 1 run" in caplog.text
+
+
 def test_running_attempts_keep_their_leases():
     async def body(bench, task):
         bench.player.gate.clear()
@@ -396,3 +412,23 @@ def test_running_attempts_keep_their_leases():
         bench.player.gate.set()
 
     bench_test(body, touch_s=0.01)
+
+
+def test_attempt_leaves_its_spans(tmp_path):
+    """The push lies inside of the attempt, and a refused ticket has an attempt without a push."""
+
+    async def body(bench, task):
+        bench.player.errors["8"] = RewardError("no verdict")
+        bench.grant(ticket(7), ticket(8))
+        await bench.finish()
+        await bench.finish()
+
+    with recording(tmp_path) as spans:
+        bench_test(body)
+    own = {(span.name, span.unit): span for span in spans()}
+    assert own["push", "7.0"].begin >= own["rollout", "7.0"].begin
+    assert own["finish", "7.0"].end <= own["rollout", "7.0"].end
+    assert own["finish", "8.0"].facts == {"outcome": "rejected"}
+    assert ("push", "8.0") not in own
+    assert own["rollout", "7.0"].facts == {"kind": "train", "version": 3, "episodes": 2}
+    assert [span.facts["tickets"] for span in spans() if "tickets" in span.facts] == [2]

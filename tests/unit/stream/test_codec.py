@@ -41,14 +41,17 @@ def rows(draw: st.DrawFn) -> Row:
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
     positions = np.flatnonzero(mask)
     chosen = sorted(rng.choice(positions, min(2, loss_tokens), replace=False).tolist()) if loss_tokens else []
+    versions = np.sort(rng.integers(0, 3, loss_tokens, dtype=np.int32))
+    oldest = versions - rng.integers(0, 2, loss_tokens, dtype=np.int32).clip(max=versions)
     return Row(
         rng.integers(0, 2**31 - 1, len(mask), dtype=np.int32),
         mask,
         -np.abs(rng.normal(size=loss_tokens)).astype(np.float32),
-        np.sort(rng.integers(0, 3, loss_tokens, dtype=np.int32)),
+        versions,
         draw(st.sampled_from(["stop", "length", "abort"])),
         draw(st.sampled_from([(), (("generation_server/1", loss_tokens),)])) if loss_tokens else (),
         tuple((position, 0.5) for position in chosen) if draw(st.booleans()) else (),
+        oldest if draw(st.booleans()) and (oldest < versions).any() else None,
     )
 
 
@@ -77,11 +80,9 @@ def assert_same(a: Group, b: Group) -> None:
             for name in ARRAYS:
                 assert getattr(ours, name).dtype == getattr(theirs, name).dtype
                 np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
-            assert (ours.finish_reason, ours.route, ours.rewards) == (
-                theirs.finish_reason,
-                theirs.route,
-                theirs.rewards,
-            )
+            np.testing.assert_array_equal(ours.kv_versions, theirs.kv_versions)
+            for name in ("finish_reason", "route", "rewards", "temperatures"):
+                assert getattr(ours, name) == getattr(theirs, name)
 
 
 @given(groups(), st.booleans())
@@ -113,6 +114,59 @@ def test_versions_that_change_at_every_token_survive() -> None:
     row = group.episodes[0].rows[0]
     row.versions = np.arange(row.loss_tokens, dtype=np.int32)
     assert_same(decode_group(encode_group(group)), group)
+
+
+def test_versions_of_keys_cost_bytes_where_they_differ() -> None:
+    """A group without kept keys has the bytes that it had before there were any."""
+    plain, equal, kept = (make_group("t1", episodes=1) for _ in range(3))
+    row = equal.episodes[0].rows[0]
+    row.kv_versions = row.versions.copy()
+    row = kept.episodes[0].rows[0]
+    row.versions = np.full(row.loss_tokens, 5, np.int32)
+    row.kv_versions = np.where(np.arange(row.loss_tokens) < 3, 5, 4).astype(np.int32)
+    headers = [msgspec.msgpack.decode(encode_group(group)[0]) for group in (plain, equal, kept)]
+    assert headers[0] == headers[1]
+    assert all(len(run) == 2 for run in headers[0][-1][0][0][0][2])
+    assert headers[2][-1][0][0][0][2] == [[5, 3], [5, row.loss_tokens - 3, 4]]
+    assert decode_group(encode_group(equal)).episodes[0].rows[0].kv_versions is None
+    assert_same(decode_group(encode_group(kept)), kept)
+
+
+def test_temperatures_cost_bytes_where_they_are_known() -> None:
+    plain, own = (make_group("t1", episodes=2) for _ in range(2))
+    row = own.episodes[1].rows[0]
+    row.temperatures = ((0.5, 1), (0.0, row.loss_tokens - 1))
+    headers = [msgspec.msgpack.decode(encode_group(group)[0]) for group in (plain, own)]
+    assert [len(episode[0][0]) for header in headers for episode in header[-1]] == [5, 5, 5, 6]
+    assert_same(decode_group(encode_group(own)), own)
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [([(0.5, 1)], "1 tokens have a temperature"), ([(-0.5, 4)], "must be 0 or"), ([(math.nan, 4)], "must be 0 or")],
+)
+def test_temperatures_that_disagree_are_refused(runs: list[tuple[float, int]], message: str) -> None:
+    group = make_group("t1", episodes=1)
+    group.episodes[0].rows[0].temperatures = tuple(runs)
+    with pytest.raises(DecodeError, match=message):
+        decode_group(encode_group(group))
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ([[3, 30, 4]], "keys of a later version than its own"),
+        ([[3, 30], [4, 0]], "a run of versions must have 1 to"),
+        ([[3]], "length >= 2"),
+        ([[3, 30, 2, 1]], "length <= 3"),
+    ],
+)
+def test_runs_of_versions_are_checked(runs: list[list[int]], message: str) -> None:
+    header, payload = encode_group(make_group("t1", episodes=1))
+    fields = msgspec.msgpack.decode(header)
+    fields[-1][0][0][0][2] = runs
+    with pytest.raises(DecodeError, match=message):
+        decode_group([msgspec.msgpack.encode(fields), payload])
 
 
 def test_a_mask_that_changes_at_every_token_survives() -> None:

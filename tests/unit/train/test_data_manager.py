@@ -50,6 +50,37 @@ def test_a_group_is_stored_and_described() -> None:
     np.testing.assert_array_equal(data.get("t7.0/1.0", "tokens"), np.arange(8))
 
 
+def test_versions_of_keys_are_stored_if_read() -> None:
+    """A row without them attended to keys of its own versions."""
+    group = make_group("t1", [3, 2])
+    group.episodes[0].rows[0].kv_versions = np.array([3, 3, 6], np.int32)
+    data, other = DataManager(0), DataManager(1)
+    data.kv_versions = True
+    arrived = data.add_group(group)
+    assert arrived is not None and [meta.kept_tokens for meta in arrived.samples] == [2, 0]
+    assert data.get("t1.0/0.0", "kv_versions").tolist() == [3, 3, 6]
+    assert data.get("t1.0/1.0", "kv_versions").tolist() == [4, 5]
+    data.mask_older(["t1.0/0.0"], 5)
+    assert data.get("t1.0/0.0", "kv_versions").tolist() == [3, 6]
+    other.add_group(group)
+    assert not other.has("t1.0/0.0", "kv_versions")
+
+
+def test_temperatures_are_stored_if_read() -> None:
+    """0 in a row stands for the temperature of the trial, as does a row without any."""
+    group = make_group("t1", [3, 2])
+    group.episodes[0].rows[0].temperatures = ((0.5, 1), (0.0, 2))
+    data, other = DataManager(0), DataManager(1)
+    data.temperature = 0.75
+    data.add_group(group)
+    other.add_group(group)
+    assert data.get("t1.0/0.0", "temperatures").tolist() == [0.5, 0.75, 0.75]
+    assert data.get("t1.0/1.0", "temperatures").tolist() == [0.75, 0.75]
+    data.mask_older(["t1.0/0.0"], 5)
+    assert data.get("t1.0/0.0", "temperatures").tolist() == [0.75, 0.75]
+    assert not other.has("t1.0/0.0", "temperatures")
+
+
 def test_token_outside_vocabulary_is_refused() -> None:
     """Looked up in the embedding it would end the training side."""
     data = DataManager(3)
@@ -147,6 +178,8 @@ def test_array_size_follows_from_span_of_key() -> None:
         "loss_mask": whole,
         "behav_logprobs": loss,
         "versions": loss,
+        "kv_versions": loss,
+        "temperatures": loss,
         "token_rewards": loss,
         "prox_logprobs": loss,
         "ref_logprobs": loss,

@@ -25,12 +25,17 @@ def inputs() -> tuple[torch.Tensor, ...]:
     return hidden, weight, torch.randint(0, VOCAB, (ROWS,)), torch.randn(ROWS), torch.randn(ROWS)
 
 
-def naive(*, with_entropy: bool) -> tuple[torch.Tensor, ...]:
+def warmer(mixed: bool) -> float | torch.Tensor:
+    """Return one temperature, or one for each row."""
+    return torch.linspace(0.5, 1.5, ROWS) if mixed else TEMPERATURE
+
+
+def naive(*, with_entropy: bool, mixed: bool = False) -> tuple[torch.Tensor, ...]:
     """log-probs, entropies, gradient of hidden, gradient of weight."""
     hidden, weight, targets, upstream, upstream_entropy = inputs()
     hidden.requires_grad_()
     weight.requires_grad_()
-    every = (hidden @ weight.t() / TEMPERATURE).log_softmax(-1)
+    every = (hidden @ weight.t() / torch.as_tensor(warmer(mixed)).view(-1, 1)).log_softmax(-1)
     logprobs, entropy = every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
     loss = (logprobs * upstream).sum()
     if with_entropy:
@@ -42,15 +47,15 @@ def naive(*, with_entropy: bool) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("tensor_ranks", [1, 2])
 def test_values_and_gradients_are_those_of_the_formulas(tensor_ranks: int) -> None:
-    cases = list(itertools.product((0, 4), (False, True)))  # rows at a time, entropy bonus
+    cases = list(itertools.product((0, 4), (False, True), (False, True)))  # rows at a time, entropy bonus, temperatures
 
     def body(rank: int, device: Device) -> list[tuple[torch.Tensor, ...]]:
         found = []
-        for chunk, with_entropy in cases:
+        for chunk, with_entropy, mixed in cases:
             hidden, weight, targets, upstream, upstream_entropy = inputs()
             hidden.requires_grad_()
             shard = weight.chunk(tensor_ranks)[rank].clone().requires_grad_()
-            how = Scoring(TEMPERATURE, chunk, with_entropy, FORMED[ACTOR].tensor)
+            how = Scoring(warmer(mixed), chunk, with_entropy, FORMED[ACTOR].tensor)
             logprobs, entropy = projected_logprobs(hidden, shard, targets, how)
             assert entropy is not None and entropy.requires_grad == with_entropy
             loss = (logprobs * upstream).sum()
@@ -62,8 +67,8 @@ def test_values_and_gradients_are_those_of_the_formulas(tensor_ranks: int) -> No
         return found
 
     ranks = run_ranks(tensor_ranks, body, Config(), ParallelLayout(tensor=tensor_ranks))
-    for case, (_, with_entropy) in enumerate(cases):
-        *expected, weight_grad = naive(with_entropy=with_entropy)
+    for case, (_, with_entropy, mixed) in enumerate(cases):
+        *expected, weight_grad = naive(with_entropy=with_entropy, mixed=mixed)
         for rank in ranks:
             for got, wanted in zip(rank[case][:3], expected, strict=True):
                 torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Preallocated key-value cache: one row of ``context`` positions per running completion.
+"""Preallocated key-value cache: one row of ``context`` positions per running completion, and some for ended ones.
 
 Running completions always occupy rows 0..n-1, so that a decode step works on plain slices. The scheduler plans the
 moves that keep it so. Positions beyond a completion's length are stale: attention masks them.
@@ -62,14 +62,22 @@ class KVCache:
         """Copy (source row, target row, positions) together: a target may be the source of another copy."""
         if not copies:
             return
-        sources, targets, lengths = zip(*copies, strict=True)
-        source, target = (torch.tensor(rows, device=self.keys.device) for rows in (sources, targets))
+        # One call for all copies of similar length: a long one must not make the short ones as long.
+        alike: dict[int, list[tuple[int, int, int]]] = {}
+        for copy in copies:
+            alike.setdefault(copy[2].bit_length(), []).append(copy)
+        calls = []
+        for group in alike.values():
+            sources, targets, lengths = zip(*group, strict=True)
+            rows = (torch.tensor(rows, device=self.keys.device) for rows in (sources, targets))
+            calls.append((max(lengths), *rows))
         for store in (self.keys, self.values):
             # Layer by layer: the temporary copy of all layers could be as large as the cache.
             for layer in store:
-                by_row = self._by_row(layer, max(lengths))
-                # index_select first reads all sources, so a target that is also a source is safe.
-                by_row.index_copy_(0, target, by_row.index_select(0, source))
+                # All sources are read before a target is written, which may be a source.
+                read = [self._by_row(layer, length).index_select(0, source) for length, source, _ in calls]
+                for (length, _, target), values in zip(calls, read, strict=True):
+                    self._by_row(layer, length).index_copy_(0, target, values)
 
     def _by_row(self, layer: Tensor, length: int) -> Tensor:
         return layer.view(self.rows, self.kv_heads, self.context, -1)[:, :, :length]

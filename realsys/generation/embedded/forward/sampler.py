@@ -40,6 +40,16 @@ class Penalties:
 
 
 @dataclass(slots=True)
+class TopRows:
+    """The ``rows`` that want the most probable tokens, int64 [m]; ``counts``: how many each, at most ``width``."""
+
+    rows: Tensor
+    indices: list[int]
+    counts: list[int]
+    width: int
+
+
+@dataclass(slots=True)
 class RowParams:
     """Sampling parameters of the running rows as tensors; None if no row needs the step."""
 
@@ -47,6 +57,7 @@ class RowParams:
     greedy: Tensor | None  # bool [n]
     filters: Filters | None
     penalties: Penalties | None
+    top: TopRows | None
 
     @classmethod
     def build(cls, params: Sequence[SamplingParams], device: torch.device) -> RowParams:
@@ -57,6 +68,7 @@ class RowParams:
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             filters=_filters(params, greedy, device),
             penalties=_penalties(params, temperatures, device),
+            top=_top_rows(params, device),
         )
 
 
@@ -84,6 +96,14 @@ def _penalties(params: Sequence[SamplingParams], temperatures: list[float], devi
         presence=_column([params[i].presence_penalty / temperatures[i] for i in rows], device),
         frequency=_column([params[i].frequency_penalty / temperatures[i] for i in rows], device),
     )
+
+
+def _top_rows(params: Sequence[SamplingParams], device: torch.device) -> TopRows | None:
+    rows = [i for i, p in enumerate(params) if p.top_logprobs_num]
+    if not rows:
+        return None
+    counts = [params[i].top_logprobs_num for i in rows]
+    return TopRows(torch.tensor(rows, device=device), rows, counts, max(counts))
 
 
 def _column(values: list[float] | list[int], device: torch.device) -> Tensor:
@@ -137,6 +157,23 @@ def sample(
     else:
         logprobs = probabilities.gather(1, tokens).log_()
     return tokens.squeeze(1), logprobs.squeeze(1)
+
+
+def top_logprobs(logits: Tensor, params: RowParams) -> dict[int, list[tuple[int, float]]]:
+    """Return row -> (token, log-prob) of its most probable tokens, most probable first, for the rows that want them.
+
+    logits   float32 [n, V], as ``sample`` takes them; not changed. Of the same distribution as its log-probs
+    """
+    top = params.top
+    if top is None:
+        return {}
+    rows = logits.index_select(0, top.rows)
+    if params.temperature is not None:
+        rows.div_(params.temperature.index_select(0, top.rows))
+    values, tokens = rows.topk(min(top.width, rows.shape[1]))
+    logprobs = (values - rows.logsumexp(-1, keepdim=True)).tolist()
+    pairs = (zip(*pair, strict=True) for pair in zip(tokens.tolist(), logprobs, strict=True))
+    return {row: list(best)[:count] for row, count, best in zip(top.indices, top.counts, pairs, strict=True)}
 
 
 def _penalise(logits: Tensor, params: RowParams, counts: Tensor) -> None:

@@ -123,20 +123,23 @@ class Head:
         self._sequence_parallel = sequence_parallel
 
     def outputs(self, batch: MicroBatch, hidden: torch.Tensor, temperature: float | None = None) -> Outputs:
-        """Return what a loss reads, for either kind of head. ``temperature`` None: that of generation."""
+        """Return what a loss reads, for either kind of head. ``temperature`` None: that of each token."""
         if self._kind == "value":
             return Outputs(values=self.evaluate(hidden, batch.rows))
-        scoring = self._scoring if temperature is None else replace(self._scoring, temperature=temperature)
-        logprobs, entropy = self._score(batch, hidden, scoring)
+        logprobs, entropy = self._score(batch, hidden, self._scoring, temperature)
         return Outputs(logprobs=logprobs, entropy=entropy)
 
     def logprobs(self, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Return the log-probs of the loss tokens, fp32 [a]. For an lm head."""
         return self._score(batch, hidden, replace(self._scoring, entropy=False))[0]
 
-    def _score(self, batch: MicroBatch, hidden: torch.Tensor, how: Scoring) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _score(
+        self, batch: MicroBatch, hidden: torch.Tensor, how: Scoring, temperature: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         module = self._module
         assert batch.targets is not None
+        own = batch.temperature if temperature is None else temperature
+        how = how if own is None else replace(how, temperature=own)
         # With a single stage the tied embedding is the head. With several, the last stage has its
         # own copy of it.
         tied = module.share_embeddings_and_output_weights and self._groups.first_stage

@@ -16,7 +16,10 @@ from realsys import configs
 from realsys.config.compose import compose
 from realsys.config.dataflow import dataflow_of
 from realsys.config.schema import Config
+from realsys.master.calls.executor import CallResult
+from realsys.master.statistics import train_record
 from realsys.train.megatron.device import Device
+from tests.support.telemetry.step_logs import undocumented
 from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models, whole
 from tests.support.training.train_ranks import run_ranks
 
@@ -79,3 +82,11 @@ def test_a_preset_takes_a_step(preset: str, composed: dict[str, Config], found: 
     elif ppo.loss == "ppo" and ppo.aggregation == "token" and ppo.advantage.mean == "batch":
         # At ratio 1 the loss is minus the mean of the advantages, which is taken off.
         assert actor["loss"] == pytest.approx(0.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_statistic_is_documented(preset: str, found: dict[str, Stats]) -> None:
+    results = {name: CallResult(stats, {}, 1.0, 0.0, 1.0, 0) for name, stats in found[preset].items()}
+    seconds = {"inf": 1.0, "train": 1.0, "total": 2.0}
+    record = train_record({"tokens": 1, "answer_tokens": 1}, seconds, results)
+    assert undocumented([{"kind": "train", **record}]) == set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,7 @@ from tests.support.serving.generation_models import (
     reference_logprobs,
     run,
 )
+from tests.support.timelines.recording import recording
 
 
 @pytest.fixture(scope="module")
@@ -319,3 +322,34 @@ def test_snapshot_is_the_beginning_of_the_result(two_models):
         count = len(early.tokens)
         assert early.tokens.tolist() == late.tokens[:count].tolist()
         assert early.logprobs.tolist() == late.logprobs[:count].tolist()
+
+
+def test_completion_leaves_its_spans(two_models, tmp_path):
+    """One decode span for each version that samples, and between them the prefill after the update; no gaps."""
+    (_, old_path), (_, new_path) = two_models
+    core = make_core(old_path, max_running=1)
+    first, second = (make_request(rid, PROMPTS[0], seed=1, max_new_tokens=6) for rid in ("first", "second"))
+    with recording(tmp_path) as spans:
+        core.submit(first)
+        core.submit(second)
+        core.version = 3
+        for _ in range(2):
+            core.step()
+        core.swap(read_weights(new_path), 4)
+        finish(core)
+    own = [span for span in spans() if span.unit == "first#0"]
+    assert [span.name for span in own] == ["queue", "prefill", "decode", "prefill", "decode"]
+    assert [(s.facts["version"], s.facts["tokens"]) for s in own if s.name == "decode"] == [(3, 2), (4, 4)]
+    assert all(one.end == other.begin for one, other in pairwise(own))
+    (queued,) = [span for span in spans() if span.unit == "second#0" and span.name == "queue"]
+    assert queued.end >= own[-1].end  # the only place was taken until then
+
+
+def test_aborted_completion_ends_its_span(two_models, tmp_path):
+    core = make_core(two_models[0][1], max_running=1)
+    request = make_request("cut", PROMPTS[0], seed=1, max_new_tokens=6)
+    with recording(tmp_path) as spans:
+        core.submit(request)
+        core.step()
+        core.abort(request)
+    assert [(span.name, span.facts.get("end")) for span in spans()][-1] == ("decode", "abort")

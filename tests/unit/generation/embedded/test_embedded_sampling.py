@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from realsys.generation.embedded.forward.sampler import RowParams, top_logprobs
+from realsys.generation.protocol import SamplingParams
 from realsys.generation.stop_strings import read_tokenizer
 from tests.support.serving.generation_models import (
     PROMPTS,
@@ -65,6 +67,24 @@ def test_min_new_tokens_bans_stops_keeps_logprobs(two_models):
     assert len(early.tokens) < 12 < len(late.tokens) + 1
     assert not set(late.tokens[:12].tolist()) & set(stops)
     check_logprobs(model, PROMPTS[1], late)
+
+
+def test_top_logprobs_are_of_unchanged_distribution(two_models):
+    """Bans, penalties and filters do not change them; of a completion that asks for none, nothing is kept."""
+    model, path = two_models[0]
+    changes = {"temperature": 0.8, "top_k": 2, "min_new_tokens": 9, "repetition_penalty": 1.7}
+    asking = make_request("a", PROMPTS[3], max_new_tokens=9, stops=tuple(range(60)), top_logprobs_num=4, **changes)
+    plain = make_request("b", PROMPTS[1], max_new_tokens=9)
+    [[result], [other]] = run(make_core(path), asking, plain)
+    expected = reference_logprobs(model, PROMPTS[3], result.tokens.tolist(), temperature=0.8).topk(4)
+    assert [[token for token, _ in best] for best in result.top] == expected.indices.tolist()
+    assert torch.tensor([[value for _, value in best] for best in result.top]).allclose(expected.values, atol=1e-4)
+    assert other.top is None
+
+
+def test_more_top_logprobs_than_tokens_give_all():
+    top = top_logprobs(torch.zeros(1, 3), RowParams.build([SamplingParams(top_logprobs_num=5)], torch.device("cpu")))
+    assert sorted(token for token, _ in top[0]) == [0, 1, 2]
 
 
 # ---- penalties and stop strings

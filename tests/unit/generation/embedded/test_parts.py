@@ -153,7 +153,7 @@ def test_what_is_off_is_not_sent():
 
 
 #: of one request, not of a trial
-PER_REQUEST = {"n", "sampling_seed", "answer_prefix"}
+PER_REQUEST = {"n", "sampling_seed", "answer_prefix", "top_logprobs_num"}
 
 
 def test_config_offers_every_sampling_parameter():

@@ -19,9 +19,11 @@ from realsys.generation.protocol import SamplingParams
 from realsys.generation.sglang.api import Reply
 from realsys.generation.sglang.arguments import CPU_SUPPORT, Launch, needs_tokenizer
 from realsys.generation.sglang.requests import Request
+from realsys.generation.sglang.traffic import _record_phases
 from realsys.generation.stop_strings import read_tokenizer
 from realsys.generation.uniforms import completion_seed
 from tests.support.serving.generation_models import make_tokenizer
+from tests.support.timelines.recording import recording
 
 GPU = Launch(
     python="/venv/bin/python",
@@ -287,3 +289,24 @@ def test_tokens_without_their_versions_are_an_error():
     assert error.value.retryable
     with pytest.raises(GenerationError, match=r"2 tokens with 2 log-probs and versions \[\(1, 1\)\]"):
         request().take([reply([3, 4], "length", [("1", 0, 1)])], None)
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ({"e2e_latency": 3.0}, [("decode", 3.0)]),
+        (
+            {"e2e_latency": 3.0, "queue_time": 1.0, "forward_entry_time": 50.0, "prefill_finished_time": 50.5},
+            [("queue", 1.0), ("prefill", 0.5), ("decode", 1.5)],
+        ),
+        ({"e2e_latency": 3.0, "queue_time": 9.0}, [("queue", 3.0), ("decode", 0.0)]),
+    ],
+)
+def test_times_of_sglang_become_spans(tmp_path, times, expected):
+    """SGLang tells the first of them always, the others with its --enable-metrics only."""
+    meta = {"finish_reason": {"type": "stop"}, **times}
+    reply = msgspec.convert({"output_ids": [1, 2], "meta_info": meta}, Reply)
+    with recording(tmp_path) as spans:
+        _record_phases("r#0", 1_000_000_000, reply, 4)
+    assert [(span.name, round(span.seconds, 3)) for span in spans()] == expected
+    assert spans()[-1].facts == {"version": 4, "tokens": 2}

@@ -71,13 +71,15 @@ def test_killed_agent_restarts_the_trainer(trial: AgentTrial) -> None:
     assert trial.agents["b"].returncode == 0
 
 
-def test_lost_node_without_another_agent_ends_run(tmp_path: Path) -> None:
-    trial = AgentTrial(tmp_path, LEASE_S, join_s=15.0)
-    trial.recover = True
-    outcome = trial.run(*two_nodes(trial), until=NAMES, then=lambda _: trial.agents["b"].kill())
+def test_lost_node_without_another_agent_ends_run(trial: AgentTrial) -> None:
+    def kill(_: Supervisor) -> None:
+        trial.remote["b"].join_s = 2.0  # not from the start, when all agents have to join
+        trial.agents["b"].kill()
+
+    outcome = trial.run(*two_nodes(trial), until=NAMES, then=kill)
     assert outcome.status == "failed"
     assert trial.notes[0].startswith("model_worker/0 was lost with its node b: nothing was heard from its agent for ")
-    assert outcome.reason.startswith("model_worker/0 cannot be started: no agent for node b joined within 15 s ")
+    assert outcome.reason.startswith("model_worker/0 cannot be started: no agent for node b joined within 2 s ")
     assert outcome.no_machine
 
 

@@ -129,19 +129,19 @@ def test_gpu_indexes_become_ids_of_the_machine(tmp_path: Path, monkeypatch: pyte
 
 def test_signal_to_a_spare_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        paths, signals = TrialPaths(tmp_path), NodeSignals()
+        paths, signals, first = TrialPaths(tmp_path), NodeSignals(), NodeSignals()
         asked, heard = asyncio.Event(), asyncio.Event()
 
         class Heard(Lease):
             def renew(self, lease_s: float) -> None:
                 super().renew(lease_s)
-                if signals.agent is not None and signals.agent.joined:
+                if all(each.agent is not None and each.agent.joined for each in (signals, first)):
                     heard.set()
 
         monkeypatch.setattr("realsys.launch.nodes.node_agent.Lease", Heard)
         async with open_nodes({"node0": NO_NEEDS}, paths, TERMS) as nodes:
             nodes["node0"].listener = Listener(stop=lambda number: asked.set())
-            agents = [asyncio.create_task(serve(paths, "node0", 60.0, NodeSignals()))]
+            agents = [asyncio.create_task(serve(paths, "node0", 60.0, first))]
             agents.append(asyncio.create_task(serve(paths, "hostb", 60.0, signals)))
             async with asyncio.timeout(60.0):
                 await heard.wait()

@@ -34,7 +34,7 @@ def start(**errors: Exception | None) -> Outcome:
     nodes = {name: Machine(error) for name, error in errors.items()}
 
     async def body() -> Outcome:
-        return await Supervisor([], Bounds(1.0, 1.0, 2, join_s=20.0), Hooks(say=lambda text: None), nodes).run()
+        return await Supervisor([], Bounds(1.0, 1.0, 2, join_s=20.0), Hooks(say=lambda *_: None), nodes).run()
 
     return asyncio.run(body())
 

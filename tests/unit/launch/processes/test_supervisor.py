@@ -81,6 +81,7 @@ def test_stateless_worker_is_restarted_within_its_budget(trial: Trial) -> None:
     assert outcome.status == "failed"
     assert "rollout_worker/0 exited with code 4, after 2 restarts (cluster.max_restarts)" in outcome.reason
     assert len(outcome.restarted) == 2 and len(trial.notes) == 2
+    assert trial.events[-2:] == [("restart", "rollout_worker/0")] * 2
     assert (trial.folder / "rollout_worker-0.log").read_text().count("hello") == 3
 
 

@@ -60,6 +60,11 @@ def test_verifiers_of_evaluations_are_left_out():
     assert (judged.data.verifier, judged.evaluation.sets) == ("math", {})
 
 
+def test_given_arguments_replace_those_of_the_trial():
+    config = changed("data.verifier=math", "data.verifier_args={seconds: 3.0}")
+    assert regrade_config(config, RegradeOptions(arguments="{}")).data.verifier_args == {}
+
+
 def test_another_verifier_and_its_errors(tmp_path, capsys):
     paths = make_trial(tmp_path, {3: [Trained(0, "#{}", True), Trained(1, "raise", False), Trained(2, "nan", False)]})
     assert main(["regrade", str(paths.root), "--verifier", BEHAVE, "--step", "3"]) == 0
@@ -90,7 +95,7 @@ def test_arguments_and_settings_reach_the_verifier(tmp_path, capsys):
         (["--show", "-1"], "--show"),
         (["train.total_steps=5"], "does not decide a verdict"),
         (["rollout.reward.corect=1"], "unknown field; did you mean rollout.reward.correct"),
-        (["rollout.reward.correct.x=1"], "unknown field"),
+        (["rollout.reward.correct.x=1"], "rollout.reward.correct={'x': 1}: must be a valid number"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, arguments, problem):

@@ -70,3 +70,14 @@ def test_full_disk_is_named_once_while_running(tmp_path: Path, monkeypatch: pyte
         return notes
 
     assert asyncio.run(body()) == [f"No space left on device: {tmp_path}: free space on this disk"]
+
+
+def test_warnings_go_to_the_given_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher writes them to the events of the trial, too; a reader of the trial shows those."""
+    config, paths = Config(fileroot=str(tmp_path)), TrialPaths(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    shown: list[str] = []
+    noted: list[str] = []
+    screen = SimpleNamespace(refresh=lambda *_: None, note=shown.append)
+    Monitor(config, paths, Progress(), screen, StepTail(paths.steps), noted.append).check_disk()
+    assert len(noted) == 1 and shown == []

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from realsys.manager.ledger.evaluations import Evaluation, Evaluations
+from realsys.manager.ledger.evaluation import Evaluation
+from realsys.manager.ledger.evaluations import Evaluations
 from realsys.manager.ledger.events import RolledBack
 from realsys.manager.messages import AllocateRequest, Answer, EvaluateRequest, FinishRequest
 from realsys.manager.state import ManagerState

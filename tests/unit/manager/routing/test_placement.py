@@ -58,6 +58,13 @@ def test_sticky_places_anew_after_update_or_loss() -> None:
     assert strategy.choose(RouteRequest("t", 4, 100, "gone", previous_version=1), servers(a=100, b=0)) == "b"
 
 
+def test_next_turn_stays_while_its_keys_are_in_the_bound() -> None:
+    for version, server in ((5, "a"), (4, "a"), (3, "b"), (6, "b")):  # 6: the trainer has gone back
+        held = RouteRequest("t", 4, 100, previous="a", previous_version=version, reuse_versions=1)
+        loads = [ServerLoad("a", version=5, tokens=100), ServerLoad("b", version=5)]
+        assert make_strategy("sticky").choose(held, loads) == server
+
+
 def sent(prefix: list[int], *, previous: str | None = None) -> RouteRequest:
     return RouteRequest("t", 1, 100, previous, 1 if previous else None, prefix)
 

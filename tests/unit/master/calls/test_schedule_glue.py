@@ -10,6 +10,7 @@ import pytest
 
 from realsys.algorithm import dataflows
 from realsys.buffer.balance import token_costs
+from realsys.buffer.masking import mask_group
 from realsys.cluster.topology import place, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.master.calls.executor import GraphExecutor
@@ -120,6 +121,18 @@ def test_staleness_counts_oldest_token() -> None:
     statistics = batch_statistics(samples, version=5)
     assert statistics["staleness"] == {"min": 0, "mean": 7 / 3, "max": 4, "histogram": {"1": 1, "2": 1, "4": 1}}
     assert statistics["interrupted_fraction"] == 2 / 3
+
+
+def test_kept_keys_are_a_share_of_trained_tokens() -> None:
+    samples = [
+        SampleMeta(
+            f"t{i}.0/0.0", f"t{i}", 0, 8, 4, 1.0, False, 3, 4, 0, version_tokens=[(3, 3), (4, 1)], kept_tokens=kept
+        )
+        for i, kept in enumerate((0, 3))
+    ]
+    assert batch_statistics(samples, version=4)["kept_keys_fraction"] == 3 / 8
+    masked = mask_group(samples, 4)
+    assert [sample.kept_tokens for sample in masked] == [0, 1]
 
 
 def test_signal_shares_count_groups() -> None:

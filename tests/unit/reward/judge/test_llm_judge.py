@@ -14,7 +14,7 @@ from realsys.reward.build import own_verifiers
 from realsys.reward.judge.llm_judge import LlmJudge
 from realsys.reward.verifiers.base import Item, Verdict
 from tests.support.processes.config_trees import changed
-from tests.support.serving.judge_endpoint import KEY, JudgeEndpoint, judge_endpoint
+from tests.support.rewards.judge_endpoint import KEY, JudgeEndpoint, judge_endpoint
 from tests.support.serving.reward_pools import BEHAVE, until
 
 JUDGE = "rollout.reward.judge"

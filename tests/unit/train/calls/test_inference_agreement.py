@@ -38,7 +38,8 @@ def compare(folders: dict[str, Path], layout: str, ranks: int, behaviour: dict[s
         for sample_id, proximal in worker.spread(REFS, "prox_logprobs").items():
             made = behaviour[sample_id]
             recorded = (proximal["prox_logprobs"] + made["delta"]).astype(np.float32)
-            worker.data.put(sample_id, {"behav_logprobs": recorded, "versions": made["versions"]})
+            kept = {key: made[key] for key in ("versions", "kv_versions") if key in made}
+            worker.data.put(sample_id, {"behav_logprobs": recorded, **kept})
         return worker.call("actor_inf", "actor", [REFS]).stats
 
     return run_ranks(ranks, body, CONFIG)
@@ -72,6 +73,20 @@ def test_agreement_compares_current_tokens_in_mixed_completions(
         assert stats["agreement/difference_max"] == pytest.approx(0.03, rel=1e-4)
         assert stats["agreement/ratio"] == pytest.approx(math.exp(-current.mean()), rel=1e-6)
         assert stats["logprob_difference_max"] == pytest.approx(2.0, rel=1e-5), "over all tokens"
+
+
+def test_tokens_on_kept_keys_are_left_out(folders: dict[str, Path]) -> None:
+    """The first two tokens of every answer attended to keys of an older version: their log-probs are far apart."""
+    made = answers(lambda n: np.ones(n, bool))
+    for own in made.values():
+        own["kv_versions"] = own["versions"].copy()
+        own["kv_versions"][:2] = OLDER
+        own["delta"][:2] = 2.0
+    kept = sum(min(2, ref.loss_tokens) for ref in REFS)
+    [stats] = compare(folders, "d1", 1, made)
+    assert stats["agreement/tokens"] == sum(ref.loss_tokens for ref in REFS) - kept
+    assert stats["agreement/difference_max"] == pytest.approx(0.01, rel=1e-3)
+    assert stats["logprob_difference_max"] == pytest.approx(2.0, rel=1e-5), "over all tokens"
 
 
 def test_batch_without_current_token_has_no_agreement(folders: dict[str, Path]) -> None:

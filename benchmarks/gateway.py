@@ -1,0 +1,298 @@
+"""The gateway alone, and before a real engine: ``python -m benchmarks.gateway``.
+
+rate      episodes of 4 short turns against an engine that answers without delay: calls per CPU second of the server
+          process, which runs the whole gateway (HTTP, JSON, template, record, reply) and nothing else
+overhead  equal requests to /generate of the embedded engine and to /v1/chat/completions before it, one after the
+          other in turn, with the tiny model: time of a call, and tokens per second of 8 concurrent ones
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+import uvloop
+
+from benchmarks._table import report
+from realsys.config.schema import EmbeddedConfig, GenerationConfig, TinyModelConfig
+from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+from realsys.data.tokenizer import TextTokenizer
+from realsys.generation.client import Generated, GenerationClient, SamplingSpec
+from realsys.manager.messages import ScheduleReply, ScheduleRequest
+from realsys.rollout.engine_calls import Calls, EpisodeSession
+from realsys.rollout.gateway.capture import Shared
+from realsys.rollout.gateway.formats.parser import parser_of
+from realsys.rollout.gateway.formats.vocabulary import Vocabulary
+from realsys.rollout.gateway.gateway import Gateway
+from realsys.rollout.gateway.settings import Limits
+from realsys.rollout.partial import Call, Deliver, PartialRolloutManager
+from realsys.types import Ticket
+
+TURNS = 4
+CONNECTIONS = 16
+USER = {"role": "user", "content": "12+34="}
+LIMITS = Limits(4096, 10**6, 64)
+
+
+class Instant:
+    """An engine that answers without delay with the same 16 tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        ids = np.array(tokens, np.int32)
+        ones = np.ones(len(ids), np.int32)
+        self._completion = Generated(ids, -ones.astype(np.float32), ones, "stop", (("a", len(ids)),))
+
+    async def generate(self, call: Call, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
+        completions = [self._completion] * call.spec.n
+        for number, completion in enumerate(completions):
+            deliver(number, completion)
+        return completions
+
+    def discard(self, ticket: Ticket) -> None:
+        pass
+
+
+class OneServer:
+    """The manager's part."""
+
+    def __init__(self, url: str) -> None:
+        self._reply = ScheduleReply("only", url, 0)
+
+    async def schedule(self, request: ScheduleRequest) -> ScheduleReply:
+        return self._reply
+
+
+class Connection:
+    """One HTTP connection that stays open. A client with more comfort would take the CPU that is measured."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
+        self._reader, self._writer, self._host = reader, writer, host
+
+    @classmethod
+    async def open(cls, url: str) -> Connection:
+        parts = urlsplit(url)
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24)
+        return cls(reader, writer, parts.netloc)
+
+    async def post(self, path: str, body: object) -> Any:
+        content = msgspec.json.encode(body)
+        head = f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
+        self._writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        answer = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+        length = int(answer.split(b"content-length:")[1].split(b"\r\n")[0])
+        reply = msgspec.json.decode(await self._reader.readexactly(length))
+        if not answer.startswith(b"http/1.1 200"):
+            raise RuntimeError(f"{path}: {reply}")
+        return reply
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def make_model(root: Path, positions: int = 1024) -> Path:
+    make_tiny_model(TinyModelConfig(chat=True, max_position_embeddings=positions), root, seed=1)
+    write_char_tokenizer(root, chat=True)
+    return root
+
+
+def gateway_over(tokenizer: TextTokenizer) -> Gateway:
+    parser = parser_of(tokenizer)
+    return Gateway(Shared(tokenizer, lambda: parser, Vocabulary(tokenizer), LIMITS, "policy", 60.0))
+
+
+async def serve_instant(model: Path, episodes: int) -> None:
+    """Serve ``episodes`` episodes. Lines on stdout: the addresses, then CPU seconds for each line of stdin."""
+    tokenizer = TextTokenizer(model)
+    gateway = gateway_over(tokenizer)
+    engine = Instant([*tokenizer.encode_text("34+12#46=46;ok"), tokenizer.eos_token_id])
+    spec = SamplingSpec(max_new_tokens=64)
+    sessions = [EpisodeSession(Calls(engine, Ticket(str(k), 0, 0), spec), 0, gateway) for k in range(episodes)]
+    print(json.dumps([session.base_url for session in sessions]), flush=True)
+    loop = asyncio.get_running_loop()
+    while await loop.run_in_executor(None, sys.stdin.readline):
+        print(time.process_time(), flush=True)
+    await gateway.close()
+
+
+async def play(urls: list[str]) -> None:
+    """Play episodes, one after the other on each connection."""
+    waiting = list(urls)
+
+    async def one() -> None:
+        connection = await Connection.open(urls[0])
+        while waiting:
+            path, messages = urlsplit(waiting.pop()).path, [USER]
+            for _ in range(TURNS):
+                reply = await connection.post(f"{path}/chat/completions", {"model": "m", "messages": messages})
+                messages += [reply["choices"][0]["message"], USER]
+        connection.close()
+
+    await asyncio.gather(*(one() for _ in range(CONNECTIONS)))
+
+
+def measure_rate(model: Path, episodes: int, repeats: int) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "benchmarks.gateway", "--serve", str(model), "--episodes", str(episodes * repeats)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+        urls, rows = json.loads(server.stdout.readline()), []
+        for k in range(repeats):
+            before, begin = _cpu(server), time.perf_counter()
+            uvloop.run(play(urls[k * episodes : (k + 1) * episodes]))
+            seconds, cpu = time.perf_counter() - begin, _cpu(server) - before
+            calls = episodes * TURNS
+            rows.append({"calls_per_cpu_s": calls / cpu, "calls_per_s": calls / seconds, "cpu_us": 1e6 * cpu / calls})
+        server.stdin.close()
+    best = sorted(rows, key=lambda row: row["calls_per_cpu_s"])[len(rows) // 2]
+    return [{"part": "rate", **{name: round(value, 1) for name, value in best.items()}}]
+
+
+def _cpu(server: subprocess.Popen[str]) -> float:
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write("\n")
+    server.stdin.flush()
+    return float(server.stdout.readline())
+
+
+def serve_engine(model: Path) -> None:
+    """Run the embedded engine until stdin ends; its URL is the first line of stdout."""
+    from realsys.cluster.http.http_server import HttpServer
+    from realsys.generation.embedded.build import build_engine
+    from realsys.generation.server import build_app
+    from realsys.weights.disk.stage import DiskReader
+
+    config = GenerationConfig(embedded=EmbeddedConfig(max_running=8, max_queued=32, context_length=1024))
+    engine = build_engine(model, config, DiskReader(everything=True).stage)
+    http = HttpServer(build_app(engine))
+    engine.start()
+    http.start()
+    print(http.url, flush=True)
+    sys.stdin.read()
+    engine.close()
+    http.close()
+
+
+async def measure_overhead(url: str, model: Path, tokens: int, requests: int) -> list[dict[str, Any]]:
+    """Compare calls of the engine at ``url`` with and without the gateway."""
+    tokenizer = TextTokenizer(model)
+    client = GenerationClient(timeout_s=300.0)
+    gateway = gateway_over(tokenizer)
+    try:
+        spec = SamplingSpec(max_new_tokens=tokens, min_new_tokens=tokens)
+        calls = Calls(PartialRolloutManager(OneServer(url), client), Ticket("1", 0, 0), spec)
+        rows = []
+        for parallel in (1, 8):
+            # A connection that sends nothing for a minute is closed, so each part opens its own.
+            sides = await _sides(url, tokenizer, gateway, calls, parallel)
+            rows.append(await _compare(sides, parallel, requests))
+        return rows
+    finally:
+        await gateway.close()
+        await client.close()
+
+
+_NUMBERS = iter(range(10**9))  # of episodes, whose calls need ids of their own
+Ask = Callable[[], Awaitable[int]]
+
+
+async def _sides(
+    url: str, tokenizer: TextTokenizer, gateway: Gateway, calls: Calls, parallel: int
+) -> dict[str, list[Ask]]:
+    """Return two ways to get a completion, for each of the connections. Each gives the number of its tokens."""
+    ids = tokenizer.encode_chat([USER])
+    seeds = iter(range(10**9))
+
+    def direct(connection: Connection) -> Ask:
+        async def ask() -> int:
+            body = {"input_ids": ids, "sampling_params": calls.spec.params(next(seeds)), "return_logprob": True}
+            return len((await connection.post("/generate", body))["output_ids"])
+
+        return ask
+
+    def through(connection: Connection) -> Ask:
+        async def ask() -> int:
+            session = EpisodeSession(calls, next(_NUMBERS), gateway)
+            session._number = 1  # a merged first call is another mechanism
+            path = urlsplit(session.base_url).path
+            reply = await connection.post(f"{path}/chat/completions", {"model": "m", "messages": [USER]})
+            await session.close()
+            return int(reply["usage"]["completion_tokens"])
+
+        return ask
+
+    opened = Connection.open
+    host = gateway.open(EpisodeSession(calls, 0, gateway)).base_url
+    return {
+        "generate": [direct(await opened(url)) for _ in range(parallel)],
+        "gateway": [through(await opened(host)) for _ in range(parallel)],
+    }
+
+
+async def _compare(sides: dict[str, list[Ask]], parallel: int, requests: int) -> dict[str, Any]:
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    rounds = max(12, requests // parallel)
+    for k in range(rounds + 2):
+        for name in sides if k % 2 else reversed(list(sides)):
+            begin = time.perf_counter()
+            counts = await asyncio.gather(*(ask() for ask in sides[name]))
+            if k >= 2:
+                times[name].append((time.perf_counter() - begin) / sum(counts))
+    ratios = [there / here for here, there in zip(times["generate"], times["gateway"], strict=True)]
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "part": f"overhead, {parallel} at a time",
+        "generate_us_per_token": round(1e6 * medians["generate"], 1),
+        "gateway_us_per_token": round(1e6 * medians["gateway"], 1),
+        "overhead": round(medians["gateway"] / medians["generate"] - 1, 4),
+        "median_ratio": round(statistics.median(ratios), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--serve", type=Path, help="run as the server of the part rate")
+    parser.add_argument("--engine", type=Path, help="run as the engine of the part overhead")
+    parser.add_argument("--episodes", type=int, default=1000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--part", choices=["rate", "overhead"])
+    arguments = parser.parse_args()
+    if arguments.serve:
+        uvloop.run(serve_instant(arguments.serve, arguments.episodes))
+        return
+    if arguments.engine:
+        serve_engine(arguments.engine)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder))
+        rows: list[dict[str, Any]] = []
+        if arguments.part != "overhead":
+            rows += measure_rate(model, arguments.episodes, arguments.repeats)
+        if arguments.part != "rate":
+            command = [sys.executable, "-m", "benchmarks.gateway", "--engine", str(model)]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
+                assert engine.stdout is not None
+                url = engine.stdout.readline().strip()
+                rows += uvloop.run(measure_overhead(url, model, arguments.tokens, arguments.requests))
+                engine.communicate()
+    meta = {"episodes": arguments.episodes, "turns": TURNS, "repeats": arguments.repeats, "tokens": arguments.tokens}
+    if arguments.part is None:
+        report("gateway", rows, meta)
+    else:
+        print(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Contract of a command of `realsys`: one entry in the table of `realsys.launch.cli`.
+
+A module of this package imports nothing heavy, so that `realsys --help` is fast. ``run`` imports what its command
+needs. To add a command: write a module here that has COMMANDS, and put it into the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+NEWEST = "default: the newest trial under runs/"
+TRIAL = "folder of the trial"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command.
+
+    name              word after ``realsys``
+    help              its line in `realsys --help`
+    add               adds its arguments to its parser
+    run               runs it with the parsed arguments and returns the exit code; raises RealsysError or OSError
+    description       first lines of `realsys NAME --help`; empty: ``help``
+    takes_overrides   True if it has the argument ``overrides``: words before and after options
+    """
+
+    name: str
+    help: str
+    add: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    description: str = ""
+    takes_overrides: bool = False
+
+
+def add_trial(parser: argparse.ArgumentParser) -> None:
+    """Add the folder of a trial, which must be named."""
+    parser.add_argument("trial_dir", type=Path, metavar="TRIAL_DIR", help=TRIAL)
+
+
+def add_newest_trial(parser: argparse.ArgumentParser) -> None:
+    """Add the folder of a trial, by default the newest one."""
+    parser.add_argument("trial_dir", nargs="?", type=Path, metavar="TRIAL_DIR", help=NEWEST)
+
+
+def add_json(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("--json", action="store_true", help=help)
+
+
+def add_config_dir(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help=help)

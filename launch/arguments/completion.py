@@ -1,0 +1,63 @@
+"""Completion of commands, options, configuration fields and trials in a shell, by the package argcomplete.
+
+    shell, at TAB ──> realsys with _ARGCOMPLETE=1 ──> words that begin like the last one
+
+Nothing of it is imported in other calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def complete(parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Answer the shell and exit, if it asks for completions."""
+    import argcomplete
+
+    completers = {"overrides": _overrides, "trial_dir": _trials, "trial_dirs": _trials, "process": _processes}
+    for command in commands.values():
+        for action in command._actions:
+            if action.dest in completers:
+                action.completer = completers[action.dest]  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser, always_complete_options=False)
+
+
+def print_script(shell: str) -> int:
+    """Print the script that makes a shell ask realsys for completions."""
+    import argcomplete
+
+    print(argcomplete.shellcode(["realsys"], shell=shell))
+    return 0
+
+
+def _overrides(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    """Return fields and groups as ``name=``; behind the ``=`` the values that have a name."""
+    from realsys.config.compose import config_groups, fields, literal_choices
+
+    groups = config_groups(getattr(parsed_args, "config_dir", None))
+    name, equals, _value = prefix.partition("=")
+    if not equals:
+        return [f"{field}=" for field in (*groups, *fields()) if field.startswith(prefix)]
+    return [f"{name}={value}" for value in groups.get(name) or literal_choices(name)]
+
+
+def _trials(prefix: str, **_: Any) -> list[str]:
+    """Return EXPERIMENT/TRIAL of all trials under runs/, and folders."""
+    from argcomplete.completers import DirectoriesCompleter
+
+    named = [f"{path.parent.parent.name}/{path.parent.name}" for path in Path("runs").glob("*/*/config.json")]
+    return [*named, *DirectoriesCompleter()(prefix)]
+
+
+def _processes(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    from realsys.errors import RealsysError
+    from realsys.launch.commands.trials.finding import find_trial
+
+    try:
+        logs = find_trial(parsed_args.trial_dir).logs
+    except RealsysError:
+        return []
+    return ["job", *("/".join(path.stem.rsplit("-", 1)) for path in logs.glob("*-*.log"))]

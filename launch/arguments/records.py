@@ -1,0 +1,104 @@
+"""Commands that read the recorded steps of a trial."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from realsys.launch.arguments.base import Command, add_json, add_trial
+
+
+def _add_recorded(parser: ArgumentParser) -> None:
+    add_trial(parser)
+    parser.add_argument("--step", type=int, metavar="N", help="default: the last recorded step")
+
+
+def _replay(args: Namespace) -> int:
+    from realsys.launch.commands.replay import replay
+
+    return replay(args.trial_dir, args.step)
+
+
+def _add_samples(parser: ArgumentParser) -> None:
+    _add_recorded(parser)
+    parser.add_argument(
+        "--eval", nargs="?", const="", metavar="ID", help="completions of this evaluation (default: the newest)"
+    )
+    parser.add_argument("--set", default="", metavar="NAME", help="with --eval: only this data set")
+    parser.add_argument("--dropped", action="store_true", help="groups that were dropped or failed")
+    parser.add_argument("--limit", type=int, metavar="N", help="prompts to show, 0: all (default: 4; with --json: all)")
+    add_json(parser, "print one JSON object per sample")
+    filters = parser.add_argument_group("filters")
+    filters.add_argument("--ticket", "--problem", dest="group", default="", metavar="ID", help="only this prompt")
+    verdicts = filters.add_mutually_exclusive_group()
+    for verdict, what in (("correct", "right"), ("wrong", "wrong"), ("unjudged", "not judged")):
+        verdicts.add_argument(
+            f"--{verdict}", dest="verdict", action="store_const", const=verdict, help=f"only {what} completions"
+        )
+    filters.add_argument("--truncated", action="store_true", help="only completions that were cut at their limit")
+    filters.add_argument("--min-reward", type=float, metavar="R", help="reward of at least R")
+    filters.add_argument("--max-reward", type=float, metavar="R", help="reward of at most R")
+    filters.add_argument("--min-staleness", type=int, metavar="N", help="oldest token at least N versions behind")
+    filters.add_argument("--min-tokens", type=int, metavar="N", help="at least N sampled tokens")
+    filters.add_argument("--grep", default="", metavar="TEXT", help="prompt or completion has this text, in any case")
+    filters.add_argument("--longest", action="store_true", help="the longest completions first")
+
+
+def _samples(args: Namespace) -> int:
+    from realsys.launch.commands.samples.samples import Options, show_samples
+    from realsys.view.samples.filters import Filter
+
+    chosen = Filter(
+        verdict=args.verdict or "any",
+        truncated=args.truncated,
+        reward_min=args.min_reward,
+        reward_max=args.max_reward,
+        stale_min=args.min_staleness,
+        tokens_min=args.min_tokens,
+        text=args.grep,
+        group=args.group,
+        order="longest" if args.longest else "source",
+    )
+    options = Options(chosen, args.step, args.eval, args.set, args.dropped, args.limit, args.json)
+    return show_samples(args.trial_dir, options)
+
+
+def _add_regrade(parser: ArgumentParser) -> None:
+    add_trial(parser)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="rollout.reward.FIELD=VALUE, rollout.environment=NAME, ..."
+    )
+    parser.add_argument("--verifier", metavar="NAME", help="name or package.module:function (default: the trial's)")
+    parser.add_argument("--args", metavar="{...}", help="keyword arguments of the verifier, as data.verifier_args")
+    parser.add_argument("--step", type=int, metavar="N", help="default: all recorded steps")
+    parser.add_argument("--show", type=int, metavar="N", default=0, help="print the first N that disagree (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+
+
+def _regrade(args: Namespace) -> int:
+    from realsys.launch.regrade.regrade import RegradeOptions, regrade
+
+    options = RegradeOptions(args.verifier, args.args, args.overrides, args.step, args.show, args.json)
+    return regrade(args.trial_dir, options)
+
+
+COMMANDS = (
+    Command("replay", "repeat a recorded train step and compare it bit for bit", _add_recorded, _replay),
+    Command(
+        "samples",
+        "show samples of a train step or an evaluation",
+        _add_samples,
+        _samples,
+        "Show the samples of a recorded train step with their rewards, the completions of an evaluation (--eval), or "
+        "groups that were not trained (--dropped).",
+    ),
+    Command(
+        "regrade",
+        "judge the recorded samples of a trial again",
+        _add_regrade,
+        _regrade,
+        "Judge the recorded samples of a trial again, with its verifier or with another one, and report how often the "
+        "verdict differs. The trial is only read; it may be running.",
+        takes_overrides=True,
+    ),
+)

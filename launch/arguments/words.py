@@ -1,0 +1,44 @@
+"""Words of commands that start or continue a run, for the user's shell and for other machines."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from realsys.launch.run import RunOptions
+
+
+def resume_command(root: Path, *, plain: bool = False) -> str:
+    """Return the command that continues the trial in ``root``, to be copied to a shell in the working directory."""
+    here = Path.cwd()
+    folder = root.relative_to(here) if root.is_relative_to(here) else root
+    return shlex.join([*own_command(), "resume", str(folder), *(["--plain"] if plain else [])])
+
+
+def words_again(overrides: Sequence[str], trial: str, options: RunOptions) -> list[str]:
+    """Return the words after ``realsys`` in the command that begins or continues the trial."""
+    words = ["run"]
+    words += [text for text in overrides if text.partition("=")[0] not in ("trial", "recover")]
+    words += ["--trial", trial]
+    words += ["--config-dir", str(options.config_dir)] if options.config_dir else []
+    words += ["--plain"] if options.plain else []
+    return words
+
+
+def own_words() -> list[str]:
+    """Return the words that start this realsys in any folder and with any PATH."""
+    return [sys.executable, "-P", "-m", "realsys.launch.cli"]
+
+
+def own_command() -> list[str]:
+    """Return the words that start this realsys in the user's shell: its name if it is on the PATH, else its path."""
+    script = Path(sys.executable).with_name("realsys")
+    if not script.is_file():
+        return [sys.executable, "-m", "realsys.launch.cli"]
+    on_path = shutil.which("realsys")
+    return ["realsys"] if on_path and Path(on_path).resolve() == script.resolve() else [str(script)]

@@ -1,0 +1,57 @@
+"""`realsys config`: prints the configuration that a run would have, and starts nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from realsys.config.compose import compose, given_fields
+from realsys.config.dump import read_config
+from realsys.config.rules.machine import Machine
+from realsys.config.schema import Config
+from realsys.launch.commands.trials.finding import find_trial
+from realsys.launch.commands.trials.resume import stored_config
+from realsys.launch.fit import fit
+from realsys.launch.prepare import resolve
+from realsys.launch.start import changes
+
+_OF_THE_FOLDER = ("trial", "fileroot")  # not a part of what the run does
+
+
+def show_config(words: Sequence[str], config_dir: Path | None, *, diff: bool, as_json: bool) -> int:
+    """Print the configuration of a run with these overrides, or of the trial that the first word names.
+
+    ``diff``: only the fields that differ from their defaults, as overrides. Raises ConfigError.
+    """
+    if words and "=" not in words[0]:
+        paths = find_trial(Path(words[0]))
+        config = stored_config(paths, words[1:]) if words[1:] else read_config(paths.config)
+    else:
+        composed = resolve(compose(words, config_dir=config_dir), now=datetime.now())
+        config, chosen = fit(composed, given_fields(words, config_dir=config_dir), Machine.here())
+        for line in chosen:
+            print(f"# {line}", file=sys.stderr)
+    if diff:
+        for change in changes(Config().model_dump(mode="json"), config.model_dump(mode="json")):
+            if change.field in _OF_THE_FOLDER:
+                continue
+            print(f"{change.field}={_written(change.new)}")
+        return 0
+    print(_text(config.model_dump(mode="json"), as_json=as_json))
+    return 0
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _text(tree: dict[str, Any], *, as_json: bool) -> str:
+    if as_json:
+        return json.dumps(tree, indent=2, ensure_ascii=False)
+    import yaml
+
+    return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)).rstrip()

@@ -1,0 +1,151 @@
+"""`realsys trace` and `realsys why`: where the time of a trial goes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from realsys.launch.commands.trials.finding import find_trial
+from realsys.timeline.picture.trace_file import Steps, Wanted, write_trace
+from realsys.timeline.step_times import PARTS, StepTime
+from realsys.timeline.waits import WAITS
+from realsys.timeline.why import Report, explain
+
+#: last steps that the table shows; --json has all of them
+_SHOWN = 12
+#: share of a step from which a part has its own column
+_WORTH = 0.02
+#: what a group does after its wait, for the mean life of a group
+_AFTER = {"buffered": "it waited in the trainer for its batch", "trained": "it was trained"}
+
+
+def trace(trial_dir: Path | None, out: Path, steps: Steps | None, ticket: str) -> int:
+    """Write the timeline of a trial to ``out`` and print its size. Raises ConfigError, OSError."""
+    written = write_trace(find_trial(trial_dir), out, Wanted(steps, ticket))
+    say = Console().print
+    what = f"{written.spans:,} spans of {written.processes} processes over {written.seconds:.0f} s"
+    say(f"{out}: {what}; open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True)
+    if written.clock_error is None:
+        say("the clock of a host could not be compared: its spans have its own time", highlight=False, soft_wrap=True)
+    elif written.clock_error:
+        say(f"clocks of hosts agree within {1000 * written.clock_error:.1f} ms", highlight=False, soft_wrap=True)
+    if written.lost or written.unread:
+        say(f"{written.lost} spans were lost, {written.unread} lines are not complete", highlight=False, soft_wrap=True)
+    return 0
+
+
+def why(trial_dir: Path | None, steps: Steps | None, *, as_json: bool = False) -> int:
+    """Print where the time of a trial went. Raises ConfigError if no train step has ended."""
+    report = explain(find_trial(trial_dir), *(steps or (None, None)))
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(as_record(report))).decode() + "\n")
+    else:
+        print_report(Console(), report)
+    return 0
+
+
+def as_record(report: Report) -> dict[str, object]:
+    """Return the report as JSON's types."""
+    return {
+        "bottleneck": report.sentence,
+        "seconds": report.time.seconds,
+        "parts": report.time.parts,
+        "waits": report.waits,
+        "covered": report.covered,
+        "servers": report.servers,
+        "workers": report.workers,
+        "life": report.life,
+        "advice": report.advice,
+        "steps": [
+            {"step": time.step, "end": time.end, "seconds": time.seconds, "parts": time.parts, "waits": waits}
+            for time, waits in report.steps
+        ],
+    }
+
+
+def print_report(console: Console, report: Report) -> None:
+    """Print sentence, times, waits, use and advice."""
+    console.print(f"[bold]{report.sentence}[/]", highlight=False)
+    steps = [time.step for time, _ in report.steps]
+    console.print(
+        f"\n{len(steps)} train steps, {steps[0]} to {steps[-1]}, {report.time.seconds:.1f} s", highlight=False
+    )
+    _print_shares(console, "the trainer", report.time.parts, PARTS, report.time.seconds)
+    if report.waits:
+        title = f"it waits because its last group was here (from the spans of {report.covered} steps)"
+        _print_shares(console, title, report.waits, WAITS, report.time.seconds)
+    _print_steps(console, report)
+    _print_use(console, report)
+    if report.life:
+        _print_shares(console, "a group, on average", report.life, {**WAITS, **_AFTER}, sum(report.life.values()))
+    console.print("\n[bold]what would help[/]")
+    for line in report.advice or ["nothing stands out"]:
+        console.print(f"- {line}", highlight=False, markup=False)
+
+
+def percentages(parts: Mapping[str, float], whole: float) -> dict[str, int]:
+    """Return the parts as percentages of ``whole``, rounded so that their sum is the rounded sum."""
+    exact = {name: 100 * seconds / whole if whole else 0.0 for name, seconds in parts.items()}
+    rounded = {name: int(value) for name, value in exact.items()}
+    missing = round(sum(exact.values())) - sum(rounded.values())
+    for name in sorted(exact, key=lambda name: exact[name] - rounded[name], reverse=True)[:missing]:
+        rounded[name] += 1
+    return rounded
+
+
+def _print_shares(
+    console: Console, title: str, parts: Mapping[str, float], meanings: Mapping[str, str], whole: float
+) -> None:
+    shares = percentages(parts, whole)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=f"\n{title}", title_justify="left")
+    for name, justify in (("part", "left"), ("s", "right"), ("%", "right"), ("meaning", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name, meaning in meanings.items():
+        if parts.get(name, 0.0) >= 0.005:  # it is 0.00 otherwise
+            table.add_row(name, f"{parts[name]:.2f}", str(shares[name]), meaning)
+    table.add_row("sum", f"{sum(parts.values()):.2f}", str(sum(shares.values())), style="dim")
+    console.print(table)
+
+
+def _print_steps(console: Console, report: Report) -> None:
+    """Print the last steps. Parts that are small in all of them are one column, so that a row adds up to 100."""
+    shown = report.steps[-_SHOWN:]
+    used = [name for name in PARTS if any(time.share(name) >= _WORTH for time, _ in shown)]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title="\nsteps, % of each", title_justify="left")
+    for name in ("step", "s", *used, "rest"):
+        table.add_column(name, justify="right")
+    table.add_column("waits for", no_wrap=True)
+    for time, waits in shown:
+        parts = {name: time.parts[name] for name in used}
+        shares = percentages(parts | {"rest": time.seconds - sum(parts.values())}, time.seconds)
+        table.add_row(str(time.step), f"{time.seconds:.2f}", *map(str, shares.values()), _most(time, waits))
+    console.print(table)
+
+
+def _most(time: StepTime, waits: Mapping[str, float]) -> str:
+    """Name the largest part of a step's wait."""
+    if not waits or time.share("wait") < 0.01:
+        return ""
+    name = max(waits, key=lambda name: waits[name])
+    return f"{name} {100 * waits[name] / time.parts['wait']:.0f} %"
+
+
+def _print_use(console: Console, report: Report) -> None:
+    if not report.covered:
+        console.print("\nno spans of these steps: they are too old, or telemetry.spans=false", highlight=False)
+        return
+    servers, workers = report.servers, report.workers
+    lines = [
+        f"{servers.servers} servers: busy {servers.busy:.0%} of the time, {servers.running:.1f} completions at a time "
+        f"(at most {servers.most}), {servers.queued:.1f} wait; paused for weights {servers.paused:.1%}",
+        f"{workers.workers} RolloutWorkers: {workers.playing:.1f} groups at a time, room for {workers.empty:.1f} more "
+        "that got no ticket",
+    ]
+    if workers.reasons:
+        lines[-1] += f" ({', '.join(f'{name} {count} times' for name, count in sorted(workers.reasons.items()))})"
+    console.print("\n" + "\n".join(lines), highlight=False)

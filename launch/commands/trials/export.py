@@ -1,0 +1,31 @@
+"""`realsys export`: writes the weights of a trial as a Hugging Face directory that refers to nothing else."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from realsys.errors import ConfigError, WeightsError
+from realsys.launch.commands.trials.finding import find_trial
+from realsys.launch.evaluate.target import find_target
+from realsys.weights.disk.tensor_files import materialise
+
+
+def export_model(trial_dir: Path, out: Path, step: int | None) -> int:
+    """Write the model of ``step`` to ``out``, without a step the trained one or the newest. Returns the exit code.
+
+    Raises ConfigError if there are no weights of the step, if they are damaged, or if ``out`` is there already.
+    """
+    target = find_target(str(find_trial(trial_dir).root), step)
+    out = out.expanduser().resolve()
+    if out.exists():
+        raise ConfigError("OUT", str(out), "exists: name a new folder")
+    print(f"writing the weights of step {target.step} to {out}", flush=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        materialise(target.model, out)
+    except (WeightsError, OSError) as error:
+        raise ConfigError("OUT", str(out), f"{target.model} cannot be exported: {error}") from None
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    print(f"{size / 2**20:,.1f} MiB; transformers loads it, and model.path={shlex.quote(str(out))}")
+    return 0

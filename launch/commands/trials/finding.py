@@ -1,0 +1,28 @@
+"""Finds the trial that a command names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from realsys.config.paths import TrialPaths
+from realsys.errors import ConfigError
+from realsys.launch.trial_job import trials_in
+
+_DEFAULT_ROOT = "runs"
+
+
+def find_trial(trial_dir: Path | None) -> TrialPaths:
+    """Return the paths of a trial; without a folder, of the newest one under runs/. Raises ConfigError without any.
+
+    EXPERIMENT/TRIAL under runs/ is a trial, too.
+    """
+    if trial_dir is None:
+        trials = trials_in(Path(_DEFAULT_ROOT).resolve())
+        if not trials:
+            raise ConfigError("TRIAL_DIR", _DEFAULT_ROOT, "has no trial: name the folder of a trial")
+        return trials[0]
+    for folder in (trial_dir, _DEFAULT_ROOT / trial_dir):
+        paths = TrialPaths(folder.resolve())
+        if any(file.exists() for file in (paths.config, paths.job, paths.lock)):
+            return paths
+    raise ConfigError("TRIAL_DIR", str(trial_dir), "is not the folder of a trial: correct the path")

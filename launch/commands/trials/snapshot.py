@@ -1,0 +1,120 @@
+"""State of a trial from its folder and, while it runs, from its manager: for `realsys status`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from realsys.config.dump import read_config
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+from realsys.launch.arguments.words import resume_command
+from realsys.launch.results.report import EVALUATION_KEYS, Summary
+from realsys.launch.screen.progress import Progress, Record
+from realsys.launch.slurm.slurm_client import JobState, SlurmError, job_state
+from realsys.launch.trial_job import TrialJob, trial_state
+from realsys.telemetry.events import Event, read_events
+
+SHOWN_STEPS = 10
+SHOWN_EVENTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """State of a trial at one moment.
+
+    state    running, done, interrupted, failed, killed, or the state of its job
+    events   the newest restarts and notes
+    resume   command that continues the trial; "" if it runs or is done
+    """
+
+    config: Config
+    paths: TrialPaths
+    state: str
+    progress: Progress
+    events: list[Event]
+    summary: Summary | None
+    resume: str
+
+    @property
+    def steps(self) -> list[Record]:
+        """The newest train steps, the last one last."""
+        train = self.progress.train
+        return list(itertools.islice(train, max(0, len(train) - SHOWN_STEPS), None))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the state as plain values (docs/cli.md)."""
+        config, progress = self.config, self.progress
+        done, total = progress.step
+        return {
+            "experiment": config.experiment,
+            "trial": config.trial,
+            "folder": str(self.paths.root),
+            "state": self.state,
+            "phase": progress.phase,
+            "phase_since": progress.phase_since,
+            "step": done,
+            "total_steps": total,
+            "model": config.model.path,
+            "allocation": config.allocation,
+            "engine": config.generation.backend,
+            "status_page": f"{progress.address}/" if progress.address else None,
+            "steps": self.steps,
+            "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in progress.evals.values()],
+            "events": [
+                {"time": event.time, "kind": event.kind, "process": event.process, "text": event.text}
+                for event in self.events
+            ],
+            "summary": self.summary,
+            "resume": self.resume or None,
+        }
+
+
+def look(paths: TrialPaths) -> Snapshot:
+    """Return the state of a trial. Changes nothing. Raises ConfigError for a damaged folder."""
+    from realsys.launch.screen.monitor import look_once
+
+    config = read_config(paths.config)
+    progress = Progress()
+    summary = read_summary(paths)
+    if summary is None:
+        asyncio.run(look_once(config, paths, progress))
+    else:
+        progress.read(paths.steps)
+    state = trial_state(paths, job_of(paths)[1])
+    events = [event for event in read_events(paths.events) if event.kind != "start"]
+    resume = "" if state in ("running", "done") else resume_command(paths.root)
+    return Snapshot(config, paths, state, progress, events[-SHOWN_EVENTS:], summary, resume)
+
+
+def read_summary(paths: TrialPaths) -> Summary | None:
+    """Return the summary of a run that has ended; None without one. Raises ConfigError for a damaged file."""
+    try:
+        found = json.loads(paths.summary.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as exc:
+        raise damaged_summary(paths, exc) from None
+    if not isinstance(found, dict):
+        raise damaged_summary(paths, TypeError("it must contain a JSON object"))
+    return found
+
+
+def damaged_summary(paths: TrialPaths, exc: Exception) -> ConfigError:
+    problem = f"cannot be read ({type(exc).__name__}: {exc}): remove it to see the step log instead"
+    return ConfigError("summary.json", str(paths.summary), problem)
+
+
+def job_of(paths: TrialPaths) -> tuple[TrialJob | None, JobState | None]:
+    """Return the newest SLURM job of a trial, and its state if SLURM tells. Raises ConfigError for a damaged file."""
+    record = TrialJob.read(paths)
+    if record is None:
+        return None, None
+    try:
+        return record, job_state(record.job)
+    except SlurmError:
+        return record, None

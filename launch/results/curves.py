@@ -1,0 +1,271 @@
+"""curves.png: the course of a trial over its train steps, with restarts and evaluations marked.
+
+    python -m realsys.launch.results.curves TRIAL_DIR      draws it now, at the lowest priority
+
+A panel whose numbers were not measured is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from realsys.config.dump import read_config
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.config.sections.schema_evaluation import HELD_OUT
+from realsys.launch.results.totals import Totals, course
+from realsys.launch.screen.progress import OTHER, TIME_PARTS, Record, number
+from realsys.telemetry.events import read_events, restarts_in_steps
+from realsys.telemetry.steps import RECOVERED, surviving_steps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Point = Mapping[str, float]
+
+_LINE, _POINT, _BAND, _GREEN, _GREY = "#1f5fa8", "#c8452e", "#9dc3e6", "#3a8f4d", "#8a8a8a"
+_PARTS = {
+    "wait": "#d9a441",
+    "inf": "#9dc3e6",
+    "train": "#1f5fa8",
+    "save": "#3a8f4d",
+    "publish": "#8fc79b",
+    "checkpoint": "#7d5ba6",
+    OTHER: "#c9c9c9",
+}
+_COLUMNS = 4
+_SMOOTHED = 30  # points from which on a line is drawn with its running mean
+_WINDOW = 25  # the running mean is over a 25th of the points
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Content of the panels. ``restarts``: places on the axis of steps; ``evaluations``: of held-out problems."""
+
+    points: Sequence[Point]
+    evaluations: Sequence[Record]
+    restarts: Sequence[float]
+    eta: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    """One panel. It is drawn if a point has one of the fields ``needs``."""
+
+    title: str
+    draw: Callable[[Axes, _Run], None]
+    needs: Sequence[str]
+
+
+def draw_curves(config: Config, paths: TrialPaths) -> None:
+    """Draw the curves of a trial, running or ended, and replace ``curves.png``. Raises OSError."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    run = _read(config, paths)
+    panels = [panel for panel in _panels(run) if any(name in point for point in run.points for name in panel.needs)]
+    rows = max(1, -(-len(panels) // _COLUMNS))
+    figure, axes = pyplot.subplots(
+        rows, _COLUMNS, figsize=(19, 0.9 + 3.0 * rows), sharex=True, squeeze=False, layout="constrained"
+    )
+    for panel, axis in zip(panels, axes.flat, strict=False):
+        panel.draw(axis, run)
+        axis.set_title(panel.title, loc="left", fontsize=11)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.tick_params(labelbottom=True)
+        _mark(axis, run)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.set_visible(False)
+    figure.suptitle(
+        f"{config.experiment}/{config.trial}   {config.allocation}\n"
+        "over train steps; dotted: restart, triangle: evaluation, hollow: batch of unusual lengths",
+        fontsize=11,
+    )
+    staged = paths.curves.with_name(f"{paths.curves.stem}.{os.getpid()}.tmp")
+    figure.savefig(staged, dpi=110, format="png")
+    pyplot.close(figure)
+    staged.replace(paths.curves)
+
+
+def _read(config: Config, paths: TrialPaths) -> _Run:
+    totals = Totals.of(surviving_steps(paths.steps))
+    evaluations = [record for record in totals.evals.values() if record.get("set") in (None, HELD_OUT)]
+    records = list(_times(surviving_steps(paths.steps)))
+    restarts = {place for place, _ in restarts_in_steps(read_events(paths.events), records)}
+    restarts |= {max(0, int(record["step"])) + 0.5 for record in records if record["kind"] == RECOVERED}
+    points = list(course(surviving_steps(paths.steps), totals.steps))
+    return _Run(points, evaluations, sorted(restarts), config.asynchronous.max_head_offpolicyness)
+
+
+def _times(records: Iterator[Record]) -> Iterator[dict[str, Any]]:
+    """Yield the fields of steps and recoveries that the marks need: a long log does not fit in memory."""
+    for record in records:
+        if record["kind"] in ("train", RECOVERED) and isinstance(record.get("step"), int):
+            yield {name: record[name] for name in ("kind", "step", "time") if name in record}
+
+
+# ---- panels
+
+
+def _panels(run: _Run) -> Iterator[_Panel]:
+    """Yield the panels in their order. A reward of 0 and 1 is the accuracy: one panel shows it."""
+    if any(point.get("reward_mean") != point.get("accuracy") for point in run.points):
+        yield _Panel("Mean reward", lambda axis, run: _line(axis, run, "reward_mean"), ["reward_mean"])
+    yield _Panel("Accuracy", _accuracy, ["accuracy"])
+    yield _Panel("Completion length (tokens)", _lengths, ["length_mean"])
+    yield _Panel("Staleness (versions)", _staleness, ["lag_mean"])
+    yield _Panel("Behaviour weight w", _weights, ["w_mean"])
+    yield _Panel("Entropy (nats)", lambda axis, run: _line(axis, run, "entropy"), ["entropy"])
+    yield _Panel("KL (nats)", _kl, ["kl_behav", "kl_ref"])
+    yield _Panel("Loss", lambda axis, run: _line(axis, run, "loss"), ["loss"])
+    yield _Panel("Gradient norm", lambda axis, run: _line(axis, run, "grad_norm"), ["grad_norm"])
+    yield _Panel("Share of tokens or episodes", _shares, ["clip_fraction", "truncated", "untrained"])
+    yield _Panel("Time of a step (s)", _time, ["seconds/total"])
+    yield _Panel("Tokens per second", _speed, ["consumed_tokens_per_s"])
+
+
+def _accuracy(axis: Axes, run: _Run) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    _line(axis, run, "accuracy", label="training batch")
+    found = [(number(record, "step"), number(record, "accuracy")) for record in run.evaluations]
+    known = [(step, value) for step, value in found if step is not None and value is not None]
+    if known:
+        steps, values = zip(*known, strict=True)
+        line = 0.8 if len(known) > 2 else 0.0  # two points would look like a course
+        axis.plot(steps, values, "D-", color=_POINT, linewidth=line, markersize=5, label="held out", zorder=3)
+        for step, value in dict.fromkeys((known[0], known[-1])):
+            box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+            axis.annotate(
+                f"{value:.1%}",
+                (step, value),
+                xytext=(0, -15),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+                bbox=box,
+            )
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axis.margins(x=0.06, y=0.15)
+
+
+def _lengths(axis: Axes, run: _Run) -> None:
+    _line(axis, run, "length_mean", label="all")
+    _line(axis, run, "length_correct", label="correct", color=_GREEN, style="--")
+    _line(axis, run, "length_wrong", label="wrong", color=_POINT, style=":")
+
+
+def _staleness(axis: Axes, run: _Run) -> None:
+    steps, highest = _series(run.points, "lag_max")
+    _, lowest = _series(run.points, "lag_min")
+    if steps and len(lowest) == len(highest):
+        axis.fill_between(steps, lowest, highest, color=_BAND, alpha=0.5, linewidth=0, label="min to max")
+    _line(axis, run, "lag_mean", label="mean")
+    axis.axhline(run.eta, color=_POINT, linewidth=1.2, linestyle="--", label=f"bound (eta = {run.eta})")
+    axis.set_ylim(bottom=0, top=max([run.eta, *highest]) * 1.35 + 0.1)  # room for the legend above the data
+
+
+def _weights(axis: Axes, run: _Run) -> None:
+    _line(axis, run, "w_mean", label="mean")
+    _line(axis, run, "w_max", label="largest", color=_POINT, style=":")
+    _line(axis, run, "w_ess", label="effective sample size", color=_GREEN, style="--")
+    axis.set_yscale("log")
+    for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        which("{x:g}")
+
+
+def _kl(axis: Axes, run: _Run) -> None:
+    _line(axis, run, "kl_behav", label="sampled to current (staleness)")
+    _line(axis, run, "kl_step", label="moved by the step", color=_GREEN, style="--")
+    _line(axis, run, "kl_ref", label="to the reference", color=_POINT, style=":")
+
+
+def _shares(axis: Axes, run: _Run) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    _line(axis, run, "clip_fraction", label="clipped")
+    _line(axis, run, "truncated", label="cut off", color=_POINT, style=":")
+    _line(axis, run, "untrained", label="sampled, not trained", color=_GREEN, style="--")
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axis.set_ylim(bottom=0)
+
+
+def _time(axis: Axes, run: _Run) -> None:
+    """Draw the parts of a step's time on top of each other: their sum is the step."""
+    points = [point for point in run.points if "seconds/total" in point]
+    names = [part for part in (*TIME_PARTS, OTHER) if any(f"seconds/{part}" in point for point in points)]
+    steps = [point["step"] for point in points]
+    parts = [[point.get(f"seconds/{name}", 0.0) for point in points] for name in names]
+    axis.stackplot(steps, *parts, labels=names, colors=[_PARTS[name] for name in names], linewidth=0)
+    axis.margins(x=0)
+    axis.set_ylim(top=max(map(sum, zip(*parts, strict=True))) * 1.5)  # room for the legend above the data
+
+
+def _speed(axis: Axes, run: _Run) -> None:
+    _line(axis, run, "consumed_tokens_per_s", label="completion tokens, whole step")
+    _line(axis, run, "train_tokens_per_s", label="all tokens, while it computes", color=_GREY, style="--")
+    axis.set_ylim(bottom=0)
+
+
+# ---- parts of a panel
+
+
+def _series(points: Sequence[Point], name: str) -> tuple[list[float], list[float]]:
+    known = [point for point in points if name in point]
+    return [point["step"] for point in known], [point[name] for point in known]
+
+
+def _line(axis: Axes, run: _Run, name: str, *, label: str | None = None, color: str = _LINE, style: str = "-") -> None:
+    """Draw one field. A long course is drawn thin, with its running mean; biased steps are hollow points."""
+    steps, values = _series([point for point in run.points if "length_biased" not in point], name)
+    if len(values) >= _SMOOTHED:
+        axis.plot(steps, values, color=color, linestyle=style, linewidth=0.7, alpha=0.4)
+        values = _running_mean(values, max(3, len(values) // _WINDOW))
+    if values:
+        marker = "o" if len(values) < 3 else None  # a single step has no line to see
+        axis.plot(steps, values, color=color, linestyle=style, linewidth=1.8, label=label, marker=marker, markersize=4)
+    steps, values = _series([point for point in run.points if "length_biased" in point], name)
+    if values:  # the first batches and the last one: shown, but not as a part of the course
+        axis.plot(steps, values, "o", color=color, fillstyle="none", alpha=0.4, markersize=4)
+
+
+def _running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Return the mean of up to ``width`` values around each."""
+    half = width // 2
+    parts = (values[max(0, place - half) : place + half + 1] for place in range(len(values)))
+    return [sum(part) / len(part) for part in parts]
+
+
+def _mark(axis: Axes, run: _Run) -> None:
+    """Mark restarts as lines and evaluations as ticks at the bottom; set grid, frame and legend."""
+    for place in run.restarts:
+        axis.axvline(place, color=_GREY, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
+    steps = [step for record in run.evaluations if (step := number(record, "step")) is not None]
+    if steps:
+        bottom = axis.get_xaxis_transform()
+        axis.plot(steps, [0.0] * len(steps), "^", color=_POINT, markersize=4, transform=bottom)
+    axis.grid(True, color="#e6e6e6", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(frameon=True, framealpha=0.75, edgecolor="none", fontsize=8, ncols=2)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draw the curves of a trial. The process takes only time that no other process wants."""
+    os.nice(19)
+    paths = TrialPaths(Path(argv[0]).resolve())
+    draw_curves(read_config(paths.config), paths)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

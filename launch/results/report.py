@@ -1,0 +1,217 @@
+"""Reports a finished run from its step log: a summary on the terminal and summary.json."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.config.sections.schema_evaluation import HELD_OUT
+from realsys.evaluation.eval_records import asked, further, headline, margin
+from realsys.launch.processes.failures import FirstFailure
+from realsys.launch.processes.restart_policy import Outcome
+from realsys.launch.results.totals import Totals, course_ends
+from realsys.launch.screen.progress import Record, mean, number, time_parts
+from realsys.launch.screen.text_figures import failures_text, fmt
+from realsys.telemetry.signal import signal_warning
+from realsys.telemetry.steps import surviving_steps
+
+Summary = dict[str, Any]
+
+
+EVALUATION_KEYS = (
+    *("eval_id", "set", "step", "complete", "incomplete", "problems", "samples", "failed"),
+    *("accuracy", "interval", "pass_at", "majority", "majority_omitted", "unjudged", "left_out_k"),
+    *("reward_mean", "length_mean", "metrics", "version"),
+)
+
+
+_NAME = 20  # width of a fact's name
+
+
+def summarise(
+    config: Config,
+    paths: TrialPaths,
+    outcome: Outcome,
+    *,
+    started: float,
+    ended: float,
+    failure: FirstFailure | None = None,
+) -> Summary:
+    """Return the results of a run as plain values; a number that was not measured is None."""
+    totals = Totals.of(surviving_steps(paths.steps), since=started)
+    before = number(totals.evals.get("before", {}), "accuracy")
+    after = number(totals.evals.get("after", {}), "accuracy")
+    seconds = totals.phase_seconds(ended)
+    ends = course_ends(totals.steps)
+    training_seconds, tokens_now = seconds.get("train"), totals.answer_tokens_now
+    return {
+        "experiment": config.experiment,
+        "trial": config.trial,
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "ended_by": ended_by(config, totals) if outcome.status == "done" else None,
+        "failure": None if failure is None else {"process": failure.process, "problem": failure.problem},
+        "allocation": config.allocation,
+        "steps": totals.steps,
+        "accuracy": {
+            "before": before,
+            "after": after,
+            "gain": None if before is None or after is None else after - before,
+            "problems": number(totals.evals.get("after", totals.evals.get("before", {})), "problems"),
+            "train_first": mean((totals.first_unbiased or totals.first)[:ends], "accuracy"),
+            "train_last": mean(list(totals.last_unbiased or totals.last)[-ends:], "accuracy"),
+        },
+        "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in totals.evals.values()],
+        "seconds": {"total": ended - started, **seconds},
+        "step_seconds": {part: found.value for part, found in totals.seconds.items()},
+        "tokens": {
+            "trained_answer_tokens": int(totals.answer_tokens),
+            "end_to_end_per_s": tokens_now / training_seconds if training_seconds and tokens_now else None,
+            "train_per_s": totals.tokens_per_s.value,
+        },
+        "staleness": {
+            "mean": totals.lag.value,
+            "max": totals.longest_lag,
+            "eta": config.asynchronous.max_head_offpolicyness,
+            "histogram": {str(lag): totals.lags[lag] for lag in sorted(totals.lags)},
+            "dropped": int(totals.dropped_stale),
+            "filtered": int(totals.dropped_filtered),
+            "tokens_too_old": totals.too_old.value,
+        },
+        "without_signal": totals.without_signal,  # steps
+        "verdict_failures": dict(totals.verdict_failures.most_common()),
+        "signal_warning": signal_warning(list(totals.last), config.train.ppo.advantage.mean, before),
+        "recoveries": totals.recoveries,
+        "given_up": outcome.given_up,
+        "restarts": [{"process": d.name, "how": d.how, "error": d.error, "time": d.time} for d in outcome.restarted],
+        "killed_at_stop": outcome.killed,
+        "model": str(paths.final_model) if paths.final_model.is_dir() else None,
+        "folder": str(paths.root),
+    }
+
+
+def ended_by(config: Config, totals: Totals) -> str | None:
+    """Return the limit that ended the run; None if the step log does not have it."""
+    last = totals.last[-1] if totals.last else {}
+    step, total, train = number(last, "step"), number(last, "total"), config.train
+    if step is None or total is None:
+        return None
+    if step < total and totals.used_up:
+        return f"train.total_epochs={train.total_epochs}, after step {step:.0f} of {total:.0f}: {totals.used_up}"
+    if step < total:
+        return f"train.max_seconds={train.max_seconds:g}, before step {total:.0f}"
+    if total < train.total_steps:
+        return f"train.total_epochs={train.total_epochs}: the data gives {total:.0f} batches of {train.batch_groups}"
+    return f"train.total_steps={train.total_steps}"
+
+
+def write_summary(summary: Summary, paths: TrialPaths) -> None:
+    """Write summary.json."""
+    staged = paths.summary.with_suffix(".tmp")
+    staged.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    staged.replace(paths.summary)
+
+
+def print_summary(console: Console, summary: Summary) -> None:
+    """Print the summary, a line per fact. A terminal gets long ones in several lines; no word or path is divided."""
+    console.print(
+        f"[bold]{summary['experiment']}/{summary['trial']}: {summary['status']}[/]", highlight=False, soft_wrap=True
+    )
+    for name, text in _facts(summary):
+        line = f"{name:<{_NAME}}  {text}"
+        if console.is_terminal:
+            indent = " " * (_NAME + 2)
+            line = textwrap.fill(
+                line, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of every number that was measured; a name occurs once."""
+    accuracy, seconds, staleness = summary["accuracy"], summary["seconds"], summary["staleness"]
+    if failure := summary.get("failure"):  # older summaries have none
+        yield "first failure", f"{failure['process']}: {failure['problem']}"
+    if limit := summary.get("ended_by"):  # older summaries have none
+        yield "ended by", limit
+    for record in summary["evaluations"]:
+        if record.get("eval_id") == "after" and accuracy["after"] is not None:
+            yield "held-out accuracy", _gain(accuracy["before"], accuracy["after"], record)
+        elif str(record.get("eval_id")).partition(".")[0] == "after" and record.get("complete") is not None:
+            yield f"evaluation {record['eval_id']}", headline(record)
+    if metrics := _metrics(_of_held_out(summary["evaluations"])):
+        yield "held-out metrics", metrics
+    if summary["steps"]:
+        course = f"{fmt(accuracy['train_first'], '.1%')} -> {fmt(accuracy['train_last'], '.1%')}"
+        ends = course_ends(summary["steps"])
+        averaged = f" (means of {ends} steps)" if ends > 1 else ""
+        yield "accuracy in training", f"{course} in {summary['steps']} steps{averaged}"
+    phases = ", ".join(f"{name} {_clock(value)}" for name, value in seconds.items() if name != "total" and value >= 1)
+    yield "wall time", f"{_clock(seconds['total'])}  ({phases})" if phases else _clock(seconds["total"])
+    if summary["steps"]:
+        tokens = summary["tokens"]
+        yield "step time", _split(summary["step_seconds"])
+        yield (
+            "tokens/s",
+            f"{fmt(tokens['end_to_end_per_s'], ',.0f')} end to end, {fmt(tokens['train_per_s'], ',.0f')} in training",
+        )
+        lag = f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}, bound {staleness['eta']}"
+        filtered = f", {staleness['filtered']} filtered out" if staleness["filtered"] else ""
+        wasted = f", {share:.1%} of the sampled tokens" if (share := staleness.get("tokens_too_old")) else ""
+        yield "staleness", f"{lag}; {staleness['dropped']} groups dropped as too old{wasted}{filtered}"
+    if idle := summary.get("without_signal"):
+        cause = "every advantage was 0, as when all answers to a prompt get the same reward"
+        yield "no signal", f"{idle} of {summary['steps']} steps: {cause}"
+    if failures := failures_text(summary.get("verdict_failures")):  # older summaries have none
+        yield "verdict failures", f"{failures} (docs/rewards.md)"
+    if summary["given_up"]:
+        yield "given up", ", ".join(summary["given_up"])
+    if warning := summary.get("signal_warning"):
+        yield "weak signal", warning
+    for i, restart in enumerate(summary["restarts"]):
+        error = f": {restart['error']}" if restart.get("error") else ""
+        yield "" if i else "restarts", f"{restart['process']} {restart['how']}{error}"
+    if recoveries := summary.get("recoveries"):  # older summaries have none
+        yield "recoveries", f"training continued from a checkpoint {recoveries} time{'s' if recoveries > 1 else ''}"
+    if model := summary.get("model"):  # older summaries have none
+        yield "trained model", f"{shlex.quote(model)}  (a Hugging Face directory; model.path= accepts it)"
+    yield "report", f"{summary['folder']}/summary.json, curves.png" if summary["steps"] else summary["folder"]
+
+
+def _gain(before: float | None, after: float, record: Record) -> str:
+    """Return the held-out accuracy before and after training. The gain is the difference of the numbers as shown."""
+    points = "" if before is None else f" ({round(100 * after, 1) - round(100 * before, 1):+.1f} points)"
+    text = f"{fmt(before, '.1%')} -> {after:.1%}{margin(record)}{points} on {asked(record)}"
+    return ", ".join([text, *further(record)])
+
+
+def _of_held_out(evaluations: Sequence[Record]) -> list[Record]:
+    """Return the evaluations of the held-out problems, without those of other data sets."""
+    return [record for record in evaluations if record.get("set") in (None, HELD_OUT)]
+
+
+def _metrics(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """Return the metrics of the first and of the last evaluation, as text."""
+    measured = [record["metrics"] for record in evaluations if record.get("metrics")]
+    if not measured:
+        return ""
+    first, last = measured[0], measured[-1]
+    return ", ".join(f"{name} {fmt(first.get(name), '.3f')} -> {fmt(last[name], '.3f')}" for name in sorted(last))
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _split(seconds: Mapping[str, float | None]) -> str:
+    parts = [f"{part} {value:.2f}" for part, value in time_parts(seconds).items()]
+    return f"{fmt(seconds.get('total'), '.2f')} s = " + " + ".join(parts) if parts else "-"

@@ -1,0 +1,125 @@
+"""The launcher's side of the trackers: starts their process, shows its reports, ends it with the run.
+
+    async with Trackers(config, paths, say) as trackers:
+        ...                                   # the run
+        trackers.status = outcome.status
+
+Nothing here ends or delays a run: a process that cannot be started or that dies is a note, and the end has a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+import realsys
+from realsys.cluster.child_process import ChildProcess, how_it_ended
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.launch.trackers.messages import MODULE, Ended, Order, Report, line
+
+#: An interrupted run may continue later, and its trackers with it: its stop is not delayed.
+INTERRUPTED_FINISH_S = 1.0
+_KILL_AFTER_S = 2.0  # beyond the time to finish
+
+
+class Trackers:
+    """The process of the trackers of one run. ``say`` shows a note; it is called on the event loop."""
+
+    def __init__(self, config: Config, paths: TrialPaths, say: Callable[[str], None]) -> None:
+        self.status = "failed"  # how the run ended
+        self._config = config
+        self._paths = paths
+        self._say = say
+        self._child: ChildProcess | None = None
+        self._reports: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._config.telemetry.trackers:
+            try:
+                self._start()
+            except OSError as error:
+                self._say(f"the trackers cannot be started: {error}: the run goes on without them")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if (child := self._child) is None:
+            return
+        finish_s = float(self._config.telemetry.tracker_finish_s)
+        if self.status == "interrupted":
+            finish_s = min(finish_s, INTERRUPTED_FINISH_S)
+        assert child.popen.stdin is not None and self._reports is not None
+        with contextlib.suppress(OSError), child.popen.stdin as stdin:  # it may have ended
+            stdin.write(line(Ended(self.status, finish_s)))
+        if not await child.exits_within(finish_s + _KILL_AFTER_S):
+            child.kill()
+        if not await child.exits_within(_KILL_AFTER_S):
+            self._say(f"the process of the trackers, pid {child.pid}, cannot be killed")
+            self._reports.cancel()
+            return
+        code = child.reap()
+        # A descendant that left the group may still have the pipe.
+        await asyncio.wait([self._reports], timeout=_KILL_AFTER_S)
+        self._reports.cancel()
+        if code:
+            self._say(f"the process of the trackers {how_it_ended(code)} ({self._log})")
+
+    @property
+    def _log(self) -> Path:
+        return self._paths.logs / "trackers.log"
+
+    def _start(self) -> None:
+        read, write = os.pipe()
+        try:
+            self._child = self._spawn(write)
+        except OSError:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        self._reports = asyncio.create_task(self._show_reports(read))
+
+    def _spawn(self, reports: int) -> ChildProcess:
+        """Start the process. Its order is in memory and not in a pipe, whose writer would wait for its reader."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log, os.fdopen(os.memfd_create("order"), "wb") as order:
+            order.write(line(self._order()))
+            order.flush()
+            argv = [sys.executable, "-P", "-m", MODULE, str(order.fileno()), str(reports)]
+            inherit = [order.fileno(), reports]
+            return ChildProcess(argv, os.environ, log, stdin=subprocess.PIPE, inherit=inherit)
+
+    def _order(self) -> Order:
+        config, telemetry = self._config, self._config.telemetry
+        return Order(
+            {name: telemetry.tracker_args.get(name, {}) for name in telemetry.trackers},
+            str(self._paths.root),
+            config.experiment,
+            config.trial,
+            realsys.__version__,
+            os.getpid(),
+            config.model_dump(mode="json", exclude={"telemetry": {"tracker_args"}}),  # there may be keys in them
+        )
+
+    async def _show_reports(self, descriptor: int) -> None:
+        """Show the reports until the process has ended."""
+        reader = asyncio.StreamReader()
+        made: Any = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: made, os.fdopen(descriptor, "rb"))
+        try:
+            async for text in reader:
+                with contextlib.suppress(msgspec.DecodeError):
+                    self._say(msgspec.json.decode(text, type=Report).text)
+        finally:
+            transport.close()

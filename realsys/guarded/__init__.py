@@ -1,0 +1,1 @@
+"""Servers of other packages as child processes of a worker. None of their processes outlives the worker."""

@@ -1,0 +1,1 @@
+"""The cost model against published tables: asynchronous training over synchronous training."""

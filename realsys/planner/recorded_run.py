@@ -1,0 +1,171 @@
+"""Reads one run for the planner: its steps, its groups and the lengths of its completions.
+
+    steps.jsonl   tokens and seconds of each step           ─┐
+    ledger.jsonl  when each group was granted and finished   ├──> Recording
+    record/       lengths of the completions                ─┘
+
+Nothing in the folder is changed. The run may still be running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from realsys.config.dump import read_config
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+from realsys.manager.ledger.events import Finished, Granted
+from realsys.manager.ledger.journal import read_journal
+from realsys.telemetry.steps import read_steps
+from realsys.train.records.record_files import read_record, recorded_steps
+
+FEWEST_STEPS = 8  # noise hides the costs of a step if there are fewer
+_MOST_STEPS, _MOST_GROUPS = 200, 20_000  # the last ones of the run: lengths change while it learns
+_GAP = 20.0  # median steps without a step: the run was stopped, or evaluated for long
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """One train step. ``end`` is in unix seconds, the parts are in seconds."""
+
+    step: int
+    end: float
+    total: float
+    wait: float  # until the batch is complete
+    inference: float  # model function calls without gradient
+    training: float  # model function calls with gradient
+    tokens: int  # tokens of all rows, prompts included
+    sampled: int  # completion tokens of the batch
+    trained: int  # tokens that the calls computed: rows without a gradient may be skipped
+
+    @property
+    def begin(self) -> float:
+        return self.end - self.total
+
+    @property
+    def busy(self) -> float:
+        """Seconds of all model function calls."""
+        return self.inference + self.training
+
+    @property
+    def rest(self) -> float:
+        """Seconds that are neither waiting nor model function calls."""
+        return max(0.0, self.total - self.wait - self.busy)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTime:
+    """One attempt at a ticket, from its grant to the end that its worker reported, in unix seconds."""
+
+    ticket_id: str
+    attempt: int
+    granted: float
+    finished: float
+    lengths: tuple[int, ...]  # tokens of each completion; () if no record has them
+
+    @property
+    def seconds(self) -> float:
+        return self.finished - self.granted
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A run as the planner reads it."""
+
+    folder: Path
+    config: Config
+    steps: list[StepCost]
+    groups: list[GroupTime]
+    prompt_tokens: float
+
+    @property
+    def lengths(self) -> list[tuple[int, ...]]:
+        """Lengths of the completions of each recorded group."""
+        return [group.lengths for group in self.groups if group.lengths]
+
+
+def read_recording(folder: Path) -> Recording:
+    """Read a trial. Raises ConfigError if it has too few steps, or no group in its ledger."""
+    paths = TrialPaths(folder)
+    if not paths.config.is_file():
+        raise ConfigError("--from", str(folder), f"is not the folder of a trial: {paths.config.name} not found")
+    config = read_config(paths.config)
+    steps = _steps(paths.steps, config.train.batch_groups)
+    if len(steps) < FEWEST_STEPS:
+        problem = f"has {len(steps)} train steps, and a fit needs {FEWEST_STEPS}: run it longer"
+        raise ConfigError("--from", str(folder), problem)
+    rows = _rows(paths.records)
+    groups = _groups(paths.ledger, {ticket: tuple(lengths) for ticket, (lengths, _) in rows.items()})
+    inside = [group for group in groups if steps[0].begin < group.finished and group.granted < steps[-1].end]
+    if not inside:
+        raise ConfigError("--from", str(folder), f"{paths.ledger.name} has no group that ended during its steps")
+    prompts = [tokens for _, tokens in rows.values()]
+    mean = sum(prompts) / len(prompts) if prompts else _mean_prompt(steps, config)
+    return Recording(folder, config, steps, inside, mean)
+
+
+def _steps(path: Path, batch_groups: int) -> list[StepCost]:
+    """Return the last steps without a gap between them."""
+    steps = [_step(record) for record in read_steps(path) if record["kind"] == "train"]
+    steps = steps[-max(FEWEST_STEPS, min(_MOST_STEPS, _MOST_GROUPS // batch_groups)) :]
+    if not steps:
+        return []
+    longest = _GAP * median(step.total for step in steps)
+    first = 0
+    for k, (before, after) in enumerate(pairwise(steps), 1):
+        if after.begin - before.end > longest:
+            first = k
+    return steps[first:]
+
+
+def _step(record: Mapping[str, Any]) -> StepCost:
+    seconds, stats = record["seconds"], record.get("stats", {})
+    return StepCost(
+        step=record["step"],
+        end=record["time"],
+        total=seconds["total"],
+        wait=seconds["wait"],
+        inference=seconds.get("inf", 0.0),
+        training=seconds.get("train", 0.0),
+        tokens=record["tokens"],
+        sampled=record["answer_tokens"],
+        trained=int(stats.get("tokens", record["answer_tokens"])),
+    )
+
+
+def _rows(root: Path) -> dict[tuple[str, int], tuple[list[int], float]]:
+    """Return (ticket, attempt) -> lengths of its completions, mean tokens of its prompt."""
+    found: dict[tuple[str, int], tuple[list[int], float]] = {}
+    for folder in recorded_steps(root).values():
+        for group in read_record(folder).groups:
+            episodes: dict[int, int] = {}
+            for row in group:
+                episodes[row.episode] = row.episode_tokens or row.loss_tokens
+            first = group[0]
+            prompt = sum(row.length - row.loss_tokens for row in group) / len(group)
+            found[first.ticket_id, first.attempt] = list(episodes.values()), prompt
+    return found
+
+
+def _groups(path: Path, lengths: Mapping[tuple[str, int], tuple[int, ...]]) -> list[GroupTime]:
+    granted: dict[tuple[str, int], float] = {}
+    groups = []
+    for event, _ in read_journal(path):
+        if isinstance(event, Granted):
+            granted[event.ticket_id, event.attempt] = event.time
+        elif isinstance(event, Finished) and event.outcome in ("accepted", "filtered"):
+            key = event.ticket_id, event.attempt
+            if key in granted:
+                groups.append(GroupTime(*key, granted.pop(key), event.time, lengths.get(key, ())))
+    return groups
+
+
+def _mean_prompt(steps: list[StepCost], config: Config) -> float:
+    rows = config.train.batch_groups * config.rollout.group_size
+    return sum(step.tokens - step.sampled for step in steps) / len(steps) / rows

@@ -1,0 +1,174 @@
+"""Simulates a configuration with given costs, and measures its steady state.
+
+Costs, configuration ──> SimSettings ──> Simulation ──> Outcome
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from realsys.config.allocation import Allocation, parse_allocation
+from realsys.config.fields import replaced
+from realsys.config.schema import Config
+from realsys.errors import ConfigError
+from realsys.simulate.account import spread
+from realsys.simulate.scenarios import (
+    HostSettings,
+    LengthSettings,
+    Plan,
+    ServerSettings,
+    SimSettings,
+    TrainerSettings,
+)
+from realsys.simulate.simulation import Simulation
+
+STEPS = 24  # measured
+_ENDLESS = 1_000_000
+_FAST = 1e9  # tokens per second that limit nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths of completions: ``values``, ascending, times ``scale``, at most ``longest``."""
+
+    values: tuple[int, ...]
+    prompt_share: float
+    prompt_tokens: float
+    longest: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Costs of processes that have a device to themselves. All times are in seconds.
+
+    token              of a token of a completion, without the part per completion
+    token_per_running  added to it by each completion that the server samples
+    group              of a group, besides sampling
+    forward            of a token in a forward pass without gradient
+    step               of a step, without the part per token
+    step_per_token     of one rank, per completion token of the batch
+    cpu_per_token      of a core that the other processes use, per sampled token
+    update             from the end of a step until the servers sample with its weights
+    cores              shared by all processes; 0: each process has a device
+    """
+
+    token: float
+    token_per_running: float
+    group: float
+    forward: float
+    step: float
+    step_per_token: float
+    cpu_per_token: float
+    update: float
+    cores: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Steady state. ``step_s``, ``group_s``: mean seconds of a step's computation, and of a group."""
+
+    steps_per_h: float
+    tokens_per_s: float
+    waits: float
+    step_s: float
+    group_s: float
+
+
+def simulate(costs: Costs, config: Config, lengths: Lengths, seed: int = 1, steps: int = STEPS) -> Outcome:
+    """Simulate ``config``, and measure ``steps`` steps after those that fill the pipeline."""
+    first = config.asynchronous.max_head_offpolicyness + 2
+    settings = sim_settings(costs, config, lengths, first + steps)
+    simulation = Simulation(Plan("planner", endless(config, seed), settings))
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        simulation.run()
+    finally:
+        logging.disable(disabled)
+    measured = simulation.account.steps[first - 1 :]
+    seconds = max(1e-9, measured[-1]["time"] - measured[0]["time"])
+    done = measured[:-1]  # a record's time is that of its start
+    return Outcome(
+        steps_per_h=3600 * len(done) / seconds,
+        tokens_per_s=sum(step["tokens"] for step in done) / seconds,
+        waits=sum(step["wait"] for step in measured[1:]) / seconds,
+        step_s=simulation.account.busy_s / max(1, len(simulation.account.steps)),
+        group_s=spread(simulation.account.waits["group"])["mean"],
+    )
+
+
+def sim_settings(costs: Costs, config: Config, lengths: Lengths, steps: int) -> SimSettings:
+    """Return the costs of the processes of ``config``."""
+    allocation = parse_allocation(config.allocation)
+    ranks = allocation.actor.data
+    forward = 1.0 / costs.forward if costs.forward else 0.0
+    return SimSettings(
+        steps=steps,
+        prompts=_ENDLESS,
+        prompt_tokens=max(1, round(lengths.prompt_tokens)),
+        judge_s=costs.group,
+        lengths=LengthSettings(
+            kind="values",
+            values=[max(1, round(lengths.scale * value)) for value in lengths.values],
+            longest=lengths.longest,
+            prompt_share=lengths.prompt_share,
+        ),
+        server=ServerSettings(
+            count=allocation.inference.data,
+            tokens_per_s=1.0 / max(costs.token, 1.0 / _FAST),
+            s_per_completion=costs.token_per_running,
+            total_tokens_per_s=_FAST,
+            max_running=_max_running(config),
+            prefill_tokens_per_s=_FAST,
+            stage_s=costs.update,
+            swap_s=0.0,
+            recompute_tokens_per_s=forward if recomputes(config) else 0.0,
+        ),
+        trainer=TrainerSettings(step_s=costs.step, step_s_per_token=costs.step_per_token / ranks, publish_s=0.0),
+        host=HostSettings(
+            cores=costs.cores,
+            server_cores=float(config.generation.threads),
+            trainer_cores=float(trainer_cores(config, allocation)),
+            cpu_s_per_token=costs.cpu_per_token,
+        ),
+    )
+
+
+def trainer_cores(config: Config, allocation: Allocation) -> int:
+    """Return the threads that the ranks of the trainer compute with."""
+    return allocation.actor.world_size * max(1, config.train.threads)
+
+
+def check_layouts(recorded: Config, config: Config) -> None:
+    """Raise ConfigError if a server or a data rank has another size than in the recorded run."""
+    before, after = parse_allocation(recorded.allocation), parse_allocation(config.allocation)
+    sizes = [(layout.pipeline, layout.tensor) for layout in (before.inference, before.actor)]
+    if sizes != [(layout.pipeline, layout.tensor) for layout in (after.inference, after.actor)]:
+        problem = f"has other sizes p and m than the recorded run ({recorded.allocation}): record a run with these"
+        raise ConfigError("allocation", config.allocation, problem)
+
+
+def endless(config: Config, seed: int) -> Config:
+    """Return the configuration without evaluations, and with grants that never end."""
+    changes = {
+        "seed": seed,
+        "train.total_steps": _ENDLESS,
+        "train.total_epochs": 0,
+        "evaluation.every_steps": 0,
+        "evaluation.sets": {},
+        "checkpoint.every_steps": 0,
+    }
+    for path, value in changes.items():
+        config = replaced(config, path.split("."), value)
+    return config
+
+
+def _max_running(config: Config) -> int:
+    return config.generation.embedded.max_running if config.generation.backend == "embedded" else 1_000_000
+
+
+def recomputes(config: Config) -> bool:
+    """Return True if a server computes its cache again after an update."""
+    return config.asynchronous.interruptible and config.asynchronous.kv_on_update == "recompute"

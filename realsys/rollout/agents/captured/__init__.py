@@ -1,0 +1,1 @@
+"""Agents with ``base_url``: the gateway records their calls."""

@@ -1,0 +1,199 @@
+"""Tool calls and reasoning in completions, parsed by the package ``renderers``.
+
+A format is one of its renderers, by name: it knows how a family of models writes tool calls and reasoning. ``auto``
+takes the one whose marks the chat template has (``marks``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from renderers import base as library
+from renderers.configs import DefaultRendererConfig, _config_class_for
+
+from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import MALFORMED, ConfigError
+from realsys.rollout.gateway.formats.adapter import ParserTokenizer
+from realsys.rollout.gateway.formats.marks import AUTO, NONE, format_of
+
+THINK = "think"
+MOST_RENDERERS = 64  # renderers for arguments of the chat template, which agents choose
+_DEEPEST = 100  # levels of the arguments of a call: templates and clients read them recursively
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """Parts of a completion.
+
+    content    without reasoning and without the tool calls of ``calls``; malformed calls stay in it
+    reasoning  None if the completion has none
+    calls      (id that the model wrote or None, name, arguments)
+    malformed  number of calls that stay in the content although the request has tools
+    """
+
+    content: str
+    reasoning: str | None
+    calls: list[tuple[str | None, str, dict[str, Any]]]
+    malformed: int = 0
+
+
+class Parser:
+    """Parser of the completions of one model.
+
+    ``format`` and ``reasoning`` are the names that were chosen. A parser is used by one thread.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, format: str, reasoning: str) -> None:
+        self.format = format
+        self.reasoning = reasoning
+        self._ends = frozenset(tokenizer.eos_token_ids)
+        self._tokenizer = ParserTokenizer(tokenizer)
+        self._renderers: dict[str, library.Renderer] = {}
+        self._default = self._build({})
+        self._default.parse_response([], prompt_ids=None)  # looks up the markers that it needs
+
+    def parse(
+        self,
+        tokens: Sequence[int],
+        tools: Sequence[dict[str, Any]] = (),
+        prompt: Sequence[int] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Parsed:
+        """Parse a completion. Without ``tools`` its tool calls stay in the content.
+
+        prompt   its tokens or the last ones of them: they show whether the template opened the reasoning
+        options  arguments of the chat template, such as enable_thinking
+        """
+        shown = tokens[:-1] if len(tokens) and int(tokens[-1]) in self._ends else tokens
+        if self.format == NONE and self.reasoning == NONE:
+            return Parsed(self._tokenizer.decode(shown), None, [])
+        # The format gets an end of text that it knows: it may end a tool call.
+        keeps_end = len(shown) < len(tokens) and self._tokenizer.has(int(tokens[-1]))
+        ids = self._tokenizer.completion(tokens if keeps_end else shown)
+        renderer, before = self._renderer(options or {}), self._prompt(prompt)
+        try:
+            found = renderer.parse_response(ids, tools=list(tools) or None, prompt_ids=before)
+        except Exception:  # the library raises anything, for example for a number of 5,000 digits in a call
+            return Parsed(self._tokenizer.decode(shown), None, [], malformed=1 if tools else 0)
+        if keeps_end:
+            del ids[-1]
+        calls = [call for call in found.tool_calls if tools and _is_good(call)]
+        content, reasoning = self._content(ids, found, calls), found.reasoning_content
+        if self.reasoning == NONE and reasoning is not None:
+            content, reasoning = self._until_tools(ids, found, calls), None
+        malformed = len(found.tool_calls) - len(calls) if tools else 0
+        return Parsed(content, reasoning or None, [(call.id, call.name, call.arguments) for call in calls], malformed)
+
+    def _content(self, ids: list[int], found: Any, calls: list[Any]) -> str:
+        """Return the content of the library, and after it the attempts at tool calls that are not in ``calls``."""
+        content: str = found.content
+        rest = [call for call in found.tool_calls if call not in calls]
+        if rest and not calls and rest[0].token_span is not None:
+            start = rest[0].token_span[0]
+            return content + self._between(ids[:start], content) + self._tokenizer.decode(ids[start:])
+        spans = [call.token_span and ids[slice(*call.token_span)] for call in rest]
+        return content + "".join(
+            self._tokenizer.decode(span) if span else call.raw for span, call in zip(spans, rest, strict=True)
+        )
+
+    def _between(self, ids: list[int], content: str) -> str:
+        """Return the text after the content, such as white space and the opening of the tool calls."""
+        return self._tokenizer.decode(ids).rpartition(content)[2] if content else ""
+
+    def _until_tools(self, ids: list[int], found: Any, calls: list[Any]) -> str:
+        """Return all text up to the first tool call, with the reasoning in it."""
+        if not calls or calls[0].token_span is None:
+            return self._tokenizer.decode(ids)
+        before = ids[: calls[0].token_span[0]]
+        return self._tokenizer.decode(before).removesuffix(self._between(before, found.content))
+
+    def _prompt(self, prompt: Sequence[int]) -> list[int] | None:
+        if not prompt:
+            return None
+        ids = self._tokenizer.prompt(prompt)
+        if self.format != NONE:
+            return ids
+        # The library knows one form of turns here. It needs only to know that the prompt opened the reasoning.
+        opened = self._tokenizer.decode(ids).rstrip().endswith("<think>")
+        return [self._tokenizer.convert_tokens_to_ids("<think>")] if opened else None
+
+    def _renderer(self, options: Mapping[str, Any]) -> library.Renderer:
+        """Return the renderer for these arguments of the chat template; those that it does not know have no effect."""
+        if self.format == NONE or not options:
+            return self._default
+        names = _config_class_for(self.format).template_field_names()
+        settings = {name: options[name] for name in sorted(names & options.keys())}
+        key = repr(settings)
+        if key not in self._renderers:
+            if len(self._renderers) >= MOST_RENDERERS:
+                del self._renderers[next(iter(self._renderers))]
+            try:
+                self._renderers[key] = self._build(settings)
+            except ValueError:  # a value that the library does not know
+                self._renderers[key] = self._default
+        return self._renderers[key]
+
+    def _build(self, settings: dict[str, Any]) -> library.Renderer:
+        if self.format == NONE:
+            config = DefaultRendererConfig(reasoning_parser=THINK)
+        else:
+            config = _config_class_for(self.format)(**settings)
+        return library.create_renderer(self._tokenizer, config)
+
+
+def formats() -> list[str]:
+    """Return the names that ``rollout.gateway.tool_format`` may have."""
+    library._populate_registry()
+    return [AUTO, NONE, *sorted(name for name in library.RENDERER_REGISTRY if name != "default")]
+
+
+def parser_of(tokenizer: TextTokenizer, tool_format: str = AUTO, reasoning_format: str = AUTO) -> Parser:
+    """Build the parser of a model's completions. Raises ConfigError for a name that is not known."""
+    check(tool_format, reasoning_format)
+    template = tokenizer.chat_source
+    if tool_format == AUTO:
+        tool_format = format_of(template)
+    if reasoning_format == AUTO:
+        reasoning_format = THINK if tool_format != NONE or "<think>" in template else NONE
+    try:
+        return Parser(tokenizer, tool_format, reasoning_format)
+    except Exception as error:  # a renderer may need files of its model, and raises anything
+        problem = f"the renderer cannot be built: {error}: choose one of {', '.join(formats())}"
+        raise ConfigError("rollout.gateway.tool_format", tool_format, problem) from None
+
+
+def check(tool_format: str, reasoning_format: str) -> None:
+    """Raise ConfigError for a name that is not known."""
+    for field, value, names in (
+        ("tool_format", tool_format, formats),
+        ("reasoning_format", reasoning_format, lambda: [AUTO, NONE, THINK]),
+    ):
+        _check_name(f"rollout.gateway.{field}", value, names)
+
+
+def _check_name(field: str, value: str, names: Callable[[], list[str]]) -> None:
+    if value not in names():
+        raise ConfigError(field, value, f"not known: choose one of {', '.join(names())}")
+
+
+def _is_good(call: library.ParsedToolCall) -> bool:
+    """Return True for a tool call that an agent can carry out: its arguments are an object that JSON can write."""
+    if call.status != library.ToolCallParseStatus.OK or not call.name or not isinstance(call.arguments, dict):
+        return False
+    if not _is_shallow(call.arguments, _DEEPEST):
+        return False
+    try:
+        json.dumps(call.arguments, allow_nan=False)
+        msgspec.json.decode(msgspec.json.encode([call.id, call.name, call.arguments]))
+    except (ValueError, *MALFORMED):  # NaN or infinity, lone surrogates, thousands of digits
+        return False
+    return True
+
+
+def _is_shallow(value: Any, levels: int) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_is_shallow(item, levels - 1) for item in items)

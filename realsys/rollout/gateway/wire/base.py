@@ -1,0 +1,166 @@
+"""Neutral forms of all requests and replies of the gateway, and the contract of a dialect. No I/O.
+
+    bytes ──Dialect.parse──> Call ──(gateway, engine, formats)──> Reply ──Dialect.reply or .events──> bytes
+
+A dialect is one wire format of a language-model endpoint, such as OpenAI's chat completions. Whatever a client speaks,
+the gateway sees a ``Call`` whose messages have the form of OpenAI's chat completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from realsys.errors import RealsysError
+from realsys.generation.client import Generated
+
+#: input of the engine: messages for the chat template, a text, or token ids
+CallKind = Literal["chat", "text", "tokens"]
+ChoiceEnd = Literal["stop", "length", "tool_calls"]
+
+
+class BadRequest(RealsysError):
+    """A request that must be changed before it is sent again.
+
+    ``field`` is the path of the wrong field, ``code`` OpenAI's error code; both may be "".
+    """
+
+    def __init__(self, status: int, message: str, field: str = "", code: str = "") -> None:
+        self.status = status
+        self.message = message
+        self.field = field
+        self.code = code
+        super().__init__(f"{field}: {message}" if field else message)
+
+
+@dataclass(slots=True)
+class Call:
+    """One request.
+
+    messages            of kind chat, as OpenAI's chat completions have them; developer messages became system messages
+    tools               of kind chat, in the same form
+    text                of kind text
+    token_ids           of kind tokens, from the field ``token_field``
+    stop                strings that end a completion and do not belong to its text
+    stop_token_ids      further tokens that end a completion
+    max_tokens          limit of the completion; None: the client set none
+    sampling            settings of the client by their names in ``SamplingParams``; the policy's replace them
+    logprobs            the reply has the log-prob of each token, and those of the ``top_logprobs`` most probable ones
+    return_token_ids    the reply has the token ids and the weight version of each sampled token
+    tokens_as_ids       tokens in log-probs are written ``token_id:N``
+    parse_tools         tool calls in the completion become ``Choice.tool_calls``
+    options             further arguments of the chat template
+    ignored             names of fields that the client set and that have no effect
+    """
+
+    kind: CallKind
+    model: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    token_field: str = "token_ids"
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    sampling: dict[str, float] = field(default_factory=dict)
+    logprobs: bool = False
+    top_logprobs: int = 0
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    parse_tools: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One completion of a call.
+
+    text        what the client reads: without reasoning, tool calls, the end-of-text token and the stop string
+    reasoning   None if the completion has none
+    tool_calls  in the form of OpenAI's chat completions: id, type, function (name, arguments as JSON text)
+    stop        the stop string that ended the completion, if one did
+    malformed   number of malformed tool calls, which stay in the text
+    """
+
+    completion: Generated
+    text: str
+    reasoning: str | None = None
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: ChoiceEnd = "stop"
+    stop: str | None = None
+    malformed: int = 0
+
+    def message(self) -> dict[str, Any]:
+        """Return the assistant message in chat form, as a later request of the client will contain it."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
+
+
+class Vocabulary(Protocol):
+    """Bytes of single tokens, for log-probs."""
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+@dataclass(slots=True)
+class Head:
+    """The part of a reply that is known before the completion. ``created``: unix seconds."""
+
+    id: str
+    created: int
+    model: str
+
+
+@dataclass(slots=True)
+class Reply(Head):
+    """The completions of one call. ``vocabulary`` is needed for replies with log-probs only."""
+
+    prompt_tokens: list[int]
+    choices: list[Choice]
+    vocabulary: Vocabulary | None = None
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(choice.completion.tokens) for choice in self.choices)
+
+
+class Dialect(Protocol):
+    """One wire format.
+
+    A stream is ``opening``, which may be sent before the completion is sampled, then ``events``. If the call fails
+    after the opening, ``error_event`` ends the stream.
+    """
+
+    def parse(self, body: bytes, headers: Mapping[str, str]) -> Call:
+        """Read a request. ``headers`` have names in lower case. Raises BadRequest."""
+        ...
+
+    def reply(self, call: Call, reply: Reply) -> bytes:
+        """Return the JSON body of the reply."""
+        ...
+
+    def opening(self, call: Call, head: Head) -> bytes:
+        """Return the first server-sent events of a stream; b"" if it has none before the completion."""
+        ...
+
+    def events(self, call: Call, reply: Reply) -> Iterator[bytes]:
+        """Yield the server-sent events after the opening, up to and including the end of the stream."""
+        ...
+
+    def error(self, status: int, message: str, field: str = "", code: str = "") -> bytes:
+        """Return the JSON body of an error, in the form that the client's SDK reads."""
+        ...
+
+    def error_event(self, status: int, message: str) -> bytes:
+        """Return the server-sent event of an error in a stream that has begun."""
+        ...

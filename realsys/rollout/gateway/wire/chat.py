@@ -1,0 +1,88 @@
+"""POST /v1/chat/completions of OpenAI, with the additions of vLLM (token ids)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from realsys.rollout.gateway.wire import fields, frames
+from realsys.rollout.gateway.wire.base import BadRequest, Call, Choice, Head, Reply
+from realsys.rollout.gateway.wire.body import chat_messages, chat_tools, limits, read, tool_choice, top_logprobs
+
+
+class ChatDialect(frames.OpenAIErrors):
+    """OpenAI's chat completions."""
+
+    def parse(self, body: bytes, headers: Mapping[str, str]) -> Call:
+        request = read(body, fields.CHAT)
+        call = limits(Call("chat", messages=chat_messages(request.get("messages"))), request)
+        call.tools = chat_tools(request.get("tools", []))
+        tool_choice(call, request.get("tool_choice"))
+        call.logprobs = request.get("logprobs", False)
+        call.top_logprobs = top_logprobs(request.get("top_logprobs", 0), "top_logprobs")
+        if call.top_logprobs and not call.logprobs:
+            raise BadRequest(400, "needs logprobs=true", "top_logprobs")
+        call.options = dict(request.get("chat_template_kwargs", {}))
+        if "reasoning_effort" in request.values:
+            call.options.setdefault("reasoning_effort", request.get("reasoning_effort"))
+        return call
+
+    def reply(self, call: Call, reply: Reply) -> bytes:
+        body = _head(reply, "chat.completion") | {
+            "choices": [_choice(call, reply, i, choice) for i, choice in enumerate(reply.choices)],
+            "usage": frames.usage(reply),
+        }
+        if call.return_token_ids:
+            body["prompt_token_ids"] = reply.prompt_tokens
+        return frames.encode(body)
+
+    def opening(self, call: Call, head: Head) -> bytes:
+        chunk = _head(head, "chat.completion.chunk")
+        return b"".join(
+            frames.data(chunk | {"choices": [_delta(i, {"role": "assistant", "content": ""})]}) for i in range(call.n)
+        )
+
+    def events(self, call: Call, reply: Reply) -> Iterator[bytes]:
+        chunk = _head(reply, "chat.completion.chunk")
+        for i, choice in enumerate(reply.choices):
+            for delta in _deltas(choice):
+                yield frames.data(chunk | {"choices": [_delta(i, delta)]})
+            # The last chunk has the ids and log-probs of all tokens: those of reasoning and tool calls have no text.
+            end = _delta(i, {}, choice.finish_reason) | frames.token_fields(call, choice)
+            if call.logprobs:
+                end["logprobs"] = _logprobs(call, reply, choice)
+            last = chunk | {"choices": [end]}
+            if call.return_token_ids:
+                last["prompt_token_ids"] = reply.prompt_tokens
+            yield frames.data(last)
+        yield from frames.stream_end(call, reply, chunk)
+
+
+def _head(head: Head, kind: str) -> dict[str, Any]:
+    return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
+
+
+def _choice(call: Call, reply: Reply, index: int, choice: Choice) -> dict[str, Any]:
+    message = choice.message() | {"refusal": None}
+    if choice.tool_calls and not choice.text:
+        message["content"] = None
+    logprobs = _logprobs(call, reply, choice) if call.logprobs else None
+    body = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+    return body | frames.token_fields(call, choice)
+
+
+def _logprobs(call: Call, reply: Reply, choice: Choice) -> dict[str, Any]:
+    return {"content": frames.token_logprobs(call, reply, choice), "refusal": None}
+
+
+def _delta(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _deltas(choice: Choice) -> Iterator[dict[str, Any]]:
+    if choice.reasoning:
+        yield {"reasoning_content": choice.reasoning}
+    if choice.text:
+        yield {"content": choice.text}
+    for k, call in enumerate(choice.tool_calls):
+        yield {"tool_calls": [{"index": k} | call]}

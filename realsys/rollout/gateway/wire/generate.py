@@ -1,0 +1,67 @@
+"""POST /inference/v1/generate of vLLM: token ids in, token ids and log-probs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from realsys.rollout.gateway.wire import fields, frames
+from realsys.rollout.gateway.wire.base import BadRequest, Call, Choice, Head, Reply
+from realsys.rollout.gateway.wire.body import Body, limits, read, top_logprobs
+
+#: header with the client's name of the episode
+SESSION_HEADER = "x-session-id"
+
+
+class GenerateDialect(frames.OpenAIErrors):
+    """vLLM's route for clients that tokenise themselves. The reply always has the ids of the sampled tokens."""
+
+    def parse(self, body: bytes, headers: Mapping[str, str]) -> Call:
+        request = read(body, fields.GENERATE)
+        settings = Body(request.get("sampling_params", {}), fields.GENERATE_SAMPLING, "sampling_params.")
+        if not request.get("token_ids"):
+            raise BadRequest(400, "must not be empty", "token_ids")
+        settings.values |= {name: value for name, value in request.values.items() if name != "stop"}
+        settings.ignored += request.ignored
+        call = limits(Call("tokens", token_ids=request.get("token_ids")), settings)
+        call.logprobs = "logprobs" in settings.values
+        # The clients of this route always send 1, and read the log-prob of the sampled token only.
+        most = top_logprobs(settings.get("logprobs", 0), "sampling_params.logprobs")
+        call.top_logprobs = most if most > 1 else 0
+        call.tokens_as_ids = True
+        return call
+
+    def reply(self, call: Call, reply: Reply) -> bytes:
+        body = _head(call, reply) | {
+            "choices": [_choice(call, reply, i, choice) for i, choice in enumerate(reply.choices)],
+            "prompt_logprobs": None,
+            "kv_transfer_params": None,
+            "usage": frames.usage(reply),
+        }
+        return frames.encode(body)
+
+    def opening(self, call: Call, head: Head) -> bytes:
+        return b""  # clients expect token ids in every event
+
+    def events(self, call: Call, reply: Reply) -> Iterator[bytes]:
+        chunk = _head(call, reply)
+        for i, choice in enumerate(reply.choices):
+            yield frames.data(chunk | {"choices": [_choice(call, reply, i, choice)]})
+        yield from frames.stream_end(call, reply, chunk)
+
+
+def _head(call: Call, reply: Reply) -> dict[str, Any]:
+    head: dict[str, Any] = {"request_id": reply.id, "model": reply.model}
+    if call.return_token_ids:
+        head["prompt_token_ids"] = reply.prompt_tokens
+    return head
+
+
+def _choice(call: Call, reply: Reply, index: int, choice: Choice) -> dict[str, Any]:
+    return {
+        "index": index,
+        "token_ids": choice.completion.tokens.tolist(),
+        "versions": choice.completion.versions.tolist(),
+        "logprobs": {"content": frames.token_logprobs(call, reply, choice)} if call.logprobs else None,
+        "finish_reason": "length" if choice.finish_reason == "length" else "stop",
+    }

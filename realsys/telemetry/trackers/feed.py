@@ -1,0 +1,118 @@
+"""Delivery of a step log to one tracker: each point once, in order, over all starts of the trial.
+
+    steps.jsonl ──offset──> records ──> points, roll-backs ──> tracker.log, tracker.roll_back
+                                                                      └─ flush ──> trackers/NAME.json (offset)
+
+The position is written after the tracker has flushed. If the process is killed in between, the points since the last
+position are delivered twice; the built-in trackers discard the second ones where their library lets them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realsys.telemetry.points import CURVES, metrics_of, step_of
+from realsys.telemetry.steps import RECOVERED, StepRecord, StepTail
+from realsys.telemetry.trackers.base import Point, Run, Tracker
+
+BATCH = 500  # records between two positions
+
+#: Makes the tracker of a run.
+Make = Callable[[Run], Tracker]
+
+
+class Position(msgspec.Struct):
+    """Progress of a tracker.
+
+    offset     bytes of the step log that were delivered
+    index      number of points
+    delivered  kind -> step of the last point that holds
+    state      ``Run.state``
+    """
+
+    offset: int = 0
+    index: int = 0
+    delivered: dict[str, int] = {}
+    state: dict[str, Any] = {}
+
+
+def read_position(path: Path) -> Position:
+    """Return the position in ``path``; the beginning if the file is missing or damaged."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Position)
+    except (OSError, msgspec.DecodeError):
+        return Position()
+
+
+class Feed:
+    """A tracker and its position in the step log. Belongs to one thread."""
+
+    def __init__(self, steps: Path, position: Path, run: Run, make: Make) -> None:
+        """Make the tracker. ``run``: without ``delivered`` and ``state``, which are in the file ``position``.
+
+        Raises what the tracker raises.
+        """
+        self._file = position
+        self._at = read_position(position)
+        if steps.exists() and steps.stat().st_size < self._at.offset:
+            self._at = Position()  # another step log
+        self._tail = StepTail(steps, self._at.offset)
+        fields = {name: getattr(run, name) for name in ("experiment", "trial", "folder", "config", "version")}
+        self._run = Run(**fields, delivered=dict(self._at.delivered), state=self._at.state)
+        self._tracker = make(self._run)
+        self._save()  # its state, such as the id of its run
+
+    def deliver(self) -> int:
+        """Deliver what the step log has got since the last call, at most BATCH records. Returns their number."""
+        taken = 0
+        for record in islice(self._tail.records(), BATCH):
+            self._take(record)
+            taken += 1
+            if record["kind"] == RECOVERED:
+                self._commit()  # a tracker may rewrite its file: points after that must not be delivered twice
+        if taken:
+            self._commit()
+        return taken
+
+    def _commit(self) -> None:
+        self._tracker.flush()
+        self._at.offset = self._tail.offset
+        self._save()
+
+    def close(self, status: str) -> None:
+        """Close the tracker, which may hand over points only then, and save its state."""
+        self._tracker.close(status)
+        self._save()
+
+    def _take(self, record: StepRecord) -> None:
+        kind, step = record["kind"], step_of(record)
+        if step is None:
+            return
+        if kind == RECOVERED:
+            self._roll_back(step)
+        elif kind in CURVES:
+            when = record.get("time")
+            time = float(when) if isinstance(when, int | float) else 0.0
+            self._tracker.log(Point(kind, step, time, self._at.index, metrics_of(record)))
+            self._at.index += 1
+            self._at.delivered[kind] = step
+
+    def _roll_back(self, step: int) -> None:
+        self._tracker.roll_back(step)
+        for kind, last in list(self._at.delivered.items()):
+            if kind == "warmup" and step < 0:
+                del self._at.delivered[kind]
+            elif kind != "warmup":
+                self._at.delivered[kind] = min(last, max(step, -1))
+
+    def _save(self) -> None:
+        staged = self._file.with_suffix(".tmp")
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        staged.write_bytes(msgspec.json.encode(self._at))
+        os.replace(staged, self._file)

@@ -1,0 +1,75 @@
+"""Tracker ``mlflow``: a run of MLflow. ``tracker_args``: tracking_uri, experiment, tags.
+
+Without ``tracking_uri`` and MLFLOW_TRACKING_URI, the run is in ``mlflow.db`` in the folder of the trial. MLflow keeps
+every value that it got: after a roll-back a step has two.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from realsys.telemetry.trackers.base import Point, Run, Tracker
+
+RUN_ID = "run_id"  # entry of ``Run.state``
+_ENDS = {"done": "FINISHED", "failed": "FAILED"}
+_MOST_METRICS = 1000  # metrics in one request
+_MOST_PARAMETERS = 100
+_LONGEST = 6000  # characters of a parameter's value
+
+
+class MlflowTracker(Tracker):
+    """One run of MLflow for the trial, over all of its starts."""
+
+    package = "mlflow"
+    install = "realsys[mlflow]"
+
+    def __init__(self, run: Run, tracking_uri: str = "", experiment: str = "", tags: Mapping[str, str] = {}) -> None:
+        super().__init__(run)
+        self._entities: Any = importlib.import_module("mlflow.entities")
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder / 'mlflow.db'}"
+        self._client: Any = importlib.import_module("mlflow.tracking").MlflowClient(tracking_uri=uri)
+        if run_id := run.state.get(RUN_ID):
+            self._id = run_id
+            self._client.update_run(self._id, "RUNNING")
+        else:
+            self._id = run.state[RUN_ID] = self._begin(experiment or run.experiment, tags)
+        self._since = {kind: self._last(kind) for kind in run.delivered}
+
+    def log(self, point: Point) -> None:
+        stamp = int(point.time * 1000)
+        if stamp <= self._since.get(point.kind, 0):
+            return  # delivered before, and not noted
+        values = {f"{point.kind}/step": float(point.step), **point.metrics}
+        metrics = [self._entities.Metric(name, value, stamp, point.step) for name, value in values.items()]
+        for first in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[first : first + _MOST_METRICS])
+
+    def close(self, status: str) -> None:
+        self._client.set_terminated(self._id, _ENDS.get(status, "KILLED"))
+
+    def _begin(self, experiment: str, tags: Mapping[str, str]) -> str:
+        """Make the run, with the configuration as its parameters. Returns its id."""
+        found = self._client.get_experiment_by_name(experiment)
+        number = found.experiment_id if found else self._client.create_experiment(experiment)
+        names = {**tags, "realsys.folder": str(self.run.folder), "realsys.version": self.run.version}
+        made = self._client.create_run(number, run_name=self.run.trial, tags=names).info.run_id
+        parameters = [self._entities.Param(name, text[:_LONGEST]) for name, text in _flat(self.run.config)]
+        for first in range(0, len(parameters), _MOST_PARAMETERS):
+            self._client.log_batch(made, params=parameters[first : first + _MOST_PARAMETERS])
+        return str(made)
+
+    def _last(self, kind: str) -> int:
+        """Return the time of the newest point of ``kind`` that MLflow has, in unix milliseconds."""
+        stamps = (value.timestamp for value in self._client.get_metric_history(self._id, f"{kind}/step"))
+        return max(stamps, default=0)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        elif value not in ("", None, [], {}):
+            yield f"{prefix}{key}", str(value)

@@ -1,0 +1,1 @@
+"""The timeline as a file for ui.perfetto.dev: rows, arrows, trace events."""

@@ -1,0 +1,158 @@
+"""Report on who waits for whom in a trial, and on what would help.
+
+    step log ──> times of the steps ──────────────────────┐
+    spans ─────> what the last group of each batch did ───┼──> Report: shares that add up to 100 %, use, advice
+            └──> use of servers and RolloutWorkers ───────┘
+
+A trial without spans has no parts of the wait, and no use of its processes. The step log alone has the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from realsys.config.dump import read_config
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.errors import ConfigError, RealsysError
+from realsys.telemetry.steps import surviving_steps
+from realsys.timeline.advice import Facts, advice
+from realsys.timeline.follow import ways_of
+from realsys.timeline.read import Span, Window, read_timeline
+from realsys.timeline.step_times import StepTime, last_steps, step_times, sum_of
+from realsys.timeline.units import number_of
+from realsys.timeline.usage import ServerUse, WorkerUse, life_of_groups, server_use, worker_use
+from realsys.timeline.waits import parts_of_wait
+
+#: train steps that ``bottleneck`` sums up
+LAST = 20
+#: share of the time that a trainer waits if generation is slower; less than that is the jitter of arrivals
+SLOWER = 0.1
+#: last steps whose spans are read: a large run has thousands of spans per second
+_WITH_SPANS = 50
+#: seconds before the first of them that are read: a group of its batch may have begun then
+_BEFORE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Times of train steps, their causes, and advice.
+
+    steps     times of each step, and the parts of its wait in seconds; none without spans
+    time      their sum
+    waits     parts of the whole wait in seconds, from the steps with spans and scaled to all; empty without spans
+    covered   steps whose spans were read: at most the last 50
+    life      mean seconds of a group by part
+    """
+
+    steps: Sequence[tuple[StepTime, Mapping[str, float]]]
+    time: StepTime
+    waits: Mapping[str, float] = field(default_factory=dict)
+    covered: int = 0
+    servers: ServerUse = field(default_factory=ServerUse)
+    workers: WorkerUse = field(default_factory=WorkerUse)
+    life: Mapping[str, float] = field(default_factory=dict)
+    advice: Sequence[str] = ()
+
+    @property
+    def sentence(self) -> str:
+        return sentence(self.time)
+
+
+def bottleneck(paths: TrialPaths) -> str:
+    """Return one sentence about the last train steps: "generation-bound: the trainer waits 47 % of the time".
+
+    "" before the first step. It reads the end of the step log only, so it may be called every few seconds.
+    """
+    times = last_steps(paths.steps, LAST)
+    return sentence(sum_of(times)) if times else ""
+
+
+def sentence(time: StepTime) -> str:
+    """Return which side limits the run, with the share that shows it.
+
+    Batches wait in the trainer's buffer while generation is faster. So a trainer that waits shows that it is slower.
+    """
+    wait, trained = time.share("wait"), time.share("inference") + time.share("train")
+    others = {
+        "publication-bound": (time.share("copy") + time.share("publish"), "copying and publishing weights takes"),
+        "checkpoint-bound": (time.share("checkpoint"), "checkpoints take"),
+        "evaluation-bound": (time.share("between"), "what lies between two steps, mostly evaluations, takes"),
+    }
+    name, (share, what) = max(others.items(), key=lambda item: item[1][0])
+    if share > max(wait, trained):
+        return f"{name}: {what} {100 * share:.0f} % of the time"
+    if wait >= SLOWER:
+        return f"generation-bound: the trainer waits {100 * wait:.0f} % of the time for batches"
+    return f"training-bound: calls take {100 * trained:.0f} % of the time, and the trainer waits {100 * wait:.0f} %"
+
+
+def explain(paths: TrialPaths, first: int | None = None, last: int | None = None) -> Report:
+    """Return the report of the train steps ``first`` to ``last``, by default of all. Raises ConfigError without any."""
+    times = step_times(surviving_steps(paths.steps))
+    chosen = [t for t in times if (first is None or t.step >= first) and (last is None or t.step <= last)]
+    if not chosen:
+        there = f"the step log has steps {times[0].step} to {times[-1].step}" if times else "no train step has ended"
+        raise ConfigError("TRIAL_DIR", str(paths.root), f"{there}: nothing to explain")
+    return _with_spans(paths, chosen, sum_of(chosen))
+
+
+def _with_spans(paths: TrialPaths, times: Sequence[StepTime], total: StepTime) -> Report:
+    read = times[-_WITH_SPANS:]
+    window = read[0].end - read[0].seconds, read[-1].end
+    spans = read_timeline(paths.spans, (window[0] - _BEFORE_S, window[1])).spans
+    ways = ways_of(spans)
+    found = _steps_of(spans, {time.step for time in read})
+    steps, pairs = [], []
+    for time in times:
+        pair = found.get(time.step)
+        parts = parts_of_wait(pair[1], pair[0], ways) if pair is not None else {}
+        steps.append((time, scaled(parts, time.parts["wait"])))
+        pairs += [pair] if pair is not None else []
+    report = Report(steps, total)
+    if pairs:
+        seen: Window = max(window[0], pairs[0][0].begin), window[1]
+        waits: dict[str, float] = {}
+        for _, parts in steps:
+            for name, seconds in parts.items():
+                waits[name] = waits.get(name, 0.0) + seconds
+        report = replace(
+            report,
+            waits=scaled(waits, total.parts["wait"]),
+            covered=len(pairs),
+            servers=server_use(spans, seen),
+            workers=worker_use(spans, seen),
+            life=life_of_groups(pairs, ways),
+        )
+    shares = {name: seconds / total.seconds for name, seconds in report.waits.items()} if total.seconds else {}
+    facts = Facts(total, shares, report.servers, report.workers, _config(paths))
+    return replace(report, advice=advice(facts))
+
+
+def scaled(parts: Mapping[str, float], whole: float) -> dict[str, float]:
+    """Return ``parts`` scaled so that they add up to ``whole``: the step log and the spans have two stop watches."""
+    total = sum(parts.values())
+    return {name: seconds * whole / total for name, seconds in parts.items()} if total > 0 else {}
+
+
+def _steps_of(spans: Sequence[Span], numbers: set[int]) -> dict[int, tuple[Span, Span]]:
+    """Return step -> its span and that of its wait. A step that was trained twice counts with its last time."""
+    steps: dict[int, Span] = {}
+    waits: dict[int, Span] = {}
+    for span in spans:
+        number = number_of(span.unit, "step") if span.process.startswith("master_worker/") else None
+        if number is None or number not in numbers:
+            continue
+        if span.name == "wait":
+            waits[number] = span
+        if span.name == "step" and "tickets" in span.facts:
+            steps[number] = span
+    return {number: (step, waits[number]) for number, step in steps.items() if number in waits}
+
+
+def _config(paths: TrialPaths) -> Config | None:
+    with contextlib.suppress(RealsysError, OSError):
+        return read_config(paths.config)
+    return None

@@ -1,0 +1,203 @@
+"""Series of the step log for the curves of the page, in bounded memory. Pure but for the tail of the log.
+
+    step log ──StepTail──> Curves: points of 1, 2, 4, ... steps, so that a run of any length has at most MOST_POINTS
+                             └──document──> columns of at most SENT_POINTS
+
+A later ``recovered`` record removes the points of the steps that it undid, as ``realsys.telemetry.steps`` has it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from realsys.evaluation.eval_records import headline, incomplete_reason, without_incomplete
+from realsys.telemetry.events import RESTARTS, Event
+from realsys.telemetry.steps import undone
+
+MOST_POINTS = 4096
+SENT_POINTS = 512
+MOST_EVALUATIONS = 1000
+MOST_MARKS = 200
+
+Record = Mapping[str, Any]
+Point = list[float | None]
+
+#: column -> place of its number in a train record; of several places the first that has one
+COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "step": (("step",),),
+    "time": (("time",),),
+    "reward": (("reward_mean",),),
+    "accuracy": (("accuracy",),),
+    "length": (("length_mean",),),
+    "length_correct": (("length_correct",),),
+    "length_wrong": (("length_wrong",),),
+    "truncated": (("truncated_fraction",),),
+    "kl_step": (("stats", "kl_prox_theta_mean"),),
+    "kl_stale": (("stats", "kl_behav_prox_mean"),),
+    "kl_ref": (("stats", "kl_ref_mean"),),
+    "entropy": (("stats", "entropy_mean"),),
+    "loss": (("stats", "loss"),),
+    "grad_norm": (("stats", "grad_norm"),),
+    "clip": (("stats", "clip_fraction"),),
+    "tokens_s": (("consumed_tokens_per_s",),),
+    "train_tokens_s": (("train_tokens_per_s",),),
+    "stale_min": (("staleness", "min"),),
+    "stale_mean": (("staleness", "mean"),),
+    "stale_max": (("staleness", "max"),),
+    "wait": (("seconds", "wait"),),
+    "inference": (("seconds", "inf"),),
+    "train": (("seconds", "train"),),
+    "save": (("seconds", "save"),),
+    "publish": (("seconds", "publish"),),
+    "checkpoint": (("seconds", "checkpoint"),),
+    "biased": (("length_biased",),),
+}
+_NAMES = list(COLUMNS)
+_LOW, _HIGH = {_NAMES.index("stale_min")}, {_NAMES.index("stale_max")}
+_LAST = {_NAMES.index("step"), _NAMES.index("time")}
+_STEP, _TIME = _NAMES.index("step"), _NAMES.index("time")
+
+
+@dataclass
+class Curves:
+    """Points of a run, its evaluations and its progress. ``seen`` counts records, so that a page asks for news only."""
+
+    points: list[Point] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    phase: str = ""
+    phase_since: float | None = None
+    progress: tuple[str, int, int] = ("", 0, 0)  # (kind of step, done, of all)
+    last: dict[str, Any] = field(default_factory=dict)  # the newest train record
+    rolled_back: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MOST_MARKS))  # (time, step)
+    seen: int = 0
+    _width: int = 1  # steps of a point
+    _open: list[Point] = field(default_factory=list)  # steps of the point that is not complete
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Add the next records of the step log."""
+        for record in records:
+            self.seen += 1
+            match record.get("kind"):
+                case "phase":
+                    self.phase = str(record.get("phase", "?"))
+                    self.phase_since = _number(record, ("time",))
+                case "warmup":
+                    self.progress = ("warm-up step", _whole(record, "step"), _whole(record, "total"))
+                case "train":
+                    self._add_step(record)
+                case "eval":
+                    self.evaluations = [*self.evaluations, evaluation(record)][-MOST_EVALUATIONS:]
+                case "recovered":
+                    self._roll_back(record)
+
+    def _add_step(self, record: Record) -> None:
+        self.progress = ("step", _whole(record, "step"), _whole(record, "total"))
+        self.last = dict(record)
+        self._open.append([_first(record, places) for places in COLUMNS.values()])
+        if len(self._open) < self._width:
+            return
+        self.points.append(merged(self._open))
+        self._open = []
+        if len(self.points) >= MOST_POINTS:
+            self.points = _coarser(self.points, 2)
+            self._width *= 2
+
+    def _roll_back(self, record: Record) -> None:
+        step = record.get("step")
+        if not isinstance(step, int):
+            return
+        self.points = [point for point in self.points if (point[_STEP] or 0) <= step]
+        self._open = [point for point in self._open if (point[_STEP] or 0) <= step]
+        self.evaluations = [made for made in self.evaluations if not undone({"kind": "eval", **made}, record)]
+        self.rolled_back.append((_number(record, ("time",)) or 0.0, step))
+
+    def columns(self) -> dict[str, list[float | None]]:
+        """Return column -> values, at most SENT_POINTS; a value is None if the records have no such number."""
+        points = [*self.points, *([merged(self._open)] if self._open else [])]
+        points = _coarser(points, math.ceil(len(points) / SENT_POINTS)) if points else []
+        columns = {name: [_short(point[i]) for point in points] for i, name in enumerate(_NAMES)}
+        return {name: values for name, values in columns.items() if any(value is not None for value in values)}
+
+    def marks(self, events: Iterable[Event]) -> list[dict[str, Any]]:
+        """Return the restarts and roll-backs on the axis of steps, the newest MOST_MARKS."""
+        points = [*self.points, *self._open]
+        times = [point[_TIME] or 0.0 for point in points]
+
+        def place(time: float) -> float:
+            before = bisect_right(times, time)
+            return (points[before - 1][_STEP] or 0) + 0.5 if before else 0.5
+
+        restarts = [event for event in events if event.kind in RESTARTS]
+        if restarts and restarts[0].kind == "start":
+            restarts = restarts[1:]  # the first start of the trial
+        marks = [
+            {"step": place(event.time), "time": event.time, "kind": event.kind, "text": event.text}
+            for event in restarts
+        ]
+        marks += [
+            {"step": step + 0.5, "time": time, "kind": "rolled_back", "text": f"training went back to step {step}"}
+            for time, step in self.rolled_back
+        ]
+        return sorted(marks, key=lambda mark: mark["time"])[-MOST_MARKS:]
+
+
+def evaluation(record: Record) -> dict[str, Any]:
+    """Return an evaluation of the step log for the page. An incomplete one has no numbers, and says why."""
+    kept = without_incomplete(record)
+    names = ("eval_id", "set", "step", "version", "accuracy", "interval", "reward_mean", "length_mean", "time")
+    return {
+        **{name: kept.get(name) for name in names},
+        "incomplete": incomplete_reason(record),
+        "headline": headline(record),
+    }
+
+
+def merged(points: Sequence[Point]) -> Point:
+    """Return one point for several steps: means, the extremes of staleness, the last step."""
+    if len(points) == 1:
+        return points[0]
+    return [_merge(i, [point[i] for point in points]) for i in range(len(_NAMES))]
+
+
+def _merge(column: int, values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if column in _LAST:
+        return known[-1]
+    if column in _LOW or column in _HIGH:
+        return min(known) if column in _LOW else max(known)
+    return sum(known) / len(known)
+
+
+def _coarser(points: Sequence[Point], width: int) -> list[Point]:
+    return [merged(points[start : start + width]) for start in range(0, len(points), width)]
+
+
+def _first(record: Record, places: Iterable[tuple[str, ...]]) -> float | None:
+    return next((value for place in places if (value := _number(record, place)) is not None), None)
+
+
+def _number(record: Any, place: Iterable[str]) -> float | None:
+    """Return the finite number at a place of nested mappings, or None."""
+    for key in place:
+        if not isinstance(record, Mapping):
+            return None
+        record = record.get(key)
+    if not isinstance(record, int | float):
+        return None
+    return float(record) if math.isfinite(record) else None
+
+
+def _whole(record: Record, name: str) -> int:
+    return int(_number(record, (name,)) or 0)
+
+
+def _short(value: float | None) -> float | None:
+    """Return a number with 7 digits, or all of a whole number: a clock time needs more."""
+    return value if value is None or value.is_integer() else float(f"{value:.7g}") if abs(value) < 1e6 else value

@@ -1,0 +1,226 @@
+"""Samples of a recorded train step: rewards and advantages from its metadata, tokens row by row from its files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from realsys.algorithm.advantages import advantages_by_id
+from realsys.buffer.minibatches import sequence_refs
+from realsys.config.dataflow import token_level_advantages
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import RecordError
+from realsys.master.calls.executor import add_scores
+from realsys.train.data_manager import Array
+from realsys.train.records import record_files as files
+from realsys.train.records.record_files import StepRecord
+from realsys.train.records.row_reader import RowReader
+from realsys.types import RowOrigin, SampleMeta
+from realsys.view.samples.base import SampleRow, SampleView
+from realsys.view.samples.references import References
+from realsys.view.samples.turns import CONTEXT, Span, token_versions, turns, version_spans
+
+VERDICTS = {True: "correct", False: "wrong", None: "not judged"}
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One row as it was trained. ``reward``, ``correct`` and ``metrics`` are of its episode; ``advantage`` is the mean
+    over its loss tokens if they differ. ``answer``: everything after the first prompt, with feedback. ``reference``:
+    None if it is unknown.
+    """
+
+    step: int
+    sample_id: str
+    ticket_id: str
+    attempt: int
+    episode: int
+    row: int
+    prompt_index: int
+    seed: int
+    granted_version: int
+    worker: str
+    seconds: float  # duration of its group's rollout
+    prompt: str
+    answer: str
+    spans: list[Span]
+    route: list[tuple[str, int]]  # (server, tokens)
+    finish_reason: str
+    reward: float
+    rewards: list[tuple[int, float]]  # (position in the row, reward) of single tokens
+    score: float | None
+    correct: bool | None
+    metrics: dict[str, float]
+    truncated: bool
+    staleness: int
+    advantage: float | None
+    logprob_difference: float | None  # mean |proximal - sampled| per token, nats
+    reference: str | None = None
+
+
+class StepSource:
+    """Samples of one recorded step, by row."""
+
+    def __init__(self, paths: TrialPaths, step: int, tokenizer: TextTokenizer, references: References) -> None:
+        """Raises RecordError if the step is not recorded, or its record is damaged."""
+        directory = files.record_of_step(paths.records, step)
+        self.record = files.read_record(directory)
+        self.config = files.config_of(directory, self.record)
+        self._reader = RowReader(directory, self.record)
+        self._tokenizer = tokenizer
+        self._references = references
+        self._metas = {meta.sample_id: meta for group in self.record.groups for meta in group}
+        self._advantages = episode_advantages(self.config, self.record)
+        self._rows = [self._row(meta) for meta in self._metas.values()]
+
+    @property
+    def title(self) -> str:
+        record, config = self.record, self.config
+        rows = len(self._metas)
+        episodes = sum(len({meta.episode for meta in group}) for group in record.groups)
+        several = f" in {rows} rows" if rows != episodes else ""
+        return (
+            f"{config.experiment}/{config.trial} step {record.step}: version {record.version} trained on "
+            f"{len(record.groups)} prompts, {episodes} episodes{several}"
+        )
+
+    def rows(self) -> Sequence[SampleRow]:
+        return self._rows
+
+    def text(self, sample_id: str) -> str:
+        return self._tokenizer.decode(self._reader.array(sample_id, "tokens").tolist())
+
+    def view(self, sample_id: str) -> SampleView:
+        meta = self._meta(sample_id)
+        arrays = self._reader.arrays(sample_id)
+        row = next(row for row in self._rows if row.sample_id == sample_id)
+        advantage = self._advantages.get(sample_id)
+        if "advantages" not in arrays and advantage is not None:
+            arrays["advantages"] = np.full(meta.loss_tokens, advantage)
+        sample = self._sample(meta, arrays)
+        note = "" if sample.reference is not None else self._reference(meta)[1]
+        return SampleView(
+            row, turns(arrays, self._masked(meta), self._tokenizer), facts(sample), sample.reference, note
+        )
+
+    def sample(self, sample_id: str) -> Sample:
+        """Read one row. Raises RecordError."""
+        return self._sample(self._meta(sample_id), self._reader.arrays(sample_id))
+
+    def _meta(self, sample_id: str) -> SampleMeta:
+        if sample_id not in self._metas:
+            raise RecordError(f"step {self.record.step} has no sample {sample_id!r}")
+        return self._metas[sample_id]
+
+    def _row(self, meta: SampleMeta) -> SampleRow:
+        origin = self._origin(meta)
+        return SampleRow(
+            sample_id=meta.sample_id,
+            group=meta.ticket_id,
+            prompt_index=self._reader.origins[meta.ticket_id].ticket.prompt_index,
+            reward=meta.reward,
+            correct=meta.correct,
+            tokens=meta.loss_tokens,
+            truncated=meta.truncated,
+            finish_reason=origin.finish_reason,
+            staleness=self.record.version - meta.version_min,
+            advantage=self._advantages.get(meta.sample_id),
+        )
+
+    def _origin(self, meta: SampleMeta) -> RowOrigin:
+        try:
+            return self._reader.origins[meta.ticket_id].episodes[meta.episode][meta.row]
+        except (KeyError, IndexError):
+            raise RecordError(f"step {self.record.step}: the record has no origin of {meta.sample_id}") from None
+
+    def _masked(self, meta: SampleMeta) -> int:
+        """Return how many tokens of a row left the loss because they were too old."""
+        return max(0, sum(tokens for _, tokens in self._origin(meta).route) - meta.loss_tokens)
+
+    def _reference(self, meta: SampleMeta) -> tuple[str | None, str]:
+        ticket = self._reader.origins[meta.ticket_id].ticket
+        return self._references.find(ticket.split, ticket.prompt_index)
+
+    def _sample(self, meta: SampleMeta, arrays: Mapping[str, Array]) -> Sample:
+        name, origin, row = meta.sample_id, self._reader.origins[meta.ticket_id], self._origin(meta)
+        tokens = arrays["tokens"].tolist()
+        versions = token_versions(arrays["loss_mask"].astype(bool), arrays["versions"])
+        of_tokens = arrays.get("advantages")
+        advantage = self._advantages.get(name) if of_tokens is None else _mean(of_tokens)
+        score = self.record.scores.get(name)
+        prompt_len = int(np.argmax(versions != CONTEXT)) if meta.loss_tokens else len(tokens)
+        return Sample(
+            step=self.record.step,
+            sample_id=name,
+            ticket_id=meta.ticket_id,
+            attempt=meta.attempt,
+            episode=meta.episode,
+            row=meta.row,
+            prompt_index=origin.ticket.prompt_index,
+            seed=origin.ticket.seed,
+            granted_version=origin.ticket.version,
+            worker=origin.worker,
+            seconds=origin.finished - origin.started,
+            prompt=self._tokenizer.decode(tokens[:prompt_len]),
+            answer=self._tokenizer.decode(tokens[prompt_len:]),
+            spans=list(version_spans(tokens[prompt_len:], versions[prompt_len:], self._tokenizer)),
+            route=list(row.route),
+            finish_reason=row.finish_reason,
+            reward=meta.reward,
+            rewards=list(row.rewards),
+            score=None if score is None else float(score),
+            correct=meta.correct,
+            metrics=meta.metrics,
+            truncated=meta.truncated,
+            staleness=self.record.version - meta.version_min,
+            advantage=advantage,
+            logprob_difference=_difference(self.config, arrays, advantage),
+            reference=self._reference(meta)[0],
+        )
+
+
+def episode_advantages(config: Config, record: StepRecord) -> dict[str, float]:
+    """Compute the advantage of every row from the rewards of the batch, as the trainer does.
+
+    Empty if the settings give each token its own advantage.
+    """
+    if token_level_advantages(config):
+        return {}
+    refs = sequence_refs(record.groups)
+    if record.scores:
+        scores = {name: float(score) for name, score in record.scores.items()}
+        refs = add_scores(refs, scores, config.train.ppo.reward_model.weight)
+    return advantages_by_id(refs, config.train.ppo, config.generation.sampling.max_new_tokens)
+
+
+def facts(sample: Sample) -> list[tuple[str, str]]:
+    """Return the facts of a sample as (name, value), for people."""
+    parts = [("episode", f"{sample.episode}, row {sample.row}"), ("finish", sample.finish_reason)]
+    parts += [(name, f"{value:g}") for name, value in sample.metrics.items()]
+    parts += [(f"reward at {position}", f"{reward:g}") for position, reward in sample.rewards]
+    if sample.score is not None:
+        parts.append(("score", f"{sample.score:+.3f}"))
+    if sample.logprob_difference is not None:
+        parts.append(("|prox - behav|", f"{sample.logprob_difference:.2e} nats"))
+    parts.append(("servers", " -> ".join(f"{server} ({tokens})" for server, tokens in sample.route) or "unknown"))
+    parts.append(("worker", f"{sample.worker}, {sample.seconds:.2f} s"))
+    parts.append(("ticket", f"{sample.ticket_id}, attempt {sample.attempt}, granted at v{sample.granted_version}"))
+    parts.append(("prompt", f"{sample.prompt_index}, seed {sample.seed}"))
+    return parts
+
+
+def _difference(config: Config, arrays: Mapping[str, Any], advantage: float | None) -> float | None:
+    proximal, sampled = arrays.get("prox_logprobs"), arrays["behav_logprobs"]
+    if proximal is None or not len(proximal):
+        return None
+    if config.train.ppo.skip_zero_advantage and advantage == 0.0 and not proximal.any():
+        return None  # the trainer skipped the row
+    return _mean(np.abs(proximal - sampled))
+
+
+def _mean(array: Array) -> float | None:
+    return float(array.mean(dtype=np.float64)) if len(array) else None

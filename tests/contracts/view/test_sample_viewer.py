@@ -1,0 +1,113 @@
+"""The sample viewer in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.needs import need_program
+from tests.support.view.browser import Browser, browser
+from tests.support.view.shown_trial import HOSTILE
+
+FIRST, CUT, TURNS = "0000000000.0/0.0", "0000000000.0/1.0", "0000000001.0/1.0"
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Browser]:
+    need_program("chromium")
+    with browser() as made:
+        yield made
+
+
+def choose(page: Browser, name: str, value: str) -> None:
+    """Set a filter as a user does, and wait for the list."""
+    page.js("document.body.dataset.ready = ''")
+    field = f"document.getElementById({name!r})"
+    page.js(f"{field}.checked = true" if name == "truncated" else f"{field}.value = {value!r}")
+    page.js(f"{field}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+    page.until("document.body.dataset.ready === '1'")
+
+
+def shown_ids(page: Browser) -> list[str]:
+    return list(page.js("[...document.querySelectorAll('#list button')].map(button => button.dataset.id)"))
+
+
+def test_sample_shows_turns_reference_and_verdict(page: Browser) -> None:
+    page.open(page.samples_page(f"&id={TURNS}"))
+    assert page.texts("#turns pre") == ["what is 3+4 ?", "#6", "wrong, try again", "#7"]
+    assert [text.partition(" ·")[0] for text in page.texts("#turns h2")] == [
+        "prompt", "completion", "given, not trained", "completion",
+    ]  # fmt: skip
+    assert page.text("#reference") == "7" and page.text("#verdictLine").startswith("correct")
+    assert "ticket" in page.text("#facts") and "generation_server/0 (4)" in page.text("#facts")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ids"),
+    [
+        ("verdict", "wrong", [CUT, "0000000001.0/0.0"]),
+        ("order", "longest", [CUT, TURNS, FIRST, "0000000001.0/0.0"]),
+        ("truncated", "1", [CUT]),
+        ("reward_min", "0.5", [FIRST, TURNS]),
+        ("text", "TRY AGAIN", [TURNS]),
+        ("stale_min", "3", []),
+        ("tokens_min", "5", [CUT]),
+        ("group", "0000000001", ["0000000001.0/0.0", TURNS]),
+    ],
+)
+def test_filter_chooses_samples(page: Browser, name: str, value: str, ids: list[str]) -> None:
+    page.open(page.samples_page())
+    assert len(shown_ids(page)) == 4
+    choose(page, name, value)
+    assert shown_ids(page) == ids and page.text("#count").startswith(f"{len(ids)} of 4 samples")
+    assert f"{name}=" in page.js("location.hash")
+
+
+def test_address_brings_the_same_view_back(page: Browser) -> None:
+    page.open(page.samples_page(f"&verdict=wrong&order=longest&colour=logprob&id={CUT}"))
+    assert shown_ids(page) == [CUT, "0000000001.0/0.0"] and page.text("#sampleId") == CUT
+    assert page.js("document.querySelector('[name=colour]:checked').value") == "logprob"
+
+
+@pytest.mark.parametrize(
+    ("colour", "legend"), [("version", "v37: 2 tokens"), ("logprob", "probable"), ("advantage", "to be more")]
+)
+def test_tokens_are_coloured(page: Browser, colour: str, legend: str) -> None:
+    page.open(page.samples_page(f"&colour={colour}&id={TURNS}"))
+    colours = page.js("[...document.querySelectorAll('#turns span')].map(token => token.style.background)")
+    prompt, sampled = colours[:13], [colours[13], colours[14], colours[-2], colours[-1]]
+    assert set(prompt) == {""} and all(sampled) and sampled[0] != sampled[-1]
+    assert legend in page.text("#tokenLegend")
+
+
+def test_token_tells_version_and_probability(page: Browser) -> None:
+    page.open(page.samples_page(f"&id={TURNS}"))
+    page.js("document.querySelector('#turns .sampled span').click()")
+    tip = page.text("#tip")
+    assert '"#"' in tip and "v37" in tip and "log-prob -0.0100 (p 99.0 %)" in tip and "advantage -1.000" in tip
+
+
+def test_keys_walk_through_the_samples(page: Browser) -> None:
+    page.open(page.samples_page(f"&id={FIRST}"))
+    page.js("document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'j', bubbles: true}))")
+    page.until(f"document.body.dataset.sample === {CUT!r}")
+    assert page.text("#sampleId") == CUT
+
+
+def test_evaluation_and_dropped_groups_are_shown(page: Browser) -> None:
+    page.open(page.samples_page())
+    labels = page.js("[...document.querySelectorAll('#source optgroup')].map(group => group.label)")
+    assert labels == ["train steps", "evaluations", "not trained"]
+    choose(page, "source", "eval:after-40")
+    assert shown_ids(page) == ["0/0", "1/0", "2/0"] and page.text("#reference") == "5"
+    choose(page, "source", "dropped")
+    assert len(shown_ids(page)) == 2 and "equal_rewards" in page.text("#list")
+    assert page.text("#facts").startswith("error") and HOSTILE in page.text("#facts")
+
+
+def test_damaged_record_is_said(page: Browser) -> None:
+    page.open(page.samples_page("&source=step:40"))
+    assert page.js("load('api/list?source=step:9').catch(error => error.message)").endswith(
+        "step 9 is not recorded; there is 40"
+    )

@@ -1,0 +1,113 @@
+"""Makes the README's pictures again: `make pictures`, or `make pictures TRIAL=DIR` from a trial of experiment=arith.
+
+run experiment=arith ──> curves.png ──> docs/images/arith_curves.png
+                    ──> realsys view ──> Chromium ──> docs/images/status_page.png, status_phone.png, sample_viewer.png
+                    ──> live display, 80x24 ──> docs/images/display.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console, Group
+
+from realsys.config.dump import read_config
+from realsys.config.paths import TrialPaths
+from realsys.launch.results.curves import draw_curves
+from realsys.launch.screen.display import expected_workers
+from realsys.launch.screen.live_lines import Frame, lines
+from realsys.launch.screen.monitor import look_once
+from realsys.launch.screen.progress import Progress
+from tests.support.view.page_pictures import view_pictures
+
+IMAGES = Path(__file__).parents[3] / "docs" / "images"
+_LOOK_S = 1.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trial", nargs="?", type=Path, help="folder of a trial; without one, a run is made")
+    trial = parser.parse_args().trial
+    with contextlib.nullcontext(_ended(trial)) if trial else _run() as (paths, progress):
+        curves(paths)
+        display(paths, progress)
+        status_page(paths)
+    return 0
+
+
+def _ended(trial: Path) -> tuple[TrialPaths, Progress]:
+    progress = Progress()
+    progress.read(trial / "steps.jsonl")
+    return TrialPaths(trial.resolve()), progress
+
+
+@contextlib.contextmanager
+def _run() -> Iterator[tuple[TrialPaths, Progress]]:
+    """Run the experiment of the README, with evaluations to be marked. The progress is one from its middle."""
+    scratch = Path(tempfile.gettempdir()) / "realsys"
+    paths, middle = TrialPaths(scratch / "runs" / "arith" / "readme"), Progress()
+    words = ["run", "experiment=arith", f"fileroot={scratch / 'runs'}", "--trial", "readme", "--plain"]
+    try:
+        with subprocess.Popen([sys.executable, "-m", "realsys", *words, "evaluation.every_steps=10"]) as run:
+            while run.poll() is None:
+                time.sleep(_LOOK_S)
+                progress = _look(paths)
+                if progress.step[0] <= progress.step[1] / 2 and progress.train and progress.status:
+                    middle = progress
+        if run.returncode:
+            sys.exit(run.returncode)
+        yield paths, middle
+    finally:
+        shutil.rmtree(paths.root, ignore_errors=True)
+
+
+def _look(paths: TrialPaths) -> Progress:
+    progress = Progress()
+    if paths.config.exists():
+        asyncio.run(look_once(read_config(paths.config), paths, progress))
+    return progress
+
+
+def curves(paths: TrialPaths) -> None:
+    draw_curves(read_config(paths.config), paths)
+    _put(paths.curves, "arith_curves.png")
+
+
+def display(paths: TrialPaths, progress: Progress) -> None:
+    """Draw the live display as it was at ``progress``."""
+    console = Console(record=True, width=80, height=24, force_terminal=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    config = read_config(paths.config)
+    name = f"{config.experiment}/{config.trial}"
+    began, now = (progress.warmup or progress.train)[0]["time"], progress.train[-1]["time"]
+    eta = config.asynchronous.max_head_offpolicyness
+    frame = Frame(name, f"runs/{name}", eta, expected_workers(config), elapsed_s=now - began)
+    console.print(Group(*lines(progress, frame, 79, 23)))
+    console.save_svg(str(IMAGES / "display.svg"), title="realsys run experiment=arith", unique_id="display")
+    print(f"wrote {IMAGES / 'display.svg'}")
+
+
+def status_page(paths: TrialPaths) -> None:
+    """Take pictures of the status page and the sample viewer of the ended trial. Left out without Chromium."""
+    made = view_pictures(paths, IMAGES)
+    print(
+        "\n".join(f"wrote {path}" for path in made) or "the status page has no new picture: chromium is not installed"
+    )
+
+
+def _put(picture: Path, name: str) -> None:
+    shutil.copyfile(picture, IMAGES / name)
+    print(f"wrote {IMAGES / name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Recordings of runs whose costs are known."""

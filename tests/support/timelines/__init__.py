@@ -1,0 +1,1 @@
+"""Trials with made-up spans, and the rules of the viewer."""

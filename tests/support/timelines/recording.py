@@ -1,0 +1,25 @@
+"""Spans that a test's own process records."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from realsys.telemetry import spans
+from realsys.timeline.read import Span, read_timeline
+
+
+@contextlib.contextmanager
+def recording(folder: Path) -> Iterator[Callable[[], Sequence[Span]]]:
+    """Record the spans of the block; the yielded function returns those so far, sorted by begin."""
+
+    def so_far() -> Sequence[Span]:
+        spans.flush()
+        return read_timeline(folder).spans
+
+    spans.start(folder / "worker-0", "worker/0", "1", 1 << 20)
+    try:
+        yield so_far
+    finally:
+        spans.stop()

@@ -1,0 +1,76 @@
+"""The MLflow library with a database in a file."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.telemetry.step_logs import evaluation, recovered, train, warmup
+from tests.trackers.conftest import Followed
+
+pytestmark = [
+    pytest.mark.needs(package="mlflow"),
+    pytest.mark.filterwarnings("ignore"),  # MLflow's database warns
+]
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty database: MLflow takes seconds to make one."""
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    made: Any = importlib.import_module("mlflow.tracking")
+    made.MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def database(empty: Path, followed: Followed) -> None:
+    shutil.copy(empty, followed.folder)
+
+
+def client(followed: Followed) -> Any:
+    made: Any = importlib.import_module("mlflow.tracking")
+    return made.MlflowClient(tracking_uri=f"sqlite:///{followed.folder / 'mlflow.db'}")
+
+
+def only_run(followed: Followed) -> Any:
+    reader = client(followed)
+    (run,) = reader.search_runs([reader.get_experiment_by_name("arith").experiment_id])
+    return run
+
+
+def curve(followed: Followed, name: str) -> list[tuple[int, float]]:
+    values = client(followed).get_metric_history(only_run(followed).info.run_id, name)
+    return [(value.step, value.value) for value in sorted(values, key=lambda value: value.timestamp)]
+
+
+def test_run_has_parameters_curves_and_end(followed: Followed) -> None:
+    followed.play("mlflow", [warmup(7), evaluation(0), train(1), train(2)], tags={"team": "a"})
+    run = only_run(followed)
+    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    assert run.data.params["train.lr"] == "0.0001" and len(run.data.params["model.path"]) == 6000
+    assert run.data.tags["team"] == "a" and run.data.tags["realsys.version"] == "0.1.0"
+    assert curve(followed, "train/reward_mean") == [(1, 10.0), (2, 20.0)]
+    assert curve(followed, "eval/eval/accuracy") == [(0, 0.0)] and len(curve(followed, "warmup/loss")) == 1
+
+
+def test_restart_continues_the_same_run(followed: Followed) -> None:
+    followed.play("mlflow", [train(1)], [train(2)])
+    assert curve(followed, "train/reward_mean") == [(1, 10.0), (2, 20.0)]
+
+
+def test_crash_repeats_no_step(followed: Followed) -> None:
+    followed.play("mlflow", [train(1)])
+    followed.crash("mlflow", train(2), train(3))
+    followed.play("mlflow", [train(4)])
+    assert [step for step, _ in curve(followed, "train/reward_mean")] == [1, 2, 3, 4]
+
+
+def test_roll_back_adds_a_second_value(followed: Followed) -> None:
+    again = train(2, reward_mean=-1.0, time=3000.0)
+    followed.play("mlflow", [train(1), train(2), recovered(1), again])
+    assert curve(followed, "train/reward_mean") == [(1, 10.0), (2, 20.0), (2, -1.0)]

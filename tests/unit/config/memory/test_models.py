@@ -1,0 +1,20 @@
+"""The model that a memory prediction counts is the one that is made or read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from realsys.config.memory.models import model_of
+from realsys.config.schema import Config
+from realsys.data.char_model import make_tiny_model
+from realsys.hf.config import read_model
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_tiny_model_is_counted_as_written(chat: bool, tmp_path: Path) -> None:
+    config = Config.model_validate({"model": {"tiny": {"chat": chat}}})
+    make_tiny_model(config.model.tiny, tmp_path, seed=0)
+    written, counted = read_model(tmp_path), model_of(config)
+    assert (counted.vocab, counted.parameters) == (written.vocab, written.parameters)

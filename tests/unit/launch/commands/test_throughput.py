@@ -1,0 +1,42 @@
+"""realsys plan: predictions from the folder of a trial, as JSON and as a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from realsys.launch.cli import main
+from tests.support.planner.recordings import COSTS, write_trial
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan") / "trial"
+    write_trial(folder, COSTS)
+    return folder
+
+
+def test_plan_predicts_what_is_tried(trial: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--from", str(trial), "--cores", "0", "--devices", "2", "--json"]
+    assert main([*command, "--try", "asynchronous.max_head_offpolicyness=0 train.batch_groups=4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recommended"] == "allocation=serve.d1+d1"
+    split, tried = found["splits"][0], found["others"][0]
+    assert split["steps_per_h"]["low"] < split["steps_per_h"]["mid"] < split["steps_per_h"]["high"]
+    assert tried["tokens_per_s"]["mid"] < split["tokens_per_s"]["mid"]  # nothing overlaps
+
+
+def test_plan_shows_a_table(trial: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "train.batch_groups=4", "--from", str(trial), "--cores", "0", "--try", "seed=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("recommended: allocation=serve.d1+d1")
+    assert any(line.startswith("seed=2") for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_plan_names_a_folder_without_a_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--from", str(tmp_path)]) == 2
+    assert "is not the folder of a trial" in capsys.readouterr().err

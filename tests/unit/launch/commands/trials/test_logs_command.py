@@ -1,0 +1,160 @@
+"""`realsys logs`: of trials on this machine and of SLURM jobs, which wait, are queued again, and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from realsys.config.paths import TrialPaths
+from realsys.launch.cli import main
+from realsys.launch.commands.trials import logs
+from realsys.launch.slurm import job_follow
+from realsys.launch.slurm.slurm_client import JobState
+from realsys.launch.trial_job import TrialJob, job_log
+
+Event = tuple[JobState | None, Callable[[], object]]
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> TrialPaths:
+    """A trial on this machine with two logs."""
+    paths = TrialPaths(tmp_path / "math" / "a")
+    paths.logs.mkdir(parents=True)
+    (paths.logs / "model_worker-0.log").write_text("one\ntwo\nthree\n")
+    paths.config.write_text("{}")
+    (paths.logs / "srun.log").write_text("")
+    paths.summary.write_text("{}")  # an earlier run has written it
+    return paths
+
+
+def shown(paths: TrialPaths, *words: str) -> int:
+    return main(["logs", *words, "--trial-dir", str(paths.root)])
+
+
+def append(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
+
+
+def script_job(monkeypatch: pytest.MonkeyPatch, paths: TrialPaths, events: list[Event]) -> None:
+    """Make the trial job 7, which goes through these states; each does something first."""
+    paths.job.parent.mkdir(parents=True)
+    TrialJob.write(paths, "7")
+    left: Iterator[Event] = iter(events)
+
+    def next_state(job: str) -> JobState | None:
+        state, act = next(left)
+        act()
+        return state
+
+    monkeypatch.setattr(job_follow, "job_state", next_state)
+    monkeypatch.setattr(job_follow, "_LOOK_S", 0.0)
+    monkeypatch.setattr(logs, "is_here", lambda: True)
+
+
+def nothing() -> None:
+    pass
+
+
+def test_logs_are_listed_with_their_sizes(paths: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(paths) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["model_worker/0", "14"], ["srun", "0"]]
+
+
+def test_last_lines_of_a_process_are_shown(paths: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(paths, "model_worker/0", "-n", "2") == 0
+    assert capsys.readouterr().out == "two\nthree\n"
+
+
+@pytest.mark.parametrize("words", [("model_worker/1",), ("model_walker/0", "-f"), ("job", "-f"), ("../a/0", "-f")])
+def test_unknown_process_names_the_logs(
+    paths: TrialPaths, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shown(paths, *words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"PROCESS='{words[0]}'" in line and "one of model_worker/0, srun" in line
+
+
+def test_local_run_is_followed_to_its_end(
+    paths: TrialPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The summary of an earlier run does not end it."""
+    log = paths.logs / "model_worker-0.log"
+    lives = iter([True, True, False])
+
+    def is_held(lock: Path) -> bool:
+        append(log, "more\n")
+        return next(lives)
+
+    monkeypatch.setattr(logs, "is_held", is_held)
+    monkeypatch.setattr(logs, "_LOOK_S", 0.0)
+    assert shown(paths, "model_worker/0", "-f", "-n", "1") == 0
+    assert capsys.readouterr().out == "three\nmore\nmore\nmore\n"
+
+
+def test_job_is_followed_through_a_requeue(
+    paths: TrialPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = job_log(paths, "7")
+    events: list[Event] = [
+        (JobState("PENDING", "Resources"), nothing),
+        (JobState("RUNNING", host="a1"), lambda: append(log, "first life\n")),
+        (JobState("COMPLETING"), nothing),
+        (JobState("PENDING", "BeginTime"), nothing),
+        (JobState("RUNNING", host="a2"), lambda: append(log, "second life\n")),
+        (JobState("COMPLETED", exit_code=0), lambda: append(log, "done\n")),
+    ]
+    script_job(monkeypatch, paths, events)
+    assert shown(paths, "job", "-f") == 0
+    out, err = capsys.readouterr()
+    assert out == "first life\nsecond life\ndone\n"
+    assert err.splitlines() == [
+        f"job has no log yet: waiting for {log}",
+        "job 7 waits (pending: Resources)",
+        "job 7 runs on a1",
+        "job 7 waits again (pending: BeginTime)",
+        "job 7 runs on a2",
+        "job 7 has ended: completed, exit code 0",
+    ]
+
+
+def test_log_of_a_later_process_is_awaited(
+    paths: TrialPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = paths.logs / "agent-0.log"
+    script_job(
+        monkeypatch,
+        paths,
+        [(JobState("RUNNING"), nothing), (JobState("RUNNING"), lambda: append(log, "joined\n")), (None, nothing)],
+    )
+    assert shown(paths, "agent/0", "-f") == 0
+    assert capsys.readouterr().out == "joined\n"
+
+
+def test_log_that_never_came_is_unknown(
+    paths: TrialPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script_job(monkeypatch, paths, [(JobState("COMPLETED", exit_code=0), nothing)])
+    assert shown(paths, "rollout_worker/9", "-f") == 2
+    assert "has no log of that name" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_wait(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    script_job(monkeypatch, paths, [(JobState("PENDING", "Priority"), nothing), (None, interrupt)])
+    assert shown(paths, "job", "-f") == 130
+
+
+def test_without_slurm_the_summary_ends_it(
+    paths: TrialPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script_job(monkeypatch, paths, [])
+    monkeypatch.setattr(logs, "is_here", lambda: False)
+    assert shown(paths, "srun", "-f") == 0
+    assert "the state of job 7 is not known here" in capsys.readouterr().err

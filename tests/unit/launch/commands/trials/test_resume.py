@@ -1,0 +1,42 @@
+"""`realsys resume`: the stored configuration, and the changes that are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from realsys.config.dump import read_config
+from realsys.config.paths import TrialPaths
+from tests.support.scripted_runs import CTRL_C, STOPPED, Runs
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    monkeypatch.chdir(tmp_path)
+    return Runs(tmp_path, monkeypatch)
+
+
+def test_resume_keeps_all_settings_but_the_given_ones(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings that the first command gave are not repeated, and the folder may be elsewhere by now."""
+    run("train.optimizer.lr=0.5", records=STOPPED, end=CTRL_C)
+    moved = run.paths.root.parents[2] / "other" / "arith" / "t"
+    moved.parent.mkdir(parents=True)
+    run.paths.root.rename(moved)
+    run.paths = TrialPaths(moved)
+    capsys.readouterr()
+    assert run(argv=["resume", "train.total_steps=4", str(moved), "train.optimizer.weight_decay=0.25"]) == 2
+    assert run(argv=["resume", str(moved), "train.total_steps=4"]) == 0
+    out = capsys.readouterr().out
+    changed = [line.split()[1] for line in out.splitlines() if line.startswith("changed:")]
+    assert changed == [f"fileroot={str(moved.parents[1])!r}", "train.total_steps=4"]
+    assert read_config(moved / "config.json").train.optimizer.lr == 0.5
+
+
+def test_resume_takes_the_newest_trial(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    capsys.readouterr()
+    assert run(argv=["resume", "--dry-run"]) == 0
+    assert "arith/t: " in capsys.readouterr().out
+    assert run(argv=["resume", "trial=u"]) == 2
+    assert "trial=''" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""`realsys status` of trials that have ended, were killed, or run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from realsys.config.dump import write_config
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.launch.arguments.words import own_command
+from realsys.launch.cli import main
+from realsys.launch.commands.trials import status
+from realsys.launch.lock import TrialLock
+from realsys.telemetry.events import EventLog
+from tests.support.run_logs import run_records, train_record, write_log
+
+
+@pytest.fixture
+def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialPaths:
+    monkeypatch.chdir(tmp_path)
+    paths = TrialPaths(tmp_path / "runs" / "math" / "t")
+    paths.root.mkdir(parents=True)
+    write_config(Config(trial="t"), paths.config)
+    write_log(paths, [*run_records()[:5], *(train_record(step, total=100) for step in range(1, 41))])
+    return paths
+
+
+@pytest.fixture
+def running(trial: TrialPaths) -> Iterator[TrialLock]:
+    lock = TrialLock(trial.lock, "t", retry_timeout_s=0.0)
+    yield lock
+    with contextlib.suppress(OSError):  # the test has closed it
+        lock.close()
+
+
+def test_killed_trial_shows_last_steps_and_the_way_on(trial: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    events = EventLog(trial.events)
+    events.add("start", "9 processes")
+    events.add("restart", "rollout_worker/0 was killed; restart 1/5", "rollout_worker/0")
+    assert main(["status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("math/t: killed, phase train") and lines[0].endswith("step 40/100")
+    steps = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")]
+    assert steps == list(range(31, 41))
+    assert any(line.startswith("! ") and "rollout_worker/0 was killed" in line for line in lines)
+    assert "9 processes" not in "\n".join(lines)
+    assert lines[-1] == f"to continue: {' '.join(own_command())} resume runs/math/t"
+
+
+def test_json_has_the_last_steps_and_evaluations(trial: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "math/t", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["step"], found["total_steps"]) == ("killed", 40, 100)
+    assert [record["step"] for record in found["steps"]] == list(range(31, 41))
+    assert [record["eval_id"] for record in found["evaluations"]] == ["before"]
+    assert found["resume"].endswith("resume runs/math/t") and found["summary"] is None
+
+
+def test_running_trial_is_not_to_be_continued(
+    trial: TrialPaths, running: TrialLock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == "running" and found["resume"] is None
+
+
+def test_watch_shows_steps_and_restarts_until_the_end(
+    trial: TrialPaths, running: TrialLock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_LOOK_S", 0.01)
+    watching = threading.Thread(target=main, args=(["status", "--watch"],))
+    watching.start()
+    seen, deadline = "", time.monotonic() + 60
+
+    def until(text: str) -> None:
+        nonlocal seen
+        while text not in seen and time.monotonic() < deadline:
+            seen += capsys.readouterr().out
+            watching.join(0.02)
+
+    events = EventLog(trial.events)
+    while "was killed" not in seen and time.monotonic() < deadline:  # it shows what comes after its start
+        events.add("restart", "rollout_worker/0 was killed", "rollout_worker/0")
+        seen += capsys.readouterr().out
+        watching.join(0.05)
+    with trial.steps.open("a") as log:
+        log.write(json.dumps(train_record(41, total=100)) + "\n")
+    until("step  41/100")
+    running.close()
+    until("to continue: ")
+    watching.join(60)
+    assert not watching.is_alive() and "step  41/100" in seen and "! rollout_worker/0 was killed" in seen
+
+
+def test_json_watch_is_one_line_per_look(trial: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--json", "--watch", "0.01"]) == 0  # it does not run: one look
+    [line] = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["step"] == 40

@@ -1,0 +1,72 @@
+"""curves.png while a run lasts: drawn by another process, which ends with the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import psutil
+import pytest
+
+from realsys.config.dump import write_config
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.launch.results import drawing
+from realsys.launch.results.drawing import draw_while_running
+from tests.support.polling import poll
+from tests.support.run_logs import run_records, write_log
+
+BOUND_S = 120.0
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> TrialPaths:
+    write_config(Config(), tmp_path / "config.json")
+    return TrialPaths(tmp_path)
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+def test_curves_are_drawn_again_when_the_log_has_grown(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawing, "_PAUSE", 0.0)
+    write_log(paths, run_records()[:6])
+
+    async def body() -> None:
+        task = asyncio.create_task(draw_while_running(paths, 0.01))
+        await asyncio.to_thread(poll, paths.curves.exists, "curves.png", BOUND_S)
+        first = paths.curves.stat().st_ino
+        write_log(paths, run_records())
+        await asyncio.to_thread(poll, lambda: paths.curves.stat().st_ino != first, "new curves.png", BOUND_S)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(body())
+    assert paths.curves.read_bytes().startswith(b"\x89PNG") and not list(paths.root.glob("*.tmp"))
+
+
+def test_drawing_ends_with_the_run(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that hangs is killed. Before the first train step none is started."""
+    monkeypatch.setattr(drawing, "MODULE", "asyncio")  # an interpreter that waits for input
+    before = children()
+    write_log(paths, run_records()[:5])
+
+    async def body() -> None:
+        task = asyncio.create_task(draw_while_running(paths, 0.01))
+        await asyncio.sleep(0.1)
+        assert children() == before
+        write_log(paths, run_records())
+        await asyncio.to_thread(poll, lambda: children() != before, "a process", BOUND_S)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(body())
+    assert children() == before
+
+
+def test_zero_means_at_the_end_only(paths: TrialPaths) -> None:
+    asyncio.run(asyncio.wait_for(draw_while_running(paths, 0.0), BOUND_S))

@@ -1,0 +1,222 @@
+"""The report of a run, from a step log of any length: against the same numbers from a list of all that holds; warnings
+and curves that are made from it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib import pyplot
+from rich.console import Console
+
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.launch.processes.restart_policy import Outcome
+from realsys.launch.results.curves import draw_curves
+from realsys.launch.results.report import EVALUATION_KEYS, print_summary, summarise
+from realsys.launch.results.totals import COURSE_STEPS, CURVE_POINTS, course
+from realsys.launch.screen.monitor import Monitor
+from realsys.launch.screen.progress import TIME_PARTS, Progress, Record, mean, number
+from realsys.telemetry.steps import StepTail
+
+STARTED, ENDED = 1000.0, 9000.0
+
+values = st.one_of(st.none(), st.floats(-10, 10, width=32))
+steps = st.fixed_dictionaries(
+    {"kind": st.just("train"), "answer_tokens": st.integers(0, 500), "dropped_stale": st.integers(0, 3)},
+    optional={
+        "accuracy": values,
+        "reward_mean": values,
+        "length_mean": values,
+        "train_tokens_per_s": values,
+        "dropped_filtered": st.integers(0, 3),
+        "length_biased": st.just(True),
+        "untrained": st.dictionaries(st.sampled_from(["stale", "masked", "success_rate"]), st.floats(0, 0.3)),
+        "seconds": st.dictionaries(st.sampled_from([*TIME_PARTS, "total"]), values),
+        "staleness": st.fixed_dictionaries(
+            {"mean": st.floats(0, 4), "min": st.integers(0, 2), "max": st.integers(2, 5)},
+            optional={"histogram": st.dictionaries(st.sampled_from(["0", "1", "10"]), st.integers(1, 9))},
+        ),
+        "stats": st.fixed_dictionaries({"grad_norm_max": st.sampled_from([0.0, 0.5, None])}),
+    },
+)
+events = st.one_of(
+    steps,
+    st.fixed_dictionaries({"kind": st.just("warmup")}),
+    st.fixed_dictionaries({"kind": st.just("eval"), "accuracy": values, "problems": st.integers(1, 9)}),
+    st.fixed_dictionaries({"kind": st.just("phase"), "phase": st.sampled_from(["train", "evaluate", "done"])}),
+    st.fixed_dictionaries({"kind": st.just("recovered"), "back": st.integers(0, 6)}),
+)
+
+
+def log_of(happened: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a MasterWorker would write: steps follow one another, a recovery goes ``back`` some of them."""
+    records, step, warmed_up = [], 0, 0
+    for number_, event in enumerate(happened):
+        record = {**event, "time": STARTED - 50.0 + 10.0 * number_}
+        match event["kind"]:
+            case "train":
+                step += 1
+                record |= {"step": step, "total": 99}
+            case "warmup":
+                warmed_up += 1
+                record |= {"step": warmed_up, "total": 99}
+            case "eval":
+                record |= {"step": step, "eval_id": ("before", "after", f"step-{step}")[number_ % 3]}
+            case "recovered":
+                step = step - record.pop("back")
+                record["step"], step = max(step, -1), max(step, 0)
+        records.append(record)
+    return records
+
+
+def append(paths: TrialPaths, records: list[dict[str, Any]]) -> None:
+    """Write records to the step log."""
+    with paths.steps.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def what_holds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A list from which every recovery takes what it undoes."""
+    kept: list[dict[str, Any]] = []
+    for record in records:
+        if record["kind"] == "recovered":
+            back = record["step"]
+            kept = [
+                old
+                for old in kept
+                if not (old["kind"] in ("train", "eval") and old["step"] > back)
+                and not (old["kind"] == "warmup" and back < 0)
+            ]
+        kept.append(record)
+    return kept
+
+
+def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The parts of the summary that come from the step log, from lists of all values."""
+    held = what_holds(records)
+    train: list[Record] = [record for record in held if record["kind"] == "train"]
+    usual = [record for record in train if not record.get("length_biased")]
+    ends = max(1, min(COURSE_STEPS, len(train) // 2))
+    too_old = [sum(record.get("untrained", {}).get(reason, 0) for reason in ("stale", "masked")) for record in train]
+    evals = {record["eval_id"]: record for record in held if record["kind"] == "eval"}
+    phases = [(r["phase"], r["time"]) for r in held if r["kind"] == "phase" and r["time"] >= STARTED]
+    seconds = {"total": ENDED - STARTED}
+    for (name, began), until in zip(phases, [*(t for _, t in phases[1:]), ENDED], strict=False):
+        if name != "done":
+            seconds[name] = seconds.get(name, 0.0) + until - began
+    histogram: dict[int, int] = {}
+    for record in train:
+        for lag, count in record.get("staleness", {}).get("histogram", {}).items():
+            histogram[int(lag)] = histogram.get(int(lag), 0) + count
+    now = sum(record["answer_tokens"] for record in train if record["time"] >= STARTED)
+    before, after = (number(evals.get(name, {}), "accuracy") for name in ("before", "after"))
+    return {
+        "steps": len(train),
+        "accuracy": {
+            "before": before,
+            "after": after,
+            "gain": after - before if before is not None and after is not None else None,
+            "problems": number(evals.get("after", evals.get("before", {})), "problems"),
+            "train_first": mean((usual or train)[:ends], "accuracy"),
+            "train_last": mean((usual or train)[-ends:], "accuracy"),
+        },
+        "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in evals.values()],
+        "seconds": seconds,
+        "step_seconds": {part: mean(train, "seconds", part) for part in (*TIME_PARTS, "total")},
+        "tokens": {
+            "trained_answer_tokens": sum(record["answer_tokens"] for record in train),
+            "end_to_end_per_s": now / seconds["train"] if now and seconds.get("train") else None,
+            "train_per_s": mean(train, "train_tokens_per_s"),
+        },
+        "staleness": {
+            "mean": mean(train, "staleness", "mean"),
+            "max": max((record.get("staleness", {}).get("max", 0) for record in train), default=None),
+            "eta": Config().asynchronous.max_head_offpolicyness,
+            "histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
+            "dropped": sum(record["dropped_stale"] for record in train),
+            "filtered": sum(record.get("dropped_filtered", 0) for record in train),
+            "tokens_too_old": sum(too_old) / len(train) if train else None,
+        },
+        "without_signal": sum(number(record, "stats", "grad_norm_max") == 0.0 for record in train),
+        "recoveries": sum(record["kind"] == "recovered" for record in held),
+    }
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(events, max_size=60))
+def test_summary_says_what_a_straightforward_computation_says(happened: list[dict[str, Any]]) -> None:
+    records = log_of(happened)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = TrialPaths(Path(folder))
+        append(paths, records)
+        summary = summarise(Config(), paths, Outcome("done", ""), started=STARTED, ended=ENDED)
+    expected = straightforward(records)
+    assert {name: summary[name] for name in expected} == expected
+
+
+def trained(step: int) -> dict[str, Any]:
+    staleness = {"min": 1, "mean": 2.0, "max": 3 if step % 7 else 8}
+    return {"kind": "train", "step": step, "reward_mean": float(step), "accuracy": None, "staleness": staleness}
+
+
+def test_curves_have_a_point_for_every_step() -> None:
+    points = list(course([trained(step) for step in range(1, CURVE_POINTS + 1)], CURVE_POINTS))
+    assert [point["step"] for point in points] == list(range(1, CURVE_POINTS + 1))
+    assert points[6] == {"step": 7, "reward_mean": 7.0, "lag_mean": 2.0, "lag_min": 1, "lag_max": 8}
+
+
+def test_length_biased_steps_are_marked_and_not_averaged() -> None:
+    points = list(course([trained(1) | {"length_biased": True}, trained(2)], 2))
+    assert [point.get("length_biased") for point in points] == [1.0, None]
+    many = [trained(step) | ({"length_biased": True} if step % 2 else {}) for step in range(1, 2 * CURVE_POINTS + 1)]
+    [first, *_] = course(many, len(many))
+    assert first["reward_mean"] == 2.0 and "length_biased" not in first
+
+
+def test_biased_steps_are_points_beside_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = TrialPaths(tmp_path)
+    append(paths, [trained(step) | {"length_biased": step in (1, 6)} for step in range(1, 7)])
+    with monkeypatch.context() as patch:
+        patch.setattr(pyplot, "close", lambda figure: None)
+        draw_curves(Config(), paths)
+    reward, *_ = pyplot.gcf().axes
+    pyplot.close()
+    drawn = [(line.get_linestyle(), list(line.get_xdata())) for line in reward.lines]
+    assert drawn == [("-", [2, 3, 4, 5]), ("None", [1, 6])]
+
+
+def test_run_without_signal_is_warned_of_once(tmp_path: Path) -> None:
+    """While it runs, and in its summary."""
+    config = Config.model_validate({"train": {"ppo": {"advantage": {"mean": "group"}}}})
+    paths, screen = TrialPaths(tmp_path), Mock()
+    monitor = Monitor(config, paths, Progress(), screen, StepTail(paths.steps))
+    append(paths, [{"kind": "eval", "eval_id": "before", "accuracy": 0.25, "step": 0}])
+    for step in range(1, 6):
+        append(paths, [trained(step) | {"signal": {"equal": 1.0}}])
+        monitor.read_steps()
+    [[warning]] = [call.args for call in screen.note.call_args_list]
+    assert "of the last 3 steps carry no signal" in warning and "accuracy before training 25.0%" in warning
+    summary = summarise(config, paths, Outcome("done", ""), started=STARTED, ended=ENDED)
+    print_summary(Console(file=(out := io.StringIO())), summary)
+    assert f"weak signal           {warning}\n" in out.getvalue()
+
+
+@pytest.mark.parametrize("count", [CURVE_POINTS + 1, 10 * CURVE_POINTS - 1])
+def test_curves_of_long_run_are_means(count: int) -> None:
+    """And records that are no step, or have no number, make no point."""
+    records = [{"kind": "phase"}, {"kind": "train"}, *(trained(step) for step in range(1, count + 1))]
+    points = list(course(iter(records), count))
+    assert CURVE_POINTS / 2 <= len(points) <= CURVE_POINTS
+    width = -(-count // CURVE_POINTS)
+    assert points[0]["step"] == points[0]["reward_mean"] == (1 + width) / 2
+    assert points[-1]["step"] <= count and "accuracy" not in points[0]
+    assert {point["lag_max"] for point in points} <= {3, 8} and max(point["lag_max"] for point in points[:7]) == 8

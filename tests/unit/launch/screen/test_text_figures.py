@@ -1,0 +1,40 @@
+"""Shares that add up, and courses on a fixed scale."""
+
+from __future__ import annotations
+
+import pytest
+
+from realsys.launch.screen.text_figures import course, percentages, scale_of, sparkline, time_split
+
+
+def test_percentages_add_up_to_hundred() -> None:
+    assert percentages({"a": 1.0, "b": 1.0, "c": 1.0}) == {"a": 34, "b": 33, "c": 33}
+    assert percentages({"a": 0.004, "b": 0.996}) == {"a": 0, "b": 100}
+    assert percentages({"a": 0.0}) == {}
+
+
+def test_step_time_names_what_no_part_has() -> None:
+    seconds = {"wait": 0.0, "inf": 1.4436, "train": 4.264, "save": 0.0, "publish": 0.1, "total": 6.56}
+    assert time_split([{"seconds": seconds}]) == "6.56 s: inf 22%, train 65%, publish 2%, other 11%"
+    assert time_split([{"seconds": {"total": 2.0}}]) == "2.00 s"
+    assert time_split([{}]) == "-"
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [([], (0, 1)), ([0.88, 0.92], (0, 1)), ([-0.3, 0.5], (-0.5, 1)), ([0.0, 37.0], (0, 50)), ([-1.0, 1.0], (-1, 1))],
+)
+def test_scale_does_not_follow_the_noise(values: list[float], scale: tuple[float, float]) -> None:
+    assert scale_of(values) == scale
+
+
+def test_sparkline_is_bounded_in_width_and_height() -> None:
+    assert sparkline([1.0], 0.0, 1.0) == ""
+    line = sparkline([float(i) for i in range(1000)], 0.0, 1000.0)
+    assert len(line) == 24 and line[0] == "▁" and line[-1] == "█"
+    assert sparkline([-5.0, 5.0, float("nan")], 0.0, 1.0) == "▁█"
+
+
+def test_course_near_ninety_percent_is_flat() -> None:
+    records = [{"accuracy": value} for value in (0.88, 0.92, 0.88, 0.92)]
+    assert course(records, "accuracy") == "▇▇▇▇ 0..1"

@@ -1,0 +1,64 @@
+"""Splits and variants of a configuration, and the choice among predictions."""
+
+from __future__ import annotations
+
+import pytest
+
+from realsys.planner.predict import Interval, Prediction
+from realsys.planner.splits import MOST_SPLITS, devices_of, recommend, splits
+from realsys.planner.variants import given, scaled, split_variants, what_ifs
+from tests.support.planner.recordings import config_of
+
+
+@pytest.mark.parametrize(
+    ("allocation", "devices", "expected"),
+    [
+        ("serve.d1+d1", 2, ["serve.d1m1+d1p1m1"]),
+        ("serve.d2+d2", 4, ["serve.d1m1+d3p1m1", "serve.d2m1+d2p1m1", "serve.d3m1+d1p1m1"]),
+        ("serve.d1m2+d1p2m2", 8, ["serve.d1m2+d1p2m2", "serve.d2m2+d1p2m2"]),
+        ("serve.d1+actor.d1+critic.d1", 8, ["serve.d1+actor.d1+critic.d1"]),
+    ],
+)
+def test_splits_use_the_devices(allocation: str, devices: int, expected: list[str]) -> None:
+    assert splits(config_of([f"allocation={allocation}"]), devices) == expected
+
+
+def test_many_splits_are_thinned_evenly() -> None:
+    found = splits(config_of(), 64)
+    assert len(found) == MOST_SPLITS
+    assert (found[0], found[-1]) == ("serve.d1m1+d63p1m1", "serve.d63m1+d1p1m1")
+
+
+def test_shared_cores_take_a_process_more() -> None:
+    labels = [variant.label for variant in split_variants(config_of(), 2, cores=2.0)]
+    assert labels == [
+        "allocation=serve.d1+d1",
+        "allocation=serve.d1m1+d2p1m1",
+        "allocation=serve.d2m1+d1p1m1",
+    ]
+    assert len(split_variants(config_of(), 2, cores=0.0)) == 1
+    assert devices_of(config_of()) == 2
+
+
+def test_what_ifs_change_one_thing_each() -> None:
+    assert [variant.label for variant in what_ifs(config_of())] == [
+        "train.batch_groups=4",
+        "train.batch_groups=16",
+        "asynchronous.max_head_offpolicyness=0",
+        "asynchronous.max_head_offpolicyness=1",
+        "asynchronous.max_head_offpolicyness=4",
+        "lengths x 0.5",
+        "lengths x 2",
+    ]
+    assert scaled(config_of(), 2.0).config.generation.sampling.max_new_tokens == 256
+    assert given(config_of(), ["train.batch_groups=4 rollout.workers=3"])[0].config.rollout.workers == 3
+
+
+def test_fastest_split_with_few_servers_is_recommended() -> None:
+    found = [_prediction("slow", 80.0), _prediction("fast", 99.5), _prediction("same with more servers", 100.0)]
+    assert recommend(found).label == "fast"
+
+
+def _prediction(label: str, speed: float) -> Prediction:
+    interval = Interval(speed, 0.9 * speed, 1.1 * speed)
+    return Prediction(label, config_of(), interval, interval, 0.0)

@@ -1,0 +1,154 @@
+"""Tests of ``realsys.telemetry.spans``: what a process writes, its bounds, and what survives its death."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from realsys.telemetry import spans
+from realsys.telemetry.spans import LOST, MOST_QUEUED, SPANS, Phases, Recorder, span
+from realsys.timeline.read import read_timeline, segments_of
+
+ROOT = Path(spans.__file__).parents[2]
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Iterator[Path]:
+    spans.start(tmp_path / "spans" / "worker-0", "worker/0", "1", 1 << 20)
+    yield tmp_path / "spans"
+    spans.stop()
+
+
+def test_span_is_written_with_its_facts(recording: Path) -> None:
+    with span("reward", "0000000001.0/2", judge="math") as reward:
+        reward.facts["correct"] = True
+    spans.stop()
+    (read,) = read_timeline(recording).spans
+    assert (read.process, read.name, read.unit) == ("worker/0", "reward", "0000000001.0/2")
+    assert read.facts == {"judge": "math", "correct": True}
+    assert 0 <= read.seconds < 60
+
+
+def test_block_that_raises_is_recorded(recording: Path) -> None:
+    with pytest.raises(ValueError, match="no verdict"), span("reward"):
+        raise ValueError("no verdict")
+    spans.stop()
+    assert [read.name for read in read_timeline(recording).spans] == ["reward"]
+
+
+def test_phases_follow_each_other(recording: Path) -> None:
+    phases = Phases("r#0", "queue", spans.now() - 1000)
+    phases.enter("prefill")
+    phases.enter("decode")
+    phases.enter("", tokens=5)
+    spans.stop()
+    read = read_timeline(recording).spans
+    assert [one.name for one in read] == ["queue", "prefill", "decode"]
+    assert [one.end for one in read[:-1]] == [one.begin for one in read[1:]]
+    assert read[-1].facts == {"tokens": 5}
+
+
+def test_nothing_is_recorded_before_start(tmp_path: Path) -> None:
+    with span("reward"):
+        spans.mark("grant")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_killed_process_keeps_flushed_spans(tmp_path: Path) -> None:
+    """A SIGKILL in the middle of a line loses that line only."""
+    program = (
+        "import sys, time; from pathlib import Path; from realsys.telemetry import spans\n"
+        "spans.start(Path(sys.argv[1]), 'worker/0', '1', 1 << 20)\n"
+        "spans.mark('grant', 'first'); spans.flush()\n"
+        "spans._recorder._file.write(b'[[\"grant\",12'); print('ready', flush=True); time.sleep(60)"
+    )
+    folder = tmp_path / "spans" / "worker-0"
+    child = subprocess.Popen([sys.executable, "-c", program, str(folder)], cwd=ROOT, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    with child.stdout:
+        child.stdout.readline()
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    timeline = read_timeline(tmp_path / "spans")
+    assert [read.unit for read in timeline.spans] == ["first"]
+    assert timeline.unread == 1
+
+
+def test_folder_stays_below_its_limit(tmp_path: Path) -> None:
+    """Also over several incarnations, whose segments share the limit; the newest spans stay."""
+    limit = 40_000
+    for incarnation in range(3):
+        recorder = Recorder(tmp_path, "worker/0", str(incarnation), limit)
+        for number in range(2_000):
+            recorder.record(("call", 1000 * incarnation + number, 5, f"step/{incarnation}-{number}", {"call": "train"}))
+            if number % 20 == 0:
+                recorder.flush()
+                assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
+        recorder.stop()
+    newest = segments_of(tmp_path)[-1].path.read_text().splitlines()[-1]
+    assert "step/2-1999" in newest
+
+
+def test_full_queue_counts_what_it_drops(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "spans" / "worker-0", "worker/0", "1", 1 << 24)
+    for number in range(MOST_QUEUED + 7):
+        recorder.record(("call", number, 1, "", None))
+    recorder.stop()
+    timeline = read_timeline(tmp_path / "spans")
+    assert (len(timeline.named("call")), timeline.lost) == (MOST_QUEUED, 7)
+
+
+def test_disk_error_ends_recording_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "worker-0").write_text("a file is in the place of the folder")
+    recorder = Recorder(tmp_path / "worker-0", "worker/0", "1", 1 << 20)
+    for _ in range(3):
+        recorder.record(("call", 0, 1, "", None))
+        recorder.flush()
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["no further spans of this process"]
+
+
+def test_fact_that_is_no_json_ends_recording_only(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "worker-0", "worker/0", "1", 1 << 20)
+    recorder.record(("call", 0, 1, "", {"bad": object()}))
+    recorder.flush()
+    recorder.flush()
+
+
+def test_forked_child_records_nothing(recording: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        with span("reward", "of the child"):
+            pass
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    with span("reward", "of the parent"):
+        pass
+    spans.stop()
+    assert [read.unit for read in read_timeline(recording).spans] == ["of the parent"]
+
+
+def test_recorded_names_are_described() -> None:
+    """Every name in the source is in SPANS, and none in SPANS is unused."""
+    call = r"\bspan\(|spans\.add\(|spans\.mark\(|(?:spans|phases)\.enter\(|Phases\(f\"[^\"]*\", |spans\.name = "
+    pattern = re.compile(rf"(?:{call})\s*\"([a-z]+)\"")
+    used: set[str] = set()
+    for folder in ("realsys", "workers", "launch"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.parent.name not in {"telemetry", "timeline", "picture"}:
+                used |= set(pattern.findall(path.read_text(encoding="utf-8")))
+    requests = {"call", "copy", "write", "save", "transfer"}  # to ModelWorkers
+    assert used | requests | {LOST} == set(SPANS), used ^ set(SPANS)
+
+
+def test_page_lists_every_span() -> None:
+    page = (ROOT / "docs" / "timeline.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- spans:")[2].partition("<!-- end of spans -->")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", table, re.MULTILINE)
+    assert {name: f"{who}: {meaning}" for name, who, meaning in rows} == SPANS

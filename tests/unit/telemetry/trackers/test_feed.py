@@ -1,0 +1,181 @@
+"""Delivery to a tracker: each point once and in order, over restarts, crashes and roll-backs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from realsys.telemetry.trackers import feed
+from realsys.telemetry.trackers.base import Point, Run, Tracker
+from realsys.telemetry.trackers.feed import Feed
+from realsys.telemetry.trackers.file import FileTracker
+from tests.support.telemetry.step_logs import append, evaluation, recovered, train, warmup
+
+
+class Listed(Tracker):
+    """A tracker that lists what it gets in ``calls``."""
+
+    def __init__(self, run: Run, calls: list[Any]) -> None:
+        super().__init__(run)
+        self.calls = calls
+        calls.append(("new", dict(run.delivered), dict(run.state)))
+
+    def log(self, point: Point) -> None:
+        self.calls.append((point.kind, point.step, point.index))
+
+    def roll_back(self, step: int) -> None:
+        self.calls.append(("back", step))
+
+    def flush(self) -> None:
+        self.run.state["flushed"] = self.run.state.get("flushed", 0) + 1
+
+    def close(self, status: str) -> None:
+        self.calls.append(("close", status))
+
+
+class Trial:
+    """A step log with its feeds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.steps, self.calls = folder, folder / "steps.jsonl", list[Any]()
+        self.files: list[Feed] = []
+        self.position = folder / "trackers" / "listed.json"
+
+    def feed(self) -> Feed:
+        run = Run("exp", "t", self.folder, {"seed": 1}, "0.1")
+        return Feed(self.steps, self.position, run, lambda told: Listed(told, self.calls))
+
+    def file_feed(self) -> Feed:
+        run = Run("exp", "t", self.folder)
+        made = Feed(self.steps, self.folder / "trackers" / "file.json", run, FileTracker)
+        self.files.append(made)
+        return made
+
+    def lines(self) -> list[tuple[str, int]]:
+        """Return (kind, step) of the lines of metrics.jsonl."""
+        lines = map(msgspec.json.decode, (self.folder / "metrics.jsonl").read_bytes().splitlines())
+        return [(line["kind"], line["step"]) for line in lines]
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Iterator[Trial]:
+    made = Trial(tmp_path)
+    yield made
+    for file in made.files:
+        file.close("")
+
+
+def test_points_are_delivered_once_in_order(trial: Trial) -> None:
+    first = trial.feed()
+    assert first.deliver() == 0
+    append(trial.steps, {"kind": "phase", "phase": "warmup", "time": 1.0}, warmup(1), evaluation(0), train(1))
+    assert first.deliver() == 4 and first.deliver() == 0
+    assert trial.calls[1:] == [("warmup", 1, 0), ("eval", 0, 1), ("train", 1, 2)]
+
+
+def test_next_start_continues_where_the_last_ended(trial: Trial) -> None:
+    append(trial.steps, train(1), train(2))
+    first = trial.feed()
+    first.deliver()
+    first.close("interrupted")
+    append(trial.steps, train(3))
+    del trial.calls[:]
+    assert trial.feed().deliver() == 1
+    assert trial.calls == [("new", {"train": 2}, {"flushed": 1}), ("train", 3, 2)]
+
+
+def test_record_without_its_newline_waits(trial: Trial) -> None:
+    made = trial.feed()
+    trial.steps.write_text('{"kind":"train","st')
+    assert made.deliver() == 0
+    trial.steps.write_text('{"kind":"train","step":1}\n')
+    assert made.deliver() == 1
+
+
+def test_roll_back_is_told_and_noted(trial: Trial) -> None:
+    append(trial.steps, warmup(9), train(1), train(2), recovered(1))
+    trial.feed().deliver()
+    assert trial.calls[-1] == ("back", 1)
+    del trial.calls[:]
+    trial.feed()
+    assert trial.calls == [("new", {"warmup": 9, "train": 1}, {"flushed": 2})]
+
+
+def test_roll_back_to_the_start_undoes_the_warm_up(trial: Trial) -> None:
+    append(trial.steps, warmup(9), train(1), recovered(-1))
+    trial.feed().deliver()
+    del trial.calls[:]
+    trial.feed()
+    assert trial.calls[0][1] == {"train": -1}
+
+
+def test_long_log_is_delivered_in_batches(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "BATCH", 2)
+    append(trial.steps, train(1), train(2), train(3))
+    made = trial.feed()
+    assert [made.deliver(), made.deliver(), made.deliver()] == [2, 1, 0]
+    assert [call[1] for call in trial.calls[1:]] == [1, 2, 3]
+
+
+def test_failed_delivery_comes_again(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    append(trial.steps, train(1), train(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Listed, "flush", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trial.feed().deliver()
+    del trial.calls[:]
+    trial.feed().deliver()
+    assert [call[:2] for call in trial.calls[1:]] == [("train", 1), ("train", 2)]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"offset": "x"}', b'{"offset": 99999}'])
+def test_damaged_or_foreign_position_starts_anew(trial: Trial, content: bytes) -> None:
+    trial.position.parent.mkdir()
+    trial.position.write_bytes(content)
+    append(trial.steps, train(1))
+    assert trial.feed().deliver() == 1
+
+
+def test_file_has_each_step_once_after_crash(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between the flush of the tracker and the note that it was delivered."""
+    append(trial.steps, train(1))
+    made = trial.file_feed()
+    made.deliver()
+    append(trial.steps, train(2), train(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(Feed, "_save", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made.deliver()
+    assert trial.lines() == [("train", 1), ("train", 2), ("train", 3)]
+    trial.file_feed().deliver()
+    assert trial.lines() == [("train", 1), ("train", 2), ("train", 3)]
+
+
+def test_file_loses_the_steps_of_a_roll_back(trial: Trial) -> None:
+    append(trial.steps, warmup(9), train(1), evaluation(1, version=2), train(2), recovered(1), train(2), train(3))
+    made = trial.file_feed()
+    made.deliver()
+    made.close("done")
+    assert trial.lines() == [("warmup", 9), ("train", 1), ("train", 2), ("train", 3)]
+
+
+def test_file_survives_a_crash_after_a_roll_back(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is shorter then than the note of its size says."""
+    append(trial.steps, *(train(step) for step in range(1, 6)))
+    made = trial.file_feed()
+    made.deliver()
+    append(trial.steps, recovered(1), *(train(step) for step in range(2, 9)))
+    monkeypatch.setattr(feed, "BATCH", 3)
+    made.deliver()
+    with monkeypatch.context() as patch:
+        patch.setattr(Feed, "_save", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made.deliver()
+    again = trial.file_feed()
+    while again.deliver():
+        pass
+    assert trial.lines() == [("train", step) for step in range(1, 9)]
