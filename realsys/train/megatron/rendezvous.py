@@ -40,7 +40,7 @@ from realsys.types import TrainerAddress
 
 CONNECT_S = 5.0  # limit of one try to connect
 _LOOK_S = 0.2  # between two checks whether all ranks have reported, and between two tries
-_SPARE = 0.95  # share of the time limit after which the thread names the missing process
+_GRACE_S = 2.0  # after the time limit, in which the thread names the missing process, on a busy machine too
 _NAMED = 8  # missing ranks in a message
 
 
@@ -67,8 +67,9 @@ class Seat:
 def rendezvous(seat: Seat, device: Device) -> Iterator[str]:
     """Keep torch.distributed initialised inside the block, over all ranks. Yields the MasterWorker's address.
 
-    Raises WaitTimeout, which names the missing process, after ``cluster.connect_timeout_s``, and WaitTimeout when the
-    process gets a signal to stop. The process must end then, because its thread may still wait.
+    Raises WaitTimeout, which names the missing process, after ``cluster.connect_timeout_s`` (2 s later if torch itself
+    waits), and WaitTimeout when the process gets a signal to stop. The process must end then, because its thread may
+    still wait.
     """
     limit_s = seat.cluster.connect_timeout_s
     meeting = _Meeting(seat, limit_s)
@@ -77,7 +78,7 @@ def rendezvous(seat: Seat, device: Device) -> Iterator[str]:
         _initialise(meeting.join(), seat.rank, seat.world, seat.cluster, device)
         return meeting.master.address
 
-    yield on_thread(join, seat.on_stop, limit_s, lambda: meeting.waits_for)
+    yield on_thread(join, seat.on_stop, limit_s + _GRACE_S, lambda: meeting.waits_for)
     dist.destroy_process_group()  # no try/finally: see process_groups
 
 
@@ -117,7 +118,7 @@ class _Meeting:
         self.master = TrainerAddress("", "")
         self._seat = seat
         self._limit_s = limit_s
-        self._deadline = time.monotonic() + _SPARE * limit_s
+        self._deadline = time.monotonic() + limit_s
         self._changes: queue.SimpleQueue[Tree] = queue.SimpleQueue()
         self._tree: Tree = {}
         self._invited = ""  # incarnation for which rank 0 has registered its store

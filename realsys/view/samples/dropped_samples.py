@@ -1,4 +1,4 @@
-"""Groups that RolloutWorkers dropped or that failed, with the reason of each (``realsys.rollout.stores.dropped_store``)."""
+"""Groups that RolloutWorkers dropped or that failed, with the reason of each (``rollout.stores.dropped_store``)."""
 
 from __future__ import annotations
 
