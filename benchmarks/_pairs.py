@@ -7,6 +7,7 @@ standard error of its mean, and with the least and the greatest.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import shutil
@@ -40,6 +41,7 @@ class Side:
     environment: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[TrialPaths], dict[str, Any]] = lambda paths: {}  # further figures of a run, before it is removed
     overrides: tuple[str, ...] = ()
+    beside: Callable[[TrialPaths], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # while it runs
 
     @property
     def realsys(self) -> tuple[str, ...]:
@@ -49,22 +51,24 @@ class Side:
     def launch(self, root: Path, trial: str, overrides: list[str]) -> tuple[TrialPaths, float]:
         """Run the arith job to its end; return its folder and the CPU seconds of all its processes."""
         command = [*self.realsys, "run", "experiment=arith", f"fileroot={root}", f"trial={trial}"]
+        paths = TrialPaths(root / "arith" / trial)
         before = os.times()
-        result = subprocess.run(
-            [*command, *overrides, *self.overrides],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            cwd=self.checkout,
-            env={**os.environ, "PYTHONPATH": str(self.checkout), **self.environment},
-        )
+        with self.beside(paths):
+            result = subprocess.run(
+                [*command, *overrides, *self.overrides],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                cwd=self.checkout,
+                env={**os.environ, "PYTHONPATH": str(self.checkout), **self.environment},
+            )
         if result.returncode:
             words = result.stdout[-3000:] + result.stderr[-3000:]
             raise SystemExit(f"{self.checkout}: {' '.join(command)} failed with {result.returncode}:\n{words}")
         after = os.times()  # includes children that were waited for, and their children
         seconds = after.children_user + after.children_system - before.children_user - before.children_system
-        return TrialPaths(root / "arith" / trial), seconds
+        return paths, seconds
 
 
 def measure(paths: TrialPaths, cpu_s: float) -> dict[str, float]:

@@ -1,18 +1,14 @@
-"""Cost of the timeline: one span, a server, and the arith job with ``telemetry.spans`` against itself without.
+"""Cost of the timeline: one span, and a server. ``benchmarks.telemetry`` measures whole jobs.
 
-    python -m benchmarks.spans [--blocks 60] [--pairs 4] [--steps 80] [--groups 16] [--override KEY=VALUE ...]
+    python -m benchmarks.spans [--blocks 60]
 
 1. The time of one span in one process, with and without recording, and of writing it (``flush``: on the recorder's
    thread).
 2. The CPU time of the embedded engine, in pairs of blocks, on and off in turn: a block completes 256 prompts of the
    arith model with 50 tokens each, the shortest completions of a real run. The thread of the recorder is included.
-3. Pairs of runs, ``on`` and ``off``, on one training rank and one server (``_pairs.py``); --pairs 0 leaves them out.
 
     us             least time of a call in microseconds, over ROUNDS rounds
     cpu_s          of a block; ``ratio``: on over off, median over the pairs and its standard error
-    tokens_per_s   sampled tokens that training consumed, per second, from the end of step SKIP to the end of the last
-    cpu_s_per_1k   CPU seconds of all processes of the run, from its start to its end, per 1,000 of these tokens
-    spans, mib     of all processes of the run
 """
 
 from __future__ import annotations
@@ -31,10 +27,8 @@ import numpy as np
 import torch
 
 from benchmarks._models import on_one_core, random_qwen2
-from benchmarks._pairs import Side, add_arguments, compare
 from benchmarks._table import report
 from benchmarks.generation import SIZES, VOCAB
-from realsys.config.paths import TrialPaths
 from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.forward.weights import fuse, read_tensors
 from realsys.generation.embedded.scheduler import Request
@@ -42,7 +36,6 @@ from realsys.generation.protocol import SamplingParams
 from realsys.hf.config import read_model
 from realsys.telemetry import spans
 from realsys.telemetry.spans import Phases, Recorder, span
-from realsys.timeline.read import read_timeline
 
 ROUNDS, CALLS = 30, 5_000
 COMPLETIONS, GROUP, PROMPT, NEW_TOKENS, CONTEXT = 256, 8, 16, 50, 128
@@ -149,27 +142,13 @@ def _block(core: EngineCore) -> None:
         core.step()
 
 
-def sides(root: Path) -> tuple[Side, Side]:
-    def check(paths: TrialPaths) -> dict[str, Any]:
-        size = sum(path.stat().st_size for path in paths.spans.rglob("*") if path.is_file())
-        return {"spans": len(read_timeline(paths.spans).spans), "mib": round(size / 2**20, 2)}
-
-    return (
-        Side("on", check=check, overrides=("telemetry.spans=true",)),
-        Side("off", check=check, overrides=("telemetry.spans=false",)),
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
     parser.add_argument("--blocks", type=int, default=60, help="pairs of blocks of completions")
     options = parser.parse_args()
     report("span_calls", measure_calls(), {"rounds": ROUNDS, "calls": CALLS})
     settings = {"completions": COMPLETIONS, "new_tokens": NEW_TOKENS}
     report("span_server", measure_server(options.blocks), settings)
-    if options.pairs:
-        compare("spans", options, sides)
 
 
 if __name__ == "__main__":
