@@ -1,7 +1,9 @@
 """Whole jobs in pairs, first-second and second-first in turn, with the same seeds and settings, and their ratios.
 
-The same program twice differs by several per cent on a machine that does other work, so a ratio is reported with the
-standard error of its mean, and with the least and the greatest.
+The same program twice differs by several per cent, so a ratio is reported with the standard error of its mean, and with
+the least and the greatest. Most of the difference comes from the machine, which is faster in some minutes than in
+others. ``--together`` runs both programs of a pair at the same time, each on half of the cores, and they change sides
+after each pair.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,23 +56,38 @@ class Side:
         """Run the arith job to its end; return its folder and the CPU seconds of all its processes."""
         command = [*self.realsys, "run", "experiment=arith", f"fileroot={root}", f"trial={trial}"]
         paths = TrialPaths(root / "arith" / trial)
-        before = os.times()
-        with self.beside(paths):
-            result = subprocess.run(
+        environment = {**os.environ, "PYTHONPATH": str(self.checkout), **self.environment}
+        with tempfile.TemporaryFile("w+") as output, self.beside(paths):
+            process = subprocess.Popen(
                 [*command, *overrides, *self.overrides],
                 stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
+                stdout=output,
+                stderr=subprocess.STDOUT,
                 cwd=self.checkout,
-                env={**os.environ, "PYTHONPATH": str(self.checkout), **self.environment},
+                env=environment,
             )
-        if result.returncode:
-            words = result.stdout[-3000:] + result.stderr[-3000:]
-            raise SystemExit(f"{self.checkout}: {' '.join(command)} failed with {result.returncode}:\n{words}")
-        after = os.times()  # includes children that were waited for, and their children
-        seconds = after.children_user + after.children_system - before.children_user - before.children_system
+            code, seconds = _finish(process)
+            if code:
+                output.seek(0)
+                raise SystemExit(f"{self.checkout}: {' '.join(command)} ended with {code}:\n{output.read()[-6000:]}")
         return paths, seconds
+
+
+def _finish(process: subprocess.Popen[bytes]) -> tuple[int, float]:
+    """Wait for a run. Return its exit code and the CPU seconds of all its processes."""
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        while time.monotonic() < deadline:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)  # includes children that were waited for, and theirs
+            if pid:
+                process.returncode = os.waitstatus_to_exitcode(status)
+                return process.returncode, usage.ru_utime + usage.ru_stime
+            time.sleep(0.1)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            process.wait()
+    raise SystemExit(f"{process.args!r} has not ended within {TIMEOUT_S:g} s")
 
 
 def measure(paths: TrialPaths, cpu_s: float) -> dict[str, float]:
@@ -103,7 +122,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--steps", type=int, default=80, help="per run")
     parser.add_argument("--groups", type=int, default=16, help="batch size in prompts")
+    parser.add_argument("--together", action="store_true", help="both of a pair at once, each on half of the cores")
     parser.add_argument("--override", action="append", default=[], help="the same for both; may be repeated")
+
+
+def _each(order: tuple[Side, Side], pair: int, run: Callable[[Side, int], None], *, together: bool) -> None:
+    """Run both sides: one after the other, or at the same time, each on half of the cores."""
+    if not together:
+        for side in order:
+            run(side, pair)
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    halves = (set(cores[:half]), set(cores[half : 2 * half]))
+
+    def pinned(side: Side, mine: set[int]) -> None:
+        os.sched_setaffinity(0, mine)  # of this thread; a process that it starts inherits them
+        run(side, pair)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(pinned, side, mine) for side, mine in zip(order, halves, strict=True)]:
+            done.result()
 
 
 def compare(name: str, options: argparse.Namespace, make_sides: Callable[[Path], tuple[Side, Side]]) -> None:
@@ -125,18 +164,22 @@ def compare(name: str, options: argparse.Namespace, make_sides: Callable[[Path],
             *options.override,
         ]
         rows: list[dict[str, Any]] = []
+
+        def run(side: Side, pair: int) -> None:
+            paths, cpu_s = side.launch(root, f"{side.name}-{pair}", overrides)
+            rows.append({"pair": pair, "mode": side.name} | measure(paths, cpu_s) | side.check(paths))
+            shutil.rmtree(paths.root)
+            print(rows[-1], flush=True)
+
         for pair in range(options.pairs):
-            for side in (first, second) if pair % 2 == 0 else (second, first):
-                paths, cpu_s = side.launch(root, f"{side.name}-{pair}", overrides)
-                rows.append({"pair": pair, "mode": side.name} | measure(paths, cpu_s) | side.check(paths))
-                shutil.rmtree(paths.root)
-                print(rows[-1], flush=True)
+            order = (first, second) if pair % 2 == 0 else (second, first)
+            _each(order, pair, run, together=options.together)
         found = {figure: ratios(rows, first.name, second.name, figure) for figure in FIGURES}
         ends = [
             {"pair": f"{first.name}/{second.name}", "mode": end} | {figure: found[figure][end] for figure in FIGURES}
             for end in ("mean", "error", "least", "greatest")
         ]
-        settings = {key: getattr(options, key) for key in ("pairs", "steps", "groups", "override")}
+        settings = {key: getattr(options, key) for key in ("pairs", "steps", "groups", "together", "override")}
         report(name, [*rows, *ends], settings | {"skip": SKIP, f"{first.name}_over_{second.name}": found})
     finally:
         shutil.rmtree(root, ignore_errors=True)

@@ -34,7 +34,7 @@ from realsys.timeline.read import read_timeline
 
 PAGE_S, SCRAPE_EVERY = 2.0, 8  # as the page does, and about as often as Prometheus by default
 CURVES_S = 100
-STILL = "optimizer.lr=1e-12"  # the policy does not learn
+STILL = "train.optimizer.lr=1e-12"  # the policy does not learn
 ON = (STILL, f"telemetry.curves_every_s={CURVES_S}")  # the rest is the default
 OFF = (
     STILL,
