@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from realsys.cluster.network import free_ports
 from realsys.launch.commands.audit import audit_trial
 from tests.support.jobs.jobs import BOUND_S, Job, arith, processes_of, run, running
 from tests.support.processes.agents import start_agent
+from tests.support.processes.ports import lasting_ports
 
 pytestmark = [pytest.mark.system, pytest.mark.needs("etcd")]
 
@@ -66,7 +66,7 @@ def kinds_of(agent: subprocess.Popen[bytes]) -> set[str]:
 
 
 def test_spare_takes_the_place_of_a_killed_node(tmp_path: Path) -> None:
-    [port] = free_ports(1)
+    [port] = lasting_ports(1)
     root, argv = arith(tmp_path, "nodes", *SETTINGS, f"cluster.name_store.address=127.0.0.1:{port}")
     agents = [start_agent(root, f"host{letter}", tmp_path / f"{letter}.txt") for letter in "abc"]
     try:
