@@ -47,11 +47,13 @@ def test_items_of_dead_service_are_judged_elsewhere():
 
 
 def test_full_service_delays_and_refuses_nothing():
+    """It has room for one of three requests, and wants the next one after a second."""
+
     async def body():
         async with services(1, items=16) as [service], client_of([service]) as client:
             await correct(client, "a")
-            verdicts = await outcomes(client, [Item("", "wait", "0.01")] * 100)
-            assert [verdict.correct for verdict in verdicts] == [False] * 100
+            verdicts = await outcomes(client, [Item("", "wait", "0.01")] * 48)
+            assert [verdict.correct for verdict in verdicts] == [False] * 48
             info = service.server.info()
             assert info.refused["load"] > 0 and (info.held, info.held_bytes) == (0, 0)
 
