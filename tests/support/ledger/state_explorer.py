@@ -72,7 +72,8 @@ class Copier:
     def __init__(self, *shared: type) -> None:
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
-        self._table: dict[type, Callable[[Any], Any]] = {**dict.fromkeys(shared, self._reduce), Counter: _reduce_counter}
+        self._table: dict[type, Callable[[Any], Any]] = {Counter: _reduce_counter}
+        self._table |= dict.fromkeys(shared, self._reduce)
 
     def _reduce(self, shared: Any) -> tuple[Callable[[int], Any], tuple[int]]:
         number = self._numbers.setdefault(id(shared), len(self._objects))
