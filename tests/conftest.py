@@ -34,6 +34,23 @@ _shared_servers: set[int] = set()  # pids that belong to session fixtures, which
 STANDING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
+# ---- property tests
+
+
+def pytest_configure() -> None:
+    """Draw the same examples in every run, and bound no time: a loaded machine must not fail a property.
+
+    Hypothesis itself fails an example that takes 200 ms. Some machines run the GPU tests only, without Hypothesis.
+    """
+    with contextlib.suppress(ImportError):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile(
+            "realsys", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+        )
+        settings.load_profile("realsys")
+
+
 # ---- needs(...)
 
 

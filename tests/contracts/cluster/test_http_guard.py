@@ -171,7 +171,9 @@ def test_connection_whose_next_request_never_begins_is_closed(
         connection.sendall(head(10).replace(b"Connection: close\r\n", b"") + bytes(10))
         answer = b""
         while not answer.endswith(b"\r\n\r\n10"):
-            answer += connection.recv(65536)
+            part = connection.recv(65536)
+            assert part, answer
+            answer += part
         connection.sendall(b"\r\n")
         assert connection.recv(65536) == b""
 

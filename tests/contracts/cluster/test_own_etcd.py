@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from realsys.cluster.failure import read_errors
-from realsys.cluster.network import free_ports
 from realsys.cluster.process import RUN_ID, SHIELDED
 from realsys.cluster.store.etcd_store import EtcdNameStore
 from realsys.config.dump import write_config
@@ -23,6 +22,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import WaitTimeout
 from realsys.launch.processes.own_etcd import etcd_answers
+from tests.support.processes.ports import lasting_ports
 
 BOUND_S = 60.0
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.needs("etcd")
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    store = {"backend": "etcd", "start": True, "address": f"127.0.0.1:{free_ports(1)[0]}"}
+    store = {"backend": "etcd", "start": True, "address": f"127.0.0.1:{lasting_ports(1)[0]}"}
     made = Config.model_validate({"fileroot": str(tmp_path), "cluster": {"name_store": store}})
     write_config(made, TrialPaths(tmp_path).config)
     return made

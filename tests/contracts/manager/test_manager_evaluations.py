@@ -54,7 +54,7 @@ class Evaluated:
         return await self.sample(problems)
 
     async def sample(self, problems: int) -> list[tuple[Ticket, asyncio.Task[list[Generated]]]]:
-        tickets = (await self.client.allocate(AllocateRequest(WORKER, problems, 1.0))).tickets
+        tickets = (await self.client.allocate(AllocateRequest(WORKER, problems, BOUND_S))).tickets
         assert [ticket.kind for ticket in tickets] == ["eval"] * problems
         calls = [Call(ticket, "0.0", PROMPT, LONG, ticket.seed) for ticket in tickets]
         begun = [(call.ticket, asyncio.create_task(self.engine.generate(call))) for call in calls]

@@ -9,7 +9,7 @@ import pytest
 from realsys.cluster.http.http_client import CallFailed, HttpClient
 from realsys.cluster.store.memory_store import MemoryNameStore
 from realsys.errors import ConfigError, NoVerifierError
-from realsys.reward.service import verdict_protocol
+from realsys.reward.service import room, verdict_protocol
 from realsys.reward.verifier_process import Limits
 from realsys.reward.verifiers.base import Item, Verdict
 from realsys.types import ServerAddress
@@ -36,7 +36,7 @@ def test_items_of_dead_service_are_judged_elsewhere():
     async def body():
         async with services(2) as (first, second), client_of([first, second]) as client:
             await outcomes(client, [Item("", "a", "a")] * 64)  # both have loaded the verifier
-            calls = asyncio.create_task(outcomes(client, [Item("", "wait", "0.1")] * 64))
+            calls = asyncio.create_task(outcomes(client, [Item("", "wait", "0.03")] * 64))
             await until(lambda: first.server.info().held and second.server.info().held)
             await first.stop()
             assert [verdict.correct for verdict in await calls] == [False] * 64
@@ -46,7 +46,10 @@ def test_items_of_dead_service_are_judged_elsewhere():
     bounded(body)
 
 
-def test_full_service_delays_and_refuses_nothing():
+def test_full_service_delays_and_refuses_nothing(monkeypatch):
+    """It asks for a wait of a second, not of the ten that its rate would need."""
+    monkeypatch.setattr(room, "_LAST_S", room._FIRST_S)
+
     async def body():
         async with services(1, items=16) as [service], client_of([service]) as client:
             await correct(client, "a")

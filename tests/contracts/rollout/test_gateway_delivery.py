@@ -64,7 +64,7 @@ def test_real_client_that_times_out_trains_nothing(tokenizer):
 
     async def body(episode, engine):
         with pytest.raises(openai.APITimeoutError):
-            await episode.sdk(timeout=0.1).chat.completions.create(model="m", messages=[USER])
+            await episode.sdk(timeout=1.0).chat.completions.create(model="m", messages=[USER])
         engine.gate.set()
         await until(lambda: episode.session.capture.metrics()["gateway/undelivered"])
         assert episode.session.capture.rows() == [] and len(episode.engine.returned) == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -133,13 +135,27 @@ def test_call_to_missing_worker_reaches_no_worker() -> None:
     asyncio.run(run())
 
 
-def test_timeout_names_the_workers_without_reply() -> None:
+def test_timeout_names_the_workers_without_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is over when the test says so: after the one reply has arrived."""
+
     async def run() -> None:
         stream = MasterStream()
         routed, endpoints = await routed_mesh(stream)
-        call = routed.broadcast([0, 1, 2], "mfc", Empty(), Who, timeout_s=0.5)
+        loop, expire = asyncio.get_running_loop(), list[Callable[[], None]]()
+        call_later = loop.call_later
+
+        def noted(delay: float, callback: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
+            if delay == BOUND_S:
+                expire.append(functools.partial(callback, *args))
+            return call_later(delay, callback, *args)
+
+        monkeypatch.setattr(loop, "call_later", noted)
+        call = routed.broadcast([0, 1, 2], "mfc", Empty(), Who, timeout_s=BOUND_S)
         await answer(endpoints[1])
-        with pytest.raises(WaitTimeout, match="model_worker/0, model_worker/2: no reply to mfc in 0.5 s"):
+        await asyncio.gather(routed.request(1, "later", Empty(), Who), answer(endpoints[1]))  # behind the reply
+        [end] = expire
+        end()
+        with pytest.raises(WaitTimeout, match="model_worker/0, model_worker/2: no reply to mfc in 60 s"):
             await call
         await close(stream, endpoints)
 

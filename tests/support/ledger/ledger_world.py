@@ -25,13 +25,18 @@ from realsys.manager.ledger.order import PromptOrder
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.messages import TrainedRequest
 from realsys.manager.overview import status
+from realsys.manager.routing.fan_out import FanOut
+from realsys.manager.routing.health import BlameRules
+from realsys.manager.routing.holds import HoldRules
+from realsys.manager.routing.placement import Gate
+from realsys.manager.routing.servers import Pace
 from realsys.manager.settings import ManagerSettings
 from realsys.manager.state import ManagerState
 from realsys.master.intake_state import IntakeSettings, IntakeState
 from realsys.master.stuck import StuckCheck
 from realsys.types import PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.support.ledger.fingerprints import KEY, ledger_key, manager_key, recount
-from tests.support.ledger.state_explorer import Copier
+from tests.support.ledger.state_explorer import Copier, Passed
 
 Truth = Literal["running", "finished", "waiting", "claimed", "dropped", "trained"]
 LEASE_S = 100.0
@@ -109,8 +114,10 @@ class Attempt:
 
 
 #: The model's own fields that tell no two states apart.
-_BOOKKEEPING = {"bounds", "manager", "journal", "synced", "syncs", "prompts", "oldest"}
-COPIER = Copier(PromptOrder, ManagerSettings, StalenessBound, Bounds)
+_BOOKKEEPING = {"bounds", "passed", "manager", "journal", "synced", "syncs", "prompts", "oldest"}
+#: settings: frozen, so the copies of a state share them
+_SETTINGS = (ManagerSettings, IntakeSettings, StalenessBound, BlameRules, FanOut, Gate, HoldRules, Pace, PromptOrder)
+COPIER = Copier(Bounds, Passed, *_SETTINGS)
 
 
 @dataclass
@@ -142,6 +149,7 @@ class WorldState:
     batch: list[SampleMeta] = field(default_factory=list)
     oldest: dict[tuple[str, int], int] = field(default_factory=dict)  # (ticket, attempt) -> version of its tokens
     weights: list[list[str]] = field(default_factory=list)  # tickets that each version trained
+    passed: Passed = field(default_factory=Passed)
 
     def __post_init__(self) -> None:
         self.births = {SERVER: 1, **dict.fromkeys(self._workers(), 1)}
@@ -186,8 +194,8 @@ class WorldState:
                 assert [end] == [f"trained@{k}" for k in told], f"{ticket_id}: {end}, in the weights of {told}"
         self._check_prompts()
         self._check_reservations()
-        self._check_snapshot()
-        self._check_audit()
+        self.passed.once(self._check_snapshot, COPIER.dump(ledger))
+        self.passed.once(self._check_audit, repr(self._told()).encode(), *self.journal)
 
     def _check_prompts(self) -> None:
         """Each prompt of the epoch is to come, pending, or has had its one end."""
@@ -221,8 +229,7 @@ class WorldState:
         auditor = Auditor()
         for number, event in enumerate(self._events(), 1):
             auditor.observe(event, number)
-        told = {k: t for k, t in enumerate(self.weights, 1) if t and self.truth.get(t[0]) == "trained"}
-        auditor.compare_steps(told)
+        auditor.compare_steps(self._told())
         failed = {check.name: check.problems for check in auditor.report().checks if not check.ok}
         assert not failed, f"the audit says {failed}"
 
@@ -242,6 +249,10 @@ class WorldState:
             if not isinstance(copy, EvalEvent):
                 ledger.apply(copy)  # type: ignore[arg-type]
         assert ledger_key(ledger) == ledger_key(self.manager.ledger), f"not what the journal says: {events}"
+
+    def _told(self) -> dict[int, list[str]]:
+        """Return the tickets of each version whose training the manager knows."""
+        return {k: t for k, t in enumerate(self.weights, 1) if t and self.truth.get(t[0]) == "trained"}
 
     # -- questions -----------------------------------------------------------------------------------------------------
 

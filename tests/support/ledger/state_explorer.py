@@ -10,6 +10,7 @@ no end can be reached by actions without cost is stuck, however the faults befor
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import io
 import marshal
@@ -71,7 +72,8 @@ class Copier:
     def __init__(self, *shared: type) -> None:
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
-        self._table = dict.fromkeys(shared, self._reduce)
+        self._table: dict[type, Callable[[Any], Any]] = {Counter: _reduce_counter}
+        self._table |= dict.fromkeys(shared, self._reduce)
 
     def _reduce(self, shared: Any) -> tuple[Callable[[int], Any], tuple[int]]:
         number = self._numbers.setdefault(id(shared), len(self._objects))
@@ -90,6 +92,30 @@ class Copier:
     def load(self, dumped: bytes) -> Any:
         _Lookup.objects = self._objects
         return pickle.loads(dumped)
+
+
+def _reduce_counter(counter: Counter[Any]) -> tuple[Any, ...]:
+    """Have pickle fill a Counter as any dict: its own way counts the items again, which takes longer than the rest."""
+    return copyreg.__newobj__, (Counter,), None, None, iter(counter.items())  # type: ignore[attr-defined]
+
+
+class Passed:
+    """Pure checks that have passed in one exploration, with their inputs: many states have the same ledger, or journal.
+
+    All copies of a state share it: its type is one of the shared types of their Copier.
+    """
+
+    def __init__(self) -> None:
+        self._digests: set[bytes] = set()
+
+    def once(self, check: Callable[[], None], *inputs: bytes) -> None:
+        """Call ``check``, whose result depends on ``inputs`` only, unless it has passed with them."""
+        digest = hashlib.blake2b(digest_size=16)
+        for part in (check.__name__.encode(), *inputs):
+            digest.update(len(part).to_bytes(8, "big") + part)
+        if digest.digest() not in self._digests:
+            check()
+            self._digests.add(digest.digest())
 
 
 class _Lookup:
@@ -125,8 +151,9 @@ def explore(initial: S, copier: Copier, *, at_most: int = 500_000) -> Found:
         if state.is_final():
             finals.add(number)
             continue
-        for action in state.enabled():
-            successor: S = copier.load(dumped)
+        actions = list(state.enabled())
+        for action in actions:
+            successor: S = state if action is actions[-1] else copier.load(dumped)
             try:
                 successor.apply(action)
                 key = successor.key()
@@ -172,6 +199,11 @@ def _cannot_reach(ends: set[int], states: int, sources: array[int], targets: arr
     return set(range(states)) - reached
 
 
+def _in_order(items: list[Any]) -> tuple[Any, ...]:
+    """Return items that have no order in one that does not depend on their past; ``repr`` is slow."""
+    return tuple(sorted(items, key=repr) if len(items) > 1 else items)
+
+
 class Canonical:
     """Plain tuples that are equal for two values that behave alike. ``views``: by type, the parts that decide."""
 
@@ -193,9 +225,9 @@ class Canonical:
         if kind is Counter:
             value = {name: number for name, number in value.items() if number}
         if isinstance(value, dict):
-            return tuple(sorted([(self.of(k), self.of(v)) for k, v in value.items()], key=repr)) if value else ()
+            return _in_order([(self.of(k), self.of(v)) for k, v in value.items()])
         if isinstance(value, set | frozenset):
-            return tuple(sorted([self.of(item) for item in value], key=repr))
+            return _in_order([self.of(item) for item in value])
         if kind in self._views:
             return self.of(self._views[kind](value))
         read = self._readers.get(kind) or self._readers.setdefault(kind, self._reader(value))

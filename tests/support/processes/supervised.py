@@ -64,7 +64,7 @@ class Trial:
         *specs: ProcessSpec,
         until: Sequence[str] = (),
         then: Callable[[Supervisor], Awaitable[None] | None] | None = None,
-        stop_timeout_s: float = 5.0,
+        stop_timeout_s: float = 60.0,
         min_share: float = 0.0,
         **hooks: Any,
     ) -> Outcome:

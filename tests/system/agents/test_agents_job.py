@@ -28,7 +28,8 @@ CHAT = [
 ]
 
 
-TIMEOUT = "it did not end within rollout.agent_limits.episode_timeout_s=0.5"
+SHORT = "rollout.agent_limits.episode_timeout_s=0.5"
+TIMEOUT = f"it did not end within {SHORT}"
 #: of a tool call, in a demonstration
 ARGUMENTS = {"calculator": '"expression": "{expression}"', "python": '"code": "print({expression})"'}
 
@@ -103,15 +104,14 @@ def test_tokens_are_trained_at_the_temperature_asked_for(tmp_path: Path) -> None
     ("run", "settings", "cause"),
     [
         ("broken", [], "two tickets in a row failed with the same error: KeyError: 'level' ({folder}/failing.py:2"),
-        ("hangs", ["rollout.group_size=1", "evaluation.problems=0"], f"128 of them: {TIMEOUT}"),
+        ("hangs", ["rollout.group_size=1", "evaluation.problems=0", SHORT], f"128 of them: {TIMEOUT}"),
     ],
     ids=["defect", "timeout"],
 )
 def test_agent_that_always_fails_ends_the_run(tmp_path: Path, run: str, settings: list[str], cause: str) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
-    limits = ["rollout.agent_limits.episode_timeout_s=0.5", "rollout.workers=1", "warmup.steps=2"]
-    agent = [f"rollout.agent=failing:{run}", *settings]
-    job = run_agent(tmp_path, "arith_chat", *agent, *limits, env={"PYTHONPATH": str(tmp_path)})
+    settings = [f"rollout.agent=failing:{run}", "rollout.workers=1", "warmup.steps=2", *settings]
+    job = run_agent(tmp_path, "arith_chat", *settings, env={"PYTHONPATH": str(tmp_path)})
     assert job.returncode not in (0, None)
     assert "StuckError" in job.stderr and cause.format(folder=tmp_path) in job.stderr
 

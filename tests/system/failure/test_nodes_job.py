@@ -10,17 +10,18 @@ from typing import Any
 import psutil
 import pytest
 
-from realsys.cluster.network import free_ports
 from realsys.launch.commands.audit import audit_trial
 from tests.support.jobs.jobs import BOUND_S, Job, arith, processes_of, run, running
 from tests.support.processes.agents import start_agent
+from tests.support.processes.ports import lasting_ports
 
 pytestmark = [pytest.mark.system, pytest.mark.needs("etcd")]
 
+STEPS = 16
 LEASE_S = 4.0
 NEXT_STEP_S = 60.0
 SETTINGS = [
-    *("train.total_steps=40", "evaluation.problems=0", "checkpoint.every_steps=2", "allocation=serve.d1+d2"),
+    *(f"train.total_steps={STEPS}", "evaluation.problems=0", "checkpoint.every_steps=2", "allocation=serve.d1+d2"),
     *("cluster.nodes=2", "cluster.spare_nodes=1", "cluster.host=0.0.0.0"),
     *("name_store=etcd", "cluster.name_store.start=true"),
     *(f"cluster.lease_s={LEASE_S}", "cluster.heartbeat_s=1.0"),
@@ -66,7 +67,7 @@ def kinds_of(agent: subprocess.Popen[bytes]) -> set[str]:
 
 
 def test_spare_takes_the_place_of_a_killed_node(tmp_path: Path) -> None:
-    [port] = free_ports(1)
+    [port] = lasting_ports(1)
     root, argv = arith(tmp_path, "nodes", *SETTINGS, f"cluster.name_store.address=127.0.0.1:{port}")
     agents = [start_agent(root, f"host{letter}", tmp_path / f"{letter}.txt") for letter in "abc"]
     try:
@@ -92,5 +93,5 @@ def test_spare_takes_the_place_of_a_killed_node(tmp_path: Path) -> None:
     assert took_s < NEXT_STEP_S, f"the next step came after {took_s:.0f} s"
     assert " takes the place of " in job.stdout and "as node node1" in job.stdout
     audit = audit_trial(job.paths)
-    assert audit.ok and audit.states["trained"] == 40 * 8, audit
+    assert audit.ok and audit.states["trained"] == STEPS * 8, audit
     assert not processes_of(root)

@@ -44,10 +44,10 @@ MAY_RUN = "the job may have been submitted: look for it with squeue --name=arith
 
 
 @pytest.mark.parametrize(
-    ("script", "problem"),
+    ("script", "call_s", "problem"),
     [
-        ("exec sleep 60", "sbatch did not answer within 0.3 s"),
-        ("echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1", "Socket timed out"),
+        ("exec sleep 60", 0.3, "sbatch did not answer within 0.3 s"),
+        ("echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1", 60.0, "Socket timed out"),
     ],
 )
 def test_folder_of_a_possible_job_stays(
@@ -56,9 +56,10 @@ def test_folder_of_a_possible_job_stays(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     script: str,
+    call_s: float,
     problem: str,
 ) -> None:
-    monkeypatch.setattr(slurm_client, "_CALL_S", 0.3)
+    monkeypatch.setattr(slurm_client, "_CALL_S", call_s)
     assert submit(script) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert problem in line and MAY_RUN in line and line.endswith("runs/arith/t stays")

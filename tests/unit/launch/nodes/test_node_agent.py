@@ -251,7 +251,8 @@ def test_agent_that_lost_its_coordinator_says_so(tmp_path: Path) -> None:
     """The exit code tells a batch system that its job has no launcher."""
     argv = [sys.executable, "-c", COORDINATOR, str(tmp_path), str(tmp_path / "log"), SHOWN, str(LEASE_S)]
     coordinator = subprocess.Popen(argv)
-    agent = start_agent(tmp_path, "b", tmp_path / "agent.txt", 10.0, "--once")
+    poll((tmp_path / "coordinator.json").exists, "the address of the coordinator", BOUND_S)
+    agent = start_agent(tmp_path, "b", tmp_path / "agent.txt", 4.0, "--once")  # bounds its joining, and the last wait
     try:
         poll((tmp_path / "log").exists, "a process of the agent", BOUND_S)
         coordinator.kill()

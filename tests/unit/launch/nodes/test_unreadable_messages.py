@@ -19,7 +19,7 @@ from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.nodes.node_agent import NodeSignals, serve
 from tests.support.processes.agents import NAME, FakeAgent, FakeCoordinator
 
-LEASE_S, MARGIN_S = 1.0, 0.25
+LEASE_S, MARGIN_S = 2.0, 0.25
 NONSENSE = orders.Done()  # decodes as no other message
 
 

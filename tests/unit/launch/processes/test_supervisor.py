@@ -186,7 +186,7 @@ def test_child_that_ignores_sigterm_is_killed(trial: Trial) -> None:
         trial.spec("rollout_worker", 0, FOREVER),
         until=["model_worker/0", "rollout_worker/0"],
         then=stop_and_note,
-        stop_timeout_s=0.5,
+        stop_timeout_s=1.5,
     )
     assert outcome.killed == ["model_worker/0"]
     assert outcome.signal == signal.SIGINT

@@ -98,7 +98,8 @@ def test_missing_verdict_costs_one_completion(endpoint, fault, cause):
     judged(settings(endpoint), RIGHT)  # the settings are good
     endpoint.bodies.clear()
     endpoint.faults = ["", fault, fault]
-    config = settings(endpoint, f"{JUDGE}.retries=1", f"{JUDGE}.concurrency=1", f"{JUDGE}.timeout_s=0.5")
+    timeout_s = 1.0 if fault == "hang" else 60.0
+    config = settings(endpoint, f"{JUDGE}.retries=1", f"{JUDGE}.concurrency=1", f"{JUDGE}.timeout_s={timeout_s}")
 
     async def run():
         judge = LlmJudge(config, first_delay_s=0.01)
