@@ -45,7 +45,7 @@ def test_last_attempt_of_a_ticket_counts(tmp_path: Path) -> None:
 
 
 def test_wait_before_a_lost_rollout_is_unknown(tmp_path: Path) -> None:
-    """The RolloutWorker was killed after its push: the span of its rollout is missing, those of its episodes are there."""
+    """The RolloutWorker was killed after its push: it has recorded its episodes, but not the rollout."""
     spans = [span for span in read_timeline(small_trial(tmp_path).paths.spans).spans if span.name != "rollout"]
     step, wait = _step(spans)
     parts = parts_of_wait(wait, step, ways_of(spans))
