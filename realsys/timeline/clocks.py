@@ -92,7 +92,7 @@ def _agreed(exchanges: Iterable[Bounds]) -> Bounds:
 
 
 def _exchanges(spans: Mapping[str, Sequence[Span]]) -> dict[tuple[str, str], list[Bounds]]:
-    """Return (a, b) -> bounds by each exchange on what clock b must be moved by, if a stays. Each pair is there once."""
+    """Return (a, b) -> bounds by each exchange on what clock b must be moved by, if a stays; each pair once."""
     outer: dict[object, tuple[str, float, float]] = {}
     for clock, own in spans.items():
         for key, begin, end in _calls(own):
