@@ -12,7 +12,7 @@ FIELD = "telemetry.trackers"
 
 
 def check_trackers(config: Config) -> None:
-    """Raise ConfigError for an unknown tracker, wrong arguments, or a package that is not installed."""
+    """Raise ConfigError for an unknown tracker, wrong arguments, a package that is not installed, or a missing key."""
     telemetry = config.telemetry
     for name in telemetry.trackers:
         if telemetry.trackers.count(name) > 1:
@@ -21,6 +21,10 @@ def check_trackers(config: Config) -> None:
         tracker = TRACKER.load(name)
         if tracker.package and find_spec(tracker.package) is None:
             problem = f"needs the package {tracker.package}: pip install '{tracker.install or tracker.package}'"
+            raise ConfigError(FIELD, name, problem)
+        with TRACKER.guard(name, "cannot be checked"):
+            problem = tracker.problem(telemetry.tracker_args.get(name, {}))
+        if problem:
             raise ConfigError(FIELD, name, problem)
     if unused := [name for name in telemetry.tracker_args if name not in telemetry.trackers]:
         problem = f"names {unused[0]!r}, which is not in {FIELD}: add it there, or remove its arguments"

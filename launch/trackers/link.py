@@ -41,6 +41,8 @@ class Trackers:
         self._paths = paths
         self._say = say
         self._child: ChildProcess | None = None
+        self._is_ending = False
+        self._has_shown_failure = False
         self._reports: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -54,6 +56,7 @@ class Trackers:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
+        self._is_ending = True
         if (child := self._child) is None:
             return
         finish_s = float(self._config.telemetry.tracker_finish_s)
@@ -72,8 +75,7 @@ class Trackers:
         # A descendant that left the group may still have the pipe.
         await asyncio.wait([self._reports], timeout=_KILL_AFTER_S)
         self._reports.cancel()
-        if code:
-            self._say(f"the process of the trackers {how_it_ended(code)} ({self._log})")
+        self._show_failure(code)
 
     @property
     def _log(self) -> Path:
@@ -88,7 +90,7 @@ class Trackers:
             raise
         finally:
             os.close(write)
-        self._reports = asyncio.create_task(self._show_reports(read))
+        self._reports = asyncio.create_task(self._watch(self._child, read))
 
     def _spawn(self, reports: int) -> ChildProcess:
         """Start the process. Its order is in memory and not in a pipe, whose writer would wait for its reader."""
@@ -111,6 +113,18 @@ class Trackers:
             os.getpid(),
             config.model_dump(mode="json", exclude={"telemetry": {"tracker_args"}}),  # there may be keys in them
         )
+
+    async def _watch(self, child: ChildProcess, descriptor: int) -> None:
+        """Show the reports until the process has ended, and say so if the run goes on."""
+        await self._show_reports(descriptor)
+        if not self._is_ending and await child.exits_within(_KILL_AFTER_S):
+            self._show_failure(child.reap(), ": the run goes on without trackers")
+
+    def _show_failure(self, code: int, consequence: str = "") -> None:
+        """Say how the process ended if that was a failure, once."""
+        if code and not self._has_shown_failure:
+            self._has_shown_failure = True
+            self._say(f"the process of the trackers {how_it_ended(code)} ({self._log}){consequence}")
 
     async def _show_reports(self, descriptor: int) -> None:
         """Show the reports until the process has ended."""

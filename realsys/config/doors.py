@@ -35,6 +35,7 @@ class Door:
     contract  check of a loaded object
     settings  built-in name -> "module:function" that checks the part's arguments, against the configuration and this
               machine: ``function(arguments, config)`` returns the problem, or None
+    arguments  configuration field of the part's arguments; "": ``field`` with ``_args``
     """
 
     field: str
@@ -42,10 +43,16 @@ class Door:
     builtin: Mapping[str, str]
     contract: Contract
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    arguments: str = ""
 
     def at(self, field: str) -> Door:
         """Return this door for another field of the configuration, which errors then name."""
         return dataclasses.replace(self, field=field)
+
+    @property
+    def arguments_field(self) -> str:
+        """Configuration field that errors about arguments name."""
+        return self.arguments or f"{self.field}_args"
 
     def check(self, value: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Check a name before anything starts. Import strings are imported; built-in names only to check arguments.
@@ -65,7 +72,7 @@ class Door:
             return
         module, _, attribute = self.settings[value].partition(":")
         if problem := getattr(importlib.import_module(module), attribute)(arguments, config):
-            raise ConfigError(f"{self.field}_args", dict(arguments), problem)
+            raise ConfigError(self.arguments_field, dict(arguments), problem)
 
     def load(self, value: str) -> Any:
         """Import the object that ``value`` names, and check it against the contract. Raises ConfigError."""
@@ -120,7 +127,7 @@ class Door:
         try:
             inspect.signature(loaded).bind(None, **arguments)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{self.field}_args", dict(arguments), f"do not fit {value}: {error}") from None
+            raise ConfigError(self.arguments_field, dict(arguments), f"do not fit {value}: {error}") from None
 
 
 def takes(*names: str) -> Contract:
@@ -225,7 +232,7 @@ class AgentDoor(Door):
 
     def _check_arguments(self, value: str, loaded: Any, arguments: Mapping[str, Any]) -> None:
         if problem := argument_problem(loaded, kind_of(loaded)[0], dict(arguments)):
-            raise ConfigError(f"{self.field}_args", dict(arguments), f"do not fit {value}: {problem}")
+            raise ConfigError(self.arguments_field, dict(arguments), f"do not fit {value}: {problem}")
 
 
 AGENT = AgentDoor(
@@ -376,4 +383,5 @@ TRACKER = Door(
         "wandb": "realsys.telemetry.trackers.wandb:WandbTracker",
     },
     derives("realsys.telemetry.trackers.base:Tracker"),
+    arguments="telemetry.tracker_args",
 )

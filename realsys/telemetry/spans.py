@@ -73,7 +73,8 @@ SPANS: Mapping[str, str] = MappingProxyType(
 FLUSH_S = 1.0
 #: spans that wait for the next flush
 MOST_QUEUED = 50_000
-#: segments of a process: the oldest one is removed, so a folder holds between 7/8 and 8/8 of its size
+#: A segment has at most this part of the bytes of a process. The oldest ones are removed, so a full folder holds
+#: between 7/8 and 8/8 of its limit.
 SEGMENTS = 8
 #: spans of one line, which a death in the middle of its write costs
 _LINE = 1000
@@ -107,7 +108,9 @@ class Recorder:
         self._folder = folder
         self._process = process
         self._incarnation = incarnation
+        self._limit = limit
         self._segment_bytes = max(1, limit // SEGMENTS)
+        self._room = MOST_QUEUED
         self._queue: deque[RawSpan] = deque()
         self._dropped = 0
         self._file: BinaryIO | None = None
@@ -121,7 +124,7 @@ class Recorder:
 
     def record(self, span: RawSpan) -> None:
         """Queue a span. Any thread."""
-        if len(self._queue) < MOST_QUEUED:
+        if len(self._queue) < self._room:
             self._queue.append(span)
         else:
             self._dropped += 1
@@ -129,7 +132,7 @@ class Recorder:
     def flush(self) -> None:
         """Write all queued spans. After an error of the disk, drop them and all later ones."""
         with self._flushing:
-            if self._dropped:
+            if self._dropped and self._room:
                 dropped, self._dropped = self._dropped, 0
                 self._queue.append((LOST, now(), 0, "", {"spans": dropped}))
             while self._queue and not self._stopped.is_set():
@@ -165,7 +168,12 @@ class Recorder:
             self._file.close()
         self._folder.mkdir(parents=True, exist_ok=True)
         segments = sorted(self._folder.glob(f"*{SUFFIX}"))
-        for old in segments[: max(0, len(segments) + 1 - SEGMENTS)]:
+        # By size and not by number: a process that dies often leaves short segments, which must not push out long ones.
+        total = sum(map(_size, segments))
+        for old in segments:
+            if total + self._segment_bytes <= self._limit:
+                break
+            total -= _size(old)
             old.unlink(missing_ok=True)
         # Numbers grow over the incarnations of a process: their order is the age.
         number = int(segments[-1].stem) + 1 if segments else 0
@@ -185,6 +193,8 @@ class Recorder:
 
     def _end(self) -> None:
         self._stopped.set()
+        self._room = 0
+        self._queue.clear()
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -269,6 +279,14 @@ class Phases:
         if self.name:
             add(self.name, self._begin, end, self._unit, **facts)
         self.name, self._begin = name, end
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a segment; 0 if a predecessor that still ends has removed it."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _boot_id() -> str:

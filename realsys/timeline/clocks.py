@@ -8,7 +8,10 @@ inside of the call.
     server's host          |<── served ──>|            begin(call) <= begin(served), end(served) <= end(call)
 
 Each exchange bounds the difference of the two clocks from both sides, and all of them together bound it well. If wall
-times obey all bounds, they stay. Otherwise the clock moves to the middle of what the bounds allow.
+times obey the bounds, they stay. Otherwise the clock moves to the middle of what the bounds allow.
+
+A few exchanges may be paired wrongly: after a roll-back the calls of a step have the names of those before it, and a
+killed caller has not recorded its side. So the bounds are those that most exchanges agree on.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from realsys.telemetry.spans import Header
@@ -26,6 +30,10 @@ if TYPE_CHECKING:
 
 #: process whose host has the clock of the timeline
 REFERENCE = "gserver_manager/0"
+
+
+#: least and greatest seconds by which a clock must be moved
+Bounds = tuple[float, float]
 
 
 class Offset(NamedTuple):
@@ -50,7 +58,8 @@ def offsets_of(spans: Mapping[str, Sequence[Span]]) -> dict[str, Offset]:
     reference = next(
         (clock for clock, own in spans.items() if any(span.process == REFERENCE for span in own)), next(iter(spans))
     )
-    bounds = _bounds(spans)
+    bounds = {pair: _agreed(found) for pair, found in _exchanges(spans).items()}
+    bounds |= {(b, a): (-high, -low) for (a, b), (low, high) in bounds.items()}
     offsets = {reference: Offset(0.0, 0.0)}
     todo = deque([reference])
     while todo:
@@ -65,27 +74,42 @@ def offsets_of(spans: Mapping[str, Sequence[Span]]) -> dict[str, Offset]:
 
 
 def _correction(low: float, high: float) -> tuple[float, float]:
-    """Return the correction within its bounds, and its error. Bounds of clocks that drift may cross."""
-    error = abs(high - low) / 2
-    return (0.0, max(abs(low), abs(high))) if low <= 0.0 <= high else ((low + high) / 2, error)
+    """Return the correction within its bounds, and its error."""
+    return (0.0, max(-low, high)) if low <= 0.0 <= high else ((low + high) / 2, (high - low) / 2)
 
 
-def _bounds(spans: Mapping[str, Sequence[Span]]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Return (a, b) -> bounds on what clock b must be moved by, if a stays; both ways of each pair."""
+def _agreed(exchanges: Iterable[Bounds]) -> Bounds:
+    """Return the bounds that the largest number of exchanges allow; of several such ones, those nearest to 0."""
+    edges = sorted(edge for low, high in exchanges for edge in ((low, 0), (high, 1)))  # begins before ends
+    count = most = 0
+    agreed = (0.0, 0.0)
+    for (low, is_end), (high, _) in pairwise(edges):
+        count += -1 if is_end else 1
+        nearer = max(low, -high, 0.0) < max(agreed[0], -agreed[1], 0.0)
+        if count > most or (count == most and nearer):
+            most, agreed = count, (low, high)
+    return agreed
+
+
+def _exchanges(spans: Mapping[str, Sequence[Span]]) -> dict[tuple[str, str], list[Bounds]]:
+    """Return (a, b) -> bounds by each exchange on what clock b must be moved by, if a stays; each pair once."""
     outer: dict[object, tuple[str, float, float]] = {}
     for clock, own in spans.items():
         for key, begin, end in _calls(own):
             outer[key] = clock, begin, end
-    bounds: dict[tuple[str, str], tuple[float, float]] = {}
+    found: dict[tuple[str, str], list[Bounds]] = {}
     for clock, own in spans.items():
         for key, begin, end in _served(own):
             if key not in outer or outer[key][0] == clock:
                 continue
             caller, call_begin, call_end = outer[key]
-            low, high = bounds.get((caller, clock), (float("-inf"), float("inf")))
-            bounds[caller, clock] = max(low, call_begin - begin), min(high, call_end - end)
-    mirrored = {(b, a): (-high, -low) for (a, b), (low, high) in bounds.items() if (b, a) not in bounds}
-    return bounds | mirrored
+            # The served side may seem longer than the call, because clocks drift: its bounds are in the wrong order.
+            low, high = sorted((call_begin - begin, call_end - end))
+            if caller < clock:
+                found.setdefault((caller, clock), []).append((low, high))
+            else:
+                found.setdefault((clock, caller), []).append((-high, -low))
+    return found
 
 
 def _calls(spans: Sequence[Span]) -> Iterator[tuple[object, float, float]]:

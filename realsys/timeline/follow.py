@@ -101,7 +101,8 @@ def _trained(spans: Sequence[Span]) -> Iterator[tuple[str, Trained]]:
             case "publish" if (number := number_of(span.unit, "version")) in steps:
                 steps[number].publish = span
             case "pause" if (number := number_of(span.unit, "version")) in steps:
-                steps[number].pauses.append(span)
+                if span.begin >= steps[number].step.begin:
+                    steps[number].pauses.append(span)
     # A step that a roll back undid may have had tickets of a later step with a lower number: the last in time counts.
     for trained in sorted(steps.values(), key=lambda trained: trained.step.begin):
         for ticket in tickets_in(str(trained.step.facts["tickets"])):

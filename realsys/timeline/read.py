@@ -8,6 +8,7 @@ or may have been killed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,25 @@ def read_timeline(folder: Path, window: Window | None = None, kind: str = "") ->
         sum(int(span.facts.get("spans", 0)) for span in merged if span.name == LOST),
         unread,
     )
+
+
+def bytes_of(folder: Path, window: Window) -> int:
+    """Return about how many bytes of spans under ``{trial}/spans`` lie in ``window``.
+
+    A segment counts with the share of its time that is in the window.
+    """
+    segments = [segment for process in _folders(folder) for segment in segments_of(process)]
+    base = base_offsets(segment.header for segment in segments)
+    total = 0.0
+    for segment in segments:
+        offset = base[segment.header.clock]
+        with contextlib.suppress(OSError):  # the process has removed it since
+            stat = segment.path.stat()
+            begin = (segment.header.monotonic_ns + offset) / 1e9
+            end = stat.st_mtime if segment.until is None else (segment.until + offset) / 1e9
+            inside = max(0.0, min(end, window[1]) - max(begin, window[0]))
+            total += stat.st_size * min(1.0, inside / max(end - begin, 1e-9))
+    return round(total)
 
 
 def shifted(spans: Sequence[Span], seconds: float) -> Sequence[Span]:

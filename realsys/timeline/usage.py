@@ -34,7 +34,7 @@ class ServerUse:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUse:
-    """Groups that all RolloutWorkers together play at a time, and that they could play besides, for want of tickets.
+    """Groups that all RolloutWorkers together play at a time, and further ones for which they wait for tickets.
 
     ``reasons``: reason that the manager gave for a refusal -> how often.
     """
@@ -92,13 +92,19 @@ def worker_use(spans: Iterable[Span], window: Window) -> WorkerUse:
     return WorkerUse(len(workers), playing / whole, empty / whole, dict(reasons))
 
 
-def life_of_groups(steps: Sequence[tuple[Span, Span]], ways: Ways) -> dict[str, float]:
+def life_of_groups(steps: Sequence[tuple[Span, Span]], ways: Ways, since: float = float("-inf")) -> dict[str, float]:
     """Return the mean seconds of a trained group by part, from its grant to the end of its step.
 
     ``steps``: (step, wait) of each. Besides the parts of a wait: ``buffered`` until its batch is complete, ``trained``.
+    A group whose rollout is not in the spans, or began before ``since``, is left out: its spans are not complete.
     """
     sums: defaultdict[str, float] = defaultdict(float)
-    groups = [(attempt, step, wait) for step, wait in steps for attempt in groups_of_batch(step, ways)]
+    groups = [
+        (attempt, step, wait)
+        for step, wait in steps
+        for attempt in groups_of_batch(step, ways)
+        if any(span.name == "rollout" and span.begin >= since for span in ways.attempts[attempt])
+    ]
     for attempt, step, wait in groups:
         for name, begin, end in way_of_group(attempt, ways):
             if name == "claim":

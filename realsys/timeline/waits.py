@@ -85,11 +85,14 @@ def _stored(spans: Iterable[Span]) -> float:
 def way_of_group(attempt: str, ways: Ways) -> list[tuple[str, float, float]]:
     """Split all of time by what the group of an attempt did: (part, begin, end), without overlaps."""
     own = ways.attempts[attempt]
-    begin = min(span.begin for span in own if span.name in {"rollout", "push"})
     push = max((span for span in own if span.name == "push"), key=lambda span: span.end)
     stored = max(push.begin, min(_stored(own), push.end))
-    pieces = [("ticket", float("-inf"), begin), ("push", push.begin, stored), ("claim", stored, float("inf"))]
     episodes = [ways.episodes[episode] for episode in ways.episodes_of.get(attempt, ())]
+    rollout = [span.begin for span in own if span.name == "rollout"]
+    # A RolloutWorker that was killed has not recorded its rollout: nothing tells when the ticket was granted.
+    before = "ticket" if rollout else "unknown"
+    begin = min([*rollout, *(span.begin for spans in episodes for span in spans if not rollout), push.begin])
+    pieces = [(before, float("-inf"), begin), ("push", push.begin, stored), ("claim", stored, float("inf"))]
     if not episodes:
         return [*pieces, ("unknown", begin, push.begin)]
     last = max(episodes, key=lambda spans: max(span.end for span in spans))

@@ -20,7 +20,7 @@ from realsys.errors import ConfigError, RealsysError
 from realsys.telemetry.steps import surviving_steps
 from realsys.timeline.advice import Facts, advice
 from realsys.timeline.follow import ways_of
-from realsys.timeline.read import Span, Window, read_timeline
+from realsys.timeline.read import Span, Window, bytes_of, read_timeline
 from realsys.timeline.step_times import StepTime, last_steps, step_times, sum_of
 from realsys.timeline.units import number_of
 from realsys.timeline.usage import ServerUse, WorkerUse, life_of_groups, server_use, worker_use
@@ -30,10 +30,11 @@ from realsys.timeline.waits import parts_of_wait
 LAST = 20
 #: share of the time that a trainer waits if generation is slower; less than that is the jitter of arrivals
 SLOWER = 0.1
-#: last steps whose spans are read: a large run has thousands of spans per second
-_WITH_SPANS = 50
-#: seconds before the first of them that are read: a group of its batch may have begun then
-_BEFORE_S = 3600.0
+#: (last steps whose spans are read, seconds before the first of them, in which a group of its batch may have begun):
+#: the first one with at most _MOST_BYTES of spans, because a large run has thousands of spans per second
+_READ = ((50, 3600.0), (20, 900.0), (5, 120.0), (1, 0.0))
+#: bytes of spans that are read: half a GiB of memory
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Report:
     steps     times of each step, and the parts of its wait in seconds; none without spans
     time      their sum
     waits     parts of the whole wait in seconds, from the steps with spans and scaled to all; empty without spans
-    covered   steps whose spans were read: at most the last 50
+    covered   steps whose spans were read: at most the last 50, fewer of a large run
     life      mean seconds of a group by part
     """
 
@@ -100,9 +101,9 @@ def explain(paths: TrialPaths, first: int | None = None, last: int | None = None
 
 
 def _with_spans(paths: TrialPaths, times: Sequence[StepTime], total: StepTime) -> Report:
-    read = times[-_WITH_SPANS:]
+    read, since = _to_read(paths, times)
     window = read[0].end - read[0].seconds, read[-1].end
-    spans = read_timeline(paths.spans, (window[0] - _BEFORE_S, window[1])).spans
+    spans = read_timeline(paths.spans, (since, window[1])).spans
     ways = ways_of(spans)
     found = _steps_of(spans, {time.step for time in read})
     steps, pairs = [], []
@@ -124,11 +125,21 @@ def _with_spans(paths: TrialPaths, times: Sequence[StepTime], total: StepTime) -
             covered=len(pairs),
             servers=server_use(spans, seen),
             workers=worker_use(spans, seen),
-            life=life_of_groups(pairs, ways),
+            life=life_of_groups(pairs, ways, since),
         )
     shares = {name: seconds / total.seconds for name, seconds in report.waits.items()} if total.seconds else {}
     facts = Facts(total, shares, report.servers, report.workers, _config(paths))
     return replace(report, advice=advice(facts))
+
+
+def _to_read(paths: TrialPaths, times: Sequence[StepTime]) -> tuple[Sequence[StepTime], float]:
+    """Return the steps whose spans are read, and the time from which on spans are read."""
+    for count, before_s in _READ:
+        read = times[-count:]
+        since = read[0].end - read[0].seconds - before_s
+        if bytes_of(paths.spans, (since, read[-1].end)) <= _MOST_BYTES:
+            break
+    return read, since
 
 
 def scaled(parts: Mapping[str, float], whole: float) -> dict[str, float]:

@@ -70,6 +70,18 @@ def test_crash_repeats_no_step(followed: Followed) -> None:
     assert [step for step, _ in curve(followed, "train/reward_mean")] == [1, 2, 3, 4]
 
 
+def test_crash_at_the_first_start_repeats_no_step(followed: Followed) -> None:
+    followed.crash("mlflow", train(1), train(2))
+    followed.play("mlflow", [train(3)])
+    assert [step for step, _ in curve(followed, "train/reward_mean")] == [1, 2, 3]
+
+
+def test_any_name_of_a_metric_is_taken(followed: Followed) -> None:
+    followed.play("mlflow", [train(1, metrics={"pass@1 (%)": 0.5, "tests//run/": 2.0})])
+    assert curve(followed, "train/metrics/pass_1 ___") == [(1, 0.5)]
+    assert curve(followed, "train/metrics/tests_/run_") == [(1, 2.0)]
+
+
 def test_roll_back_adds_a_second_value(followed: Followed) -> None:
     again = train(2, reward_mean=-1.0, time=3000.0)
     followed.play("mlflow", [train(1), train(2), recovered(1), again])

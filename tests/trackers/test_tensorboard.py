@@ -48,3 +48,9 @@ def test_crash_repeats_no_step(followed: Followed) -> None:
     followed.crash("tensorboard", train(2), train(3))
     followed.play("tensorboard", [train(4)])
     assert [step for step, _ in scalars(followed, "train", REWARD)] == [1, 2, 3, 4]
+
+
+def test_crash_at_the_first_start_repeats_no_step(followed: Followed) -> None:
+    followed.crash("tensorboard", train(1), train(2))
+    followed.play("tensorboard", [train(3)])
+    assert [step for step, _ in scalars(followed, "train", REWARD)] == [1, 2, 3]

@@ -30,7 +30,7 @@ class Run:
     folder     folder of the trial
     config     its configuration, as nested plain values
     version    version of realsys
-    delivered  kind -> step of the last point that this tracker got at an earlier start; {} at the first one
+    delivered  kind -> greatest step of the points that this tracker got at earlier starts; {} at the first one
     state      values that the tracker may change; each ``flush`` saves them, and the next start has them
     """
 
@@ -70,6 +70,14 @@ class Tracker(ABC):
 
     package: ClassVar[str] = ""
     install: ClassVar[str] = ""
+
+    @classmethod
+    def problem(cls, arguments: Mapping[str, Any]) -> str:
+        """Return why the tracker cannot work with these ``arguments`` on this machine; "" if it can.
+
+        Called before anything starts, so it must be quick: without the network, and without an import of ``package``.
+        """
+        return ""
 
     def __init__(self, run: Run) -> None:
         """A tracker that got points before (``run.delivered``) continues its curves."""

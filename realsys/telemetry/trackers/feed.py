@@ -21,7 +21,8 @@ from realsys.telemetry.points import CURVES, metrics_of, step_of
 from realsys.telemetry.steps import RECOVERED, StepRecord, StepTail
 from realsys.telemetry.trackers.base import Point, Run, Tracker
 
-BATCH = 500  # records between two positions
+#: records between two positions: few, because a tracker that takes them for a minute is taken for hanging
+BATCH = 50
 
 #: Makes the tracker of a run.
 Make = Callable[[Run], Tracker]
@@ -32,7 +33,7 @@ class Position(msgspec.Struct):
 
     offset     bytes of the step log that were delivered
     index      number of points
-    delivered  kind -> step of the last point that holds
+    delivered  kind -> greatest step of the points that hold
     state      ``Run.state``
     """
 
@@ -70,19 +71,25 @@ class Feed:
 
     def deliver(self) -> int:
         """Deliver what the step log has got since the last call, at most BATCH records. Returns their number."""
-        taken = 0
+        taken, noted, offset = 0, 0, self._tail.offset
         for record in islice(self._tail.records(), BATCH):
+            # A tracker may rewrite its file at a roll-back. So the points before it and the roll-back itself have
+            # positions of their own: after a crash in between no point is delivered twice.
+            is_roll_back = record["kind"] == RECOVERED
+            if is_roll_back and taken > noted:
+                self._commit(offset)
             self._take(record)
-            taken += 1
-            if record["kind"] == RECOVERED:
-                self._commit()  # a tracker may rewrite its file: points after that must not be delivered twice
-        if taken:
-            self._commit()
+            taken, offset = taken + 1, self._tail.offset
+            if is_roll_back:
+                self._commit(offset)
+                noted = taken
+        if taken > noted:
+            self._commit(offset)
         return taken
 
-    def _commit(self) -> None:
+    def _commit(self, offset: int) -> None:
         self._tracker.flush()
-        self._at.offset = self._tail.offset
+        self._at.offset = offset
         self._save()
 
     def close(self, status: str) -> None:
@@ -101,7 +108,8 @@ class Feed:
             time = float(when) if isinstance(when, int | float) else 0.0
             self._tracker.log(Point(kind, step, time, self._at.index, metrics_of(record)))
             self._at.index += 1
-            self._at.delivered[kind] = step
+            # Evaluations of several sets do not ascend: the one that was due first may have newer weights.
+            self._at.delivered[kind] = max(step, self._at.delivered.get(kind, step))
 
     def _roll_back(self, step: int) -> None:
         self._tracker.roll_back(step)

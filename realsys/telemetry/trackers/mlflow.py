@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from realsys.telemetry.points import CURVES
 from realsys.telemetry.trackers.base import Point, Run, Tracker
 
 RUN_ID = "run_id"  # entry of ``Run.state``
@@ -18,6 +20,9 @@ _ENDS = {"done": "FINISHED", "failed": "FAILED"}
 _MOST_METRICS = 1000  # metrics in one request
 _MOST_PARAMETERS = 100
 _LONGEST = 6000  # characters of a parameter's value
+_LONGEST_NAME = 250
+#: MLflow refuses the whole request for one such name: another character, an empty part of a path
+_NOT_IN_NAMES = re.compile(r"[^\w./ :-]|/(?=/|$)")
 
 
 class MlflowTracker(Tracker):
@@ -36,14 +41,14 @@ class MlflowTracker(Tracker):
             self._client.update_run(self._id, "RUNNING")
         else:
             self._id = run.state[RUN_ID] = self._begin(experiment or run.experiment, tags)
-        self._since = {kind: self._last(kind) for kind in run.delivered}
+        self._since = {kind: self._last(kind) for kind in CURVES} if run_id else {}
 
     def log(self, point: Point) -> None:
         stamp = int(point.time * 1000)
         if stamp <= self._since.get(point.kind, 0):
             return  # delivered before, and not noted
         values = {f"{point.kind}/step": float(point.step), **point.metrics}
-        metrics = [self._entities.Metric(name, value, stamp, point.step) for name, value in values.items()]
+        metrics = [self._entities.Metric(_named(name), value, stamp, point.step) for name, value in values.items()]
         for first in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=metrics[first : first + _MOST_METRICS])
 
@@ -56,7 +61,7 @@ class MlflowTracker(Tracker):
         number = found.experiment_id if found else self._client.create_experiment(experiment)
         names = {**tags, "realsys.folder": str(self.run.folder), "realsys.version": self.run.version}
         made = self._client.create_run(number, run_name=self.run.trial, tags=names).info.run_id
-        parameters = [self._entities.Param(name, text[:_LONGEST]) for name, text in _flat(self.run.config)]
+        parameters = [self._entities.Param(_named(name), text[:_LONGEST]) for name, text in _flat(self.run.config)]
         for first in range(0, len(parameters), _MOST_PARAMETERS):
             self._client.log_batch(made, params=parameters[first : first + _MOST_PARAMETERS])
         return str(made)
@@ -65,6 +70,11 @@ class MlflowTracker(Tracker):
         """Return the time of the newest point of ``kind`` that MLflow has, in unix milliseconds."""
         stamps = (value.timestamp for value in self._client.get_metric_history(self._id, f"{kind}/step"))
         return max(stamps, default=0)
+
+
+def _named(name: str) -> str:
+    """Return ``name`` as MLflow takes it: metrics of users and data sets may have any name."""
+    return _NOT_IN_NAMES.sub("_", name)[:_LONGEST_NAME]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

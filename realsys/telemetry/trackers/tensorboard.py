@@ -21,7 +21,7 @@ class TensorBoardTracker(Tracker):
 
     def log(self, point: Point) -> None:
         if point.kind not in self._files:
-            self._files[point.kind] = EventFile(self.run.folder / "tensorboard" / point.kind)
+            self._restart(point.kind, 0)  # also over the files of a start that was killed before its first position
         self._files[point.kind].scalars(point.step, point.time, point.metrics)
 
     def roll_back(self, step: int) -> None:

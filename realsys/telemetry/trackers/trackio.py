@@ -6,9 +6,11 @@ Trackio keeps every point that it got: after a roll-back a step has two.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from realsys.telemetry.trackers.base import Point, Run, Tracker
+from realsys.telemetry.trackers.signature import argument_problem
 
 STARTED = "started"  # entry of ``Run.state``
 
@@ -18,6 +20,10 @@ class TrackioTracker(Tracker):
 
     package = "trackio"
     install = "realsys[trackio]"
+
+    @classmethod
+    def problem(cls, arguments: Mapping[str, Any]) -> str:
+        return argument_problem("trackio", "__init__.py", arguments, ("name", "resume", "embed"))
 
     def __init__(self, run: Run, **arguments: Any) -> None:
         super().__init__(run)

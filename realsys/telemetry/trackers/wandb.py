@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from realsys.telemetry.points import CURVES
 from realsys.telemetry.trackers.base import Point, Run, Tracker
+from realsys.telemetry.trackers.signature import argument_problem
+from realsys.telemetry.trackers.wandb_key import key_problem
 
 RUN_ID = "run_id"  # entry of ``Run.state``
 
@@ -21,6 +24,10 @@ class WandbTracker(Tracker):
 
     package = "wandb"
     install = "realsys[wandb]"
+
+    @classmethod
+    def problem(cls, arguments: Mapping[str, Any]) -> str:
+        return argument_problem("wandb", "sdk/wandb_init.py", arguments, ("id", "resume")) or key_problem(arguments)
 
     def __init__(self, run: Run, **arguments: Any) -> None:
         super().__init__(run)

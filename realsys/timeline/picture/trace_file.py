@@ -55,6 +55,9 @@ def write_trace(paths: TrialPaths, out: Path, wanted: Wanted = Wanted()) -> Writ
     begin = min(span.begin for span in timeline.spans)
     end = max(span.end for span in timeline.spans)
     phases = [span for span in phases_of(StepTail(paths.steps).read()) if span.end > begin and span.begin < end]
+    if wanted != Wanted():
+        # A viewer shows the time of all spans: a phase of days would hide the chosen steps.
+        phases = [span._replace(begin=max(span.begin, begin), end=min(span.end, end)) for span in phases]
     events = [event for event in read_events(paths.events) if event.time <= end]
     with _opened(out) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')

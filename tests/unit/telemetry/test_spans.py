@@ -96,6 +96,16 @@ def test_folder_stays_below_its_limit(tmp_path: Path) -> None:
     assert "step/2-1999" in newest
 
 
+def test_short_lives_push_out_no_long_segment(tmp_path: Path) -> None:
+    """A process that dies at once, again and again, keeps the spans of its first life."""
+    folder = tmp_path / "spans" / "worker-0"
+    for incarnation in range(20):
+        recorder = Recorder(folder, "worker/0", str(incarnation), 1 << 20)
+        recorder.record(("call", incarnation, 1, f"step/{incarnation}", None))
+        recorder.stop()
+    assert [read.unit for read in read_timeline(tmp_path / "spans").spans] == [f"step/{n}" for n in range(20)]
+
+
 def test_full_queue_counts_what_it_drops(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "spans" / "worker-0", "worker/0", "1", 1 << 24)
     for number in range(MOST_QUEUED + 7):
@@ -112,6 +122,8 @@ def test_disk_error_ends_recording_only(tmp_path: Path, caplog: pytest.LogCaptur
         recorder.record(("call", 0, 1, "", None))
         recorder.flush()
     assert [record.message.partition(":")[0] for record in caplog.records] == ["no further spans of this process"]
+    recorder.record(("call", 0, 1, "", None))
+    assert not recorder._queue  # it would keep them for the whole run
 
 
 def test_fact_that_is_no_json_ends_recording_only(tmp_path: Path) -> None:

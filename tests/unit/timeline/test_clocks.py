@@ -67,3 +67,13 @@ def test_timeline_of_two_hosts_is_one(tmp_path: Path, wrong: float) -> None:
     (receive,) = timeline.named("receive")
     assert push.begin <= receive.begin <= push.end
     assert push.end == pytest.approx(START + 10.1, abs=0.6)
+
+
+def test_repeated_steps_move_no_clock() -> None:
+    """Steps 1 and 2 were trained again 100 s later, under the same names."""
+    times = [(1, 0.0), (2, 10.0), (1, 100.0), (2, 110.0), (3, 120.0)]
+    calls = [Span("master_worker/0", "call", t, t + 5, f"step/{k}", {"call": "actor_train"}) for k, t in times]
+    served = [Span("model_worker/0", "call", t + 1, t + 4, f"step/{k}", {"call": "actor_train"}) for k, t in times]
+    offset = offsets_of({"a": calls, "b": served})["b"]
+    assert offset.seconds == 0.0
+    assert offset.error == pytest.approx(1.0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from realsys.telemetry.spans import SUFFIX
-from realsys.timeline.read import read_timeline
+from realsys.timeline.read import bytes_of, read_timeline
 from tests.support.timelines.made_up import START, MadeUpTrial, raw, small_trial
 
 
@@ -46,3 +47,13 @@ def test_lost_spans_are_counted(tmp_path: Path) -> None:
     trial.spans("master_worker/0", [raw("step", 0, 5), raw("lost", 5, 5, spans=2)])
     trial.spans("model_worker/0", [raw("lost", 6, 6, spans=5)])
     assert read_timeline(trial.paths.spans).lost == 7
+
+
+def test_bytes_of_a_window_are_estimated(tmp_path: Path) -> None:
+    """The first segment lasts for 100 s, of which the window has a quarter."""
+    trial = MadeUpTrial(tmp_path)
+    first = trial.spans("master_worker/0", [raw("step", k, k + 1, f"step/{k}") for k in range(100)])
+    last = trial.spans("master_worker/0", [raw("step", 100, 101, "step/100")], segment=1)
+    os.utime(last, (START + 200, START + 200))
+    assert bytes_of(trial.paths.spans, (START + 50, START + 75)) == round(first.stat().st_size / 4)
+    assert bytes_of(trial.paths.spans, (START - 50, START + 999)) == first.stat().st_size + last.stat().st_size

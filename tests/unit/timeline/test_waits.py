@@ -44,6 +44,17 @@ def test_last_attempt_of_a_ticket_counts(tmp_path: Path) -> None:
     assert "decode" not in parts
 
 
+def test_wait_before_a_lost_rollout_is_unknown(tmp_path: Path) -> None:
+    """The RolloutWorker was killed after its push: it has recorded its episodes, but not the rollout."""
+    spans = [span for span in read_timeline(small_trial(tmp_path).paths.spans).spans if span.name != "rollout"]
+    step, wait = _step(spans)
+    parts = parts_of_wait(wait, step, ways_of(spans))
+    assert "ticket" not in parts
+    assert parts["unknown"] == pytest.approx(0.5)
+    assert parts["decode"] == pytest.approx(4.0)
+    assert life_of_groups([(step, wait)], ways_of(spans)) == {}
+
+
 def test_batch_without_spans_is_unknown() -> None:
     step = Span("master_worker/0", "step", 0, 5, "step/1", {"tickets": "1-3"})
     wait = step._replace(name="wait", end=2.0)
@@ -87,3 +98,9 @@ def test_life_of_a_group(tmp_path: Path) -> None:
     assert life["buffered"] == pytest.approx(0.5)
     assert life["trained"] == pytest.approx(4.5)
     assert sum(life.values()) == pytest.approx(14.0)  # from its grant to the end of its step
+
+
+def test_life_leaves_out_groups_with_lost_spans(tmp_path: Path) -> None:
+    """Spans were read from a moment on at which the group ran already."""
+    spans = read_timeline(small_trial(tmp_path).paths.spans).spans
+    assert life_of_groups([_step(list(spans))], ways_of(spans), since=START + 2.0) == {}

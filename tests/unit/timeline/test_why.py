@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from realsys.timeline.advice import Facts, advice
 from realsys.timeline.step_times import PARTS, StepTime, step_times, sum_of
 from realsys.timeline.usage import ServerUse, WorkerUse
 from realsys.timeline.why import bottleneck, explain, sentence
-from tests.support.timelines.made_up import START, MadeUpTrial, small_trial
+from tests.support.timelines.made_up import START, MadeUpTrial, raw, small_trial
 
 _STEP = {"wait": 4.0, "inf": 1.0, "train": 4.0, "save": 0.5, "publish": 0.25, "checkpoint": 0.25}
 
@@ -122,6 +123,16 @@ def test_report_takes_chosen_steps(tmp_path: Path) -> None:
 def test_trial_without_a_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no train step has ended"):
         explain(MadeUpTrial(tmp_path).paths)
+
+
+def test_report_of_a_large_run_reads_fewer_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = MadeUpTrial(tmp_path)
+    trial.steps(*[{"wait": 5.0, "train": 5.0}] * 30)
+    spans = [raw(name, 10 * k, 10 * k + 5, f"step/{k + 1}", tickets="") for k in range(30) for name in ("step", "wait")]
+    os.utime(trial.spans("master_worker/0", spans), (START + 300, START + 300))
+    assert explain(trial.paths).covered == 30
+    monkeypatch.setattr("realsys.timeline.why._MOST_BYTES", 0)
+    assert explain(trial.paths).covered == 1
 
 
 @pytest.mark.parametrize(

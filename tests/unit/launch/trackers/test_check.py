@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,16 @@ class Good(Tracker):
 class NeedsPackage(Good):
     package = "no_such_package_of_a_tracker"
 
+class Keyless(Good):
+    @classmethod
+    def problem(cls, arguments):
+        return "has no key"
+
+class Careless(Good):
+    @classmethod
+    def problem(cls, arguments):
+        return 1 / 0
+
 class WithoutLog(Tracker):
     pass
 
@@ -41,7 +52,9 @@ BAD = {
     "telemetry.trackers=[own_tracker:NoTracker]": "must derive from",
     "telemetry.trackers=[own_tracker:NeedsPackage]": "pip install 'no_such_package_of_a_tracker'",
     "+telemetry.tracker_args.wandb.project=x": "names 'wandb', which is not in telemetry.trackers",
-    "+telemetry.tracker_args.file.path=x": "do not fit file",
+    "+telemetry.tracker_args.file.path=x": "telemetry.tracker_args={'path': 'x'}: do not fit file",
+    "telemetry.trackers=[own_tracker:Keyless]": "telemetry.trackers='own_tracker:Keyless': has no key",
+    "telemetry.trackers=[own_tracker:Careless]": "cannot be checked: ZeroDivisionError",
 }
 
 
@@ -74,6 +87,48 @@ def test_missing_package_names_its_installation(
     monkeypatch.setattr(check, "find_spec", lambda package: None)
     assert f"pip install 'realsys[{name}]'" in refusal(modules, capsys, f"telemetry.trackers=[file,{name}]")
     assert name not in sys.modules
+
+
+@pytest.fixture
+def libraries(modules: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand-ins for W&B and trackio, whose sources are read; an import of them fails."""
+    signatures = {
+        "wandb/sdk/wandb_init.py": "project, mode, settings, id, resume",
+        "trackio/__init__.py": "project, name",
+    }
+    for path, names in signatures.items():
+        (modules / path).parent.mkdir(parents=True)
+        (modules / path).write_text(f"def init({names}): ...\nraise ImportError('it was imported')\n")
+    (modules / "wandb" / "__init__.py").write_text("raise ImportError('it was imported')")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(modules / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(modules))
+    for library in ("wandb", "trackio"):
+        monkeypatch.delitem(sys.modules, library, raising=False)
+    return modules
+
+
+def test_missing_key_of_wandb_is_one_line(libraries: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(libraries, capsys, "telemetry.trackers=[file,wandb]")
+    assert "telemetry.trackers='wandb': W&B has no API key" in line
+    assert all(remedy in line for remedy in ("wandb login", "WANDB_API_KEY", "wandb.mode=offline"))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "problem"),
+    [
+        ("wandb", "projct", "no argument 'projct': wandb.init takes mode, project, settings"),
+        ("wandb", "id", "belongs to the trial"),
+        ("trackio", "spce_id", "no argument 'spce_id': trackio.init takes project"),
+        ("trackio", "name", "belongs to the trial"),
+    ],
+)
+def test_unknown_argument_is_one_line(
+    libraries: Path, capsys: pytest.CaptureFixture[str], name: str, argument: str, problem: str
+) -> None:
+    overrides = [f"telemetry.trackers=[{name}]", f"+telemetry.tracker_args.{name}.{argument}=x"]
+    assert problem in refusal(libraries, capsys, *overrides)
 
 
 def test_own_tracker_with_arguments_is_accepted(modules: Path) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from realsys.errors import ConfigError
 from realsys.launch.trackers.follower import HANGING_S, Follower
+from realsys.telemetry.trackers.base import Point, Run, Tracker
+from realsys.telemetry.trackers.feed import Feed
+from tests.support.telemetry.step_logs import append, train
 
 BOUND_S = 30.0
 
@@ -133,3 +138,23 @@ def test_hanging_tracker_is_named_once(said: list[str], released: threading.Even
     released.set()
     follower.end("done")
     assert follower.join(BOUND_S) and not follower.is_hanging(later)
+
+
+def test_slow_tracker_is_not_hanging(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a second for each of the 200 steps that it missed."""
+    clock = SimpleNamespace(now=0.0)
+    hangs: list[bool] = []
+
+    class Slow(Tracker):
+        def log(self, point: Point) -> None:
+            clock.now += 1.0
+            hangs.append(follower.is_hanging(clock.now))
+
+    monkeypatch.setattr("realsys.launch.trackers.follower.time", SimpleNamespace(monotonic=lambda: clock.now))
+    append(tmp_path / "steps.jsonl", *map(train, range(200)))
+    feed = Feed(tmp_path / "steps.jsonl", tmp_path / "position.json", Run("e", "t", tmp_path), Slow)
+    follower = Follower("slow", lambda: feed, said.append)
+    follower.end("done")
+    follower.start()
+    assert follower.join(BOUND_S) and said == []
+    assert hangs == [False] * 200

@@ -179,3 +179,25 @@ def test_file_survives_a_crash_after_a_roll_back(trial: Trial, monkeypatch: pyte
     while again.deliver():
         pass
     assert trial.lines() == [("train", step) for step in range(1, 9)]
+
+
+def test_crash_in_a_roll_back_repeats_no_point(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after the file was rewritten: it lacks a step then, and has an evaluation that came with the roll-back."""
+    append(trial.steps, *(train(step) for step in range(1, 6)))
+    made = trial.file_feed()
+    made.deliver()
+    append(trial.steps, evaluation(3), recovered(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(Feed, "_roll_back", lambda self, step: self._tracker.roll_back(step) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made.deliver()
+    trial.file_feed().deliver()
+    assert trial.lines() == [*(("train", step) for step in range(1, 5)), ("eval", 3)]
+
+
+def test_evaluations_need_not_ascend(trial: Trial) -> None:
+    """Both were due after step 20. The first one was sampled by newer weights."""
+    append(trial.steps, evaluation(20, version=22), evaluation(20, set="other"))
+    trial.feed().deliver()
+    trial.feed()
+    assert trial.calls[-1][1] == {"eval": 22}

@@ -12,7 +12,7 @@ import pytest
 from realsys.errors import ConfigError
 from realsys.telemetry.events import EventLog
 from realsys.timeline.picture.trace_file import Wanted, write_trace
-from tests.support.timelines.made_up import MadeUpTrial, raw, small_trial
+from tests.support.timelines.made_up import START, MadeUpTrial, raw, small_trial
 from tests.support.timelines.trace_rules import broken_rules
 
 
@@ -76,6 +76,28 @@ def test_steps_choose_a_window(tmp_path: Path) -> None:
     assert units == ["step/2", "step/3"]
     with pytest.raises(ConfigError, match="the spans have steps 0 to 4"):
         write_trace(trial.paths, tmp_path / "trace.json", Wanted(steps=(7, None)))
+
+
+def test_phases_end_with_the_chosen_steps(tmp_path: Path) -> None:
+    """Training has lasted for 1,000 s when step 2 begins: the picture of this step has none of them."""
+    trial = MadeUpTrial(tmp_path / "trial")
+    trial.spans("master_worker/0", [raw("step", 1000.0 * k, 1000.0 * k + 9, f"step/{k}", tickets="") for k in range(5)])
+    phases = [
+        {"kind": "phase", "phase": "train", "time": START},
+        {"kind": "phase", "phase": "done", "time": START + 5000},
+    ]
+    trial.paths.steps.write_text("".join(json.dumps(phase) + "\n" for phase in phases))
+    write_trace(trial.paths, tmp_path / "trace.json", Wanted(steps=(2, 2)))
+    slices = [event for event in _events(tmp_path / "trace.json") if event["ph"] == "X"]
+    assert {(event["name"], event["ts"], event["dur"]) for event in slices} == {("train", 0.0, 9e6), ("step", 0.0, 9e6)}
+
+
+def test_pause_of_an_undone_version_ends_no_arrow(tmp_path: Path) -> None:
+    """Version 1 was published, rolled back, and made again by the step to which the arrow leads."""
+    trial = small_trial(tmp_path / "trial")
+    trial.spans("generation_server/1", [raw("pause", 0.1, 0.2, "version/1")], "b")
+    write_trace(trial.paths, tmp_path / "trace.json")
+    assert _way(_events(tmp_path / "trace.json"), "0000000007.0/1")[-1] == ("generation_server", "pause")
 
 
 @pytest.mark.parametrize("ticket", ["7", "0000000007", "0000000007.0", "0000000007.0/1"])
