@@ -107,8 +107,9 @@ function showLive(s) {
 async function refresh() {
   let pause = 2000;
   try {
-    run = await load("run");
-    const [curves, live] = await Promise.all([load("curves?seen=" + seen), load("live")]);
+    const curves = await load("curves?seen=" + seen); // first: the evaluations of the run must be as new as the curves
+    const [newRun, live] = await Promise.all([load("run"), load("live")]);
+    run = newRun;
     if (curves.columns) {
       seen = curves.seen;
       drawn = {...curves, evaluations: run.evaluations};
