@@ -74,6 +74,15 @@ class DataManager:
         with self._lock:
             return key in self._samples.get(sample_id, ())
 
+    def find(self, sample_ids: Collection[str]) -> tuple[GroupOrigin | None, dict[str, dict[str, Array]]]:
+        """Return the origin of the group of these samples, if it is known, and the arrays of those that are here."""
+        with self._lock:
+            origins = [self._origins[sample_id] for sample_id in sample_ids if sample_id in self._origins]
+            arrays = {
+                sample_id: dict(self._samples[sample_id]) for sample_id in sample_ids if sample_id in self._samples
+            }
+        return (origins[0] if origins else None), arrays
+
     def clear(self, sample_ids: Iterable[str], keys: Collection[str] = ()) -> None:
         """Discard samples, or with ``keys`` only these arrays of them.
 

@@ -10,7 +10,7 @@ import msgspec
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.master.calls.model_workers import ModelWorkers
-from realsys.model_calls import ClearRequest, MfcRequest, MfcShare, Transfer, TransferRequest
+from realsys.model_calls import ClearRequest, KeepDroppedRequest, MfcRequest, MfcShare, Transfer, TransferRequest
 from realsys.stream.codec import encode_message
 from realsys.train.records.record_messages import HoldRequest
 from tests.support.training.sample_records import make_ref
@@ -61,5 +61,7 @@ def test_worker_is_sent_its_transfers_and_arrays_only() -> None:
     assert sent(lambda workers: workers.transfer(encoded), TransferRequest) == requests
     cleared = sent(lambda workers: workers.clear({2: ["a", "b"], 3: ["c"]}, ["values"]), ClearRequest)
     assert cleared == {2: ClearRequest(["a", "b"], ["values"]), 3: ClearRequest(["c"], ["values"])}
+    old = KeepDroppedRequest("masked", 4, [])
+    assert sent(lambda workers: workers.keep_dropped({1: old}), KeepDroppedRequest) == {1: old}
     held = sent(lambda workers: workers.hold(5, {2: {"tokens": ["a"]}}), HoldRequest)
     assert held == {worker: HoldRequest(5, {"tokens": ["a"]} if worker == 2 else {}) for worker in range(4)}
