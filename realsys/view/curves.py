@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.evaluation.eval_records import headline, incomplete_reason, without_incomplete
 from realsys.telemetry.events import Event, restarts_in_steps
 from realsys.telemetry.steps import undone
@@ -147,6 +148,7 @@ def evaluation(record: Record) -> dict[str, Any]:
     names = ("eval_id", "set", "step", "version", "accuracy", "interval", "reward_mean", "length_mean", "time")
     return {
         **{name: kept.get(name) for name in names},
+        "held_out": record.get("set") in (None, HELD_OUT),
         "incomplete": incomplete_reason(record),
         "headline": headline(record),
     }

@@ -63,6 +63,12 @@ def test_restart_lies_between_its_steps() -> None:
     assert [(mark["kind"], mark["step"]) for mark in marks] == [("rolled_back", 20.5), ("restart", 20.5)]
 
 
+def test_evaluation_of_another_set_is_not_held_out() -> None:
+    curves = Curves()
+    curves.add({"kind": "eval", "eval_id": "e", "step": 3, "accuracy": 1.0, "set": name} for name in ("eval", "sums"))
+    assert [made["held_out"] for made in curves.evaluations] == [True, False]
+
+
 def test_incomplete_evaluation_has_no_number() -> None:
     curves = Curves()
     curves.add(
