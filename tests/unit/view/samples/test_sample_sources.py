@@ -10,7 +10,7 @@ import pytest
 from realsys.config.paths import TrialPaths
 from realsys.errors import RecordError
 from realsys.evaluation.stored_samples import read_result, read_samples, write_result
-from realsys.storage import dropped_groups
+from realsys.storage.dropped_groups import DroppedGroup, read_group
 from realsys.train.records.record_files import worker_file
 from realsys.view.samples import dropped_samples
 from realsys.view.samples.catalogue import Catalogue
@@ -89,10 +89,13 @@ def test_too_old_group_shows_versions_and_staleness(paths: TrialPaths) -> None:
 
 def test_group_is_read_once(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """With many workers the files have up to a GiB: a list or a sample must not read them all again."""
-    read: list[str] = []
-    monkeypatch.setattr(
-        dropped_samples, "read_group", lambda path: (read.append(path.parent.name), dropped_groups.read_group(path))[1]
-    )
+    read: list[Path] = []
+
+    def counted(path: Path) -> DroppedGroup:
+        read.append(path)
+        return read_group(path)
+
+    monkeypatch.setattr(dropped_samples, "read_group", counted)
     catalogue = Catalogue(paths)
     for _ in range(3):
         source = catalogue.open("dropped")
