@@ -22,6 +22,7 @@ from realsys.errors import RecordError
 from realsys.evaluation.eval_records import headline
 from realsys.evaluation.stored_samples import RESULT, SAMPLES, read_result, stored_evaluations
 from realsys.storage.dropped_groups import group_files
+from realsys.storage.files import FileStamp, file_stamp
 from realsys.train.records.record_files import BATCH, record_of_step, recorded_steps
 from realsys.view.samples.base import SampleSource
 from realsys.view.samples.dropped_samples import DroppedSource
@@ -31,7 +32,6 @@ from realsys.view.samples.step_samples import StepSource
 
 DROPPED = "dropped"
 _MOST_DIGITS = 12  # of the number of a step
-_Stamp = tuple[int, int, int]  # inode, time of the last change, size
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class _Open:
 
     name: str
     file: Path
-    stamp: _Stamp | None
+    stamp: FileStamp | None
     source: SampleSource
 
 
@@ -86,7 +86,7 @@ class Catalogue:
         if name == DROPPED:
             self._dropped = self._dropped or DroppedSource(self._paths.dropped, self.tokenizer, self.references)
             return self._dropped
-        if self._open is None or self._open.name != name or self._open.stamp != _stamp(self._open.file):
+        if self._open is None or self._open.name != name or self._open.stamp != file_stamp(self._open.file):
             self._open = self._opened(name)
         return self._open.source
 
@@ -94,10 +94,10 @@ class Catalogue:
         kind, _, rest = name.partition(":")
         if kind == "step" and rest.isdecimal() and len(rest) <= _MOST_DIGITS:
             file = record_of_step(self._paths.records, int(rest)) / BATCH
-            return _Open(name, file, _stamp(file), self.step(int(rest)))
+            return _Open(name, file, file_stamp(file), self.step(int(rest)))
         if kind == "eval" and rest in stored_evaluations(self._paths.evaluations):
             file = self._paths.evaluations / rest / SAMPLES
-            return _Open(name, file, _stamp(file), self.evaluation(rest))
+            return _Open(name, file, file_stamp(file), self.evaluation(rest))
         raise RecordError(f"{self._paths.root}: samples {name[:80]!r} not found: use step:N, eval:NAME or dropped")
 
     def step(self, step: int) -> StepSource:
@@ -128,12 +128,3 @@ class Catalogue:
             return headline(read_result(self._paths.evaluations / name))
         except RecordError:
             return "its result cannot be read"
-
-
-def _stamp(file: Path) -> _Stamp | None:
-    """Return what tells a file from one that replaced it; None if it does not exist."""
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
