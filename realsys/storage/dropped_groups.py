@@ -64,9 +64,9 @@ class DroppedRow(msgspec.Struct, frozen=True):
 class DroppedEpisode(msgspec.Struct, frozen=True):
     """An episode of a group that was not trained.
 
-    error      why it failed, "" if it did not; a failed episode has its last call of the engine as row, if there is one
+    error      why it failed, "" if it did not; the row of a failed episode is its last call of the engine
     tokens     sampled tokens of all its rows
-    versions   oldest and newest version that sampled them; None if there are none
+    versions   oldest and newest version that sampled them; None without tokens
     rows       fewer than it had, or none, if the group was too large to keep all
     """
 
@@ -83,16 +83,14 @@ class DroppedEpisode(msgspec.Struct, frozen=True):
 class DroppedGroup(msgspec.Struct, frozen=True):
     """A group that was not trained, or not with all of its episodes; then ``reason`` is "".
 
-    process     process that wrote it
-    worker      RolloutWorker that sampled it
-    prompt      its text; "" if the process has it as tokens only
-    reference   reference answer; None if the process does not know it
+    worker        RolloutWorker that sampled it
+    prompt        text of the prompt; "" if the writer has it as tokens only
+    reference     reference answer; None if the writer does not know it
     next_version  version on top of which the next batch was to be trained; None: the group did not reach the trainer
     """
 
     time: float  # unix seconds
     ticket: Ticket
-    process: str
     worker: str
     reason: str
     prompt: str
@@ -201,7 +199,7 @@ def write_group(folder: Path, group: DroppedGroup, keep: int) -> None:
 class GroupFile(NamedTuple):
     """A file of a group. A file with another content differs in one of these."""
 
-    time_ns: int  # of its last change
+    time_ns: int  # time of its last change
     path: Path
     size: int  # bytes
 

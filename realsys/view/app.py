@@ -62,7 +62,7 @@ class Desk:
         self._paths = paths
         self._is_running = is_running
         self._turn = asyncio.Semaphore(1)
-        self._config: FileStamp | None = None  # of the configuration that both readers have
+        self._config: FileStamp | None = None  # stamp of the configuration that both readers have
         self._trial: TrialReader | None = None
         self._catalogue: Catalogue | None = None
 

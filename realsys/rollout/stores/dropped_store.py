@@ -36,7 +36,6 @@ class DroppedStore:
             return DroppedGroup(
                 time=time.time(),
                 ticket=ticket,
-                process=self._writer.process,
                 worker=self._writer.process,
                 reason=reason[:MOST_TEXT],
                 prompt=prompt.text[:MOST_TEXT],

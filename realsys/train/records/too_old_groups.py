@@ -1,9 +1,10 @@
 """Groups that the master dropped because they were too old, as people see them later.
 
-    clear of too old groups <── master ──keep_dropped──> ModelWorker that holds the newest of them ──> DroppedWriter
+    master ──keep_dropped──> TooOldGroups ──offer──> DroppedWriter ──thread──> file
+           ──clear─────────> DataManager
 
-``keep_dropped`` is sent before the samples are cleared. It only refers to their arrays, which never change in place; a
-thread writes the file (``realsys.storage.dropped_groups``).
+The request loop copies at most ``MOST_GROUP_BYTES`` of rows, once per second; a thread writes them
+(``realsys.storage.dropped_groups``).
 """
 
 from __future__ import annotations
@@ -29,13 +30,11 @@ class TooOldGroups:
         """Offer a group to the writer. Rows that are not here are left out."""
         origin, arrays = self._data.find([sample.sample_id for sample in request.samples])
         if origin is not None:
-            self._writer.offer(lambda: _group(request, origin, arrays, self._writer.process))
+            self._writer.offer(lambda: _group(request, origin, arrays))
         return Empty()
 
 
-def _group(
-    request: KeepDroppedRequest, origin: GroupOrigin, arrays: Mapping[str, Mapping[str, Array]], process: str
-) -> DroppedGroup:
+def _group(request: KeepDroppedRequest, origin: GroupOrigin, arrays: Mapping[str, Mapping[str, Array]]) -> DroppedGroup:
     room = Room()
     held = [sample for sample in request.samples if sample.sample_id in arrays]
     held.sort(key=lambda sample: (sample.episode, sample.row))
@@ -45,7 +44,6 @@ def _group(
     return DroppedGroup(
         time=time.time(),
         ticket=origin.ticket,
-        process=process,
         worker=origin.worker,
         reason=request.reason,
         prompt="",

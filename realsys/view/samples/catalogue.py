@@ -31,7 +31,7 @@ from realsys.view.samples.references import References
 from realsys.view.samples.step_samples import StepSource
 
 DROPPED = "dropped"
-_MOST_DIGITS = 12  # of the number of a step
+_MOST_DIGITS = 12  # digits of the number of a step
 
 
 class Listed(msgspec.Struct, frozen=True):

@@ -56,7 +56,7 @@ class DroppedSource:
     def title(self) -> str:
         reasons = Counter(listed.reason for listed in self._groups.values())
         if not reasons:
-            return "no group that was not trained"
+            return "no dropped or failed group is kept"
         counted = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(5))
         return f"newest groups that were not trained: {counted}"
 
@@ -105,7 +105,7 @@ class DroppedSource:
 
     def _read(self, sample_id: str) -> tuple[DroppedGroup, DroppedEpisode]:
         if sample_id not in self._places:
-            raise RecordError(f"no group that was not trained has sample {sample_id!r}")
+            raise RecordError(f"no dropped or failed group has sample {sample_id!r}")
         file, place = self._places[sample_id]
         if self._open is None or self._open[0] != file:
             self._open = (file, read_group(file.path))

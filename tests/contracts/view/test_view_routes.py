@@ -69,7 +69,7 @@ def test_nothing_can_be_changed(server: ViewServer) -> None:
     [
         ("/view/api/list?source=step:7", "step 7 is not recorded"),
         ("/view/api/list?source=dropped&order=best", "use one of source, longest"),
-        ("/view/api/sample?source=dropped&id=x", "no group that was not trained has sample 'x'"),
+        ("/view/api/sample?source=dropped&id=x", "no dropped or failed group has sample 'x'"),
     ],
 )
 def test_bad_request_is_one_line(server: ViewServer, path: str, problem: str) -> None:

@@ -190,17 +190,14 @@ def write_dropped(paths: TrialPaths, tokenizer: TextTokenizer) -> None:
     row = Row(arrays["tokens"], arrays["loss_mask"], arrays["behav_logprobs"], arrays["versions"], "stop")
     old = Ticket(f"{79:010d}", 0, 0, n=2)
     masked = Room().episode(0, [row], 1.0, True)
-    group = DroppedGroup(
-        time.time(), old, "model_worker/0", "rollout_worker/0", "masked", "", None, [masked], next_version=STEPS + 3
-    )
+    group = DroppedGroup(time.time(), old, "rollout_worker/0", "masked", "", None, [masked], next_version=STEPS + 3)
     write_group(paths.dropped / "model_worker-0", group, 64)
     for number, (reason, error) in enumerate(
         (("equal_rewards", ""), ("RewardError: no verdict", f"RewardError: {HOSTILE}"))
     ):
         episode = Room().episode(0, [row], None if error else 1.0, None if error else True, error)
         ticket = Ticket(f"{80 + number:010d}", 0, 0, n=2)
-        name = "rollout_worker/0"
-        group = DroppedGroup(time.time(), ticket, name, name, reason, "1+2=", "3", [episode])
+        group = DroppedGroup(time.time(), ticket, "rollout_worker/0", reason, "1+2=", "3", [episode])
         write_group(paths.dropped / "rollout_worker-0", group, 64)
 
 

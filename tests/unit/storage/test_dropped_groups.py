@@ -19,7 +19,7 @@ def group(name: str, rows: int = 1, tokens: int = 4) -> DroppedGroup:
     ids = np.arange(tokens, dtype=np.int32)
     row = make_row(ids, -np.ones(tokens - 1, np.float32), np.full(tokens - 1, 5, np.int32))
     episodes = [room.episode(k, [row], 1.0, True) for k in range(rows)]
-    return DroppedGroup(1.0, Ticket(name, 0, 0), "p/0", "p/0", "equal_rewards", "1+2=", "3", episodes)
+    return DroppedGroup(1.0, Ticket(name, 0, 0), "p/0", "equal_rewards", "1+2=", "3", episodes)
 
 
 def kept(root: Path) -> list[str]:

@@ -46,7 +46,7 @@ def test_too_old_group_is_kept_with_versions(tmp_path: Path) -> None:
     [file] = group_files(tmp_path)
     assert file.path.parent.name == "model_worker-0"
     group = read_group(file.path)
-    assert (group.ticket, group.worker, group.process) == (TICKET, "rollout_worker/1", "model_worker/0")
+    assert (group.ticket, group.worker) == (TICKET, "rollout_worker/1")
     assert (group.reason, group.next_version, group.reference) == ("masked", 9, None)
     first, second = group.episodes
     assert (first.number, first.reward, first.correct, first.tokens, first.versions) == (0, 1.0, True, 3, (3, 5))

@@ -134,8 +134,10 @@ def test_too_old_group_is_printed_with_its_age(tmp_path: Path, capsys: pytest.Ca
 def test_reason_in_the_title_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """An error may quote a completion."""
     paths = sample_trial(tmp_path)
-    name, reason = "rollout_worker/0", "RewardError: \x1b[2J"
-    group = DroppedGroup(1.0, Ticket("7", 0, 0), name, name, reason, "1+2=", "3", [Room().episode(0, [], None, None)])
+    reason = "RewardError: \x1b[2J"
+    group = DroppedGroup(
+        1.0, Ticket("7", 0, 0), "rollout_worker/0", reason, "1+2=", "3", [Room().episode(0, [], None, None)]
+    )
     write_group(paths.dropped / "rollout_worker-0", group, 64)
     assert main(["samples", str(paths.root), "--dropped", "--limit", "0"]) == 0
     shown = capsys.readouterr().out
