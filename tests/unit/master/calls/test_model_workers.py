@@ -24,9 +24,10 @@ class SentStream:
 
     def __init__(self) -> None:
         self.payloads: dict[int, bytes] = {}
+        self.handler = ""
 
-    def scatter(self, payloads: dict[int, bytes], *args: Any, **kwargs: Any) -> asyncio.Future[list[Any]]:
-        self.payloads = payloads
+    def scatter(self, payloads: dict[int, bytes], handler: str, *args: Any, **kwargs: Any) -> asyncio.Future[list[Any]]:
+        self.payloads, self.handler = payloads, handler
         return asyncio.get_running_loop().create_future()
 
 
@@ -61,7 +62,16 @@ def test_worker_is_sent_its_transfers_and_arrays_only() -> None:
     assert sent(lambda workers: workers.transfer(encoded), TransferRequest) == requests
     cleared = sent(lambda workers: workers.clear({2: ["a", "b"], 3: ["c"]}, ["values"]), ClearRequest)
     assert cleared == {2: ClearRequest(["a", "b"], ["values"]), 3: ClearRequest(["c"], ["values"])}
-    old = KeepDroppedRequest("masked", 4, [])
-    assert sent(lambda workers: workers.keep_dropped({1: old}), KeepDroppedRequest) == {1: old}
     held = sent(lambda workers: workers.hold(5, {2: {"tokens": ["a"]}}), HoldRequest)
     assert held == {worker: HoldRequest(5, {"tokens": ["a"]} if worker == 2 else {}) for worker in range(4)}
+
+
+def test_too_old_group_is_sent_to_its_owner() -> None:
+    async def body() -> SentStream:
+        stream: Any = SentStream()
+        ModelWorkers(stream, {"actor": MESH}, 1.0).keep_dropped({1: KeepDroppedRequest("masked", 4, [])})
+        return stream
+
+    stream = asyncio.run(body())
+    assert stream.handler == "keep_dropped" and stream.payloads.keys() == {1}
+    assert msgspec.msgpack.decode(stream.payloads[1], type=KeepDroppedRequest).next_version == 4
