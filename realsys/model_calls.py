@@ -148,6 +148,19 @@ class SamplesArrived(msgspec.Struct):
     samples: list[SampleMeta]
 
 
+class KeepDroppedRequest(msgspec.Struct):
+    """Write a group to disk for people, before its samples are cleared: it was too old to be trained.
+
+    reason        as in the ledger: ``stale`` or ``masked``
+    next_version  version on top of which the next batch is trained
+    samples       rows of the group that this worker holds
+    """
+
+    reason: str
+    next_version: int
+    samples: list[SampleMeta]
+
+
 class ClearRequest(msgspec.Struct):
     """Discard these samples; with ``keys`` only these arrays of them."""
 

@@ -21,6 +21,7 @@ from realsys.rollout.sessions import group_player
 from realsys.rollout.stores.dropped_store import DroppedStore
 from realsys.rollout.stores.evaluation_store import EvaluationStore
 from realsys.rollout.worker_loop import LoopParts, RolloutLoop
+from realsys.storage.dropped_groups import DroppedWriter
 from realsys.stream.push_pull import Pusher, PushLimits
 from realsys.stream.security import keys_for
 
@@ -56,7 +57,7 @@ async def serve(ctx: WorkerContext) -> None:
     gateway = gateway_of(config, tokenizer, ctx.index, ctx.check_alive)
     ctx.count(lambda: {"bad_messages": pusher.bad_messages, **gateway.counts()})
     engine = PartialRolloutManager(manager, generation)
-    dropped = DroppedStore(ctx.paths.dropped, ctx.name, config.record.dropped_groups)
+    dropped = DroppedStore(DroppedWriter(ctx.paths.dropped, ctx.name, config.record.dropped_groups))
     player = group_player(config, agent, engine, tokenizer.eos_token_ids, gateway, dropped)
     evaluations = EvaluationStore(ctx.paths.evaluations, tokenizer, ctx.incarnation)
     loop = RolloutLoop(

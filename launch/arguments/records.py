@@ -25,7 +25,7 @@ def _add_samples(parser: ArgumentParser) -> None:
         "--eval", nargs="?", const="", metavar="ID", help="completions of this evaluation (default: the newest)"
     )
     parser.add_argument("--set", default="", metavar="NAME", help="with --eval: only this data set")
-    parser.add_argument("--dropped", action="store_true", help="groups that were dropped or failed")
+    parser.add_argument("--dropped", action="store_true", help="groups that were not trained: dropped, failed, too old")
     parser.add_argument("--limit", type=int, metavar="N", help="prompts to show, 0: all (default: 4; with --json: all)")
     add_json(parser, "print one JSON object per sample")
     filters = parser.add_argument_group("filters")

@@ -134,7 +134,7 @@ class TrialPaths:
 
     @property
     def dropped(self) -> Path:
-        """Groups that were dropped or failed, a bounded number of them per RolloutWorker."""
+        """Groups that were not trained, a bounded number of them per process."""
         return self.root / "dropped"
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.errors import RecordError
+from realsys.errors import MALFORMED, RecordError
 
 SAMPLES, RESULT, PARTS = "samples.jsonl", "result.json", "parts"
 
@@ -101,7 +101,7 @@ def read_result(folder: Path) -> dict[str, Any]:
     """Return the step log's record of a finished evaluation. Raises RecordError."""
     try:
         result: dict[str, Any] = msgspec.json.decode((folder / RESULT).read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *MALFORMED) as error:
         raise RecordError(f"{folder / RESULT}: cannot be read: {error}") from None
     return result
 
@@ -120,7 +120,7 @@ def _lines(path: Path) -> Iterator[EvalSample]:
             return
         try:
             yield decoder.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except MALFORMED as error:
             raise RecordError(f"{path}:{number}: is not a completion of an evaluation: {error}") from None
 
 

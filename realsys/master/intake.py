@@ -111,7 +111,9 @@ class Intake:
             await self._manager.trained(self._request(dropped=departures.dropped, stale=departures.stale))
             self.state.reported(departures)
         if departures.free:
-            await self._workers.clear(_by_owner(departures.free))
+            # Sent in this order, and workers serve requests in order: a group is kept before it is cleared.
+            kept = [self._workers.keep_dropped(departures.kept)] if departures.kept else []
+            await asyncio.gather(*kept, self._workers.clear(_by_owner(departures.free)))
 
     async def _mask(self, batch: TrainBatch) -> None:
         """Let the workers take the tokens of a batch that are too old out of its loss, before its first transfer."""

@@ -28,10 +28,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realsys.buffer.sequence_buffer import Batch, SequenceBuffer, StalePolicy
-from realsys.buffer.token_losses import COPY, MASKED, STALE, StepLosses, TokenLosses
+from realsys.buffer.token_losses import COPY, MASKED, STALE, TOO_OLD, StepLosses, TokenLosses
 from realsys.config.schema import Config
 from realsys.errors import PromptsUsedUp, StuckError, WaitTimeout
 from realsys.master.stuck import StuckCheck
+from realsys.model_calls import KeepDroppedRequest
 from realsys.types import SampleMeta
 
 log = logging.getLogger(__name__)
@@ -105,11 +106,14 @@ class Departures:
     dropped  (ticket, reason) of groups that were dropped, to report
     stale    (ticket, attempt) of groups that were too old, to report: they are issued again
     free     samples to free on their workers
+    kept     worker -> the newest group that was too old and that it holds: it is written to disk for people. Only one,
+             because a worker writes at most one per second
     """
 
     dropped: list[tuple[str, str]] = field(default_factory=list)
     stale: list[tuple[str, int]] = field(default_factory=list)
     free: list[SampleMeta] = field(default_factory=list)
+    kept: dict[int, KeepDroppedRequest] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.dropped or self.stale or self.free)
@@ -191,6 +195,10 @@ class IntakeState:
     def _lose(self, lost: Sequence[tuple[str, Sequence[SampleMeta]]]) -> None:
         for reason, samples in lost:
             self.losses.lose(reason, samples)
+            if reason in TOO_OLD:
+                owner = samples[0].owner
+                held = [sample for sample in samples if sample.owner == owner]
+                self.departures.kept[owner] = KeepDroppedRequest(reason, self.version, held)
 
     def _select_current(self, samples: Sequence[SampleMeta]) -> list[SampleMeta]:
         """Return the samples granted under this training side, and count the others; the DP heads

@@ -95,3 +95,16 @@ def safetensors_header(entries: Sequence[TensorEntry]) -> bytes:
     body = msgspec.json.encode(header)
     body += b" " * (-len(body) % 8)  # readers map the file: the tensors must begin at a multiple of 8
     return len(body).to_bytes(8, "little") + body
+
+
+#: inode, time of the last change in ns, size
+FileStamp = tuple[int, int, int]
+
+
+def file_stamp(path: Path) -> FileStamp | None:
+    """Return what tells a file from a later one of the same name; None if it does not exist."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size

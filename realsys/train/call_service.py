@@ -19,6 +19,7 @@ Waits for the next request only. Produces replies, and the notice ``samples_arri
     hold, record        all workers                     keeps the arrays of a step; writes its share of the record
     load_record         all workers                     stores the samples of a recorded step (replay)
     mask                holder of the samples           takes tokens out of the loss
+    keep_dropped        holder of the samples           writes a group that was too old (in the background)
     clear               holders of the samples          frees arrays
 
 An error is sent as a reply with its traceback and then ends the process. Other ranks of the mesh
@@ -49,6 +50,7 @@ from realsys.model_calls import (
     ClearRequest,
     Empty,
     InitializeRequest,
+    KeepDroppedRequest,
     LoadDemosRequest,
     MaskRequest,
     MfcReply,
@@ -57,6 +59,7 @@ from realsys.model_calls import (
     TransferReply,
     TransferRequest,
 )
+from realsys.storage.dropped_groups import DroppedWriter
 from realsys.telemetry.spans import span
 from realsys.train.calls import Role, find_handler
 from realsys.train.checkpoint.checkpoint_messages import (
@@ -74,6 +77,7 @@ from realsys.train.megatron.host_heap import trim_heap
 from realsys.train.megatron.mesh import MeshGroups
 from realsys.train.records.record_messages import HoldRequest, LoadRecordRequest, RecordRequest
 from realsys.train.records.recording import SampleRecorder
+from realsys.train.records.too_old_groups import TooOldGroups
 from realsys.train.role_parts import make_role
 from realsys.train.step_gate import StepAbandoned, StepGate
 from realsys.train.transfer import execute
@@ -170,6 +174,8 @@ class ModelWorkerService:
         recorder = SampleRecorder(
             parts.worker, parts.data, self._roles, lambda written: parts.endpoint.notify("recorded", written)
         )
+        writer = DroppedWriter(paths.dropped, f"model_worker/{parts.worker}", config.record.dropped_groups)
+        too_old = TooOldGroups(parts.data, writer)
         self._checkpoints: dict[str, CheckpointWriter] = {}
         self._handlers: dict[str, tuple[type[msgspec.Struct], Callable[[Any], msgspec.Struct]]] = {
             "initialize": (InitializeRequest, self._initialize),
@@ -186,6 +192,7 @@ class ModelWorkerService:
             "record": (RecordRequest, recorder.record),
             "load_record": (LoadRecordRequest, recorder.load),
             "mask": (MaskRequest, self._mask),
+            "keep_dropped": (KeepDroppedRequest, too_old.keep),
             "clear": (ClearRequest, self._clear),
         }
 

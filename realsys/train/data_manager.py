@@ -74,6 +74,12 @@ class DataManager:
         with self._lock:
             return key in self._samples.get(sample_id, ())
 
+    def find(self, sample_ids: Collection[str]) -> tuple[GroupOrigin | None, dict[str, dict[str, Array]]]:
+        """Return the origin of the group of these samples, if it is known, and the arrays of those that are here."""
+        with self._lock:
+            arrays = {name: dict(self._samples[name]) for name in sample_ids if name in self._samples}
+            return next((self._origins[name] for name in arrays if name in self._origins), None), arrays
+
     def clear(self, sample_ids: Iterable[str], keys: Collection[str] = ()) -> None:
         """Discard samples, or with ``keys`` only these arrays of them.
 
@@ -139,13 +145,8 @@ class DataManager:
         ticket = group.ticket
         if ticket.trainer_incarnation != self.trainer_incarnation:
             self.refused += 1
-            log.info(
-                "refused ticket %s attempt %d of trainer %r, this is %r",
-                ticket.ticket_id,
-                ticket.attempt,
-                ticket.trainer_incarnation,
-                self.trainer_incarnation,
-            )
+            own, other = self.trainer_incarnation, ticket.trainer_incarnation
+            log.info("refused ticket %s of trainer %r, this is %r", ticket.unit, other, own)
             return None
         self._check_group(group)
         metas = self._metadata(group)

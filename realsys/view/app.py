@@ -28,6 +28,7 @@ from starlette.routing import BaseRoute, Route
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import RealsysError
+from realsys.storage.files import FileStamp, file_stamp
 from realsys.view.samples.catalogue import Catalogue
 from realsys.view.samples.filters import Filter, choose
 from realsys.view.trial import TrialReader
@@ -61,6 +62,7 @@ class Desk:
         self._paths = paths
         self._is_running = is_running
         self._turn = asyncio.Semaphore(1)
+        self._config: FileStamp | None = None  # stamp of the configuration that both readers have
         self._trial: TrialReader | None = None
         self._catalogue: Catalogue | None = None
 
@@ -79,15 +81,23 @@ class Desk:
 
     def trial(self) -> TrialReader:
         """Return the reader of the trial; call it in ``read``. Raises ConfigError for a folder that is not one."""
+        self._check_config()
         if self._trial is None:
             self._trial = TrialReader(self._paths, self._is_running)
         return self._trial
 
     def catalogue(self) -> Catalogue:
         """Return the samples of the trial; call it in ``read``. Raises ConfigError."""
+        self._check_config()
         if self._catalogue is None:
             self._catalogue = Catalogue(self._paths)
         return self._catalogue
+
+    def _check_config(self) -> None:
+        """Forget both readers if the trial was resumed with another configuration since they read it."""
+        stamp = file_stamp(self._paths.config)
+        if stamp != self._config:
+            self._config, self._trial, self._catalogue = stamp, None, None
 
 
 def routes(paths: TrialPaths, live: Live, is_running: Callable[[], bool] = lambda: True) -> list[BaseRoute]:

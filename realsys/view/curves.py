@@ -9,14 +9,14 @@ A later ``recovered`` record removes the points of the steps that it undid, as `
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.evaluation.eval_records import headline, incomplete_reason, without_incomplete
-from realsys.telemetry.events import RESTARTS, Event
+from realsys.telemetry.events import Event, restarts_in_steps
 from realsys.telemetry.steps import undone
 
 MOST_POINTS = 4096
@@ -27,35 +27,35 @@ MOST_MARKS = 200
 Record = Mapping[str, Any]
 Point = list[float | None]
 
-#: column -> place of its number in a train record; of several places the first that has one
-COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "step": (("step",),),
-    "time": (("time",),),
-    "reward": (("reward_mean",),),
-    "accuracy": (("accuracy",),),
-    "length": (("length_mean",),),
-    "length_correct": (("length_correct",),),
-    "length_wrong": (("length_wrong",),),
-    "truncated": (("truncated_fraction",),),
-    "kl_step": (("stats", "kl_prox_theta_mean"),),
-    "kl_stale": (("stats", "kl_behav_prox_mean"),),
-    "kl_ref": (("stats", "kl_ref_mean"),),
-    "entropy": (("stats", "entropy_mean"),),
-    "loss": (("stats", "loss"),),
-    "grad_norm": (("stats", "grad_norm"),),
-    "clip": (("stats", "clip_fraction"),),
-    "tokens_s": (("consumed_tokens_per_s",),),
-    "train_tokens_s": (("train_tokens_per_s",),),
-    "stale_min": (("staleness", "min"),),
-    "stale_mean": (("staleness", "mean"),),
-    "stale_max": (("staleness", "max"),),
-    "wait": (("seconds", "wait"),),
-    "inference": (("seconds", "inf"),),
-    "train": (("seconds", "train"),),
-    "save": (("seconds", "save"),),
-    "publish": (("seconds", "publish"),),
-    "checkpoint": (("seconds", "checkpoint"),),
-    "biased": (("length_biased",),),
+#: column -> place of its number in a train record
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "step": ("step",),
+    "time": ("time",),
+    "reward": ("reward_mean",),
+    "accuracy": ("accuracy",),
+    "length": ("length_mean",),
+    "length_correct": ("length_correct",),
+    "length_wrong": ("length_wrong",),
+    "truncated": ("truncated_fraction",),
+    "kl_step": ("stats", "kl_prox_theta_mean"),
+    "kl_stale": ("stats", "kl_behav_prox_mean"),
+    "kl_ref": ("stats", "kl_ref_mean"),
+    "entropy": ("stats", "entropy_mean"),
+    "loss": ("stats", "loss"),
+    "grad_norm": ("stats", "grad_norm"),
+    "clip": ("stats", "clip_fraction"),
+    "tokens_s": ("consumed_tokens_per_s",),
+    "train_tokens_s": ("train_tokens_per_s",),
+    "stale_min": ("staleness", "min"),
+    "stale_mean": ("staleness", "mean"),
+    "stale_max": ("staleness", "max"),
+    "wait": ("seconds", "wait"),
+    "inference": ("seconds", "inf"),
+    "train": ("seconds", "train"),
+    "save": ("seconds", "save"),
+    "publish": ("seconds", "publish"),
+    "checkpoint": ("seconds", "checkpoint"),
+    "biased": ("length_biased",),
 }
 _NAMES = list(COLUMNS)
 _LOW, _HIGH = {_NAMES.index("stale_min")}, {_NAMES.index("stale_max")}
@@ -98,7 +98,7 @@ class Curves:
     def _add_step(self, record: Record) -> None:
         self.progress = ("step", _whole(record, "step"), _whole(record, "total"))
         self.last = dict(record)
-        self._open.append([_first(record, places) for places in COLUMNS.values()])
+        self._open.append([_number(record, place) for place in COLUMNS.values()])
         if len(self._open) < self._width:
             return
         self.points.append(merged(self._open))
@@ -111,6 +111,9 @@ class Curves:
         step = record.get("step")
         if not isinstance(step, int):
             return
+        kind, done, total = self.progress
+        if kind == "step":
+            self.progress = (kind, max(0, min(done, step)), total)
         self.points = [point for point in self.points if (point[_STEP] or 0) <= step]
         self._open = [point for point in self._open if (point[_STEP] or 0) <= step]
         self.evaluations = [made for made in self.evaluations if not undone({"kind": "eval", **made}, record)]
@@ -124,26 +127,19 @@ class Curves:
         return {name: values for name, values in columns.items() if any(value is not None for value in values)}
 
     def marks(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Return the restarts and roll-backs on the axis of steps, the newest MOST_MARKS."""
+        """Return the newest MOST_MARKS restarts and roll-backs, in the order of the axis of steps."""
         points = [*self.points, *self._open]
-        times = [point[_TIME] or 0.0 for point in points]
-
-        def place(time: float) -> float:
-            before = bisect_right(times, time)
-            return (points[before - 1][_STEP] or 0) + 0.5 if before else 0.5
-
-        restarts = [event for event in events if event.kind in RESTARTS]
-        if restarts and restarts[0].kind == "start":
-            restarts = restarts[1:]  # the first start of the trial
+        trained = [{"kind": "train", "time": point[_TIME] or 0.0, "step": point[_STEP] or 0} for point in points]
         marks = [
-            {"step": place(event.time), "time": event.time, "kind": event.kind, "text": event.text}
-            for event in restarts
+            {"step": step, "time": event.time, "kind": event.kind, "text": event.text}
+            for step, event in restarts_in_steps(events, trained)
         ]
         marks += [
             {"step": step + 0.5, "time": time, "kind": "rolled_back", "text": f"training went back to step {step}"}
             for time, step in self.rolled_back
         ]
-        return sorted(marks, key=lambda mark: mark["time"])[-MOST_MARKS:]
+        newest = sorted(marks, key=lambda mark: mark["time"])[-MOST_MARKS:]
+        return sorted(newest, key=lambda mark: mark["step"])
 
 
 def evaluation(record: Record) -> dict[str, Any]:
@@ -152,6 +148,7 @@ def evaluation(record: Record) -> dict[str, Any]:
     names = ("eval_id", "set", "step", "version", "accuracy", "interval", "reward_mean", "length_mean", "time")
     return {
         **{name: kept.get(name) for name in names},
+        "held_out": record.get("set") in (None, HELD_OUT),
         "incomplete": incomplete_reason(record),
         "headline": headline(record),
     }
@@ -177,10 +174,6 @@ def _merge(column: int, values: list[float | None]) -> float | None:
 
 def _coarser(points: Sequence[Point], width: int) -> list[Point]:
     return [merged(points[start : start + width]) for start in range(0, len(points), width)]
-
-
-def _first(record: Record, places: Iterable[tuple[str, ...]]) -> float | None:
-    return next((value for place in places if (value := _number(record, place)) is not None), None)
 
 
 def _number(record: Any, place: Iterable[str]) -> float | None:

@@ -24,11 +24,11 @@ from realsys.hf.config import read_model
 from realsys.manager.ledger.events import TicketEvent
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.ledger_state import LedgerState
-from realsys.telemetry.events import Event
+from realsys.telemetry.events import RESTARTS, Event, EventTail
 from realsys.telemetry.steps import StepTail
 from realsys.timeline.step_times import last_steps, sum_of
 from realsys.timeline.why import LAST, sentence
-from realsys.view.curves import Curves
+from realsys.view.curves import MOST_MARKS, Curves
 
 MOST_NOTES = 200
 MOST_LEDGER_BYTES = 256 << 20  # a larger ledger is not counted
@@ -44,9 +44,12 @@ class TrialReader:
         self.config = read_config(paths.config)
         self.curves = Curves()
         self._steps = StepTail(paths.steps)
-        self._event_tail = StepTail(paths.events)
+        self._event_tail = EventTail(paths.events)
         self._events: deque[Event] = deque(maxlen=MOST_NOTES)
         self._restarts = 0
+        self._seen = 0  # events that the curves mark
+        # Apart from the notes: many notes must not remove the marks of the curves.
+        self._starts: deque[Event] = deque(maxlen=MOST_MARKS + 1)  # the first start is no mark
         self._identity: list[tuple[str, str]] | None = None
         self._ledger: tuple[int, dict[str, Any] | None] = (-1, None)  # (size of the file, its counts)
 
@@ -76,10 +79,10 @@ class TrialReader:
     def curve_document(self, seen: int) -> dict[str, Any]:
         """Return the curves; only ``seen`` if no record was added since a document with this ``seen``."""
         self._follow()
-        now = self.curves.seen + self._restarts
+        now = self.curves.seen + self._seen
         if now == seen:
             return {"seen": now}
-        return {"seen": now, "columns": self.curves.columns(), "marks": self.curves.marks(self._events)}
+        return {"seen": now, "columns": self.curves.columns(), "marks": self.curves.marks(self._starts)}
 
     def _split(self) -> dict[str, Any]:
         """Return the sentence on the bottleneck, and the parts of the time of the last steps, which show it."""
@@ -90,13 +93,12 @@ class TrialReader:
 
     def _follow(self) -> None:
         self.curves.add(self._steps.records())
-        for record in self._event_tail.records():
-            try:
-                event = msgspec.convert(record, Event)
-            except msgspec.ValidationError:
-                continue
+        for event in self._event_tail.read():
             self._restarts += event.kind == "restart"
             self._events.append(event)
+            if event.kind in RESTARTS:
+                self._seen += 1
+                self._starts.append(event)
 
     def _identify(self) -> list[tuple[str, str]]:
         if self._identity is None:

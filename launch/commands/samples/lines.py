@@ -63,6 +63,7 @@ def dropped_lines(group: Sequence[SampleView]) -> Iterator[Text]:
         row = view.row
         reward = "no reward" if row.reward is None else f"reward {row.reward:g}"
         facts = [reward, VERDICTS[row.correct], row.finish_reason, f"{row.tokens} tokens", printable(row.outcome)]
+        facts += [] if row.staleness is None else [f"{row.staleness} behind"]
         label = f"  {row.sample_id.rpartition('/')[2]:>4}  "
         yield Text(label).append(", ".join(facts), style=_COLOURS[row.correct])
         text = Text(" " * 8)

@@ -19,7 +19,7 @@ from rich.text import Text
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, RecordError
 from realsys.launch.commands.replay import last_recorded
-from realsys.launch.commands.samples.lines import dropped_lines, group_lines, problem_lines
+from realsys.launch.commands.samples.lines import dropped_lines, group_lines, printable, problem_lines
 from realsys.view.samples.base import SampleRow, SampleSource
 from realsys.view.samples.catalogue import DROPPED, Catalogue
 from realsys.view.samples.eval_samples import EvalSource
@@ -69,7 +69,7 @@ def show_samples(trial_dir: Path, options: Options) -> int:
     if options.as_json:
         return _print_json(encode(row.sample_id) for group in shown for row in group)
     console = Console()
-    console.print(source.title, highlight=False, soft_wrap=True, markup=False)
+    console.print(printable(source.title), highlight=False, soft_wrap=True, markup=False)
     for group in shown:
         for text in lines(group):
             console.print(text, highlight=False, soft_wrap=True)

@@ -214,7 +214,8 @@ class RecordConfig(Section):
     )
     dropped_groups: NonNegative = Field(
         64,
-        description="newest dropped and failed groups that each RolloutWorker keeps to show, at most 16 MiB; 0: none",
+        description="newest groups that were not trained, which each RolloutWorker and ModelWorker keeps to show,"
+        " at most 16 MiB; 0: none",
     )
 
 

@@ -13,6 +13,7 @@ from realsys.model_calls import (
     ClearRequest,
     Empty,
     InitializeRequest,
+    KeepDroppedRequest,
     LoadDemosRequest,
     MaskRequest,
     MfcReply,
@@ -118,6 +119,11 @@ class ModelWorkers:
         """Take the tokens of versions below ``oldest`` out of the loss of samples (worker -> sample ids)."""
         payloads = {worker: encode_message(MaskRequest(ids, oldest)) for worker, ids in samples.items()}
         return self._stream.scatter(payloads, "mask", Empty, timeout_s=self._timeout_s)
+
+    def keep_dropped(self, groups: Mapping[int, KeepDroppedRequest]) -> asyncio.Future[list[Empty]]:
+        """Have workers write a group each to disk, for people. Send this before the samples are cleared."""
+        payloads = {worker: encode_message(group) for worker, group in groups.items()}
+        return self._stream.scatter(payloads, "keep_dropped", Empty, timeout_s=self._timeout_s)
 
     def _to_all(self, handler: str, payload: msgspec.Struct, reply_type: type[Reply]) -> asyncio.Future[list[Reply]]:
         """Send a request to every worker."""

@@ -2,11 +2,12 @@
 
 step:12       samples of train step 12
 eval:step-40  completions of an evaluation, by the name of its folder
-dropped       groups that were dropped or failed
+dropped       groups that were not trained
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -19,9 +20,10 @@ from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError
 from realsys.evaluation.eval_records import headline
-from realsys.evaluation.stored_samples import RESULT, read_result, stored_evaluations
-from realsys.rollout.stores.dropped_store import group_files
-from realsys.train.records.record_files import recorded_steps
+from realsys.evaluation.stored_samples import RESULT, SAMPLES, read_result, stored_evaluations
+from realsys.storage.dropped_groups import group_files
+from realsys.storage.files import FileStamp, file_stamp
+from realsys.train.records.record_files import BATCH, record_of_step, recorded_steps
 from realsys.view.samples.base import SampleSource
 from realsys.view.samples.dropped_samples import DroppedSource
 from realsys.view.samples.eval_samples import EvalSource
@@ -29,6 +31,7 @@ from realsys.view.samples.references import References
 from realsys.view.samples.step_samples import StepSource
 
 DROPPED = "dropped"
+_MOST_DIGITS = 12  # digits of the number of a step
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -39,8 +42,20 @@ class Listed(msgspec.Struct, frozen=True):
     label: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """The step or evaluation that was used last. It is read again if ``file`` has changed: after a roll-back a step is
+    trained again, and an evaluation is repeated.
+    """
+
+    name: str
+    file: Path
+    stamp: FileStamp | None
+    source: SampleSource
+
+
 class Catalogue:
-    """Sources of one trial. It keeps the one that was used last."""
+    """Sources of one trial. It keeps the step or evaluation that was used last, and the list of dropped groups."""
 
     def __init__(self, paths: TrialPaths) -> None:
         """Raises ConfigError if the folder is not a trial."""
@@ -48,13 +63,14 @@ class Catalogue:
         self._config: Config = read_config(paths.config)
         self._tokenizer: TextTokenizer | None = None
         self._references: References | None = None
-        self._open: tuple[str, SampleSource] | None = None
+        self._open: _Open | None = None
+        self._dropped: DroppedSource | None = None
 
     def sources(self) -> list[Listed]:
         """Return all sources: steps, evaluations, then the groups that were not trained; the newest first."""
         steps = [Listed(f"step:{step}", "step", f"step {step}") for step in sorted(self.steps(), reverse=True)]
         evaluations = [
-            Listed(f"eval:{name}", "eval", f"{name}: {headline(read_result(self._paths.evaluations / name))}")
+            Listed(f"eval:{name}", "eval", f"{name}: {self._headline(name)}")
             for name in reversed(stored_evaluations(self._paths.evaluations))
             if (self._paths.evaluations / name / RESULT).is_file()
         ]
@@ -67,29 +83,37 @@ class Catalogue:
 
     def open(self, name: str) -> SampleSource:
         """Return a source. Raises RecordError if it does not exist, and errors of its files."""
-        if self._open is not None and self._open[0] == name and name != DROPPED:
-            return self._open[1]
+        if name == DROPPED:
+            self._dropped = self._dropped or DroppedSource(self._paths.dropped, self.tokenizer, self.references)
+            return self._dropped
+        if self._open is None or self._open.name != name or self._open.stamp != file_stamp(self._open.file):
+            self._open = self._opened(name)
+        return self._open.source
+
+    def _opened(self, name: str) -> _Open:
         kind, _, rest = name.partition(":")
-        if kind == "step" and rest.isdecimal():
-            source: SampleSource = self.step(int(rest))
-        elif kind == "eval" and rest in stored_evaluations(self._paths.evaluations):
-            source = self.evaluation(rest)
-        elif name == DROPPED:
-            source = DroppedSource(self._paths.dropped, self.tokenizer)
-        else:
-            raise RecordError(f"{self._paths.root}: samples {name!r} not found: use step:N, eval:NAME or dropped")
-        self._open = (name, source)
-        return source
+        if kind == "step" and rest.isdecimal() and len(rest) <= _MOST_DIGITS:
+            file = record_of_step(self._paths.records, int(rest)) / BATCH
+            return _Open(name, file, file_stamp(file), self.step(int(rest)))
+        if kind == "eval" and rest in stored_evaluations(self._paths.evaluations):
+            file = self._paths.evaluations / rest / SAMPLES
+            return _Open(name, file, file_stamp(file), self.evaluation(rest))
+        raise RecordError(f"{self._paths.root}: samples {name[:80]!r} not found: use step:N, eval:NAME or dropped")
 
     def step(self, step: int) -> StepSource:
         """Return the samples of a recorded step. Raises RecordError."""
-        if self._references is None:
-            self._references = References(self._config, self._paths, self.tokenizer)
-        return StepSource(self._paths, step, self.tokenizer, self._references)
+        return StepSource(self._paths, step, self.tokenizer, self.references)
 
     def evaluation(self, name: str) -> EvalSource:
         """Return the completions of a stored evaluation. Raises RecordError."""
         return EvalSource(self._paths.evaluations / name)
+
+    @property
+    def references(self) -> References:
+        """Reference answers of the prompts. Raises ModelError."""
+        if self._references is None:
+            self._references = References(self._config, self._paths, self.tokenizer)
+        return self._references
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -97,3 +121,10 @@ class Catalogue:
         if self._tokenizer is None:
             self._tokenizer = TextTokenizer(role_settings(self._config, ACTOR).model_dir(self._paths))
         return self._tokenizer
+
+    def _headline(self, name: str) -> str:
+        """Return the result of an evaluation in one line. A damaged one must not hide the other sources."""
+        try:
+            return headline(read_result(self._paths.evaluations / name))
+        except RecordError:
+            return "its result cannot be read"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from realsys.errors import RecordError
+from realsys.errors import MALFORMED, RecordError
 from realsys.evaluation.eval_records import headline
 from realsys.evaluation.stored_samples import SAMPLES, EvalSample, read_result
 from realsys.view.samples.base import SampleRow, SampleView, Turn
@@ -65,7 +65,7 @@ class EvalSource:
             with self._path.open("rb") as file:
                 file.seek(self._offsets[sample_id])
                 return msgspec.json.decode(file.readline(), type=EvalSample)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *MALFORMED) as error:
             raise RecordError(f"{self._path}: cannot be read: {error}") from None
 
     def _scan(self) -> None:
@@ -78,7 +78,7 @@ class EvalSource:
                 found.append(((numbers.problem, numbers.sample, numbers.attempt), row))
         except FileNotFoundError:
             raise RecordError(f"{self._path.parent}: no completions are stored: the evaluation has not ended") from None
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *MALFORMED) as error:
             raise RecordError(f"{self._path}: cannot be read: {error}") from None
         self._rows = [row for _, row in sorted(found, key=lambda pair: pair[0])]
 

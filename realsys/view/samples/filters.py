@@ -29,6 +29,7 @@ class Filter(msgspec.Struct, frozen=True):
 
     text   part of prompt or completion; small and capital letters are equal
     group  id of a ticket, or number of a problem
+    limit  samples of one page; 0: all, which a request cannot ask for
     """
 
     verdict: Verdict = "any"
@@ -57,8 +58,10 @@ class Filter(msgspec.Struct, frozen=True):
             choices = {"verdict": get_args(Verdict), "order": get_args(Order)}.get(field)
             problem = f"use one of {', '.join(choices)}" if choices else str(error).partition(" - ")[0]
             raise ConfigError(field, fields.get(field, ""), problem) from None
-        if made.offset < 0 or not 0 <= made.limit <= MOST_SAMPLES:
-            raise ConfigError("limit", made.limit, f"must be 0 to {MOST_SAMPLES}, and offset 0 or more")
+        if made.offset < 0:
+            raise ConfigError("offset", made.offset, "must be 0 or more")
+        if not 1 <= made.limit <= MOST_SAMPLES:
+            raise ConfigError("limit", made.limit, f"must be 1 to {MOST_SAMPLES}")
         return made
 
     def admits(self, row: SampleRow) -> bool:

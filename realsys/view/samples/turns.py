@@ -20,8 +20,6 @@ DIGITS = 4  # decimal digits of log-probs and advantages
 class Decoder(Protocol):
     """The part of TextTokenizer that this module needs."""
 
-    def decode(self, ids: Sequence[int]) -> str: ...
-
     def token_texts(self, ids: Sequence[int]) -> list[str]: ...
 
 
@@ -47,14 +45,11 @@ def version_spans(ids: Sequence[int], versions: Array, tokenizer: Decoder) -> It
     """
     if not ids:
         return
+    pieces = tokenizer.token_texts(ids)
     starts = [0, *(int(i) + 1 for i in np.flatnonzero(np.diff(versions)))]
-    before = ""
     for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
-        text = tokenizer.decode(ids[:end])
-        own = text[len(before) :] if text.startswith(before) else tokenizer.decode(ids[start:end])
         version = int(versions[start])
-        yield Span(None if version == CONTEXT else version, end - start, own)
-        before = text
+        yield Span(None if version == CONTEXT else version, end - start, "".join(pieces[start:end]))
 
 
 def token_kinds(mask: Array, masked: int) -> list[TurnKind]:

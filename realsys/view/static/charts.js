@@ -177,7 +177,7 @@ class Chart {
     if (step !== null) made.push(element("span", "step " + number(step) + (this.biased(at) ? ", biased" : "")));
     const recent = this.evals.length ? [...new Set(this.evals.map(e => e.set))].map((set, k) => {
       const own = this.evals.filter(e => e.set === set && (step === null || e.step <= step)).sort((a, b) => a.step - b.step).at(-1);
-      return own && [this.evals.some(e => e.set !== set) ? set : "held-out", own[this.spec.evaluations], `var(--s${1 + k % 6})`];
+      return own && [own.held_out ? "held-out" : set, own[this.spec.evaluations], `var(--s${1 + k % 6})`];
     }).filter(Boolean) : [];
     const newest = s => this.usual(this.column(s.column)).findLast(isNumber) ?? this.column(s.column).findLast(isNumber);
     const shown = this.own.map(s => [s.label, step === null ? newest(s) : this.column(s.column)[at], s.colour]);

@@ -40,12 +40,22 @@ async function load(path, timeout = 20000) {
   return body;
 }
 function askForKey(again) {
-  $("keyForm").hidden = false;
-  $("keyForm").onsubmit = event => {
+  if ($("keyForm")) $("keyForm").remove();
+  const form = element("form", null, "card"), label = element("label"), row = element("div", null, "row");
+  const input = element("input"), button = element("button", "Open");
+  form.id = "keyForm";
+  label.htmlFor = input.id = "key";
+  label.append("This page needs its key: the end of the address that ", element("code", "realsys view"),
+    " printed, or the contents of the file ", element("code", "token"), " in the trial's folder.");
+  Object.assign(input, {type: "password", autocomplete: "off"});
+  row.append(input, button);
+  form.append(label, row);
+  form.onsubmit = event => {
     event.preventDefault();
-    sessionStorage.setItem("key", $("key").value.trim());
-    $("keyForm").hidden = true;
+    sessionStorage.setItem("key", input.value.trim());
+    form.remove();
     again();
   };
+  document.querySelector("header").after(form);
 }
 const withKey = link => { if (key()) link.href = link.getAttribute("href").split("#")[0] + "#key=" + encodeURIComponent(key()); };

@@ -1,7 +1,7 @@
 "use strict";
 const FIELDS = ["source", "verdict", "order", "text", "truncated", "reward_min", "reward_max", "stale_min", "stale_max", "tokens_min", "group"];
 const PAGE = 100, MARKS = {true: ["✓", "good", "correct"], false: ["✗", "bad", "wrong"], null: ["–", "calm", "not judged"]};
-let rows = [], matched = 0, shown = null, chosen = "", request = 0;
+let rows = [], matched = 0, shown = null, chosen = "", request = 0, opening = 0; // numbers of the newest requests
 const valueOf = name => $(name).type === "checkbox" ? ($(name).checked ? "1" : "") : $(name).value.trim();
 function query() {
   const made = new URLSearchParams();
@@ -47,6 +47,7 @@ function failed(error, again) {
 }
 async function list(more = false) {
   const own = ++request;
+  if (!more) ++opening; // a sample of the list before must not be shown beside this one
   $("count").textContent = more ? $("count").textContent : "reading";
   try {
     const found = await load(`api/list?${query()}&offset=${more ? rows.length : 0}&limit=${PAGE}`);
@@ -101,8 +102,10 @@ function drawList() {
   }));
 }
 async function show(id, go) {
+  const own = ++opening;
   try {
     const found = await load(`api/sample?source=${encodeURIComponent($("source").value)}&id=${encodeURIComponent(id)}`);
+    if (own !== opening) return;
     shown = found;
     chosen = id;
     remember();
@@ -111,7 +114,7 @@ async function show(id, go) {
     $("sample").hidden = false;
     document.body.dataset.sample = id;
     if (go && !matchMedia("(min-width: 900px)").matches) $("sample").scrollIntoView();
-  } catch (error) { failed(error, () => show(id, go)); }
+  } catch (error) { if (own === opening) failed(error, () => show(id, go)); }
 }
 function drawSample() {
   const {row, turns, reference, note, facts} = shown, mark = MARKS[String(row.correct ?? null)];

@@ -59,7 +59,7 @@ function showTiles(live) {
     made.append(element("h2", name), element("b", value), element("span", note));
     return made;
   };
-  const done = run.evaluations.filter(e => isNumber(e.accuracy)), first = done.at(-1), best = done[0];
+  const done = run.evaluations.filter(e => e.held_out && isNumber(e.accuracy)), first = done.at(-1), best = done[0];
   const gain = best && first && best !== first ? `${best.accuracy >= first.accuracy ? "+" : "−"}${Math.abs(100 * (best.accuracy - first.accuracy)).toFixed(1)} points since step ${first.step}` : best ? `at step ${best.step}` : "no evaluation yet";
   const steps = (drawn && drawn.columns.step) || [], some = steps.length ? steps.at(-1) - (steps.at(-11) ?? steps[0] - 1) : 0; // a point of a long run has several steps
   const over = some > 1 ? `mean of the last ${number(some)} steps` : "last step";
@@ -107,8 +107,9 @@ function showLive(s) {
 async function refresh() {
   let pause = 2000;
   try {
-    run = await load("run");
-    const [curves, live] = await Promise.all([load("curves?seen=" + seen), load("live")]);
+    const curves = await load("curves?seen=" + seen); // first: the evaluations of the run must be as new as the curves
+    const [newRun, live] = await Promise.all([load("run"), load("live")]);
+    run = newRun;
     if (curves.columns) {
       seen = curves.seen;
       drawn = {...curves, evaluations: run.evaluations};

@@ -102,7 +102,8 @@ def test_evaluation_and_dropped_groups_are_shown(page: Browser) -> None:
     choose(page, "source", "eval:after-40")
     assert shown_ids(page) == ["0/0", "1/0", "2/0"] and page.text("#reference") == "5"
     choose(page, "source", "dropped")
-    assert len(shown_ids(page)) == 2 and "equal_rewards" in page.text("#list")
+    assert len(shown_ids(page)) == 3 and "equal_rewards" in page.text("#list")
+    assert "too old (masked)" in page.text("#list")
     assert page.text("#facts").startswith("error") and HOSTILE in page.text("#facts")
 
 
@@ -111,3 +112,21 @@ def test_damaged_record_is_said(page: Browser) -> None:
     assert page.js("load('api/list?source=step:9').catch(error => error.message)").endswith(
         "step 9 is not recorded; there is 40"
     )
+
+
+def test_sample_that_arrives_late_is_not_shown(page: Browser) -> None:
+    """The answer about the first sample comes after the one about the second, which the reader chose later."""
+    page.open(page.samples_page(f"&id={TURNS}"))
+    page.js(
+        "globalThis.release = []; const real = load; load = async (...args) => { const found = await real(...args);"
+        " if (args[0].includes('%2F0.0')) await new Promise(go => release.push(go)); return found; }; 0"
+    )
+    page.js(
+        f"document.body.dataset.late = ''; show({FIRST!r}, false).then(() => {{ document.body.dataset.late = '1' }}); 0"
+    )
+    page.until("release.length === 1")
+    page.js(f"show({CUT!r}, false)")
+    page.until(f"document.body.dataset.sample === {CUT!r}")
+    page.js("release[0]()")
+    page.until("document.body.dataset.late === '1'")
+    assert page.text("#sampleId") == CUT

@@ -73,6 +73,20 @@ def test_incomplete_evaluation_shows_no_accuracy(page: Browser) -> None:
     assert page.texts(".tile")[0].split("\n")[1:] == ["74.0 %", "+33.0 points since step 0"]
 
 
+def test_held_out_accuracy_is_of_one_set(page: Browser) -> None:
+    """The newest evaluation is of another set: its accuracy and the gain must not be mixed with the held-out ones."""
+    page.open(page.status_page)
+    page.js("run.evaluations.unshift({set: 'sums', accuracy: 0.1, step: 40, held_out: false}); showTiles(null)")
+    assert page.texts(".tile")[0].split("\n")[1:] == ["74.0 %", "+33.0 points since step 0"]
+
+
+def test_run_is_as_new_as_its_curves(page: Browser) -> None:
+    """Else an evaluation that ends between the two requests would be missing on the curves."""
+    page.open(page.status_page)
+    asked = [url.partition("/view/")[2].partition("?")[0] for url in page.page.requests if "/view/" in url]
+    assert asked.index("curves") < asked.index("run")
+
+
 def test_running_evaluation_shows_no_accuracy(page: Browser) -> None:
     page.servers = 1
     page.open(page.status_page)

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from realsys.config.dump import read_config, write_config
+from realsys.config.paths import TrialPaths
 from realsys.view.app import OPEN, SECRET, Desk
 from realsys.view.server import ViewServer
 from tests.support.view.shown_trial import sample_trial
@@ -67,7 +69,7 @@ def test_nothing_can_be_changed(server: ViewServer) -> None:
     [
         ("/view/api/list?source=step:7", "step 7 is not recorded"),
         ("/view/api/list?source=dropped&order=best", "use one of source, longest"),
-        ("/view/api/sample?source=dropped&id=x", "no dropped or failed sample 'x'"),
+        ("/view/api/sample?source=dropped&id=x", "no dropped or failed group has sample 'x'"),
     ],
 )
 def test_bad_request_is_one_line(server: ViewServer, path: str, problem: str) -> None:
@@ -103,3 +105,15 @@ def test_readers_take_turns(tmp_path: Path) -> None:
 
     asyncio.run(body())
     assert order == ["first begins", "first ends", "second"]
+
+
+def test_resumed_trial_shows_its_new_configuration(server: ViewServer, tmp_path: Path) -> None:
+    def identity() -> dict[str, str]:
+        return dict(json.loads(ask(server, "/view/run", server.key)[1])["identity"])
+
+    assert not identity()["batch"].startswith("77 prompts")
+    paths = TrialPaths(tmp_path / "demo" / "shown")
+    config = read_config(paths.config)
+    train = config.train.model_copy(update={"batch_groups": 77})
+    write_config(config.model_copy(update={"train": train}), paths.config)
+    assert identity()["batch"].startswith("77 prompts")

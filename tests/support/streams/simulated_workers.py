@@ -14,7 +14,16 @@ from typing import Any, Literal
 
 from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow
-from realsys.model_calls import ClearRequest, Empty, MaskRequest, MfcReply, MfcRequest, TransferReply, TransferRequest
+from realsys.model_calls import (
+    ClearRequest,
+    Empty,
+    KeepDroppedRequest,
+    MaskRequest,
+    MfcReply,
+    MfcRequest,
+    TransferReply,
+    TransferRequest,
+)
 from realsys.stream.codec import decode_message
 from realsys.types import METADATA_KEYS
 
@@ -54,7 +63,7 @@ class Sent:
 
     @property
     def has_collectives(self) -> bool:
-        return not isinstance(self.payload, ClearRequest | MaskRequest)
+        return not isinstance(self.payload, ClearRequest | MaskRequest | KeepDroppedRequest)
 
 
 class SimulatedWorkers:
@@ -107,6 +116,9 @@ class SimulatedWorkers:
         requests = {worker: MaskRequest(ids, oldest) for worker, ids in samples.items()}
         return self._send(f"mask {len(self.sent)}", requests)
 
+    def keep_dropped(self, groups: Mapping[int, KeepDroppedRequest]) -> asyncio.Future[list[Empty]]:
+        return self._send(f"keep {len(self.sent)}", groups)
+
     def _send(self, name: str, payloads: Mapping[int, Any]) -> asyncio.Future[list[Any]]:
         loop = asyncio.get_running_loop()
         sent = Sent(name, payloads, {worker: loop.create_future() for worker in payloads})
@@ -157,6 +169,10 @@ class SimulatedWorkers:
             case MaskRequest(sample_ids):
                 held = {sample_id for _, sample_id in self.held[worker]}
                 assert held.issuperset(sample_ids), f"worker {worker} is to mask samples that it lacks"
+                reply = Empty()
+            case KeepDroppedRequest(samples=samples):
+                held = {sample_id for _, sample_id in self.held[worker]}
+                assert held.issuperset(sample.sample_id for sample in samples), f"worker {worker} has cleared the group"
                 reply = Empty()
         await self._meet(1, worker, sent)
         self.events.append(Event(sent.name, worker, "end"))

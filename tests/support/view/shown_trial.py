@@ -14,14 +14,13 @@ import xxhash
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.data.char_model import write_char_tokenizer
-from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer
 from realsys.evaluation.stored_samples import EvalSample, write_result
-from realsys.rollout.stores.dropped_store import DroppedEpisode, DroppedGroup, DroppedRow, write_group
+from realsys.storage.dropped_groups import DroppedGroup, Room, write_group
 from realsys.storage.files import FileInfo
 from realsys.train.records import record_files as files
 from realsys.train.records.record_files import StepRecord
-from realsys.types import GroupOrigin, RowOrigin, SampleMeta, Ticket
+from realsys.types import GroupOrigin, Row, RowOrigin, SampleMeta, Ticket
 from tests.support.processes.config_trees import changed
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -186,16 +185,19 @@ def write_evaluations(paths: TrialPaths) -> None:
 
 
 def write_dropped(paths: TrialPaths, tokenizer: TextTokenizer) -> None:
-    """Write a group without a signal, and one whose verifier failed."""
-    row = _row(tokenizer, [("1+2=", False), ("#3", True)])
-    kept = DroppedRow(*(row[key].tobytes() for key in ("tokens", "loss_mask", "behav_logprobs", "versions")), "stop")
-    prompt = Prompt("1+2=", "3", [])
+    """Write a group that was too old, one without a signal, and one whose verifier failed."""
+    arrays = _row(tokenizer, [("1+2=", False), ("#3", True)])
+    row = Row(arrays["tokens"], arrays["loss_mask"], arrays["behav_logprobs"], arrays["versions"], "stop")
+    old = Ticket(f"{79:010d}", 0, 0, n=2)
+    masked = Room().episode(0, [row], 1.0, True)
+    group = DroppedGroup(time.time(), old, "rollout_worker/0", "masked", "", None, [masked], next_version=STEPS + 3)
+    write_group(paths.dropped / "model_worker-0", group, 64)
     for number, (reason, error) in enumerate(
         (("equal_rewards", ""), ("RewardError: no verdict", f"RewardError: {HOSTILE}"))
     ):
-        episode = DroppedEpisode(0, None if error else 1.0, None if error else True, error, [kept])
+        episode = Room().episode(0, [row], None if error else 1.0, None if error else True, error)
         ticket = Ticket(f"{80 + number:010d}", 0, 0, n=2)
-        group = DroppedGroup(time.time(), ticket, "rollout_worker/0", reason, prompt.text, prompt.answer, [episode])
+        group = DroppedGroup(time.time(), ticket, "rollout_worker/0", reason, "1+2=", "3", [episode])
         write_group(paths.dropped / "rollout_worker-0", group, 64)
 
 

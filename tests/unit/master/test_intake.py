@@ -57,6 +57,21 @@ def test_groups_of_other_trainer_incarnation_are_freed() -> None:
     assert not any(job.workers.held.values()), "freed where they lay"
 
 
+def test_too_old_group_is_kept_before_it_is_freed() -> None:
+    async def body() -> Run:
+        job = Run("train.total_steps=1", "asynchronous.stale_policy=mask")
+        job.intake.state.version = 9
+        job.arrive((5.0, -5.0))
+        await job.serve(job.intake._carry_out())
+        return job
+
+    job = run(body)
+    kept, cleared = job.workers.sent
+    assert kept.payload.reason == "masked" and kept.payload.next_version == 9
+    assert [sample.sample_id for sample in kept.payload.samples] == cleared.payload.sample_ids
+    assert not any(job.workers.held.values())
+
+
 def test_arrived_group_of_cancelled_ticket_is_not_trained() -> None:
     """Its push was not acknowledged in time, and all its attempts count as failed: that is its end."""
 

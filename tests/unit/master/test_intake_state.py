@@ -144,6 +144,32 @@ def test_group_without_young_tokens_leaves_on_arrival() -> None:
     assert state.held() == [("0000000000", 0), ("0000000001", 0)]
 
 
+def test_newest_too_old_group_of_each_worker_is_kept() -> None:
+    """A worker writes at most one per second, so the request names one."""
+    state = intake(replace(SETTINGS, stale_policy="mask"))
+    state.propose(5)
+    for number in range(4):
+        [sample] = group(number, version=0)
+        sample.owner = number % 2
+        state.add([sample])
+    kept = state.depart().kept
+    assert {worker: request.samples[0].ticket_id for worker, request in kept.items()} == {
+        0: "0000000002",
+        1: "0000000003",
+    }
+    assert [(request.reason, request.next_version) for request in kept.values()] == [("masked", 5)] * 2
+    assert not state.depart()
+
+
+def test_group_masked_by_its_turn_is_kept() -> None:
+    state = intake(replace(SETTINGS, stale_policy="mask"))
+    state.add(group(0, version=0))
+    state.propose(5)
+    assert state.depart().kept[0].next_version == 5
+    state.add(group(1) + group(1))  # the second one is a copy
+    assert state.depart().kept.keys() == {0}
+
+
 @pytest.mark.parametrize("policy", ["mask", "drop"])
 def test_tokens_beyond_bound_are_masked_in_batch(policy: StalePolicy) -> None:
     state = intake(replace(SETTINGS, stale_policy=policy, max_reissues=0))

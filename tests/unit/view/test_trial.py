@@ -6,7 +6,8 @@ from pathlib import Path
 
 from realsys.manager.ledger import events as e
 from realsys.manager.ledger.journal import Journal
-from realsys.view.trial import TrialReader, ledger_counts
+from realsys.telemetry.events import EventLog
+from realsys.view.trial import MOST_NOTES, TrialReader, ledger_counts
 from tests.support.view.shown_trial import STEPS, sample_trial
 
 
@@ -36,6 +37,25 @@ def test_curves_are_sent_when_they_changed(tmp_path: Path) -> None:
     with paths.steps.open("a") as file:
         file.write('{"kind": "train", "step": 41, "time": 1}\n')
     assert reader.curve_document(first["seen"])["columns"]["step"][-1] == STEPS + 1
+
+
+def test_many_notes_remove_no_mark(tmp_path: Path) -> None:
+    paths = sample_trial(tmp_path)
+    log = EventLog(paths.events)
+    for number in range(MOST_NOTES + 5):
+        log.add("note", f"note {number}")
+    reader = TrialReader(paths, lambda: True)
+    assert [mark["kind"] for mark in reader.curve_document(-1)["marks"]] == ["rolled_back", "restart"]
+    assert len(reader.run()["notes"]) == MOST_NOTES
+
+
+def test_resumed_start_is_sent_at_once(tmp_path: Path) -> None:
+    paths = sample_trial(tmp_path)
+    reader = TrialReader(paths, lambda: True)
+    seen = reader.curve_document(-1)["seen"]
+    EventLog(paths.events).add("start", "continues after step 40")
+    marks = reader.curve_document(seen)["marks"]
+    assert (marks[-1]["kind"], marks[-1]["step"]) == ("start", STEPS + 0.5)
 
 
 def test_ledger_is_counted_from_the_journal(tmp_path: Path) -> None:

@@ -40,11 +40,33 @@ def test_recovery_removes_the_undone_steps() -> None:
     assert columns["time"][20] > START + 3.1 * 23  # step 21 as it was trained again
 
 
+def test_progress_goes_back_with_a_recovery() -> None:
+    curves = Curves()
+    curves.add([train(1), train(2), train(3), {"kind": "recovered", "step": 1, "time": 35.0}])
+    assert curves.progress == ("step", 1, 9)
+    curves.add([{"kind": "recovered", "step": -1, "time": 36.0}])
+    assert curves.progress == ("step", 0, 9)
+
+
+def test_marks_are_in_the_order_of_the_axis() -> None:
+    """The page draws one line for neighbours: it must meet them one after the other."""
+    curves = Curves()
+    curves.add(train(step) for step in range(1, 9))
+    curves.add({"kind": "recovered", "step": step, "time": 100.0 - step} for step in (6, 2))
+    assert [mark["step"] for mark in curves.marks([])] == [2.5, 6.5]
+
+
 def test_restart_lies_between_its_steps() -> None:
     curves = Curves()
     curves.add(step_log())
     marks = curves.marks(Event(**event) for event in events())
     assert [(mark["kind"], mark["step"]) for mark in marks] == [("rolled_back", 20.5), ("restart", 20.5)]
+
+
+def test_evaluation_of_another_set_is_not_held_out() -> None:
+    curves = Curves()
+    curves.add({"kind": "eval", "eval_id": "e", "step": 3, "accuracy": 1.0, "set": name} for name in ("eval", "sums"))
+    assert [made["held_out"] for made in curves.evaluations] == [True, False]
 
 
 def test_incomplete_evaluation_has_no_number() -> None:
@@ -66,6 +88,6 @@ def test_strange_record_does_not_stop_the_page(bad: dict[str, object]) -> None:
 
 def test_every_column_is_a_field_of_the_log() -> None:
     """A curve of a number that no step log has would stay empty without a word."""
-    names = ["/".join(place) for places in COLUMNS.values() for place in places]
+    names = ["/".join(place) for place in COLUMNS.values()]
     fields = {name: field_of("train", name) for name in names}
     assert [name for name, found in fields.items() if found is None or "{" in found.field.name] == []

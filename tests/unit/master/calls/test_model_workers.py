@@ -10,7 +10,7 @@ import msgspec
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.master.calls.model_workers import ModelWorkers
-from realsys.model_calls import ClearRequest, MfcRequest, MfcShare, Transfer, TransferRequest
+from realsys.model_calls import ClearRequest, KeepDroppedRequest, MfcRequest, MfcShare, Transfer, TransferRequest
 from realsys.stream.codec import encode_message
 from realsys.train.records.record_messages import HoldRequest
 from tests.support.training.sample_records import make_ref
@@ -24,9 +24,10 @@ class SentStream:
 
     def __init__(self) -> None:
         self.payloads: dict[int, bytes] = {}
+        self.handler = ""
 
-    def scatter(self, payloads: dict[int, bytes], *args: Any, **kwargs: Any) -> asyncio.Future[list[Any]]:
-        self.payloads = payloads
+    def scatter(self, payloads: dict[int, bytes], handler: str, *args: Any, **kwargs: Any) -> asyncio.Future[list[Any]]:
+        self.payloads, self.handler = payloads, handler
         return asyncio.get_running_loop().create_future()
 
 
@@ -63,3 +64,14 @@ def test_worker_is_sent_its_transfers_and_arrays_only() -> None:
     assert cleared == {2: ClearRequest(["a", "b"], ["values"]), 3: ClearRequest(["c"], ["values"])}
     held = sent(lambda workers: workers.hold(5, {2: {"tokens": ["a"]}}), HoldRequest)
     assert held == {worker: HoldRequest(5, {"tokens": ["a"]} if worker == 2 else {}) for worker in range(4)}
+
+
+def test_too_old_group_is_sent_to_its_owner() -> None:
+    async def body() -> SentStream:
+        stream: Any = SentStream()
+        ModelWorkers(stream, {"actor": MESH}, 1.0).keep_dropped({1: KeepDroppedRequest("masked", 4, [])})
+        return stream
+
+    stream = asyncio.run(body())
+    assert stream.handler == "keep_dropped" and stream.payloads.keys() == {1}
+    assert msgspec.msgpack.decode(stream.payloads[1], type=KeepDroppedRequest).next_version == 4

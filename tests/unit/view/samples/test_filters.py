@@ -64,7 +64,15 @@ def test_search_ends_in_time_and_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "query", [{"order": "best"}, {"reward_min": "x"}, {"limit": "99999"}, {"offset": "-1"}, {"verdict": "maybe"}]
+    "query",
+    [
+        {"order": "best"},
+        {"reward_min": "x"},
+        {"limit": "99999"},
+        {"limit": "0"},
+        {"offset": "-1"},
+        {"verdict": "maybe"},
+    ],
 )
 def test_bad_filter_is_refused(query: dict[str, str]) -> None:
     with pytest.raises(ConfigError):

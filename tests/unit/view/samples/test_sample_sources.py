@@ -9,9 +9,13 @@ import pytest
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import RecordError
+from realsys.evaluation.stored_samples import read_result, read_samples, write_result
+from realsys.storage.dropped_groups import DroppedGroup, read_group
 from realsys.train.records.record_files import worker_file
+from realsys.view.samples import dropped_samples
 from realsys.view.samples.catalogue import Catalogue
-from tests.support.view.shown_trial import HOSTILE, STEPS, sample_trial
+from tests.support.processes.config_trees import changed
+from tests.support.view.shown_trial import HOSTILE, STEPS, sample_trial, write_dropped, write_step
 
 
 @pytest.fixture
@@ -70,7 +74,94 @@ def test_failed_group_shows_its_error(paths: TrialPaths) -> None:
     assert [turn.text for turn in failed.turns] == ["1+2=", "#3"]
 
 
-@pytest.mark.parametrize("name", ["step:7", "step:../x", "eval:../../etc", "eval:", "", "other", "step:"])
+def test_too_old_group_shows_versions_and_staleness(paths: TrialPaths) -> None:
+    """The trainer knows no text: the prompt comes from the tokens, the reference answer from the data set."""
+    source = Catalogue(paths).open("dropped")
+    row = source.rows()[2]
+    assert (row.sample_id, row.outcome, row.staleness) == ("0000000079.0/0.0", "too old (masked)", 6)
+    assert source.title.startswith("newest groups that were not trained: 1 RewardError")
+    view = source.view(row.sample_id)
+    assert [(turn.kind, turn.text) for turn in view.turns] == [("prompt", "1+2="), ("sampled", "#3")]
+    facts = dict(view.facts)
+    assert view.reference == "3" and facts["group"].startswith("masked: all of its tokens")
+    assert facts["versions"] == "sampled by v37 to v38; the next batch trains on top of v43: 6 behind"
+
+
+def test_group_is_read_once(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many workers the files have up to a GiB: a list or a sample must not read them all again."""
+    read: list[Path] = []
+
+    def counted(path: Path) -> DroppedGroup:
+        read.append(path)
+        return read_group(path)
+
+    monkeypatch.setattr(dropped_samples, "read_group", counted)
+    catalogue = Catalogue(paths)
+    for _ in range(3):
+        source = catalogue.open("dropped")
+        assert len(source.rows()) == 3 and source.view("0000000081.0/0")
+    assert len(read) == 4  # three for the list, one for the sample
+    write_dropped(paths, catalogue.tokenizer)
+    assert len(catalogue.open("dropped").rows()) == 3, "the copies have the same names"
+    assert len(read) == 7
+
+
+def test_group_that_left_has_no_text(paths: TrialPaths) -> None:
+    """Its worker removes old groups during a search, which goes on."""
+    source = Catalogue(paths).open("dropped")
+    shutil.rmtree(paths.dropped)
+    assert source.text("0000000081.0/0") == ""
+    assert source.rows() == []
+
+
+def test_first_list_reads_a_bounded_number_of_bytes(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropped_samples, "MOST_BYTES", 1)
+    assert [row.group for row in Catalogue(paths).open("dropped").rows()] == ["0000000081"]
+
+
+def test_step_that_is_trained_again_is_read_again(paths: TrialPaths) -> None:
+    catalogue = Catalogue(paths)
+    before = catalogue.open(f"step:{STEPS}")
+    assert catalogue.open(f"step:{STEPS}") is before
+    shutil.rmtree(paths.records)
+    with pytest.raises(RecordError, match="not recorded"):
+        catalogue.open(f"step:{STEPS}")
+    write_step(paths, catalogue.tokenizer, changed().model_dump(mode="json"))
+    after = catalogue.open(f"step:{STEPS}")
+    assert after is not before and len(after.rows()) == 4
+
+
+def test_repeated_evaluation_is_read_again(paths: TrialPaths) -> None:
+    catalogue, folder = Catalogue(paths), paths.evaluations / f"after-{STEPS}"
+    name = f"eval:after-{STEPS}"
+    assert catalogue.open(name).view("2/0").turns[0].text == "5+2="
+    write_result(folder, read_samples(folder)[2:], read_result(folder))
+    source = catalogue.open(name)
+    assert [row.sample_id for row in source.rows()] == ["2/0"] and source.view("2/0").turns[0].text == "5+2="
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"set": "\xff"}'])
+def test_damaged_evaluation_hides_no_other_source(paths: TrialPaths, content: bytes) -> None:
+    (paths.evaluations / f"after-{STEPS}" / "result.json").write_bytes(content)
+    catalogue = Catalogue(paths)
+    listed = catalogue.sources()
+    assert [source.kind for source in listed] == ["step", "eval", "dropped"]
+    assert listed[1].label == "after-40: its result cannot be read"
+    with pytest.raises(RecordError, match=r"result\.json: cannot be read"):
+        catalogue.open(listed[1].name)
+
+
+def test_completion_with_damaged_bytes_is_named(paths: TrialPaths) -> None:
+    path = paths.evaluations / f"after-{STEPS}" / "samples.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"5+1=", b"5\xff1="))
+    source = Catalogue(paths)
+    with pytest.raises(RecordError, match=r"samples\.jsonl: cannot be read"):
+        source.open(f"eval:after-{STEPS}").view("1/0")
+
+
+@pytest.mark.parametrize(
+    "name", ["step:" + 5000 * "9", "step:7", "step:../x", "eval:../../etc", "eval:", "", "other", "step:"]
+)
 def test_unknown_source_is_refused(paths: TrialPaths, name: str) -> None:
     with pytest.raises(RecordError):
         Catalogue(paths).open(name)

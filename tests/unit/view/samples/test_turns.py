@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,26 @@ def test_text_is_cut_where_its_version_changes(
     found = list(version_spans(ids, np.array(versions, np.int32), tokenizer))
     assert [(span.version, span.text) for span in found] == spans
     assert [span.tokens for span in found] == [len(text) for _, text in spans]
+
+
+def test_cut_character_goes_to_its_last_token(tokenizer: TextTokenizer) -> None:
+    ids = tokenizer.encode_text("1é2")  # é has two tokens
+    found = list(version_spans(ids, np.array([3, 3, 4, 4], np.int32), tokenizer))
+    assert [(span.version, span.text) for span in found] == [(3, "1"), (4, "é2")]
+
+
+def test_spans_decode_every_token_once(tokenizer: TextTokenizer) -> None:
+    """A completion of many turns has hundreds of spans: the time must not grow with their number."""
+    asked: list[int] = []
+
+    class Counted:
+        def token_texts(self, ids: Sequence[int]) -> list[str]:
+            asked.append(len(ids))
+            return tokenizer.token_texts(ids)
+
+    ids = tokenizer.encode_text("12" * 50)
+    spans = list(version_spans(ids, np.arange(100, dtype=np.int32) % 2, Counted()))
+    assert len(spans) == 100 and asked == [100]
 
 
 def test_feedback_between_turns_has_no_version(tokenizer: TextTokenizer) -> None:

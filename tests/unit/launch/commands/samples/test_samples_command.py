@@ -12,6 +12,8 @@ from realsys.config.paths import TrialPaths
 from realsys.errors import RecordError
 from realsys.evaluation.stored_samples import EvalSample, write_result
 from realsys.launch.cli import main
+from realsys.storage.dropped_groups import DroppedGroup, Room, write_group
+from realsys.types import Ticket
 from realsys.view.samples.stored import chosen_evaluation
 from tests.support.processes.config_trees import changed
 from tests.support.view.shown_trial import HOSTILE, sample_trial
@@ -119,3 +121,24 @@ def test_dropped_groups_are_printed_with_reasons(tmp_path: Path, capsys: pytest.
     assert main(["samples", str(paths.root), "--dropped"]) == 0
     shown = capsys.readouterr().out
     assert "equal_rewards" in shown and "no reward, not judged" in shown and HOSTILE[:30] in shown
+
+
+def test_too_old_group_is_printed_with_its_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    paths = sample_trial(tmp_path)
+    assert main(["samples", str(paths.root), "--dropped", "--min-staleness", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "ticket 0000000079: prompt 0" in shown and "too old (masked), 6 behind" in shown and "reference  3" in shown
+    assert "0000000080" not in shown
+
+
+def test_reason_in_the_title_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """An error may quote a completion."""
+    paths = sample_trial(tmp_path)
+    reason = "RewardError: \x1b[2J"
+    group = DroppedGroup(
+        1.0, Ticket("7", 0, 0), "rollout_worker/0", reason, "1+2=", "3", [Room().episode(0, [], None, None)]
+    )
+    write_group(paths.dropped / "rollout_worker-0", group, 64)
+    assert main(["samples", str(paths.root), "--dropped", "--limit", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 RewardError: \\x1b[2J" in shown and "\x1b" not in shown
