@@ -27,10 +27,10 @@ def _add_plan(parser: ArgumentParser) -> None:
 
 
 def _plan(args: Namespace) -> int:
-    from realsys.launch.commands.throughput import PlanOptions, show_plan
+    from realsys.launch.commands.throughput import PlanOptions, show_predictions
 
     options = PlanOptions(args.folder, args.config_dir, args.devices, args.cores, args.tries, args.json)
-    return show_plan(args.overrides, options)
+    return show_predictions(args.overrides, options)
 
 
 COMMANDS = (
