@@ -45,6 +45,14 @@ def seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
 
 
+def amount(text: str) -> float:
+    """Read a number of at least 0, for argparse. Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a number, 0 or more")
+
+
 def count(text: str) -> int:
     """Read a whole number of at least 0, for argparse. Raises ArgumentTypeError."""
     if not text.isdecimal():

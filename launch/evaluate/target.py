@@ -127,9 +127,10 @@ def _of_trial(paths: TrialPaths, step: int | None) -> Target:
         return max(found, key=lambda target: (target.step, -_FORMS.index(target.form)))
     if step is None:
         raise ConfigError("TARGET", str(paths.root), "has no weights yet: it was stopped before its first version")
-    known = ", ".join(str(number) for number in sorted({target.step for target in _weights(paths)})) or "none"
-    problem = f"{paths.root} has the weights of these steps only: {known}"
-    raise ConfigError("--step", step, f"{problem}; set checkpoint.hf_every_steps to keep those of later steps")
+    known = ", ".join(str(number) for number in sorted({target.step for target in _weights(paths)}))
+    problem = f"has the weights of these steps only: {known}" if known else "has neither weights nor a checkpoint"
+    remedy = "set checkpoint.hf_every_steps to keep those of later steps"
+    raise ConfigError("--step", step, f"{paths.root} {problem}; {remedy}")
 
 
 def _weights(paths: TrialPaths) -> Iterator[Target]:
