@@ -39,9 +39,9 @@ from realsys.launch.fit import fit
 from realsys.launch.launchers.base import Launcher
 from realsys.launch.launchers.build import check_launcher, check_start, make_launcher
 from realsys.launch.nodes.coordinator import Terms, open_nodes
-from realsys.launch.plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
 from realsys.launch.preflight import check_gpus_are_given, disk_warnings
 from realsys.launch.prepare import Ready, examine, prepare, resolve
+from realsys.launch.process_plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
 from realsys.launch.processes.failures import full_disk
 from realsys.launch.processes.own_etcd import etcd_answers
 from realsys.launch.processes.restart_policy import Outcome

@@ -7,6 +7,8 @@ needs. To add a command: write a module here that has COMMANDS, and put it into 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,29 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     description: str = ""
     takes_overrides: bool = False
+
+
+def seconds(text: str) -> float:
+    """Read a duration of more than 0 s, for argparse. Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
+
+
+def amount(text: str) -> float:
+    """Read a number of at least 0, for argparse. Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a number, 0 or more")
+
+
+def count(text: str) -> int:
+    """Read a whole number of at least 0, for argparse. Raises ArgumentTypeError."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, 0 or more")
+    return int(text)
 
 
 def add_trial(parser: argparse.ArgumentParser) -> None:

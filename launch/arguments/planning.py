@@ -49,7 +49,9 @@ def _add_config(parser: ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="WORD", help="overrides as for run, or the folder of a trial and changes"
     )
-    parser.add_argument("--diff", action="store_true", help="print the fields that differ from their defaults")
+    parser.add_argument(
+        "--diff", action="store_true", help="print overrides: what differs from the defaults or the experiment"
+    )
     add_json(parser, "print JSON instead of YAML")
     add_config_dir(parser, "your configuration files, as for run")
 

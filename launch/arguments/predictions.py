@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from realsys.launch.arguments.base import Command, add_config_dir, add_json
+from realsys.launch.arguments.base import Command, add_config_dir, add_json, amount, count
 
 
 def _add_plan(parser: ArgumentParser) -> None:
@@ -15,9 +15,11 @@ def _add_plan(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="folder", type=Path, metavar="DIR", required=True, help="folder of the trial to fit"
     )
-    parser.add_argument("--devices", type=int, metavar="N", help="devices to split; default: those of the allocation")
     parser.add_argument(
-        "--cores", type=float, metavar="N", help="cores that all processes share; 0: each has a device of its own"
+        "--devices", type=count, metavar="N", help="devices to split; 0 or none: those of the allocation"
+    )
+    parser.add_argument(
+        "--cores", type=amount, metavar="N", help="cores that all processes share; 0: each has a device of its own"
     )
     parser.add_argument(
         "--try", dest="tries", action="append", default=[], metavar="OVERRIDES", help="predict this; may be repeated"
@@ -27,10 +29,10 @@ def _add_plan(parser: ArgumentParser) -> None:
 
 
 def _plan(args: Namespace) -> int:
-    from realsys.launch.commands.throughput import PlanOptions, show_plan
+    from realsys.launch.commands.throughput import PlanOptions, show_predictions
 
     options = PlanOptions(args.folder, args.config_dir, args.devices, args.cores, args.tries, args.json)
-    return show_plan(args.overrides, options)
+    return show_predictions(args.overrides, options)
 
 
 COMMANDS = (

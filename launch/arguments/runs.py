@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realsys.launch.arguments.base import Command, add_config_dir, add_newest_trial
+from realsys.launch.arguments.base import Command, add_config_dir, add_newest_trial, seconds
 
 if TYPE_CHECKING:
     from realsys.launch.run import RunOptions
@@ -98,7 +98,11 @@ def _add_node_agent(parser: ArgumentParser) -> None:
         help="name of this machine, unique (default: its host name)",
     )
     parser.add_argument(
-        "--wait", type=float, metavar="S", default=600.0, help="seconds to wait for the launcher (default: %(default)g)"
+        "--wait",
+        type=seconds,
+        metavar="S",
+        default=600.0,
+        help="seconds to wait for the launcher (default: %(default)g)",
     )
     parser.add_argument("--once", action="store_true", help="end when the trial is started again")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
-from realsys.launch.arguments.base import NEWEST, Command, add_json, add_newest_trial, add_trial
+from realsys.launch.arguments.base import NEWEST, Command, add_json, add_newest_trial, add_trial, count, seconds
 
 
 def _add_list(parser: ArgumentParser) -> None:
@@ -49,11 +49,18 @@ def _add_status(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--watch",
         nargs="?",
-        type=float,
+        type=_watch_seconds,
         const=5.0,
         metavar="S",
         help="show it until the run ends; with --json, a line every S seconds (default: 5)",
     )
+
+
+def _watch_seconds(text: str) -> float:
+    try:
+        return seconds(text)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}; the trial is named before --watch") from None
 
 
 def _status(args: Namespace) -> int:
@@ -76,7 +83,7 @@ def _view(args: Namespace) -> int:
 def _add_stop(parser: ArgumentParser) -> None:
     add_newest_trial(parser)
     parser.add_argument(
-        "--wait", type=float, default=600.0, metavar="S", help="seconds to wait for the end (default: %(default)g)"
+        "--wait", type=seconds, default=600.0, metavar="S", help="seconds to wait for the end (default: %(default)g)"
     )
 
 
@@ -91,7 +98,7 @@ def _add_logs(parser: ArgumentParser) -> None:
         "process", nargs="?", metavar="PROCESS", help="model_worker/0, ..., or job: the screen of a job"
     )
     parser.add_argument("--trial-dir", type=Path, metavar="DIR", help=NEWEST)
-    parser.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="last lines (default: %(default)s)")
+    parser.add_argument("-n", "--lines", type=count, default=50, metavar="N", help="last lines (default: %(default)s)")
     parser.add_argument("-f", "--follow", action="store_true", help="show new lines until the run ends")
 
 
@@ -149,7 +156,7 @@ COMMANDS = (
         _add_export,
         _export,
         "Write the weights of a trial as a Hugging Face directory that refers to nothing else: the trained model, or "
-        "any step that the trial still has the weights of. The trial may be running.",
+        "any step of which the trial has a weight version or a checkpoint. The trial may be running.",
     ),
     Command("stop", "stop a trial with a checkpoint", _add_stop, _stop),
     Command("logs", "show the log of a process, or list the logs of a trial", _add_logs, _logs),

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, LedgerError
+from realsys.launch.commands.trials.finding import find_trial
 from realsys.manager.audit.audit_report import AuditReport
 from realsys.manager.audit.auditor import Auditor
 from realsys.manager.ledger.journal import read_journal
@@ -27,7 +28,7 @@ _SHOWN = 5  # problems per check; --json has all of them
 
 def show_audit(trial_dir: Path, *, as_json: bool = False) -> int:
     """Print the audit of a trial; return 1 if a check failed. Raises ConfigError if the folder is not a trial."""
-    report = audit_trial(TrialPaths(trial_dir.resolve()))
+    report = audit_trial(find_trial(trial_dir))
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
     else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,20 @@ from realsys.config.compose import compose, given_fields
 from realsys.config.dump import read_config
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
+from realsys.errors import ConfigError
 from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.commands.trials.resume import stored_config
 from realsys.launch.fit import fit
 from realsys.launch.prepare import resolve
 from realsys.launch.start import changes
 
-_OF_THE_FOLDER = ("trial", "fileroot")  # not a part of what the run does
+_NOT_SETTINGS = ("experiment", "trial", "fileroot")  # the first line, and fields of the trial's folder
 
 
 def show_config(words: Sequence[str], config_dir: Path | None, *, diff: bool, as_json: bool) -> int:
     """Print the configuration of a run with these overrides, or of the trial that the first word names.
 
-    ``diff``: only the fields that differ from their defaults, as overrides. Raises ConfigError.
+    ``diff``: as overrides, without most fields that have their defaults. Raises ConfigError.
     """
     if words and "=" not in words[0]:
         paths = find_trial(Path(words[0]))
@@ -36,13 +38,24 @@ def show_config(words: Sequence[str], config_dir: Path | None, *, diff: bool, as
         for line in chosen:
             print(f"# {line}", file=sys.stderr)
     if diff:
-        for change in changes(Config().model_dump(mode="json"), config.model_dump(mode="json")):
-            if change.field in _OF_THE_FOLDER:
-                continue
-            print(f"{change.field}={_written(change.new)}")
+        for line in _as_overrides(config, config_dir):
+            print(line)
         return 0
     print(_text(config.model_dump(mode="json"), as_json=as_json))
     return 0
+
+
+def _as_overrides(config: Config, config_dir: Path | None) -> Iterator[str]:
+    """Yield the overrides that give ``config``: what differs from the defaults, or from its experiment alone."""
+    yield f"experiment={config.experiment}"
+    bases = [Config()]
+    with contextlib.suppress(ConfigError):  # the experiment of an older trial may be gone
+        bases.append(compose([f"experiment={config.experiment}"], config_dir=config_dir))
+    values = config.model_dump(mode="json")
+    different = {change.field: change.new for base in bases for change in changes(base.model_dump(mode="json"), values)}
+    for field, value in different.items():
+        if field not in _NOT_SETTINGS:
+            yield f"{field}={_written(value)}"
 
 
 def _written(value: Any) -> str:

@@ -21,15 +21,16 @@ from rich.table import Table
 
 from realsys.cluster.failure import read_errors
 from realsys.config.devices.needs import nodes_of, seats_of
-from realsys.config.dump import read_config, write_config
+from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import CheckpointError, RealsysError, RecordError
+from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.nodes.base import LOCAL
 from realsys.launch.nodes.local_executor import open_executor
-from realsys.launch.plan import TRAINING, ProcessSpec, plan
+from realsys.launch.process_plan import TRAINING, ProcessSpec, plan
 from realsys.launch.processes.failures import first_failure
 from realsys.launch.processes.run_hooks import Bounds, Hooks
 from realsys.launch.processes.supervisor import Supervisor
@@ -64,8 +65,7 @@ def replay(trial_dir: Path, step: int | None) -> int:
 
     Returns 0 if all is equal, else 1. Raises RealsysError for bad input, a damaged file, or a replay that fails.
     """
-    paths = TrialPaths(trial_dir.resolve())
-    read_config(paths.config)  # refuses a folder that is not a trial
+    paths = find_trial(trial_dir)
     step = last_recorded(paths) if step is None else step
     config = _recorded_config(paths, step)
     job = _checked_job(config, paths, step)

@@ -17,8 +17,8 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.arguments.words import own_words, words_again
 from realsys.launch.launchers.slurm import steps_as_text
-from realsys.launch.plan import agent_command, own_python_path
 from realsys.launch.prepare import examine
+from realsys.launch.process_plan import agent_command, own_python_path
 from realsys.launch.run import RunOptions, plan_run, show_plan
 from realsys.launch.screen.log_tail import LogTail
 from realsys.launch.slurm.job_follow import follow_job

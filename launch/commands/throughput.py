@@ -16,6 +16,7 @@ from rich.table import Table
 from realsys.config.compose import compose, given_fields, with_overrides
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
+from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.fit import fit as fit_config
 from realsys.launch.prepare import resolve
 from realsys.planner.cost_fit import MEMBERS, fit, recorded_outcome
@@ -38,9 +39,9 @@ class PlanOptions:
     as_json: bool
 
 
-def show_plan(overrides: Sequence[str], options: PlanOptions) -> int:
+def show_predictions(overrides: Sequence[str], options: PlanOptions) -> int:
     """Print the predictions and the recommended split. Raises ConfigError."""
-    recording = read_recording(options.folder)
+    recording = read_recording(find_trial(options.folder).root)
     config = _config(overrides, recording, options.config_dir)
     cores = _shared_cores(recording.config) if options.cores is None else options.cores
     fitted = fit(recording, cores, _progress("fit"))
@@ -54,7 +55,7 @@ def show_plan(overrides: Sequence[str], options: PlanOptions) -> int:
         found = {"splits": list(map(_plain, splits)), "recommended": best.label, "others": list(map(_plain, others))}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
         return 0
-    _print(Console(), fitted, [splits, others], best)
+    _print(Console(highlight=False, markup=False), fitted, [splits, others], best)
     return 0
 
 

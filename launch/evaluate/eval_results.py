@@ -11,6 +11,7 @@ from realsys.config.paths import TrialPaths
 from realsys.errors import RecordError
 from realsys.evaluation.eval_records import incomplete_reason, omissions
 from realsys.evaluation.stored_samples import read_samples
+from realsys.telemetry.percent import percent, percentage
 
 Result = Mapping[str, Any]
 _FILE = "results.json"
@@ -78,7 +79,7 @@ def _row(result: Result, ks: Sequence[int], *, has_votes: bool) -> list[str]:
         str(result["samples"]),
         _share(result["pass_at"].get("1")),
         *shares,
-        _NONE if cut is None else f"{100 * cut:.1f}%",
+        _NONE if cut is None else percent(cut),
         f"{length:.0f}",
         str(result["failed"]),
         str(result["version"]),
@@ -89,4 +90,4 @@ def _share(value: Mapping[str, float] | None) -> str:
     """Return a share with its interval: ``43.8 % (35.5 - 52.4)``."""
     if value is None:
         return _NONE
-    return f"{100 * value['value']:.1f}% ({100 * value['low']:.1f} - {100 * value['high']:.1f})"
+    return f"{percent(value['value'])} ({percentage(value['low'])} - {percentage(value['high'])})"

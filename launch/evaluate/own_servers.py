@@ -26,7 +26,7 @@ from realsys.weights.host.places import sweep
 def evaluate_model(target: Target, choices: Choices) -> int:
     """Start servers for a model, evaluate it, and return the exit code. Raises RealsysError for bad input."""
     config, given = evaluation_config(target, choices, datetime.now())
-    if target.version:  # before the checks, which read the model's files
+    if target.form != "model":  # before the checks, which read the model's files
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(exported(target))})})
     planned = plan_of(resolve(config, now=datetime.now()), given)
     check_start(planned.config)

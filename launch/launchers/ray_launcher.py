@@ -28,7 +28,7 @@ from realsys.launch.launchers.base import Launcher
 from realsys.launch.launchers.ray_bundles import bundle_of, shortage
 from realsys.launch.launchers.ray_messages import Report, Task
 from realsys.launch.nodes.orders import KILL_MARGIN_S
-from realsys.launch.plan import own_python_path
+from realsys.launch.process_plan import own_python_path
 
 _DRIVER = (sys.executable, "-P", "-m", "realsys.launch.launchers.ray_driver")
 _LOOK_S = 30.0  # Ray itself tries for more than 40 s to reach a cluster that does not answer

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Mapping
 
 from realsys.launch.nodes.base import Exit, Node, Order, Process
-from realsys.launch.plan import ProcessSpec
+from realsys.launch.process_plan import ProcessSpec
 
 OnChildExit = Callable[["Child", Process, Exit], None]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from realsys.cluster.failure import ErrorRecord
-from realsys.launch.plan import ProcessSpec
+from realsys.launch.process_plan import ProcessSpec
 from realsys.launch.processes.restart_policy import NO_CHECKPOINT
 from realsys.telemetry.events import EventKind
 

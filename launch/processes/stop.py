@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from realsys.launch.nodes.base import Node
-from realsys.launch.plan import NAME_STORE
+from realsys.launch.process_plan import NAME_STORE
 from realsys.launch.processes.children import Child
 from realsys.launch.processes.run_hooks import Bounds, Hooks
 

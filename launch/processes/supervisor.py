@@ -27,7 +27,7 @@ from typing import Concatenate, ParamSpec
 from realsys.cluster.process import TRAINING_START
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.nodes.base import LOCAL, Exit, Listener, MachineMissing, Node, Process, ProcessId, all_ready
-from realsys.launch.plan import LEADERS, NAME_STORE, ProcessSpec
+from realsys.launch.process_plan import LEADERS, NAME_STORE, ProcessSpec
 from realsys.launch.processes.children import Child
 from realsys.launch.processes.failures import first_cause, last_error, process_of
 from realsys.launch.processes.restart_policy import (

@@ -21,7 +21,6 @@ from typing import Any
 from realsys.config.compose import with_overrides
 from realsys.config.doors import ENVIRONMENT
 from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
 from realsys.config.rules.checks import check_verifiers
 from realsys.config.schema import Config
 from realsys.data.prompts import PromptDataset
@@ -29,6 +28,7 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import AgentError, ConfigError, RewardError
 from realsys.launch.commands.replay import last_recorded
 from realsys.launch.commands.samples.lines import printable
+from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.regrade.disagreement import Different, Disagreement, verdict_name
 from realsys.launch.regrade.recorded import LeftOut, Recorded, RecordReader
 from realsys.reward.build import own_verifiers
@@ -64,8 +64,8 @@ def regrade(trial_dir: Path, options: RegradeOptions) -> int:
     """
     if options.show < 0:
         raise ConfigError("--show", options.show, "must be 0 or more")
-    paths = TrialPaths(trial_dir.resolve())
-    recorded = read_config(paths.config)  # refuses a folder that is not a trial
+    paths = find_trial(trial_dir)
+    recorded = read_config(paths.config)
     config = regrade_config(recorded, options)
     last_recorded(paths)  # refuses a trial without records
     steps = files.recorded_steps(paths.records)

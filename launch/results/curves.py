@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.sections.schema_evaluation import HELD_OUT
+from realsys.errors import RealsysError
+from realsys.evaluation.eval_records import is_held_out
 from realsys.launch.results.totals import Totals, course
 from realsys.launch.screen.progress import OTHER, TIME_PARTS, Record, number
 from realsys.telemetry.events import read_events, restarts_in_steps
+from realsys.telemetry.percent import percent
 from realsys.telemetry.steps import RECOVERED, surviving_steps
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ def draw_curves(config: Config, paths: TrialPaths) -> None:
 
 def _read(config: Config, paths: TrialPaths) -> _Run:
     totals = Totals.of(surviving_steps(paths.steps))
-    evaluations = [record for record in totals.evals.values() if record.get("set") in (None, HELD_OUT)]
+    evaluations = [record for record in totals.evals.values() if is_held_out(record)]
     records = list(_times(surviving_steps(paths.steps)))
     restarts = {place for place, _ in restarts_in_steps(read_events(paths.events), records)}
     restarts |= {max(0, int(record["step"])) + 0.5 for record in records if record["kind"] == RECOVERED}
@@ -128,7 +130,7 @@ def _panels(run: _Run) -> Iterator[_Panel]:
     yield _Panel("Loss", lambda axis, run: _line(axis, run, "loss"), ["loss"])
     yield _Panel("Gradient norm", lambda axis, run: _line(axis, run, "grad_norm"), ["grad_norm"])
     yield _Panel("Share of tokens or episodes", _shares, ["clip_fraction", "truncated", "untrained"])
-    yield _Panel("Time of a step (s)", _time, ["seconds/total"])
+    yield _Panel("Time of a step (s)", _time, [f"seconds/{OTHER}"])
     yield _Panel("Tokens per second", _speed, ["consumed_tokens_per_s"])
 
 
@@ -145,7 +147,7 @@ def _accuracy(axis: Axes, run: _Run) -> None:
         for step, value in dict.fromkeys((known[0], known[-1])):
             box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
             axis.annotate(
-                f"{value:.1%}",
+                percent(value),
                 (step, value),
                 xytext=(0, -15),
                 textcoords="offset points",
@@ -200,7 +202,7 @@ def _shares(axis: Axes, run: _Run) -> None:
 
 def _time(axis: Axes, run: _Run) -> None:
     """Draw the parts of a step's time on top of each other: their sum is the step."""
-    points = [point for point in run.points if "seconds/total" in point]
+    points = [point for point in run.points if f"seconds/{OTHER}" in point]
     names = [part for part in (*TIME_PARTS, OTHER) if any(f"seconds/{part}" in point for point in points)]
     steps = [point["step"] for point in points]
     parts = [[point.get(f"seconds/{name}", 0.0) for point in points] for name in names]
@@ -260,10 +262,17 @@ def _mark(axis: Axes, run: _Run) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw the curves of a trial. The process takes only time that no other process wants."""
+    """Draw the curves of a trial, and return the exit code. The process takes only time that no other process wants."""
+    if len(argv) != 1:
+        print("usage: python -m realsys.launch.results.curves TRIAL_DIR", file=sys.stderr)
+        return 2
     os.nice(19)
     paths = TrialPaths(Path(argv[0]).resolve())
-    draw_curves(read_config(paths.config), paths)
+    try:
+        draw_curves(read_config(paths.config), paths)
+    except (RealsysError, OSError) as error:
+        print(f"realsys: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.sections.schema_evaluation import HELD_OUT
-from realsys.evaluation.eval_records import asked, further, headline, margin
+from realsys.evaluation.eval_records import asked, further, headline, is_held_out, margin
 from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.results.totals import Totals, course_ends
 from realsys.launch.screen.progress import Record, mean, number, time_parts
-from realsys.launch.screen.text_figures import failures_text, fmt
+from realsys.launch.screen.text_figures import apportioned, failures_text, fmt
+from realsys.telemetry.percent import percent, percentage
 from realsys.telemetry.signal import signal_warning
 from realsys.telemetry.steps import surviving_steps
 
@@ -146,7 +146,7 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
             yield "held-out accuracy", _gain(accuracy["before"], accuracy["after"], record)
         elif str(record.get("eval_id")).partition(".")[0] == "after" and record.get("complete") is not None:
             yield f"evaluation {record['eval_id']}", headline(record)
-    if metrics := _metrics(_of_held_out(summary["evaluations"])):
+    if metrics := _metrics([record for record in summary["evaluations"] if is_held_out(record)]):
         yield "held-out metrics", metrics
     if summary["steps"]:
         course = f"{fmt(accuracy['train_first'], '.1%')} -> {fmt(accuracy['train_last'], '.1%')}"
@@ -164,7 +164,7 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         )
         lag = f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}, bound {staleness['eta']}"
         filtered = f", {staleness['filtered']} filtered out" if staleness["filtered"] else ""
-        wasted = f", {share:.1%} of the sampled tokens" if (share := staleness.get("tokens_too_old")) else ""
+        wasted = f", {percent(share)} of the sampled tokens" if (share := staleness.get("tokens_too_old")) else ""
         yield "staleness", f"{lag}; {staleness['dropped']} groups dropped as too old{wasted}{filtered}"
     if idle := summary.get("without_signal"):
         cause = "every advantage was 0, as when all answers to a prompt get the same reward"
@@ -187,14 +187,9 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def _gain(before: float | None, after: float, record: Record) -> str:
     """Return the held-out accuracy before and after training. The gain is the difference of the numbers as shown."""
-    points = "" if before is None else f" ({round(100 * after, 1) - round(100 * before, 1):+.1f} points)"
-    text = f"{fmt(before, '.1%')} -> {after:.1%}{margin(record)}{points} on {asked(record)}"
+    points = "" if before is None else f" ({percentage(after) - percentage(before):+} points)"
+    text = f"{fmt(before, '.1%')} -> {percent(after)}{margin(record)}{points} on {asked(record)}"
     return ", ".join([text, *further(record)])
-
-
-def _of_held_out(evaluations: Sequence[Record]) -> list[Record]:
-    """Return the evaluations of the held-out problems, without those of other data sets."""
-    return [record for record in evaluations if record.get("set") in (None, HELD_OUT)]
 
 
 def _metrics(evaluations: Sequence[Mapping[str, Any]]) -> str:
@@ -213,5 +208,8 @@ def _clock(seconds: float) -> str:
 
 
 def _split(seconds: Mapping[str, float | None]) -> str:
-    parts = [f"{part} {value:.2f}" for part, value in time_parts(seconds).items()]
-    return f"{fmt(seconds.get('total'), '.2f')} s = " + " + ".join(parts) if parts else "-"
+    """Return the parts of a step's time. As they are shown, they add up to the total."""
+    known = time_parts(seconds)
+    hundredths = apportioned(known, round(100 * sum(known.values())))
+    parts = [f"{part} {value / 100:.2f}" for part, value in hundredths.items()]
+    return f"{sum(hundredths.values()) / 100:.2f} s = " + " + ".join(parts) if parts else "-"

@@ -17,9 +17,9 @@ from realsys.config.paths import TrialPaths
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.rules.resources import disk_bytes, record_bytes
 from realsys.config.schema import Config
-from realsys.launch.plan import ProcessSpec, as_commands, as_rows
 from realsys.launch.preflight import free_bytes
 from realsys.launch.prepare import Examined
+from realsys.launch.process_plan import ProcessSpec, as_commands, as_rows
 from realsys.master.loop import planned_steps
 
 

@@ -33,6 +33,7 @@ from realsys.launch.screen.text_figures import (
     time_split,
     untrained_shares,
 )
+from realsys.telemetry.percent import percent
 
 _RECENT_STEPS = 8
 _LABEL = 10  # width of a row's name
@@ -81,14 +82,17 @@ class Frame:
 
 
 def lines(progress: Progress, frame: Frame, width: int, height: int) -> list[Text]:
-    """Return at most ``height`` lines of at most ``width`` cells. Head and notes are never left out."""
+    """Return at most ``height`` lines of at most ``width`` cells.
+
+    Head and notes are left out last: a terminal of 9 rows has room for both.
+    """
     head = _head(progress, frame, width)
     notes = _notes(frame, width, max(2, height // 4))
     body = _side_by_side(_training(progress), _asynchrony(progress, frame.eta), width)
     time = [_cut(Text.assemble(("step time  ", "dim"), time_split(_recent(progress.train))), width)]
     servers = _servers(progress.status, width)
     room = height - len(head) - len(notes)
-    fixed = (time if progress.train else []) + servers[:1]
+    fixed = [*(time if progress.train else []), *servers[:1]][: max(0, room)]
     body = body[: max(0, room - len(fixed))]
     room -= len(body) + len(fixed)
     rows = servers[1:]
@@ -98,7 +102,8 @@ def lines(progress: Progress, frame: Frame, width: int, height: int) -> list[Tex
     room -= len(rows)
     blocks = [block for block in (head, notes, body, [*fixed, *rows]) if block]
     spaces = [[Text()] if spare else [] for spare in _spares(room, len(blocks) - 1)]
-    return list(itertools.chain(*itertools.chain(*itertools.zip_longest(blocks, spaces, fillvalue=[]))))
+    shown = itertools.chain(*itertools.chain(*itertools.zip_longest(blocks, spaces, fillvalue=[])))
+    return list(itertools.islice(shown, max(0, height)))
 
 
 def _spares(room: int, gaps: int) -> list[bool]:
@@ -275,7 +280,7 @@ def _asynchrony(progress: Progress, eta: int) -> list[Text]:
         rows.append(("verdicts", Text(failures, style="bold red")))
     rows += _groups(status, last)
     if isinstance(prompts := status.get("prompts"), Mapping) and prompts:
-        shares = [f"{name} {share:.0%}" for name in prompts if (share := number(prompts, name) or 0.0) >= 0.005]
+        shares = [f"{name} {percent(share, 0)}" for name in prompts if (share := number(prompts, name) or 0.0) >= 0.005]
         rows += [("prompts", ", ".join(shares[:2])), ("", ", ".join(shares[2:]))][: 1 + (len(shares) > 2)]
     rows.append(("sampled", f"{fmt(number(status, 'throughput', 'generated_tokens_per_s'), ',.0f')} tokens/s"))
     if recent:
@@ -309,7 +314,7 @@ def _untrained(last: Record) -> list[str | Text]:
     shares = sorted(untrained_shares(last).items(), key=lambda item: -item[1])
     too_old = (number(last, "too_old") or 0.0) > WARN_SHARE
     return [
-        Text(f"{share:.1%} {reason}", "bold red" if too_old and reason in ("stale", "masked") else "")
+        Text(f"{percent(share)} {reason}", "bold red" if too_old and reason in ("stale", "masked") else "")
         for reason, share in shares[:3]
     ] or ["0%"]
 

@@ -110,11 +110,9 @@ class Monitor:
             progress.status = status
 
 
-async def look_once(config: Config, paths: TrialPaths, progress: Progress) -> None:
-    """Fill ``progress`` from the step log and, if it answers, from the manager."""
-    tail = StepTail(paths.steps)
-    progress.add(tail.records())
-    monitor = Monitor(config, paths, progress, NoScreen(), tail)
+async def ask_once(config: Config, paths: TrialPaths, progress: Progress) -> None:
+    """Bring ``progress`` up to date from the manager, if it answers. The step log is not read."""
+    monitor = Monitor(config, paths, progress, NoScreen(), StepTail(paths.steps))
     if not is_known(config, paths):
         return
     try:

@@ -10,6 +10,7 @@ from rich.console import Console
 from realsys.evaluation.eval_records import headline
 from realsys.launch.screen.progress import Progress, Record, number
 from realsys.launch.screen.text_figures import failures_text, fmt, rate, untrained_shares
+from realsys.telemetry.percent import percent
 
 
 class PlainView:
@@ -78,7 +79,7 @@ def train_line(record: Record) -> str:
         f"lag {fmt(number(record, 'staleness', 'mean'), '.1f')}/{fmt(number(record, 'staleness', 'max'), '.0f')}  "
         f"{fmt(number(record, 'consumed_tokens_per_s'), ',.0f')} tok/s  "
         f"{fmt(number(record, 'seconds', 'total'), '.1f')} s (waited {fmt(number(record, 'seconds', 'wait'), '.1f')})"
-        + "".join(f"  {name} {share:.0%}" for name, share in _shares(record) if share >= 0.005)
+        + "".join(f"  {name} {percent(share, 0)}" for name, share in _shares(record) if share >= 0.005)
         + (f"  verdict failures {failures}" if (failures := failures_text(record.get("verdict_failures"))) else "")
     )
 

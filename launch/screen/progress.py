@@ -22,7 +22,7 @@ TIME_PARTS = ("wait", "inf", "train", "save", "publish", "checkpoint")
 OTHER = "other"  # time of a step that belongs to no part
 
 WINDOW = 192  # steps that are shown: 8 for each character of a sparkline
-SHOWN_EVALS = 5  # the first and the newest
+SHOWN_EVALS = 5  # of each data set: the first and the newest
 
 
 @dataclass(slots=True)
@@ -57,8 +57,9 @@ class Progress:
                     self._trained = _count(record)
                 case "eval":
                     self.evals[str(record.get("eval_id", "?"))] = without_incomplete(record)
-                    if len(self.evals) > SHOWN_EVALS:
-                        del self.evals[list(self.evals)[1]]
+                    same = [name for name, each in self.evals.items() if each.get("set") == record.get("set")]
+                    if len(same) > SHOWN_EVALS:
+                        del self.evals[same[1]]
                 case "recovered":
                     self._go_back(record)
 

@@ -7,14 +7,17 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from realsys.launch.screen.progress import Record, mean, number, time_parts
+from realsys.telemetry.percent import percent
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ROUND = (1.0, 2.0, 5.0, 10.0)  # digits of a scale's ends
 
 
 def fmt(value: float | None, spec: str) -> str:
-    """Format a number; None becomes a dash."""
-    return "-" if value is None else format(value, spec)
+    """Format a number; None becomes a dash. ``spec`` `.1%`: see ``percent``."""
+    if value is None:
+        return "-"
+    return percent(value, int(spec[1:-1])) if spec.endswith("%") else format(value, spec)
 
 
 def rate(record: Record, amount: str, seconds: str) -> float | None:
@@ -45,14 +48,14 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     return ["  ".join(set_(number, cell) for number, cell in enumerate(row)).rstrip() for row in rows]
 
 
-def percentages(amounts: Mapping[str, float]) -> dict[str, int]:
-    """Return whole percentages that add up to 100: the largest remainders are rounded up. {} if all are 0."""
+def apportioned(amounts: Mapping[str, float], units: int) -> dict[str, int]:
+    """Return whole shares of ``units`` that add up to it: the largest remainders are rounded up. {} if all are 0."""
     total = sum(amounts.values())
     if total <= 0:
         return {}
-    exact = {name: 100 * amount / total for name, amount in amounts.items()}
+    exact = {name: units * amount / total for name, amount in amounts.items()}
     whole = {name: math.floor(share) for name, share in exact.items()}
-    for name in sorted(exact, key=lambda name: whole[name] - exact[name])[: 100 - sum(whole.values())]:
+    for name in sorted(exact, key=lambda name: whole[name] - exact[name])[: units - sum(whole.values())]:
         whole[name] += 1
     return whole
 
@@ -65,7 +68,7 @@ def time_split(records: Sequence[Record]) -> str:
     total = mean(records, "seconds", "total")
     if not total:
         return "-"
-    shares = percentages(mean_time_parts(records))
+    shares = apportioned(mean_time_parts(records), 100)
     parts = ", ".join(f"{part} {share}%" for part, share in shares.items() if share)
     return f"{total:.2f} s: {parts}" if parts else f"{total:.2f} s"
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
+from realsys.config.fields import SmallFloat
 from realsys.config.schema import Config, SamplingConfig
 from realsys.config.sections.schema_evaluation import HELD_OUT, TRAIN, EvalSetConfig
 from realsys.errors import ConfigError
@@ -18,7 +19,7 @@ _OWN = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
 class EvalSamplingConfig(SamplingConfig):
     """Sampling of an evaluation: temperature 0 is greedy, which training cannot use."""
 
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: SmallFloat = 1.0
 
 
 @dataclass(frozen=True, slots=True)

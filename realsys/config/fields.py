@@ -13,6 +13,11 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 OpenProbability = Annotated[float, Field(gt=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean: with 1 it would never change
+#: bounds that no run needs to exceed: a typo in an exponent is refused before the start
+LearningRate = Annotated[float, Field(gt=0, le=1)]
+SmallFloat = Annotated[float, Field(ge=0, le=10)]
+Temperature = Annotated[float, Field(ge=1e-6, le=10)]
 Offload = Literal["none", "optimizer", "all"]
 
 

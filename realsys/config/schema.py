@@ -19,6 +19,7 @@ from realsys.config.fields import (
     PositiveFloat,
     Probability,
     Section,
+    Temperature,
 )
 from realsys.config.sections.schema_agent import AgentLimitsConfig as AgentLimitsConfig
 from realsys.config.sections.schema_cluster import ClusterConfig
@@ -75,7 +76,7 @@ class SamplingConfig(Section):
     A call of an agent may have another temperature (``rollout.gateway.sampling``); its tokens are scored at that one.
     """
 
-    temperature: Annotated[float, Field(ge=1e-6)] = Field(1.0, description="divides the logits")
+    temperature: Temperature = Field(1.0, description="divides the logits")
     top_p: OpenProbability = Field(1.0, description="sample from the most probable tokens with this sum; 1: off")
     top_k: int = Field(-1, ge=-1, description="sample from this number of most probable tokens; -1: off")
     min_p: Probability = Field(

@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 
 from realsys.config.evaluation_sets import EvaluationSet
+from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.evaluation.estimates import Estimate, Statistics, Tally, estimate, summarize
 from realsys.evaluation.stored_samples import EvalSample
 from realsys.evaluation.votes import Same, Vote, majority
+from realsys.telemetry.percent import percent
 
 #: Returns the comparison of final answers for the completions of one problem; None: by their texts.
 SameOf = Callable[[Sequence[EvalSample]], Same | None]
@@ -110,6 +112,11 @@ def majority_of(samples: Sequence[EvalSample], same_of: SameOf = lambda _: None)
     return numbers_of(estimate(shares, len(shares)))
 
 
+def is_held_out(result: Mapping[str, Any]) -> bool:
+    """Return True for an evaluation of the held-out problems, False for one of another data set."""
+    return result.get("set") in (None, HELD_OUT)
+
+
 def headline(result: Mapping[str, Any], *, briefly: bool = False) -> str:
     """Return the result of an evaluation in one line: `accuracy 83.4% ± 2.3 (96 problems x 4)`.
 
@@ -123,8 +130,8 @@ def headline(result: Mapping[str, Any], *, briefly: bool = False) -> str:
         found = f"reward {reward:.3f}" if isinstance(reward, int | float) else "no verdicts"
         return found if briefly else f"{found} ({asked(result)})"
     if briefly:
-        return f"accuracy {100 * accuracy:.1f}%{margin(result)}"
-    return ", ".join([f"accuracy {100 * accuracy:.1f}%{margin(result)} ({asked(result)})", *further(result)])
+        return f"accuracy {percent(accuracy)}{margin(result)}"
+    return ", ".join([f"accuracy {percent(accuracy)}{margin(result)} ({asked(result)})", *further(result)])
 
 
 def asked(result: Mapping[str, Any]) -> str:
@@ -147,9 +154,9 @@ def margin(result: Mapping[str, Any]) -> str:
 def further(result: Mapping[str, Any]) -> list[str]:
     """Return pass@k, the majority vote and the omissions, as phrases."""
     pass_at = result.get("pass_at") or {}
-    parts = [f"pass@{k} {100 * value['value']:.1f}%" for k, value in pass_at.items() if k != "1"]
+    parts = [f"pass@{k} {percent(value['value'])}" for k, value in pass_at.items() if k != "1"]
     if vote := result.get("majority"):
-        parts.append(f"majority {100 * vote['value']:.1f}%")
+        parts.append(f"majority {percent(vote['value'])}")
     return parts + omissions(result)
 
 

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from realsys.telemetry.percent import percent
+
 #: steps that are looked at: a single batch is noise
 STEPS = 3
 #: share of groups without signal from which the run is warned
@@ -57,9 +59,11 @@ def signal_warning(steps: Sequence[Record], mean: str, before: float | None = No
         return ""
     wrong, right = (_mean([(record.get("signal") or {}).get(name) for record in last]) for name in ("wrong", "right"))
     cut = _mean([record.get("truncated_fraction") for record in last])
-    started = "" if before is None else f", accuracy before training {before:.1%}"
-    seen = f"{wrong:.0%} all wrong, {right:.0%} all right, {cut:.0%} of the completions cut off{started}"
-    return f"{share:.0%} of the groups of the last {STEPS} steps carry no signal ({seen}): {_remedy(wrong, right, cut)}"
+    started = "" if before is None else f", accuracy before training {percent(before)}"
+    groups = f"{percent(wrong, 0)} all wrong, {percent(right, 0)} all right"
+    seen = f"{groups}, {percent(cut, 0)} of the completions cut off{started}"
+    idle = f"{percent(share, 0)} of the groups of the last {STEPS} steps carry no signal"
+    return f"{idle} ({seen}): {_remedy(wrong, right, cut)}"
 
 
 def _remedy(wrong: float, right: float, cut: float) -> str:

@@ -15,7 +15,7 @@ import realsys.launch.run
 from realsys.config.paths import TrialPaths
 from realsys.hf.config import read_sizes
 from realsys.launch.cli import main
-from realsys.launch.plan import ProcessSpec
+from realsys.launch.process_plan import ProcessSpec
 from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState

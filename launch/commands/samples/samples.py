@@ -20,6 +20,7 @@ from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, RecordError
 from realsys.launch.commands.replay import last_recorded
 from realsys.launch.commands.samples.lines import dropped_lines, group_lines, printable, problem_lines
+from realsys.launch.commands.trials.finding import find_trial
 from realsys.view.samples.base import SampleRow, SampleSource
 from realsys.view.samples.catalogue import DROPPED, Catalogue
 from realsys.view.samples.eval_samples import EvalSource
@@ -57,8 +58,8 @@ def show_samples(trial_dir: Path, options: Options) -> int:
     """Print the chosen samples. Raises RealsysError for bad input and a damaged file."""
     if options.prompts is not None and options.prompts < 0:
         raise ConfigError("--limit", options.prompts, "must be 0 (all) or more")
-    paths = TrialPaths(trial_dir.resolve())
-    catalogue = Catalogue(paths)  # refuses a folder that is not a trial
+    paths = find_trial(trial_dir)
+    catalogue = Catalogue(paths)
     source, encode, lines = _opened(paths, catalogue, options)
     found = choose(source, msgspec.structs.replace(options.filter, offset=0, limit=0), time.monotonic, float("inf"))
     groups = by_group(found.rows)

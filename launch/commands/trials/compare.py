@@ -46,6 +46,8 @@ class Compared:
             settings = json.loads(paths.config.read_text("utf-8"))
         except (OSError, ValueError) as exc:
             raise ConfigError("config.json", str(paths.config), f"cannot be read: {exc}") from None
+        if not isinstance(settings, dict):
+            raise ConfigError("config.json", str(paths.config), "must contain a JSON object: restore it from a copy")
         totals = Totals.of(surviving_steps(paths.steps))
         return cls(name, settings, totals, list(course(surviving_steps(paths.steps), totals.steps)))
 
@@ -103,7 +105,7 @@ def _print_table(console: Console, title: str, rows: Mapping[str, Sequence[str]]
 
 def _print_courses(console: Console, trials: Sequence[Compared]) -> None:
     """Print each course of all trials on one scale; equal columns are equal steps."""
-    longest = max((len(trial.points) for trial in trials), default=0)
+    longest = max(trial.totals.steps for trial in trials)
     for field, title in _COURSES.items():
         values = [[point[field] for point in trial.points if field in point] for trial in trials]
         if not any(len(each) > 1 for each in values):
@@ -111,7 +113,7 @@ def _print_courses(console: Console, trials: Sequence[Compared]) -> None:
         low, high = scale_of([value for each in values for value in each])
         console.print(f"{title}, {low:g} to {high:g}")
         for trial, each in zip(trials, values, strict=True):
-            width = max(2, round(_WIDTH * len(each) / longest))
+            width = max(2, round(_WIDTH * trial.totals.steps / longest))
             last = f"{each[-1]:.3g}" if each else "-"
             console.print(f"  {trial.name}  {sparkline(each, low, high, width):<{_WIDTH}}  {last}")
 

@@ -8,7 +8,8 @@ from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
 from realsys.launch.trial_job import trials_in
 
-_DEFAULT_ROOT = "runs"
+#: folder of the trials, unless another one is named (``fileroot``)
+RUNS = Path("runs")
 
 
 def find_trial(trial_dir: Path | None) -> TrialPaths:
@@ -17,11 +18,11 @@ def find_trial(trial_dir: Path | None) -> TrialPaths:
     EXPERIMENT/TRIAL under runs/ is a trial, too.
     """
     if trial_dir is None:
-        trials = trials_in(Path(_DEFAULT_ROOT).resolve())
+        trials = trials_in(RUNS.resolve())
         if not trials:
-            raise ConfigError("TRIAL_DIR", _DEFAULT_ROOT, "has no trial: name the folder of a trial")
+            raise ConfigError("TRIAL_DIR", str(RUNS), "has no trial: name the folder of a trial")
         return trials[0]
-    for folder in (trial_dir, _DEFAULT_ROOT / trial_dir):
+    for folder in (trial_dir, RUNS / trial_dir):
         paths = TrialPaths(folder.resolve())
         if any(file.exists() for file in (paths.config, paths.job, paths.lock)):
             return paths

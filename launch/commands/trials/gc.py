@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from realsys.errors import ConfigError
+from realsys.launch.commands.trials.finding import RUNS
 from realsys.launch.commands.trials.leftovers import Finder, Trial, remove
 
 
@@ -15,6 +16,8 @@ def collect_garbage(folder: Path, *, yes: bool) -> int:
 
     Returns 1 if something could not be removed. Raises ConfigError if there is no such folder.
     """
+    if not folder.is_dir() and (RUNS / folder).is_dir():
+        folder = RUNS / folder
     if not folder.is_dir():
         raise ConfigError("DIR", str(folder), "is not a directory: name a trial, or a folder of trials (fileroot)")
     console = Console(highlight=False, soft_wrap=True, markup=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
+from realsys.evaluation.eval_records import is_held_out
 from realsys.launch.screen.progress import Progress, number
 from realsys.launch.screen.text_figures import aligned, fmt
 from realsys.launch.slurm.slurm_client import JobState, SlurmError, job_states
@@ -80,14 +81,15 @@ def _job_of(paths: TrialPaths) -> TrialJob | None:
 def _rows(
     trials: list[TrialPaths], jobs: Mapping[Path, TrialJob], states: Mapping[str, JobState]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the values of each trial. ``accuracy``: of the newest complete evaluation."""
+    """Yield the values of each trial. ``accuracy``: of the newest complete evaluation of held-out problems."""
     for paths in trials:
         record = jobs.get(paths.root)
         progress = Progress()
         progress.read(paths.steps)
         done, total = progress.step
         last = progress.train[-1] if progress.train else {}
-        judged = [value for each in progress.evals.values() if (value := number(each, "accuracy")) is not None]
+        judged = [number(each, "accuracy") for each in progress.evals.values() if is_held_out(each)]
+        judged = [value for value in judged if value is not None]
         model, allocation = _settings(paths)
         yield {
             "trial": f"{paths.root.parent.name}/{paths.root.name}",

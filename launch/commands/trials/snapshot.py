@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,13 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.arguments.words import resume_command
 from realsys.launch.results.report import EVALUATION_KEYS, Summary
+from realsys.launch.screen.monitor import ask_once
 from realsys.launch.screen.progress import Progress, Record
+from realsys.launch.slurm.job_watch import LIVES
 from realsys.launch.slurm.slurm_client import JobState, SlurmError, job_state
 from realsys.launch.trial_job import TrialJob, trial_state
-from realsys.telemetry.events import Event, read_events
+from realsys.telemetry.events import Event, EventTail
+from realsys.telemetry.steps import StepTail
 
 SHOWN_STEPS = 10
 SHOWN_EVENTS = 5
@@ -28,13 +32,15 @@ class Snapshot:
     """State of a trial at one moment.
 
     state    running, done, interrupted, failed, killed, or the state of its job
+    lives    True if it runs, or its job waits or runs
     events   the newest restarts and notes
-    resume   command that continues the trial; "" if it runs or is done
+    resume   command that continues the trial; "" if it lives or is done
     """
 
     config: Config
     paths: TrialPaths
     state: str
+    lives: bool
     progress: Progress
     events: list[Event]
     summary: Summary | None
@@ -74,21 +80,42 @@ class Snapshot:
         }
 
 
-def look(paths: TrialPaths) -> Snapshot:
-    """Return the state of a trial. Changes nothing. Raises ConfigError for a damaged folder."""
-    from realsys.launch.screen.monitor import look_once
+class Observer:
+    """Reader of the state of a trial at several moments. It reads each record of the step log once."""
 
-    config = read_config(paths.config)
-    progress = Progress()
-    summary = read_summary(paths)
-    if summary is None:
-        asyncio.run(look_once(config, paths, progress))
-    else:
-        progress.read(paths.steps)
-    state = trial_state(paths, job_of(paths)[1])
-    events = [event for event in read_events(paths.events) if event.kind != "start"]
-    resume = "" if state in ("running", "done") else resume_command(paths.root)
-    return Snapshot(config, paths, state, progress, events[-SHOWN_EVENTS:], summary, resume)
+    def __init__(self, paths: TrialPaths) -> None:
+        """Raise ConfigError for a damaged folder."""
+        self._paths = paths
+        self._config = read_config(paths.config)
+        self._progress = Progress()
+        self._steps = StepTail(paths.steps)
+        self._event_tail = EventTail(paths.events)
+        self._events = deque[Event](maxlen=SHOWN_EVENTS)
+
+    def look(self) -> Snapshot:
+        """Return the state now. Changes nothing in the folder. Raises ConfigError for a damaged folder."""
+        paths, progress = self._paths, self._progress
+        job = job_of(paths)[1]
+        state = trial_state(paths, job)  # first: if the run has ended, all files are complete
+        summary = read_summary(paths)
+        progress.add(self._steps.records())
+        if summary is None:
+            asyncio.run(ask_once(self._config, paths, progress))
+        self._events.extend(event for event in self._event_tail.read() if event.kind != "start")
+        lives = state == "running" or _lives(job)
+        resume = "" if lives or state == "done" else resume_command(paths.root)
+        return Snapshot(self._config, paths, state, lives, progress, list(self._events), summary, resume)
+
+
+def waiting_values(paths: TrialPaths) -> tuple[dict[str, Any], bool]:
+    """Return the values of a trial whose job has not started yet, and True if the job lives."""
+    job = job_of(paths)[1]
+    place = {"experiment": paths.root.parent.name, "trial": paths.root.name, "folder": str(paths.root)}
+    return {**place, "state": trial_state(paths, job)}, _lives(job)
+
+
+def _lives(job: JobState | None) -> bool:
+    return job is not None and job.state in LIVES
 
 
 def read_summary(paths: TrialPaths) -> Summary | None:

@@ -14,7 +14,7 @@ from realsys.cluster.aio import run_beside
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.launch.commands.trials.finding import find_trial
-from realsys.launch.commands.trials.snapshot import Snapshot, damaged_summary, look
+from realsys.launch.commands.trials.snapshot import Observer, Snapshot, damaged_summary, waiting_values
 from realsys.launch.lock import is_held
 from realsys.launch.results.report import print_summary
 from realsys.launch.screen.display import View, make_view
@@ -35,12 +35,8 @@ def show_status(trial_dir: Path | None, *, as_json: bool = False, watch_s: float
     ``watch_s``: show it until the run has ended; as JSON, one line after each ``watch_s`` seconds.
     """
     paths = find_trial(trial_dir)
-    if watch_s is not None and as_json:
-        while _print_json(paths, indent=None) and is_held(paths.lock):
-            time.sleep(watch_s)
-        return 0
     if as_json:
-        _print_json(paths, indent=2)
+        _print_json(paths, watch_s)
         return 0
     console = Console()
     if (record := TrialJob.read(paths)) is not None:
@@ -50,15 +46,25 @@ def show_status(trial_dir: Path | None, *, as_json: bool = False, watch_s: float
     if watch_s is not None and is_held(paths.lock):
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_watch(console, paths))
-    _print(console, look(paths))
+    _print(console, Observer(paths).look())
     return 0
 
 
-def _print_json(paths: TrialPaths, *, indent: int | None) -> bool:
-    """Print the state as one JSON object. Returns False if the run has ended."""
-    snapshot = look(paths)
-    print(json.dumps(snapshot.as_json(), indent=indent), flush=True)
-    return snapshot.state == "running"
+def _print_json(paths: TrialPaths, watch_s: float | None) -> None:
+    """Print the state as one JSON object; with ``watch_s``, as one line until the run has ended."""
+    observer: Observer | None = None
+    while True:
+        if observer is None and (paths.config.exists() or TrialJob.read(paths) is None):
+            observer = Observer(paths)
+        if observer is None:
+            values, lives = waiting_values(paths)
+        else:
+            snapshot = observer.look()
+            values, lives = snapshot.as_json(), snapshot.lives
+        print(json.dumps(values, indent=2 if watch_s is None else None), flush=True)
+        if watch_s is None or not lives:
+            return
+        time.sleep(watch_s)
 
 
 async def _watch(console: Console, paths: TrialPaths) -> None:
@@ -95,10 +101,11 @@ def _print(console: Console, snapshot: Snapshot) -> None:
             raise damaged_summary(paths, exc) from None
     else:
         done, total = progress.step
-        since = "" if progress.phase_since is None else f" for {time.time() - progress.phase_since:.0f} s"
+        is_running = snapshot.state == "running" and progress.phase_since is not None
+        since = f" for {time.time() - (progress.phase_since or 0.0):.0f} s" if is_running else ""
         name = f"{snapshot.config.experiment}/{snapshot.config.trial}"
-        what = "step" if progress.train else "warm-up step"
-        say(f"{name}: {snapshot.state}, phase {progress.phase}{since}, {what} {done}/{total}")
+        what = f", {'step' if progress.train else 'warm-up step'} {done}/{total}" if total else ""
+        say(f"{name}: {snapshot.state}, phase {progress.phase}{since}{what}")
         if snapshot.state == "running" and progress.address is None:
             say("no manager answers: the run is starting or ending")
         PlainView(console).refresh(progress, snapshot.steps)

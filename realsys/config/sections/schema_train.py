@@ -7,6 +7,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from realsys.config.fields import (
+    Decay,
+    LearningRate,
     Name,
     NonNegative,
     NonNegativeFloat,
@@ -16,6 +18,7 @@ from realsys.config.fields import (
     PositiveFloat,
     Probability,
     Section,
+    SmallFloat,
 )
 from realsys.config.sections.schema_sampling import FilterConfig
 
@@ -36,7 +39,7 @@ class NormalisationConfig(Section):
 class KLConfig(Section):
     """KL divergence from a frozen reference model (role ref)."""
 
-    coef: NonNegativeFloat = Field(0.0, description="weight of the KL term; 0: no reference model")
+    coef: SmallFloat = Field(0.0, description="weight of the KL term; 0: no reference model")
     place: Literal["loss", "reward"] = Field(
         "loss", description="add it to the loss, or subtract it from the reward of each token"
     )
@@ -93,8 +96,8 @@ class PPOConfig(Section):
     use_decoupled_loss: bool = Field(
         True, description="clip around the weights at the start of the step, and weight by w = prox / behav"
     )
-    eps_clip: PositiveFloat = Field(0.2, description="clip range of the ratio: 1 - eps_clip to 1 + eps_clip")
-    eps_clip_higher: NonNegativeFloat = Field(
+    eps_clip: OpenProbability = Field(0.2, description="clip range of the ratio: 1 - eps_clip to 1 + eps_clip")
+    eps_clip_higher: SmallFloat = Field(
         0.0, description="upper end of the clip range is 1 + eps_clip_higher (DAPO); 0: use eps_clip"
     )
     c_clip: NonNegativeFloat = Field(0.0, description="constant of the dual clip, above 1; 0: off")
@@ -128,7 +131,7 @@ class PPOConfig(Section):
     skip_zero_advantage: bool = Field(
         False, description="no forward pass for episodes with advantage 0; their tokens stay in the denominator"
     )
-    entropy_coef: NonNegativeFloat = Field(0.0, description="entropy bonus: subtract coef * mean entropy from the loss")
+    entropy_coef: SmallFloat = Field(0.0, description="entropy bonus: subtract coef * mean entropy from the loss")
     kl: KLConfig = KLConfig()
     critic: CriticConfig = CriticConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
@@ -144,13 +147,13 @@ class OptimizerConfig(Section):
     """Optimizer and learning rate."""
 
     name: Literal["adam", "sgd"] = Field("adam", description="Adam or SGD with momentum")
-    lr: PositiveFloat = Field(2e-5, description="learning rate after its warm-up")
-    beta1: Probability = Field(0.9, description="Adam: decay of the gradient's running mean")
-    beta2: Probability = Field(0.95, description="Adam: decay of the squared gradient's running mean")
-    eps: PositiveFloat = Field(1e-5, description="Adam: added to the root of the squared gradient's mean")
-    weight_decay: NonNegativeFloat = Field(0.05, description="weight decay per step, in units of lr")
+    lr: LearningRate = Field(2e-5, description="learning rate after its warm-up")
+    beta1: Decay = Field(0.9, description="Adam: decay of the gradient's running mean")
+    beta2: Decay = Field(0.95, description="Adam: decay of the squared gradient's running mean")
+    eps: OpenProbability = Field(1e-5, description="Adam: added to the root of the squared gradient's mean")
+    weight_decay: SmallFloat = Field(0.05, description="weight decay per step, in units of lr")
     decoupled_weight_decay: bool = Field(True, description="AdamW; false: add L2 to the gradient")
-    momentum: Probability = Field(0.9, description="momentum of sgd")
+    momentum: Decay = Field(0.9, description="momentum of sgd")
     clip_grad: NonNegativeFloat = Field(1.0, description="largest norm of the gradient; 0: no clipping")
     warmup_fraction: Probability = Field(0.001, description="share of all steps over which lr rises linearly")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="lr after its warm-up")

@@ -21,7 +21,7 @@ from realsys.config.allocation import ParallelLayout
 from realsys.config.paths import TrialPaths
 from realsys.errors import CheckpointError
 from realsys.manager.messages import DataPosition
-from realsys.storage.commit_folder import FolderFormat, Manifest
+from realsys.storage.commit_folder import FolderFormat, Manifest, checksum_of
 from realsys.storage.files import FileInfo
 
 STATE = "state.json"
@@ -158,6 +158,11 @@ def role_stems(state: CheckpointState, role: str) -> list[str]:
 def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of every complete checkpoint under ``root``, oldest first."""
     return [(int(path.name.removeprefix("step-")), path) for path in CHECKPOINT.complete(root)]
+
+
+def checkpoint_incarnation(directory: Path) -> str:
+    """Return the incarnation of weights that are exported from a checkpoint: another one if the step is saved again."""
+    return f"checkpoint-{checksum_of(CHECKPOINT.read_bytes(directory / STATE))}"
 
 
 def find_checkpoint(path: Path) -> Path:

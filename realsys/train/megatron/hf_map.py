@@ -295,9 +295,9 @@ class ShardMap:
         if mapping.form == "qkv":  # gathered before it is split, see ``read``
             gathered = self._gather(shard, mapping.dim, owner, group)
             if gathered is not None:
-                yield from zip(mapping.hf, self._split(mapping, gathered), strict=True)
+                yield from zip(mapping.hf, self.split(mapping, gathered), strict=True)
             return
-        for tensor, part in zip(mapping.hf, self._split(mapping, shard), strict=True):
+        for tensor, part in zip(mapping.hf, self.split(mapping, shard), strict=True):
             whole = self._gather(part, mapping.dim, owner, group)
             if whole is not None:
                 yield tensor, whole
@@ -320,7 +320,7 @@ class ShardMap:
         groups = len(parts[1]) // self.model.head_dim
         return torch.cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).reshape(-1, *parts[0].shape[1:])
 
-    def _split(self, mapping: ParameterMap, shard: torch.Tensor) -> list[torch.Tensor]:
+    def split(self, mapping: ParameterMap, shard: torch.Tensor) -> list[torch.Tensor]:
         """Split a Megatron shard into slices of the HF tensors: the inverse of ``_join``."""
         if mapping.form == "plain":
             return [shard]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from realsys.cluster.failpoint import failpoint
@@ -18,7 +19,7 @@ from realsys.storage.files import FileInfo, TensorEntry
 from realsys.weights.disk import manifest as manifests
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.manifest import ITEM_BYTES
-from realsys.weights.disk.reader import VersionReader
+from realsys.weights.disk.reader import HeldTensor, VersionReader
 from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
 
 #: bytes of tensors in one file of a materialised version, unless a single tensor is larger
@@ -47,29 +48,51 @@ def write_safetensors(
     return info, dict(zip(names, starts, strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Identity of the weights in a plain HF directory. ``model_dir``: folder with their config and tokenizer files."""
+
+    version: int
+    incarnation: str
+    step: int
+    model_dir: Path
+
+
 def materialise(directory: Path, target: Path, expected_version: int | None = None) -> None:
     """Write the version in ``directory`` to ``target``, as a plain HF directory that refers to nothing else.
 
-    Every tensor is verified before it is written. ``target`` appears whole or not at all, in the place of
-    an older one. It has a manifest, and is a complete version itself. Raises WeightsError as ``stage``
-    does, also for another version than ``expected_version``, if that is given.
+    Every tensor is verified before it is written. Raises WeightsError as ``stage`` does, also for another version than
+    ``expected_version``, if that is given.
     """
     manifest = manifests.load_manifest(directory, expected_version)
+    origin = Origin(manifest.version, manifest.incarnation, manifest.step, directory)
+    with VersionReader(directory, manifest) as reader:
+        write_plain(target, origin, {name: manifest.tensors[name] for name in reader.order()}, reader.read)
+
+
+def write_plain(
+    target: Path, origin: Origin, tensors: Mapping[str, TensorInfo], read: Callable[[str], HeldTensor]
+) -> None:
+    """Write ``tensors`` to ``target``, as a plain HF directory that refers to nothing else.
+
+    Only their types and shapes are used. ``read`` returns a tensor; it is called once for each. ``target`` appears
+    whole or not at all, in the place of an older one. It has a manifest, and is a complete version itself. Raises
+    WeightsError.
+    """
     tmp = manifests.VERSION.prepare(target.with_name(target.name + TEMPORARY))
     try:
-        with VersionReader(directory, manifest) as reader:
-            groups = list(_groups(reader.order(), manifest.tensors))
-            shards = [
-                _write_group(tmp / f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors", group, reader)
-                for index, group in enumerate(groups)
-            ]
+        groups = list(_groups(tensors))
+        shards = [
+            _write_group(tmp / f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors", group, read)
+            for index, group in enumerate(groups)
+        ]
         manifests.commit(
             tmp,
-            version=manifest.version,
-            incarnation=manifest.incarnation,
-            step=manifest.step,
+            version=origin.version,
+            incarnation=origin.incarnation,
+            step=origin.step,
             shards=shards,
-            model_dir=directory,
+            model_dir=origin.model_dir,
             final=target,
             replace=True,
         )
@@ -85,29 +108,33 @@ def verify(directory: Path, expected_version: int) -> None:
             reader.read(name)
 
 
-def _groups(names: list[str], tensors: Mapping[str, TensorInfo]) -> Iterator[list[str]]:
-    """Divide the names into files."""
-    group: list[str] = []
+def _groups(tensors: Mapping[str, TensorInfo]) -> Iterator[dict[str, TensorInfo]]:
+    """Divide the tensors into files."""
+    group: dict[str, TensorInfo] = {}
     size = 0
-    for name in names:
-        more = manifests.tensor_bytes(tensors[name])
+    for name, info in tensors.items():
+        more = manifests.tensor_bytes(info)
         if group and size + more > _FILE_BYTES:
             yield group
-            group = []
+            group = {}
             size = 0
-        group.append(name)
+        group[name] = info
         size += more
     yield group
 
 
-def _write_group(path: Path, names: list[str], reader: VersionReader) -> ShardInfo:
-    infos = {name: reader.manifest.tensors[name] for name in names}
-    layout = {name: (info.dtype, info.shape, manifests.tensor_bytes(info)) for name, info in infos.items()}
-    file, starts = write_safetensors(path, layout, lambda name: reader.read(name).data)
+def _write_group(path: Path, group: Mapping[str, TensorInfo], read: Callable[[str], HeldTensor]) -> ShardInfo:
+    layout = {name: (info.dtype, info.shape, manifests.tensor_bytes(info)) for name, info in group.items()}
+    checksums: dict[str, str] = {}
+
+    def content(name: str) -> Bytes:
+        held = read(name)
+        checksums[name] = held.checksum
+        return held.data
+
+    file, starts = write_safetensors(path, layout, content)
     tensors = {
-        name: TensorInfo(
-            info.dtype, info.shape, info.checksum, [Piece(path.name, starts[name], layout[name][2], info.checksum)]
-        )
-        for name, info in infos.items()
+        name: TensorInfo(dtype, shape, checksums[name], [Piece(path.name, starts[name], size, checksums[name])])
+        for name, (dtype, shape, size) in layout.items()
     }
     return ShardInfo(path.name, file.size, file.checksum, tensors)

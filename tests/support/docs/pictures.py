@@ -26,7 +26,7 @@ from realsys.config.paths import TrialPaths
 from realsys.launch.results.curves import draw_curves
 from realsys.launch.screen.display import expected_workers
 from realsys.launch.screen.live_lines import Frame, lines
-from realsys.launch.screen.monitor import look_once
+from realsys.launch.screen.monitor import ask_once
 from realsys.launch.screen.progress import Progress
 from tests.support.view.page_pictures import view_pictures
 
@@ -74,7 +74,8 @@ def _run() -> Iterator[tuple[TrialPaths, Progress]]:
 def _look(paths: TrialPaths) -> Progress:
     progress = Progress()
     if paths.config.exists():
-        asyncio.run(look_once(read_config(paths.config), paths, progress))
+        progress.read(paths.steps)
+        asyncio.run(ask_once(read_config(paths.config), paths, progress))
     return progress
 
 

@@ -17,7 +17,7 @@ from realsys.launch.nodes import orders
 from realsys.launch.nodes.base import Node
 from realsys.launch.nodes.coordinator import AgentStream, Terms, open_nodes
 from realsys.launch.nodes.node_agent import AgentEndpoint
-from realsys.launch.plan import ProcessSpec, needs_of
+from realsys.launch.process_plan import ProcessSpec, needs_of
 from realsys.stream.security import ensure_keys, load_keys
 from tests.support.processes.supervised import FOREVER, READY, Trial
 

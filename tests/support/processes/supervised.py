@@ -22,7 +22,7 @@ from realsys.config.paths import TrialPaths
 from realsys.launch.nodes.base import LOCAL, Node
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.nodes.node_agent import NodeSignals, serve
-from realsys.launch.plan import TRAINING, OnDeath, ProcessSpec, needs_of
+from realsys.launch.process_plan import TRAINING, OnDeath, ProcessSpec, needs_of
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.processes.run_hooks import Bounds, Hooks
 from realsys.launch.processes.supervisor import Supervisor

@@ -147,7 +147,7 @@ def test_bad_input_is_one_line_before_any_start(greedy, tmp_path):
         ([model, *own, f"data.eval={empty}"], "empty.jsonl: no problems to evaluate on"),
         ([model, *own, f"data.eval={long}", "data.max_prompt_tokens=48"], "long.jsonl:1: the prompt has 121 tokens"),
         ([model, f"fileroot={tmp_path}", f"data.eval={long}", "data.verifier=nope"], "data.verifier"),
-        ([greedy.root, "--step", "9"], "no model of this step"),
+        ([greedy.root, "--step", "9"], "has the weights of these steps only"),
         ([greedy.root, "--live"], "does not run"),
     ):
         done = realsys(*arguments)

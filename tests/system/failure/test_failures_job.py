@@ -40,7 +40,10 @@ def test_dead_launcher_takes_all_workers_with_it(tmp_path):
 def test_nan_step_is_recorded_and_replayed(tmp_path):
     """The last step of a run that diverged can be looked at, and repeated bit by bit."""
     few = ["train.batch_groups=4", "rollout.group_size=2", "rollout.workers=1", "evaluation.problems=0"]
-    diverging = ["train.optimizer.lr=1e30", "train.max_skipped_steps=2", "checkpoint.every_steps=1"]
+    # The squares of such gradients are infinite in fp32.
+    huge = ["train.ppo.reward_scale=1e30", "train.ppo.reward_clip=1e38"]
+    raw = ["train.ppo.advantage.mean=none", "train.ppo.advantage.std=none"]
+    diverging = [*huge, *raw, "train.max_skipped_steps=2", "checkpoint.every_steps=1"]
     job = run_arith(tmp_path, "diverged", "warmup.steps=2", *few, *diverging)
     assert job.returncode == 1 and "NotFiniteError: actor: 2 optimizer steps in a row" in job.stderr, job.report()
     assert "exited with code 1" not in job.stderr.splitlines()[0]

@@ -15,8 +15,8 @@ from realsys.config.compose import compose
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import Machine
-from realsys.launch.plan import ProcessSpec, plan
 from realsys.launch.prepare import prepare, resolve
+from realsys.launch.process_plan import ProcessSpec, plan
 from tests.support.jobs.jobs import BOUND_S, SMALL, Job
 from tests.support.jobs.ledgers import check_ledger, check_staleness
 from tests.support.processes.netns import Hosts, environment

@@ -78,7 +78,7 @@ def test_overrides_reach_every_depth_and_groups_switch() -> None:
             "experiment=arith",
             "generation=sglang",
             "name_store=etcd",
-            "train.optimizer.lr=3",
+            "train.optimizer.lr=1",
             "generation.sglang.args.dtype=float32",
             "generation.sglang.args.max-total-tokens=4096",
             "seed=${train.total_steps}",
@@ -86,7 +86,7 @@ def test_overrides_reach_every_depth_and_groups_switch() -> None:
         ]
     )
     assert config.generation.backend == "sglang" and config.cluster.name_store.backend == "etcd"
-    assert config.train.optimizer.lr == 3.0
+    assert config.train.optimizer.lr == 1.0
     assert config.generation.sglang.args == {"dtype": "float32", "max-total-tokens": 4096}
     assert config.seed == config.train.total_steps and config.trial == "7"
 
@@ -140,6 +140,13 @@ WRONG_VALUES = [
     ("train.batch_groups=0", "greater than 0"),
     ("train.ppo.gamma=1.5", "less than or equal to 1"),
     ("train.optimizer.lr=-0.1", "greater than 0"),
+    ("train.optimizer.lr=1e9", "less than or equal to 1"),
+    ("warmup.optimizer.lr=10", "less than or equal to 1"),
+    ("train.optimizer.beta1=1.0", "less than 1"),
+    ("train.optimizer.weight_decay=5e2", "less than or equal to 10"),
+    ("train.ppo.eps_clip=20", "less than or equal to 1"),
+    ("train.ppo.eps_clip_higher=28", "less than or equal to 10"),
+    ("generation.sampling.temperature=1e9", "less than or equal to 10"),
     ("rollout.reward.correct=.nan", "finite number"),
     ("train.ppo.reward_model.weight=.inf", "finite number"),
     ("manager.routing=stiky", "did you mean sticky?"),

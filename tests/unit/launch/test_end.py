@@ -33,7 +33,7 @@ DRIVER = """
 import json, os, resource, sys
 import realsys.launch.run
 from realsys.launch.cli import main
-from realsys.launch.plan import ProcessSpec, plan
+from realsys.launch.process_plan import ProcessSpec, plan
 
 given = json.loads(os.environ["GIVEN"])
 TRAINING = ("model_worker", "master_worker")

@@ -19,7 +19,7 @@ from realsys.cluster.failure import ErrorRecord
 from realsys.config.paths import TrialPaths
 from realsys.launch.arguments.words import own_command, resume_command
 from realsys.launch.cli import main
-from realsys.launch.plan import ProcessSpec
+from realsys.launch.process_plan import ProcessSpec
 from realsys.launch.processes.supervisor import Supervisor
 
 WAIT = "import signal; signal.pause()"

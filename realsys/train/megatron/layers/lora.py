@@ -94,7 +94,7 @@ class Adapter(torch.nn.Module):
 
     def merge_into(self, weight: torch.Tensor) -> None:
         """Set the layer's weight on this rank to ``base`` plus the adapter, rounded to its dtype."""
-        weight.copy_(self.base.float() + (self.b.float() @ self.a.float()) * self.scale)
+        weight.copy_(merged(self.base, self.a, self.b, self.scale))
 
     def _exchange(self, low: torch.Tensor) -> torch.Tensor:
         """Exchange activations [t, 1, rank] over the tensor ranks (under sequence parallelism also
@@ -157,6 +157,16 @@ def merge(module: torch.nn.Module) -> None:
         adapter = owner._modules.get(_CHILD)
         if isinstance(adapter, Adapter):
             adapter.merge_into(owner.get_parameter("weight"))
+
+
+def names_of(owner: str) -> tuple[str, str]:
+    """Return the names of A and B of the adapter of the layer ``owner``."""
+    return f"{owner}.{_CHILD}.a", f"{owner}.{_CHILD}.b"
+
+
+def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return ``base`` plus the adapter in fp32, for slices or for whole matrices. It is served rounded to its dtype."""
+    return base.float() + (b.float() @ a.float()) * scale
 
 
 def base_of(module: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,17 @@ def test_diff_is_a_list_of_overrides(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.splitlines() == lines
 
 
+@pytest.mark.parametrize("words", [["experiment=arith", "train.optimizer.beta2=0.95"], ["experiment=math", "seed=2"]])
+def test_diff_gives_the_same_config_again(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A field may have its default where the experiment has another value; the default experiment is named, too."""
+    command = ["config", "--json", "trial=t"]
+    assert main([*command, *words]) == 0
+    whole = capsys.readouterr().out
+    assert main(["config", "--diff", *words]) == 0
+    assert main([*command, *capsys.readouterr().out.splitlines()]) == 0
+    assert capsys.readouterr().out == whole
+
+
 def test_config_of_a_trial_with_changes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = TrialPaths(folder / "runs" / "math" / "t")
     paths.root.mkdir(parents=True)

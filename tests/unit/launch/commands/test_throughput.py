@@ -37,6 +37,18 @@ def test_plan_shows_a_table(trial: Path, capsys: pytest.CaptureFixture[str], mon
     assert max(map(len, lines)) <= 80
 
 
+def test_plan_shows_lists_as_they_are(trial: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--from", str(trial), "--cores", "0", "--try", "train.lora.targets=[qkv]"]) == 0
+    assert any(line.startswith("train.lora.targets=[qkv]") for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize("words", [["--cores", "nan"], ["--cores", "-1"], ["--devices", "-3"]])
+def test_bad_machine_is_refused(words: list[str], trial: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--from", str(trial), *words])
+    assert ended.value.code == 2 and "0 or more" in capsys.readouterr().err
+
+
 def test_plan_names_a_folder_without_a_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--from", str(tmp_path)]) == 2
     assert "is not the folder of a trial" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from realsys.data.sources.open import source_rows
 from realsys.errors import ConfigError
 from realsys.launch.evaluate.eval_settings import Choices, evaluation_config
 from realsys.launch.evaluate.target import Target
-from realsys.launch.plan import plan
+from realsys.launch.process_plan import plan
 from tests.support.training.data_models import jsonl
 from tests.support.training.data_models import trial as trial_of
 

@@ -47,7 +47,7 @@ def test_model_folder_is_taken_as_it_is(model):
 
 def test_trial_without_model_gives_its_newest_weights(trial):
     target = find_target(str(trial.root), None)
-    assert (target.step, target.version) == (4, True)
+    assert (target.step, target.form) == (4, "version")
     folder = exported(target)
     assert folder == trial.root / "eval" / "models" / "00000004"
     verify(folder, 4)
@@ -56,12 +56,12 @@ def test_trial_without_model_gives_its_newest_weights(trial):
 def test_trained_model_comes_before_newer_weights(trial):
     materialise(trial.weights() / "v00000003.0001", trial.final_model)
     target = find_target(str(trial.root), None)
-    assert (target.model, target.step, target.version) == (trial.final_model, 3, False)
+    assert (target.model, target.step, target.form) == (trial.final_model, 3, "model")
 
 
 def test_step_chooses_an_export(trial):
     target = find_target(str(trial.root), 2)
-    assert target.model == trial.root / "hf" / "step-2" and not target.version
+    assert target.model == trial.root / "hf" / "step-2" and target.form == "model"
 
 
 def test_undone_version_is_never_taken(trial, model):
@@ -88,7 +88,7 @@ def test_unusable_targets_are_one_line(trial, model, tmp_path):
         (str(tmp_path / "none"), None, "is not a directory"),
         (str(tmp_path / "empty"), None, r"has neither \*.safetensors nor the files of a trial"),
         (str(model), 3, "is a model folder, which has one state only"),
-        (str(trial.root), 7, "no model of this step; of these it has: 2, 3, 4"),
+        (str(trial.root), 7, "has the weights of these steps only: 2, 3, 4; set checkpoint.hf_every_steps"),
     ):
         with pytest.raises(ConfigError, match=problem) as raised:
             find_target(text, step)

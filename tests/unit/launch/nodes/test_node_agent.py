@@ -15,7 +15,7 @@ import pytest
 from realsys.cluster.failure import ErrorRecord
 from realsys.config.paths import TrialPaths
 from realsys.launch.nodes.orders import Address, write_address
-from realsys.launch.plan import ProcessSpec
+from realsys.launch.process_plan import ProcessSpec
 from realsys.launch.processes.supervisor import Supervisor
 from realsys.stream.security import ensure_keys
 from tests.support.polling import poll

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from realsys.errors import WaitTimeout
-from realsys.launch.plan import ProcessSpec
+from realsys.launch.process_plan import ProcessSpec
 from tests.support.processes.supervised import FOREVER, READY, STUBBORN, Trial, log, stop, waits_for
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from realsys.cluster.failure import ErrorRecord
-from realsys.launch.plan import Kind, ProcessSpec
+from realsys.launch.process_plan import Kind, ProcessSpec
 from realsys.launch.processes.supervisor import Supervisor
 from tests.support.processes.supervised import FOREVER, READY, STUBBORN, Trial, stop, waits_for
 

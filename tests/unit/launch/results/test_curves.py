@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from matplotlib.axes import Axes
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.launch.results import curves
 from realsys.launch.results.curves import draw_curves
 from realsys.telemetry.events import Event
 from tests.support.run_logs import START, run_records, train_record, write_log
@@ -67,6 +69,21 @@ def test_parts_of_the_time_add_up_to_the_step(drawn: Drawn) -> None:
     assert labels == ["wait", "inf", "train", "save", "publish", "other"]
     top = max(float(path.vertices[:, 1].max()) for each in axis.collections for path in each.get_paths())
     assert top == pytest.approx(7.0)
+
+
+def test_bad_folder_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "nice", lambda _: 0)
+    assert curves.main([str(tmp_path / "none")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("realsys: config: ") and error.count("\n") == 1
+    assert curves.main([]) == 2 and capsys.readouterr().err.endswith("TRIAL_DIR\n")
+
+
+def test_step_without_parts_has_no_panel_of_them(drawn: Drawn) -> None:
+    panels = drawn([train_record(step, seconds={"total": 2.0}) for step in (1, 2)])
+    assert "Time of a step (s)" not in panels and "Accuracy" in panels
 
 
 def test_panels_follow_what_was_measured(drawn: Drawn) -> None:

@@ -198,6 +198,14 @@ def test_summary_says_gain_times_and_tokens(paths: TrialPaths) -> None:
     assert "rollout_worker/0 was killed by SIGKILL" in out.getvalue()
 
 
+def test_shown_parts_of_a_step_add_up(paths: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = {"wait": 0.333, "inf": 0.333, "train": 0.333, "total": 0.999}
+    print_summary(Console(width=200), summary_of(paths, [train_record(1, seconds=seconds)]))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step time")]
+    total, parts = line.removeprefix("step time").split(" s = ")
+    assert sum(round(100 * float(part.split()[1])) for part in parts.split(" + ")) == round(100 * float(total)) == 100
+
+
 def test_accuracy_at_the_end_is_one_line(paths: TrialPaths) -> None:
     """43.95 % and 83.59 % differ by 39.64 points, but are shown as 43.9 % and 83.6 %."""
     before, after, other = (

@@ -61,6 +61,13 @@ def test_notes_and_address_are_never_hidden(servers: int, size: tuple[int, int])
         assert f"{servers}: {servers} ready; {servers} at version 4" in text
 
 
+@pytest.mark.parametrize("height", [1, 3, 5, 8])
+def test_low_terminal_gets_the_first_lines(height: int) -> None:
+    frame = Frame(FRAME.name, FRAME.folder, 4, notes=[NOTE])
+    text = shown(running(8), frame, 80, height)
+    assert len(text) == height and text[0].startswith("realsys  arith/t")
+
+
 def test_server_in_trouble_is_first() -> None:
     progress = running(64)
     progress.status["servers"][38] |= {"state": "quarantined", "error": "its probe timed out"}
@@ -92,7 +99,7 @@ def test_values_of_the_last_steps_are_shown() -> None:
 def test_tokens_that_were_not_trained_are_named() -> None:
     untrained = {"stale": 0.0625, "zero_advantage": 0.5}
     text = "\n".join(shown(running(1, [train(1, untrained=untrained, too_old=0.0625)])))
-    assert "50.0% zero_advantage" in text and "6.2% stale" in text
+    assert "50.0% zero_advantage" in text and "6.3% stale" in text
 
 
 def test_connect_names_the_missing_processes() -> None:

@@ -15,7 +15,7 @@ from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.screen import monitor as monitoring
-from realsys.launch.screen.monitor import Monitor, look_once
+from realsys.launch.screen.monitor import Monitor, ask_once
 from realsys.launch.screen.progress import Progress
 from realsys.telemetry.steps import StepTail
 
@@ -38,10 +38,10 @@ def test_manager_is_found_and_asked(tmp_path: Path) -> None:
         store.add(trial_names(config).gserver_manager, f"http://{host}:{port}")
         store.close()
         progress = Progress()
-        await look_once(config, paths, progress)
+        await ask_once(config, paths, progress)
         await runner.cleanup()
         assert progress.status == {"version": 7}
-        await look_once(config, paths, progress)  # it is gone now
+        await ask_once(config, paths, progress)  # it is gone now
         return progress
 
     progress = asyncio.run(body())

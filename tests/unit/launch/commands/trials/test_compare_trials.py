@@ -12,7 +12,8 @@ from realsys.config.fields import replaced
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.cli import main
-from tests.support.run_logs import run_records, write_log
+from realsys.launch.results import totals
+from tests.support.run_logs import run_records, train_record, write_log
 
 
 def made(root: Path, name: str, lr: float, steps: int) -> TrialPaths:
@@ -44,6 +45,27 @@ def test_field_that_an_older_build_lacks_is_empty(tmp_path: Path, capsys: pytest
     assert main(["compare", str(first.root), str(second.root)]) == 0
     [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("telemetry")]
     assert len(row.split("  ")) > 2 and row.endswith("…")
+
+
+def test_equal_columns_are_equal_steps_in_long_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long course has one point for several steps."""
+    monkeypatch.setattr(totals, "CURVE_POINTS", 40)
+    trials = [made(tmp_path, name, 1e-4, 0) for name in "ab"]
+    for paths, steps in zip(trials, (40, 80), strict=True):
+        write_log(paths, [train_record(step, accuracy=0.5) for step in range(1, steps + 1)])
+    assert main(["compare", *(str(paths.root) for paths in trials)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    place = lines.index("accuracy, 0 to 1")
+    assert [len(line.split()[1]) for line in lines[place + 1 : place + 3]] == [20, 40]
+
+
+def test_config_that_is_no_object_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = made(tmp_path, "a", 1e-4, 1), made(tmp_path, "b", 1e-4, 1)
+    second.config.write_text("[]")
+    assert main(["compare", str(first.root), str(second.root)]) == 2
+    assert "must contain a JSON object" in capsys.readouterr().err
 
 
 def test_one_trial_is_not_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

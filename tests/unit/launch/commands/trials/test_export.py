@@ -41,7 +41,7 @@ def test_export_has_the_weights_of_the_step(trial: TrialPaths, tmp_path: Path, w
 
 def test_step_without_weights_is_refused(trial: TrialPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(trial.root), str(tmp_path / "out"), "--step", "2"]) == 2
-    assert "has no model of this step; of these it has: 3, 4" in capsys.readouterr().err
+    assert "has the weights of these steps only: 3, 4; set checkpoint.hf_every_steps" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -16,8 +16,11 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.arguments.words import own_command
 from realsys.launch.cli import main
-from realsys.launch.commands.trials import status
+from realsys.launch.commands.trials import snapshot, status
+from realsys.launch.commands.trials.snapshot import Observer
 from realsys.launch.lock import TrialLock
+from realsys.launch.slurm.slurm_client import JobState
+from realsys.launch.trial_job import TrialJob
 from realsys.telemetry.events import EventLog
 from tests.support.run_logs import run_records, train_record, write_log
 
@@ -46,7 +49,7 @@ def test_killed_trial_shows_last_steps_and_the_way_on(trial: TrialPaths, capsys:
     events.add("restart", "rollout_worker/0 was killed; restart 1/5", "rollout_worker/0")
     assert main(["status"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("math/t: killed, phase train") and lines[0].endswith("step 40/100")
+    assert lines[0] == "math/t: killed, phase train, step 40/100"
     steps = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")]
     assert steps == list(range(31, 41))
     assert any(line.startswith("! ") and "rollout_worker/0 was killed" in line for line in lines)
@@ -97,6 +100,44 @@ def test_watch_shows_steps_and_restarts_until_the_end(
     until("to continue: ")
     watching.join(60)
     assert not watching.is_alive() and "step  41/100" in seen and "! rollout_worker/0 was killed" in seen
+
+
+def test_trial_with_a_waiting_job_is_not_to_be_continued(
+    trial: TrialPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before its first start there is no configuration to show."""
+    states = iter([JobState("PENDING"), JobState("PENDING"), JobState("CANCELLED")])
+    monkeypatch.setattr(snapshot, "job_state", lambda _: next(states))
+    trial.job.parent.mkdir()
+    TrialJob.write(trial, "7")
+    assert main(["status", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == "pending" and found["resume"] is None
+    trial.config.unlink()
+    assert main(["status", "--json", "--watch", "0.001"]) == 0
+    waits, ended = map(json.loads, capsys.readouterr().out.splitlines())
+    assert waits["state"] == "pending" and waits["trial"] == "t" and ended["state"] == "cancelled"
+
+
+def test_second_look_reads_new_records_only(trial: TrialPaths, running: TrialLock) -> None:
+    """What was read before is not there any more."""
+    observer = Observer(trial)
+    assert observer.look().progress.step == (40, 100)
+    trial.steps.write_bytes(b"\n" * trial.steps.stat().st_size)
+    with trial.steps.open("a") as log:
+        log.write(json.dumps(train_record(41, total=100)) + "\n")
+    EventLog(trial.events).add("note", "later")
+    second = observer.look()
+    assert [record["step"] for record in second.steps] == list(range(32, 42))
+    assert [event.text for event in second.events] == ["later"]
+
+
+@pytest.mark.parametrize("words", [["--watch", "-1"], ["--watch", "nan"], ["--watch", "0"], ["--watch", "math/t"]])
+def test_watch_needs_a_duration(words: list[str], trial: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["status", "--json", *words])
+    assert ended.value.code == 2
+    assert "must be a number of seconds above 0; the trial is named before --watch" in capsys.readouterr().err
 
 
 def test_json_watch_is_one_line_per_look(trial: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:

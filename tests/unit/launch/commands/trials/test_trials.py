@@ -10,6 +10,7 @@ import pytest
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.launch.cli import main
 from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Outcome
@@ -45,6 +46,15 @@ def test_row_has_what_a_run_came_to(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["list", str(tmp_path), "--json"]) == 0
     found = {row["trial"]: row for row in json.loads(capsys.readouterr().out)}
     assert found["math/t"]["accuracy"] == 0.41 and found["math/empty"]["reward"] is None
+
+
+def test_held_out_column_has_no_other_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """However many sets are evaluated. The number is rounded as on the status page."""
+    held_out = {"kind": "eval", "eval_id": "after", "set": HELD_OUT, "step": 4, "accuracy": 0.8125}
+    others = [{**held_out, "eval_id": f"after.{name}", "set": name, "accuracy": 0.25} for name in "abcdef"]
+    write_log(made(tmp_path, "t"), [*run_records()[:-2], held_out, *others])
+    assert main(["list", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[4] == "81.3%"
 
 
 def test_status_names_the_first_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config, GenerationConfig, RewardConfig, RolloutConfig
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.cli import main
-from realsys.launch.plan import ProcessSpec, on_this_machine, own_python_path, plan
 from realsys.launch.prepare import prepare, resolve
+from realsys.launch.process_plan import ProcessSpec, on_this_machine, own_python_path, plan
 from realsys.launch.run import node_needs
 
 CPU = Machine(cpus=4, memory_bytes=32 << 30)
