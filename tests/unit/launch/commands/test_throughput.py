@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from realsys.errors import ConfigError
 from realsys.launch.cli import main
+from realsys.launch.commands import throughput
 from tests.support.planner.recordings import COSTS, write_trial
 
 
@@ -35,6 +38,32 @@ def test_plan_shows_a_table(trial: Path, capsys: pytest.CaptureFixture[str], mon
     assert lines[-1].startswith("recommended: allocation=serve.d1+d1")
     assert any(line.startswith("seed=2") for line in lines)
     assert max(map(len, lines)) <= 80
+
+
+def test_recording_on_gpus_shares_no_cores(
+    trial: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan may be made on a machine without GPUs: its cores are not those that the recorded run shared."""
+    folder = tmp_path / "gpus"
+    shutil.copytree(trial, folder)
+    steps = folder / "steps.jsonl"
+    records = [json.loads(line) | {"gpu": {"utilisation": 0.5}} for line in steps.read_bytes().splitlines()]
+    steps.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    monkeypatch.setattr(throughput, "split_variants", lambda config, devices, cores: _stop(f"{devices} {cores}"))
+    assert main(["plan", "--from", str(folder)]) == 2
+    assert "2 0.0" in capsys.readouterr().err
+
+
+def _stop(seen: str) -> None:
+    raise ConfigError("test", seen, "is what the command chose")
+
+
+@pytest.mark.parametrize(("option", "value"), [("--devices", "1"), ("--devices", "0"), ("--cores", "-1")])
+def test_plan_refuses_impossible_numbers(
+    trial: Path, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--from", str(trial), option, value]) == 2
+    assert f"{option}={value}" in capsys.readouterr().err
 
 
 def test_plan_names_a_folder_without_a_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
