@@ -139,7 +139,7 @@ def lengths_of(recording: Recording) -> Lengths:
     groups = [lengths for lengths in recording.lengths if len(lengths) > 1]
     longest = recording.config.generation.sampling.max_new_tokens
     if not groups:
-        return Lengths(typicallengths_of(recording), 1.0, recording.prompt_tokens, longest)
+        return Lengths(typical_lengths(recording), 1.0, recording.prompt_tokens, longest)
     values = np.array([length for lengths in groups for length in lengths], dtype=float)
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - counts / 2) / len(values)  # equal lengths have the same rank
