@@ -17,6 +17,7 @@ from realsys.config.compose import compose, given_fields, with_overrides
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 from realsys.launch.commands.trials.finding import find_trial
+from realsys.errors import ConfigError
 from realsys.launch.fit import fit as fit_config
 from realsys.launch.prepare import resolve
 from realsys.planner.cost_fit import MEMBERS, fit, recorded_outcome
@@ -41,13 +42,15 @@ class PlanOptions:
 
 def show_predictions(overrides: Sequence[str], options: PlanOptions) -> int:
     """Print the predictions and the recommended split. Raises ConfigError."""
+    _check(options)
     recording = read_recording(find_trial(options.folder).root)
     config = _config(overrides, recording, options.config_dir)
-    cores = _shared_cores(recording.config) if options.cores is None else options.cores
-    fitted = fit(recording, cores, _progress("fit"))
+    cores = _shared_cores(recording) if options.cores is None else options.cores
     devices = options.devices or (round(cores) if cores else devices_of(config))
-    splits = _predicted(fitted, split_variants(config, devices, cores))
-    best = recommend(splits)
+    variants = split_variants(config, devices, cores)
+    fitted = fit(recording, cores, _progress("fit"))
+    splits = _predicted(fitted, variants)
+    best = recommend(splits, devices=0 if cores else devices)
     others = _predicted(fitted, given(best.config, options.tries) if options.tries else what_ifs(best.config))
     if sys.stderr.isatty():
         print("\r", end="\033[K", file=sys.stderr)
@@ -59,6 +62,11 @@ def show_predictions(overrides: Sequence[str], options: PlanOptions) -> int:
     return 0
 
 
+def _check(options: PlanOptions) -> None:
+    if options.devices == 1:
+        raise ConfigError("--devices", options.devices, "must be at least 2: one for a server and one for the trainer")
+
+
 def _config(overrides: Sequence[str], recording: Recording, config_dir: Path | None) -> Config:
     """Return the configuration to plan: composed as for a run if it names an experiment, else the recorded one."""
     if not any(text.lstrip("+").startswith("experiment=") for text in overrides):
@@ -67,10 +75,9 @@ def _config(overrides: Sequence[str], recording: Recording, config_dir: Path | N
     return fit_config(composed, given_fields(overrides, config_dir=config_dir), Machine.here())[0]
 
 
-def _shared_cores(config: Config) -> float:
-    """Return the cores that servers and ranks share: those of this machine, if it has no GPU for them."""
-    machine = Machine.here().planned(config.cluster)
-    return 0.0 if machine.gpus else float(machine.cpus)
+def _shared_cores(recording: Recording) -> float:
+    """Return the cores that servers and ranks share: those of this machine, if the recorded trainer used no GPU."""
+    return 0.0 if recording.gpus else float(Machine.here().planned(recording.config.cluster).cpus)
 
 
 def _predicted(fitted: Fit, variants: Sequence[Variant]) -> list[Prediction]:

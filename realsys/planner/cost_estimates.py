@@ -29,6 +29,7 @@ PRIORS = {
     "others": Cost(0.3, 0.2),
 }
 _OTHERS = np.linspace(0.0, 1.5, 31)  # cores per server that are tried
+_FASTEST = 1e-9  # seconds of a token, if the time of the groups does not depend on their lengths
 _LIKE_A_STEP = 0.3  # relative error of the engine's forward pass, which is taken to be that of the trainer
 
 
@@ -74,8 +75,7 @@ def _server(
     """
     servers = parse_allocation(recording.config.allocation).inference.data
     groups = [group for group in recording.groups if group.granted >= load.begin]
-    if recording.lengths:
-        groups = [group for group in groups if group.lengths]
+    groups = [group for group in groups if group.lengths] or groups
     longest = np.array([max(group.lengths or typical_lengths(recording)) for group in groups], dtype=float)
     times = [(group.granted, group.finished) for group in groups]
     running = np.array([load.mean(load.completions, *span) for span in times]) / servers
@@ -91,12 +91,12 @@ def _server(
         for others in tried:
             idle, busy = slowdowns(recording, cores, float(others))
             factor = longest * (idle + (busy - idle) * training)
-            columns = np.stack([np.ones_like(factor), factor, factor * running], axis=1) * weights[:, None]
-            group, fixed, each = non_negative(columns[chosen], (target * weights)[chosen])
-            error = float(np.square(columns[chosen] @ [group, fixed, each] - (target * weights)[chosen]).sum())
-            token = fixed + each * completions
+            columns = np.stack([factor, factor * running, np.ones_like(factor)], axis=1) * weights[:, None]
+            fixed, each, group = non_negative(columns[chosen], (target * weights)[chosen])
+            error = float(np.square(columns[chosen] @ [fixed, each, group] - (target * weights)[chosen]).sum())
+            token = max(fixed + each * completions, _FASTEST)
             if best is None or error < best[0]:
-                best = error, np.array([token, fixed / max(token, 1e-12), group, others])
+                best = error, np.array([token, fixed / token, group, others])
         return best[1]
 
     values, errors = errors_of(len(groups), estimate)

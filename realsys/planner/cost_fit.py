@@ -1,14 +1,21 @@
 """Fits the costs of `realsys simulate` to one recorded run.
 
-Recording ──estimate──> Estimates ──mid, draws──> simulation of the recorded run ──> corrected costs ──> Fit
+    Recording ──estimate──> Estimates ──mid────> corrected by simulations of the recorded run ──────> Fit.mid
+                                      ──draws──> corrected likewise, each to a redrawn recorded run ──> Fit.members
+
+A redrawn run has blocks of the recorded steps, drawn with return. So a short or uneven recording makes the intervals
+wider.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +23,13 @@ from realsys.config.allocation import parse_allocation
 from realsys.planner.cost_estimates import estimate, steady
 from realsys.planner.load import load_of, typical_lengths
 from realsys.planner.parameters import Fit, Parameters
-from realsys.planner.recorded_run import Recording
-from realsys.planner.steady_state import STEPS, Lengths, Outcome, simulate
+from realsys.planner.recorded_run import Recording, StepCost
+from realsys.planner.regression import redrawn
+from realsys.planner.steady_state import SHORT, STEPS, Lengths, Outcome, simulate
 
 MEMBERS = 10  # further sets of costs
 _CORRECTIONS = 4  # simulations of the recorded run that correct the best costs
-_SHORT, _SHORT_CORRECTIONS = 12, 2  # steps and simulations for each other set
+_SHORT_CORRECTIONS = 2  # simulations for each other set
 _QUANTILES = 2000  # points that stand for the recorded lengths
 _WAITS = 0.05  # share of the time; a trainer that waits longer is bound by the servers
 
@@ -38,7 +46,7 @@ def fit(recording: Recording, cores: float, progress: Callable[[], None] = lambd
     estimates = estimate(recording, load, completions, cores)
     fitted = Fit(
         recording=recording,
-        lengths=_lengths(recording),
+        lengths=lengths_of(recording),
         cores=cores,
         completions=completions,
         step_tokens=float(np.mean([step.sampled for step in steady(recording)])),
@@ -46,45 +54,73 @@ def fit(recording: Recording, cores: float, progress: Callable[[], None] = lambd
         estimates=estimates,
         mid=estimates.mid(),
     )
-    mid = _corrected(fitted, fitted.mid, STEPS, _CORRECTIONS, progress)
-    token, step = mid.token_s / fitted.mid.token_s, mid.step_s / fitted.mid.step_s
-    members, random = [], Random(1)
+    recorded = recorded_outcome(recording)
+    mid = _corrected(fitted, fitted.mid, recorded, STEPS, _CORRECTIONS, progress)
+    outcome = simulate(fitted.costs(mid), recording.config, fitted.lengths)
+    progress()
+    misfit = abs(math.log(max(outcome.steps_per_h, 1e-9) / recorded.steps_per_h))
+    token, step, random = mid.token_s / fitted.mid.token_s, mid.step_s / fitted.mid.step_s, Random(1)
+    members = []
     for _ in range(MEMBERS):
-        drawn = estimates.draw(random)
-        drawn.token_s, drawn.step_s = drawn.token_s * token, drawn.step_s * step
-        members.append(_corrected(fitted, drawn, _SHORT, _SHORT_CORRECTIONS, progress))
-    return replace(fitted, mid=mid, members=tuple(members))
+        begin = _scaled(estimates.draw(random), token, step)
+        goal = recorded_outcome(recording, random)
+        members.append(_corrected(fitted, begin, goal, SHORT, _SHORT_CORRECTIONS, progress))
+    return replace(fitted, mid=mid, members=tuple(members), misfit=misfit)
 
 
-def recorded_outcome(recording: Recording) -> Outcome:
-    """Return what a simulation of the recorded run should give."""
+def recorded_outcome(recording: Recording, random: Random | None = None) -> Outcome:
+    """Return what a simulation of the recorded run should give; with ``random``, of a redrawn run."""
     steps = steady(recording)
-    total = sum(step.total for step in steps)
+    chosen: Any = np.arange(len(steps)) if random is None else redrawn(len(steps), random)
+    waits = np.array([step.wait for step in steps])[chosen].sum()
+    total = np.array([step.total for step in steps])[chosen].sum()
+    groups = _groups_of(recording, steps)
+    seconds = [group for k in chosen for group in groups[k]]
     return Outcome(
-        steps_per_h=3600 * len(steps) / total,
-        tokens_per_s=sum(step.sampled for step in steps) / total,
-        waits=sum(step.wait for step in steps) / total,
-        step_s=float(np.mean([step.busy + step.rest for step in steps])),
-        group_s=float(np.mean([group.seconds for group in recording.groups if group.granted > steps[0].begin])),
+        steps_per_h=3600 * len(chosen) / float(total),
+        tokens_per_s=float(np.array([step.sampled for step in steps])[chosen].sum() / total),
+        waits=float(waits / total),
+        step_s=float((total - waits) / len(chosen)),
+        group_s=float(np.mean(seconds or [group.seconds for group in recording.groups])),
     )
 
 
-def _corrected(fitted: Fit, numbers: Parameters, steps: int, times: int, progress: Callable[[], None]) -> Parameters:
-    """Scale the costs of both sides until the simulated run agrees with the recorded one.
+def _groups_of(recording: Recording, steps: Sequence[StepCost]) -> list[list[float]]:
+    """Return for each step the seconds of the groups that ended since the step before it."""
+    ends = [step.end for step in steps]
+    groups: list[list[float]] = [[] for _ in ends]
+    for group in recording.groups:
+        if steps[0].begin < group.finished <= ends[-1]:
+            groups[bisect_left(ends, group.finished)].append(group.seconds)
+    return groups
+
+
+def _corrected(
+    fitted: Fit, numbers: Parameters, goal: Outcome, most: int, times: int, progress: Callable[[], None]
+) -> Parameters:
+    """Scale the costs of both sides until the simulated run agrees with ``goal``.
 
     The trainer's: in the mean seconds of a step's computation. The servers': in the steps per hour, if the trainer
     waits for them; in the mean seconds of a group, if it does not, because then they do not decide the throughput.
     """
-    recorded = recorded_outcome(fitted.recording)
     for _ in range(times):
-        outcome = simulate(fitted.costs(numbers), fitted.recording.config, fitted.lengths, steps=steps)
+        outcome = simulate(fitted.costs(numbers), fitted.recording.config, fitted.lengths, most=most)
         progress()
-        server = recorded.group_s / max(outcome.group_s, 1e-9)
-        if recorded.waits > _WAITS and outcome.waits > _WAITS / 2:
-            server = outcome.steps_per_h / recorded.steps_per_h
-        trainer = recorded.step_s / max(outcome.step_s, 1e-9)
-        numbers = replace(numbers, token_s=numbers.token_s * server, step_s=numbers.step_s * trainer)
+        server = goal.group_s / max(outcome.group_s, 1e-9)
+        if goal.waits > _WAITS and outcome.waits > _WAITS / 2:
+            server = outcome.steps_per_h / goal.steps_per_h
+        numbers = _scaled(numbers, server, goal.step_s / max(outcome.step_s, 1e-9))
     return numbers
+
+
+def _scaled(numbers: Parameters, server: float, trainer: float) -> Parameters:
+    """Return the costs with those of a group and those of a step multiplied."""
+    return replace(
+        numbers,
+        token_s=numbers.token_s * server,
+        group_s=numbers.group_s * server,
+        step_s=numbers.step_s * trainer,
+    )
 
 
 def _update(recording: Recording) -> float:
@@ -98,19 +134,20 @@ def _update(recording: Recording) -> float:
     return float(np.percentile(waits, 25)) if waits else 0.0
 
 
-def _lengths(recording: Recording) -> Lengths:
+def lengths_of(recording: Recording) -> Lengths:
     """Return the lengths, with the share of their variance that the prompts decide."""
     groups = [lengths for lengths in recording.lengths if len(lengths) > 1]
     longest = recording.config.generation.sampling.max_new_tokens
     if not groups:
         return Lengths(typical_lengths(recording), 1.0, recording.prompt_tokens, longest)
     values = np.array([length for lengths in groups for length in lengths], dtype=float)
-    ranks = np.empty(len(values))
-    ranks[np.argsort(values, kind="stable")] = (np.arange(len(values)) + 0.5) / len(values)
-    scores = np.array([NormalDist().inv_cdf(rank) for rank in ranks])
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - counts / 2) / len(values)  # equal lengths have the same rank
+    scores = np.array([NormalDist().inv_cdf(rank) for rank in ranks])[places]
     bounds = np.cumsum([len(lengths) for lengths in groups])[:-1]
     within = float(np.mean([part.var(ddof=1) for part in np.split(scores, bounds)]))
-    share = min(1.0, max(0.0, 1.0 - within / float(scores.var())))
-    quantiles = np.quantile(values, np.linspace(0.0, 1.0, min(len(values), _QUANTILES)))
-    drawn = tuple(max(1, round(float(value))) for value in quantiles)
-    return Lengths(drawn, share, recording.prompt_tokens, longest)
+    share = min(1.0, max(0.0, 1.0 - within / max(float(scores.var()), 1e-12)))
+    drawn = np.sort(values)
+    if len(drawn) > _QUANTILES:  # the middles of equal parts: the longest must not stand for a whole part
+        drawn = np.quantile(drawn, (np.arange(_QUANTILES) + 0.5) / _QUANTILES)
+    return Lengths(tuple(max(1, round(float(value))) for value in drawn), share, recording.prompt_tokens, longest)

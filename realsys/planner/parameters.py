@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from random import Random
 
@@ -20,6 +21,11 @@ class Cost:
     def draw(self, random: Random) -> float:
         """Return a value within the error; not negative."""
         return max(0.0, random.gauss(self.value, self.error))
+
+    def draw_positive(self, random: Random) -> float:
+        """Return a value within the error; never 0, because its logarithm is normally distributed."""
+        sigma = math.sqrt(math.log1p((self.error / self.value) ** 2))
+        return self.value * math.exp(random.gauss(0.0, sigma))
 
     def times(self, factor: float) -> Cost:
         """Return the cost multiplied by a number without error."""
@@ -59,6 +65,7 @@ class Estimates:
     def draw(self, random: Random) -> Parameters:
         """Return numbers within the errors."""
         drawn = Parameters(*(getattr(self, name).draw(random) for name in self.__slots__))
+        drawn.token_s, drawn.step_s = self.token_s.draw_positive(random), self.step_s.draw_positive(random)
         drawn.fixed_token, drawn.fixed_step = min(1.0, drawn.fixed_token), min(1.0, drawn.fixed_step)
         return drawn
 
@@ -86,6 +93,7 @@ class Fit:
     update_s      seconds from the end of a step until a server samples with its weights
     mid           the costs; the simulation of the run agrees with the recording
     members       other costs within the errors, with which it agrees as well
+    misfit        relative error of the simulated run's steps per hour with ``mid``
     """
 
     recording: Recording
@@ -97,6 +105,7 @@ class Fit:
     estimates: Estimates
     mid: Parameters
     members: tuple[Parameters, ...] = ()
+    misfit: float = 0.0
 
     def costs(self, numbers: Parameters) -> Costs:
         """Return the costs of a simulation."""

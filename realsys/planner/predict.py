@@ -1,7 +1,8 @@
 """Predicts the throughput of a configuration: simulations with the fitted costs, and an interval around them.
 
-best costs  ──> simulations with several seeds ──> mid
-other costs ──> simulations with one seed ───────> spread ──> 90 % interval
+    best costs  ──> simulations with several seeds ──> mid, chance ─┐
+    other costs ──> simulations with one seed ───────> costs ───────┼──> spread ──> 90 % interval
+    recorded run, as simulated with the best costs ──> misfit ──────┘
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from statistics import mean
+from statistics import mean, variance
 
 from realsys.config.schema import Config
 from realsys.planner.parameters import Fit, Parameters
-from realsys.planner.steady_state import STEPS, Outcome, check_layouts, simulate
+from realsys.planner.steady_state import SHORT, STEPS, Outcome, check_layouts, simulate
 
 SEEDS = (1, 2, 3)
-_SHORT = 12  # steps of a simulation with other costs
 #: relative error of the model itself, where the costs are exact; benchmarks/planner.py measures it
 MODEL_ERROR = 0.05
 _Z90 = 1.645
@@ -73,9 +73,11 @@ def predict(
         return outcome
 
     mids = [run(fit.mid, seed, STEPS) for seed in SEEDS]
-    short = run(fit.mid, SEEDS[0], _SHORT).steps_per_h
-    drawn = [run(numbers, SEEDS[0], _SHORT).steps_per_h / short for numbers in fit.members]
-    spread = math.sqrt(mean(math.log(max(ratio, 1e-6)) ** 2 for ratio in drawn) + MODEL_ERROR**2)
+    short = run(fit.mid, SEEDS[0], SHORT).steps_per_h
+    drawn = [run(numbers, SEEDS[0], SHORT).steps_per_h / short for numbers in fit.members]
+    costs = mean(math.log(max(ratio, 1e-6)) ** 2 for ratio in drawn)
+    chance = variance(math.log(max(outcome.steps_per_h, 1e-6)) for outcome in mids) / len(mids)
+    spread = math.sqrt(costs + chance + fit.misfit**2 + MODEL_ERROR**2)
     return Prediction(
         label,
         config,

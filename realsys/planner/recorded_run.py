@@ -9,7 +9,7 @@ Nothing in the folder is changed. The run may still be running.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +32,7 @@ _GAP = 20.0  # median steps without a step: the run was stopped, or evaluated fo
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """One train step. ``end`` is in unix seconds, the parts are in seconds."""
+    """One train step without its checkpoint. ``end`` is in unix seconds, the parts are in seconds."""
 
     step: int
     end: float
@@ -83,6 +83,7 @@ class Recording:
     steps: list[StepCost]
     groups: list[GroupTime]
     prompt_tokens: float
+    gpus: bool = False  # the trainer computed on GPUs
 
     @property
     def lengths(self) -> list[tuple[int, ...]]:
@@ -91,29 +92,30 @@ class Recording:
 
 
 def read_recording(folder: Path) -> Recording:
-    """Read a trial. Raises ConfigError if it has too few steps, or no group in its ledger."""
+    """Read a trial. Raises ConfigError if it has too few steps, or no group during them."""
     paths = TrialPaths(folder)
     if not paths.config.is_file():
         raise ConfigError("--from", str(folder), f"is not the folder of a trial: {paths.config.name} not found")
     config = read_config(paths.config)
-    steps = _steps(paths.steps, config.train.batch_groups)
+    records = [record for record in read_steps(paths.steps) if record["kind"] == "train"]
+    steps = _steps(records, config.train.batch_groups)
     if len(steps) < FEWEST_STEPS:
         problem = f"has {len(steps)} train steps, and a fit needs {FEWEST_STEPS}: run it longer"
         raise ConfigError("--from", str(folder), problem)
     rows = _rows(paths.records)
     groups = _groups(paths.ledger, {ticket: tuple(lengths) for ticket, (lengths, _) in rows.items()})
     inside = [group for group in groups if steps[0].begin < group.finished and group.granted < steps[-1].end]
-    if not inside:
-        raise ConfigError("--from", str(folder), f"{paths.ledger.name} has no group that ended during its steps")
+    if not any(group.granted >= steps[0].begin for group in inside):
+        problem = f"{paths.ledger.name} has no group that began and ended during its steps: run it longer"
+        raise ConfigError("--from", str(folder), problem)
     prompts = [tokens for _, tokens in rows.values()]
     mean = sum(prompts) / len(prompts) if prompts else _mean_prompt(steps, config)
-    return Recording(folder, config, steps, inside, mean)
+    return Recording(folder, config, steps, inside, mean, gpus=any("gpu" in record for record in records))
 
 
-def _steps(path: Path, batch_groups: int) -> list[StepCost]:
+def _steps(records: Sequence[Mapping[str, Any]], batch_groups: int) -> list[StepCost]:
     """Return the last steps without a gap between them."""
-    steps = [_step(record) for record in read_steps(path) if record["kind"] == "train"]
-    steps = steps[-max(FEWEST_STEPS, min(_MOST_STEPS, _MOST_GROUPS // batch_groups)) :]
+    steps = [_step(record) for record in records[-max(FEWEST_STEPS, min(_MOST_STEPS, _MOST_GROUPS // batch_groups)) :]]
     if not steps:
         return []
     longest = _GAP * median(step.total for step in steps)
@@ -126,10 +128,11 @@ def _steps(path: Path, batch_groups: int) -> list[StepCost]:
 
 def _step(record: Mapping[str, Any]) -> StepCost:
     seconds, stats = record["seconds"], record.get("stats", {})
+    checkpoint = seconds.get("checkpoint", 0.0)  # the end of the step; a simulation writes none
     return StepCost(
         step=record["step"],
-        end=record["time"],
-        total=seconds["total"],
+        end=record["time"] - checkpoint,
+        total=seconds["total"] - checkpoint,
         wait=seconds["wait"],
         inference=seconds.get("inf", 0.0),
         training=seconds.get("train", 0.0),

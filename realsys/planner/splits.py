@@ -43,7 +43,11 @@ def _thinned(found: list[str]) -> list[str]:
     return [found[round(k * last / (MOST_SPLITS - 1))] for k in range(MOST_SPLITS)]
 
 
-def recommend(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the fastest prediction. Of those that are as fast within a percent, the first."""
-    fastest = max(prediction.tokens_per_s.mid for prediction in predictions)
-    return next(prediction for prediction in predictions if prediction.tokens_per_s.mid >= 0.99 * fastest)
+def recommend(predictions: Sequence[Prediction], devices: int = 0) -> Prediction:
+    """Return the fastest prediction that needs at most ``devices``; 0: no limit.
+
+    Of those that are as fast within a percent, the first.
+    """
+    fitting = [each for each in predictions if not devices or devices_of(each.config) <= devices]
+    fastest = max(prediction.tokens_per_s.mid for prediction in fitting)
+    return next(prediction for prediction in fitting if prediction.tokens_per_s.mid >= 0.99 * fastest)

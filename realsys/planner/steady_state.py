@@ -6,6 +6,7 @@ Costs, configuration ──> SimSettings ──> Simulation ──> Outcome
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from realsys.config.allocation import Allocation, parse_allocation
@@ -13,6 +14,7 @@ from realsys.config.fields import replaced
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.simulate.account import spread
+from realsys.simulate.costs.rollout_costs import GroupRun
 from realsys.simulate.scenarios import (
     HostSettings,
     LengthSettings,
@@ -22,8 +24,10 @@ from realsys.simulate.scenarios import (
     TrainerSettings,
 )
 from realsys.simulate.simulation import Simulation
+from realsys.types import SampleMeta
 
-STEPS = 24  # measured
+STEPS, SHORT = 24, 12  # most steps that are measured: with the best costs, and with others
+_FEWEST, _GROUPS = 6, 4096  # steps; groups that are enough, because chance averages out in a large batch
 _ENDLESS = 1_000_000
 _FAST = 1e9  # tokens per second that limit nothing
 
@@ -67,7 +71,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Steady state. ``step_s``, ``group_s``: mean seconds of a step's computation, and of a group."""
+    """Steady state. ``step_s``, ``group_s``: mean seconds of a step without its wait, and of a group."""
 
     steps_per_h: float
     tokens_per_s: float
@@ -76,27 +80,54 @@ class Outcome:
     group_s: float
 
 
-def simulate(costs: Costs, config: Config, lengths: Lengths, seed: int = 1, steps: int = STEPS) -> Outcome:
-    """Simulate ``config``, and measure ``steps`` steps after those that fill the pipeline."""
+class _Steady(Simulation):
+    """A simulation that knows how many groups had ended before step ``first``."""
+
+    def __init__(self, plan: Plan, first: int) -> None:
+        super().__init__(plan)
+        self.ended = 0
+        self._first = first
+
+    def trained(
+        self, groups: Sequence[GroupRun], version: int, in_loss: Sequence[SampleMeta], oldest: int | None
+    ) -> None:
+        super().trained(groups, version, in_loss, oldest)
+        if version == self._first - 1:
+            self.ended = len(self.account.waits.get("group", ()))
+
+
+def simulate(costs: Costs, config: Config, lengths: Lengths, seed: int = 1, most: int = STEPS) -> Outcome:
+    """Simulate ``config``, and measure at most ``most`` steps after those that fill the pipeline."""
     first = config.asynchronous.max_head_offpolicyness + 2
-    settings = sim_settings(costs, config, lengths, first + steps)
-    simulation = Simulation(Plan("planner", endless(config, seed), settings))
+    settings = sim_settings(costs, config, lengths, first + measured_steps(config, most))
+    simulation = _Steady(Plan("planner", endless(config, seed), settings), first)
+    run_quietly(simulation)
+    measured = simulation.account.steps[first - 1 :]
+    seconds = max(1e-9, measured[-1]["time"] - measured[0]["time"])
+    done = measured[:-1]  # a record's time is that of its start
+    waits = sum(step["wait"] for step in measured[1:])
+    return Outcome(
+        steps_per_h=3600 * len(done) / seconds,
+        tokens_per_s=sum(step["tokens"] for step in done) / seconds,
+        waits=waits / seconds,
+        step_s=(seconds - waits) / len(done),
+        group_s=spread(simulation.account.waits["group"][simulation.ended :])["mean"],
+    )
+
+
+def measured_steps(config: Config, most: int) -> int:
+    """Return the number of steps to measure: at most ``most``, and fewer if they have very many groups."""
+    return max(_FEWEST, min(most, _GROUPS // config.train.batch_groups))
+
+
+def run_quietly(simulation: Simulation) -> None:
+    """Run a simulation without the log lines of the code that it drives."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         simulation.run()
     finally:
         logging.disable(disabled)
-    measured = simulation.account.steps[first - 1 :]
-    seconds = max(1e-9, measured[-1]["time"] - measured[0]["time"])
-    done = measured[:-1]  # a record's time is that of its start
-    return Outcome(
-        steps_per_h=3600 * len(done) / seconds,
-        tokens_per_s=sum(step["tokens"] for step in done) / seconds,
-        waits=sum(step["wait"] for step in measured[1:]) / seconds,
-        step_s=simulation.account.busy_s / max(1, len(simulation.account.steps)),
-        group_s=spread(simulation.account.waits["group"])["mean"],
-    )
 
 
 def sim_settings(costs: Costs, config: Config, lengths: Lengths, steps: int) -> SimSettings:
@@ -107,6 +138,7 @@ def sim_settings(costs: Costs, config: Config, lengths: Lengths, steps: int) -> 
     return SimSettings(
         steps=steps,
         prompts=_ENDLESS,
+        stalled_h=_stalled_h(costs, config, lengths),
         prompt_tokens=max(1, round(lengths.prompt_tokens)),
         judge_s=costs.group,
         lengths=LengthSettings(
@@ -134,6 +166,16 @@ def sim_settings(costs: Costs, config: Config, lengths: Lengths, steps: int) -> 
             cpu_s_per_token=costs.cpu_per_token,
         ),
     )
+
+
+def _stalled_h(costs: Costs, config: Config, lengths: Lengths) -> float:
+    """Return hours without a step that only a defect can explain: a hundred steps in which nothing overlaps."""
+    at_a_time = config.rollout.workers * config.rollout.max_concurrent  # groups
+    running = at_a_time * config.rollout.sampled_episodes
+    group = costs.group + lengths.longest * (costs.token + costs.token_per_running * running)
+    tokens = config.train.batch_groups * config.rollout.group_size * lengths.longest
+    rounds = 1 + config.train.batch_groups / at_a_time
+    return 1.0 + 100 / 3600 * (rounds * group + costs.step + costs.step_per_token * tokens + costs.update)
 
 
 def trainer_cores(config: Config, allocation: Allocation) -> int:

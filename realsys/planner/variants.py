@@ -9,7 +9,8 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.compose import with_overrides
 from realsys.config.fields import replaced
 from realsys.config.schema import Config
-from realsys.planner.splits import splits
+from realsys.errors import ConfigError
+from realsys.planner.splits import devices_of, splits
 
 _LIMIT = ("generation", "sampling", "max_new_tokens")
 
@@ -26,15 +27,19 @@ class Variant:
 def split_variants(config: Config, devices: int, cores: float) -> list[Variant]:
     """Return the splits of the devices, the configuration's own first.
 
-    With shared ``cores`` there may be a process more.
+    With shared ``cores`` there may be a process more. Raises ConfigError if the devices are too few for every split.
     """
     found = splits(config, devices)
     if cores:
         found += [split for split in splits(config, devices + 1) if split not in found]
     own = Variant(f"allocation={config.allocation}", config)
     others = [Variant(f"allocation={split}", replaced(config, ["allocation"], split)) for split in found]
-    same = {_plain(config.allocation)}
-    return [own, *(other for other in others if _plain(other.config.allocation) not in same)]
+    same = _plain(config.allocation)
+    variants = [own, *(other for other in others if _plain(other.config.allocation) != same)]
+    if not cores and min(devices_of(variant.config) for variant in variants) > devices:
+        problem = f"is too few for servers and ranks of the sizes in {config.allocation}: give more"
+        raise ConfigError("--devices", devices, problem)
+    return variants
 
 
 def _plain(allocation: str) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -23,7 +22,7 @@ from typing import Any
 
 from realsys.config.fields import replaced
 from realsys.config.schema import Config
-from realsys.planner.steady_state import endless
+from realsys.planner.steady_state import endless, run_quietly
 from realsys.simulate.scenarios import LengthSettings, Plan, ServerSettings, SimSettings, TrainerSettings
 from realsys.simulate.simulation import Simulation
 
@@ -178,12 +177,7 @@ def _unit(servers: int, training: float, eta: int, mean: float) -> float:
         trainer=TrainerSettings(step_s=training, publish_s=0.0),
     )
     simulation = Simulation(Plan("published", config, settings))
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        simulation.run()
-    finally:
-        logging.disable(disabled)
+    run_quietly(simulation)
     steps = simulation.account.steps[eta + 1 :]
     return (steps[-1]["time"] - steps[0]["time"]) / (len(steps) - 1)
 

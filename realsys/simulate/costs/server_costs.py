@@ -20,6 +20,7 @@ from realsys.simulate.scenarios import HostSettings, ServerSettings
 from realsys.types import PublishedVersion
 
 _EPSILON = 1e-6  # tokens
+_RESOLUTION = 1e-9  # seconds: what is due within that is over, because the clock cannot advance by less
 
 
 @dataclass(slots=True)
@@ -143,7 +144,7 @@ class Engine:
         self._set_rate()
 
     def set_speed(self) -> None:
-        """Go on at the host's new speed."""
+        """Continue at the host's new speed."""
         self._advance()
         self._set_rate()
 
@@ -168,7 +169,8 @@ class Engine:
         self._armed = -1.0
         self._advance()
         moved: dict[int, EngineRequest] = {}
-        while self._running and self._running[0][0] <= self._work + _EPSILON:
+        over = self._work + max(_EPSILON, self._rate * _RESOLUTION)
+        while self._running and self._running[0][0] <= over:
             _, _, piece, request = heapq.heappop(self._running)
             self._before -= _before(piece, request)
             request.sampled.append((piece, self._versions(piece)))

@@ -39,7 +39,7 @@ def test_short_trial_is_refused(tmp_path: Path) -> None:
 def test_trial_without_groups_is_refused(tmp_path: Path) -> None:
     write_trial(tmp_path / "trial", COSTS)
     (tmp_path / "trial" / "ledger.jsonl").write_bytes(b"")
-    with pytest.raises(ConfigError, match="has no group that ended during its steps"):
+    with pytest.raises(ConfigError, match="has no group that began and ended during its steps"):
         read_recording(tmp_path / "trial")
 
 
@@ -53,6 +53,20 @@ def test_steps_before_a_gap_are_left_out(tmp_path: Path) -> None:
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     found = read_recording(tmp_path / "trial")
     assert [step.step for step in found.steps] == list(range(11, STEPS))
+
+
+def test_checkpoints_are_left_out(tmp_path: Path) -> None:
+    write_trial(tmp_path / "trial", COSTS)
+    path = tmp_path / "trial" / "steps.jsonl"
+    before = read_recording(tmp_path / "trial")
+    records = [json.loads(line) for line in path.read_bytes().splitlines()]
+    for record in records:
+        record["seconds"] |= {"checkpoint": 0.25, "total": record["seconds"]["total"] + 0.25}
+        record["time"] += 0.25
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    after = read_recording(tmp_path / "trial")
+    assert [step.total for step in after.steps] == pytest.approx([step.total for step in before.steps])
+    assert [step.end for step in after.steps] == pytest.approx([step.end for step in before.steps])
 
 
 def test_steps_without_generation_are_not_steady() -> None:
@@ -78,6 +92,24 @@ def test_factors_are_not_negative() -> None:
     columns = np.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]])
     assert non_negative(columns, np.array([1.0, 3.0, 5.0])).tolist() == pytest.approx([1.0, 2.0])
     assert non_negative(columns, np.array([5.0, 3.0, 1.0])).tolist() == pytest.approx([3.0, 0.0])
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e6])
+def test_factors_do_not_depend_on_units(unit: float) -> None:
+    """The target needs the first two columns, and all three together explain it with a negative factor."""
+    random = np.random.default_rng(4)
+    columns = random.uniform(0.0, 1.0, (200, 3))
+    target = 2.0 * columns[:, 0] + 1.0 * columns[:, 1] - 0.3 * columns[:, 2]
+    scales = np.array([1.0, unit, 1.0 / unit])
+    factors = non_negative(columns * scales, target) * scales
+    assert factors == pytest.approx(non_negative(columns, target))
+    assert factors[2] == 0.0 and factors[0] > 1.5 and factors[1] > 0.5
+
+
+def test_equal_columns_give_the_first() -> None:
+    """Without lengths the time of a group and that of its tokens cannot be told apart: it is that of the tokens."""
+    column = np.linspace(1.0, 2.0, 10)[:, None]
+    assert non_negative(np.hstack([50.0 * column, column]), 100.0 * column[:, 0]).tolist() == pytest.approx([2.0, 0.0])
 
 
 def test_noise_makes_the_error_larger() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from realsys.errors import ConfigError
 from realsys.planner.predict import Interval, Prediction
 from realsys.planner.splits import MOST_SPLITS, devices_of, recommend, splits
 from realsys.planner.variants import given, scaled, split_variants, what_ifs
@@ -59,6 +60,19 @@ def test_fastest_split_with_few_servers_is_recommended() -> None:
     assert recommend(found).label == "fast"
 
 
-def _prediction(label: str, speed: float) -> Prediction:
+def test_split_beyond_the_devices_is_not_recommended() -> None:
+    """The recorded run may have had more devices than there are now."""
+    found = [_prediction("recorded", 100.0, "serve.d6+d2"), _prediction("fits", 50.0, "serve.d3+d1")]
+    assert recommend(found, devices=4).label == "fits"
+    assert recommend(found).label == "recorded"
+
+
+def test_too_few_devices_are_refused() -> None:
+    config = config_of(["allocation=serve.d1m2+d1p2m2"])
+    with pytest.raises(ConfigError, match="--devices=4: is too few"):
+        split_variants(config, 4, cores=0.0)
+
+
+def _prediction(label: str, speed: float, allocation: str = "serve.d1+d1") -> Prediction:
     interval = Interval(speed, 0.9 * speed, 1.1 * speed)
-    return Prediction(label, config_of(), interval, interval, 0.0)
+    return Prediction(label, config_of([f"allocation={allocation}"]), interval, interval, 0.0)

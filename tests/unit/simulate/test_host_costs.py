@@ -60,3 +60,15 @@ def test_completions_add_to_the_time_of_a_token() -> None:
     engine.submit(EngineRequest([Piece(0, 10), Piece(1, 10)], 0, lambda request: ends.append(clock.now)))
     run(clock)
     assert ends[-1] == pytest.approx(10 * (0.1 + 2 * 0.05), abs=0.01)
+
+
+def test_very_fast_tokens_end_late_in_a_simulation() -> None:
+    """A billion tokens per second after a day: the clock cannot advance by the time of a token."""
+    clock, ends = Clock(), []
+    engine = Engine(clock, SERVER.model_copy(update={"tokens_per_s": 1e9}))
+    engine.swap(PublishedVersion(0, "t", "v0", 0), lambda: None)
+    run(clock)
+    clock.at(86_400.1, engine.submit, EngineRequest([Piece(0, 1001)], 7, lambda request: ends.append(clock.now)))
+    for _ in range(1000):
+        clock.step()
+    assert ends == pytest.approx([86_400.1])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from realsys.errors import ConfigError
 from realsys.launch.cli import main
+from realsys.launch.commands import throughput
 from tests.support.planner.recordings import COSTS, write_trial
 
 
@@ -47,6 +50,27 @@ def test_bad_machine_is_refused(words: list[str], trial: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--from", str(trial), *words])
     assert ended.value.code == 2 and "0 or more" in capsys.readouterr().err
+def test_recording_on_gpus_shares_no_cores(
+    trial: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan may be made on a machine without GPUs: its cores are not those that the recorded run shared."""
+    folder = tmp_path / "gpus"
+    shutil.copytree(trial, folder)
+    steps = folder / "steps.jsonl"
+    records = [json.loads(line) | {"gpu": {"utilisation": 0.5}} for line in steps.read_bytes().splitlines()]
+    steps.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    monkeypatch.setattr(throughput, "split_variants", lambda config, devices, cores: _stop(f"{devices} {cores}"))
+    assert main(["plan", "--from", str(folder)]) == 2
+    assert "2 0.0" in capsys.readouterr().err
+
+
+def _stop(seen: str) -> None:
+    raise ConfigError("test", seen, "is what the command chose")
+
+
+def test_plan_refuses_one_device(trial: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--from", str(trial), "--devices", "1"]) == 2
+    assert "--devices=1" in capsys.readouterr().err
 
 
 def test_plan_names_a_folder_without_a_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
