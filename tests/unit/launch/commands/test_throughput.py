@@ -50,6 +50,8 @@ def test_bad_machine_is_refused(words: list[str], trial: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--from", str(trial), *words])
     assert ended.value.code == 2 and "0 or more" in capsys.readouterr().err
+
+
 def test_recording_on_gpus_shares_no_cores(
     trial: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
