@@ -16,8 +16,8 @@ from rich.table import Table
 from realsys.config.compose import compose, given_fields, with_overrides
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
-from realsys.launch.commands.trials.finding import find_trial
 from realsys.errors import ConfigError
+from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.fit import fit as fit_config
 from realsys.launch.prepare import resolve
 from realsys.planner.cost_fit import MEMBERS, fit, recorded_outcome

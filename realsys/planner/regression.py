@@ -19,7 +19,7 @@ def non_negative(columns: Matrix, target: Matrix) -> Matrix:
     """Return the factors of ``columns`` [n, k] with the least squared error at ``target`` [n]; none is negative.
 
     All subsets of the columns are tried, so the result is exact and does not depend on units. ``k`` must be small. Of
-    subsets that explain ``target`` equally well, the one with fewer columns is taken, then the one with earlier columns.
+    subsets that explain ``target`` equally well, the one with fewer columns is taken, then the one with earlier ones.
     """
     count = columns.shape[1]
     sizes = np.sqrt(np.square(columns).sum(axis=0))
