@@ -35,7 +35,7 @@ async function load(path, timeout = 20000) {
   const headers = key() ? {Authorization: "Bearer " + key()} : {};
   const answer = await fetch(ROOT + path, {cache: "no-store", headers, signal: AbortSignal.timeout(timeout)});
   if (answer.status === 401) throw new NeedsKey();
-  const body = await answer.json();
+  const body = await answer.json().catch(() => ({})); // a server that fails answers with plain text
   if (!answer.ok) throw new Error(body.error || "status " + answer.status);
   return body;
 }

@@ -19,10 +19,15 @@ const SPECS = [
 const charts = new Charts($("charts"), SPECS);
 const STATES = {running: "busy", done: "good", failed: "bad", killed: "bad", interrupted: "warn"};
 let seen = -1, run = null, drawn = null;
-const lastOf = (column, count = 1) => {
-  const values = ((drawn && drawn.columns[column]) || []).filter(isNumber).slice(-count);
-  return values.length ? values.reduce((a, b) => a + b, 0) / values.length : undefined;
-};
+const mean = values => values.length ? values.reduce((a, b) => a + b, 0) / values.length : undefined;
+const lastOf = (column, count = 1) => mean(((drawn && drawn.columns[column]) || []).filter(isNumber).slice(-count));
+// The same without the batches whose lengths are biased, unless all of them are: their means mislead, as on the curves.
+function lastUnbiased(column, count) {
+  const {biased = [], [column]: values = []} = (drawn && drawn.columns) || {};
+  const recent = values.map((value, i) => [value, biased[i] === 1]).filter(([value]) => isNumber(value)).slice(-count);
+  const unbiased = recent.filter(([, isBiased]) => !isBiased);
+  return mean((unbiased.length ? unbiased : recent).map(([value]) => value));
+}
 function showRun(live) {
   const {progress: p, state} = run;
   $("name").textContent = `${run.experiment}/${run.trial}`;
@@ -66,8 +71,8 @@ function showTiles(live) {
   const tps = lastOf("tokens_s", 10), running = live ? live.throughput.generated_tokens_per_s : null;
   $("tiles").replaceChildren(
     tile("Held-out accuracy", best ? percent(best.accuracy) : "–", gain),
-    tile("Reward", brief(lastOf("reward", 10)), over),
-    tile("Length", brief(lastOf("length", 10)), "tokens, " + over),
+    tile("Reward", brief(lastUnbiased("reward", 10)), over),
+    tile("Length", brief(lastUnbiased("length", 10)), "tokens, " + over),
     tile("Entropy", brief(lastOf("entropy", 10)), `nats per token; KL ${brief(lastOf("kl_step", 10))}`),
     tile("Tokens/s", brief(tps), running === null ? "trained, end to end" : `trained; ${brief(running)} sampled`),
     tile("Staleness", brief(lastOf("stale_mean", 10)), `mean; most ${brief(lastOf("stale_max"))}, bound ${run.eta}`));

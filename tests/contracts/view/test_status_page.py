@@ -80,6 +80,20 @@ def test_held_out_accuracy_is_of_one_set(page: Browser) -> None:
     assert page.texts(".tile")[0].split("\n")[1:] == ["74.0 %", "+33.0 points since step 0"]
 
 
+def test_tiles_leave_out_biased_batches(page: Browser) -> None:
+    """The last batch of a run is biased: the tile shows the mean of the nine before it."""
+    page.open(page.status_page)
+    shown = page.js("brief(mean(drawn.columns.reward.slice(-10, -1)))")
+    assert page.js("drawn.columns.biased.at(-1)") == 1 and shown != page.js("brief(lastOf('reward', 10))")
+    assert page.texts(".tile")[1].split("\n")[1] == shown
+
+
+def test_failed_request_names_its_status(page: Browser) -> None:
+    page.open(page.status_page)
+    answer = "new Response('Internal Server Error', {status: 500})"
+    assert page.js(f"window.fetch = async () => {answer}; load('run').catch(error => error.message)") == "status 500"
+
+
 def test_run_is_as_new_as_its_curves(page: Browser) -> None:
     """Else an evaluation that ends between the two requests would be missing on the curves."""
     page.open(page.status_page)
