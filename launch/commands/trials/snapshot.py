@@ -15,6 +15,7 @@ from realsys.errors import ConfigError
 from realsys.launch.arguments.words import resume_command
 from realsys.launch.results.report import EVALUATION_KEYS, Summary
 from realsys.launch.screen.progress import Progress, Record
+from realsys.launch.screen.text_figures import memory_of
 from realsys.launch.slurm.slurm_client import JobState, SlurmError, job_state
 from realsys.launch.trial_job import TrialJob, trial_state
 from realsys.telemetry.events import Event, read_events
@@ -63,6 +64,7 @@ class Snapshot:
             "allocation": config.allocation,
             "engine": config.generation.backend,
             "status_page": f"{progress.address}/" if progress.address else None,
+            "memory": memory_of(progress.status),
             "steps": self.steps,
             "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in progress.evals.values()],
             "events": [
