@@ -270,6 +270,7 @@ class RolloutLoop:
         return played
 
     async def _finish(self, ticket: Ticket, outcome: Outcome, reason: str, played: Played) -> None:
+        correct, judged = played.verdicts if ticket.kind == "train" else (0, 0)
         request = FinishRequest(
             ticket.ticket_id,
             ticket.attempt,
@@ -283,8 +284,9 @@ class RolloutLoop:
             # Of any ticket, also of one that was superseded and has no finish.
             self._parts.player.take_lost_tokens(),
             self._parts.verifiers.take_failures(),
-            *(played.verdicts if ticket.kind == "train" else ()),
-            memory_bytes=resident_bytes(),
+            correct,
+            judged,
+            resident_bytes(),
         )
         with span("finish", ticket.unit, outcome=outcome):
             reply = await self._parts.manager.finish(request)
