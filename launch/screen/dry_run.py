@@ -9,7 +9,6 @@ from rich.table import Table
 
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.memory_check import Place
 from realsys.config.memory.models import batch_tokens, model_of
 from realsys.config.memory.table import device_lines, host_line
@@ -20,6 +19,7 @@ from realsys.config.schema import Config
 from realsys.launch.preflight import free_bytes
 from realsys.launch.prepare import Examined
 from realsys.launch.process_plan import ProcessSpec, as_commands, as_rows
+from realsys.launch.screen.text_figures import size_text
 from realsys.master.loop import planned_steps
 
 
@@ -77,8 +77,8 @@ def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[t
     steps, per_epoch = planned_steps(config, sizes["train"]), sizes["train"] / groups
     yield "steps", f"{steps:,}, which are {steps / per_epoch:.2f} epochs; one epoch is {per_epoch:,.1f} steps"
     yield "host", f"memory {host_line(config, place)}"
-    records = f", records of the kept steps up to {_bytes(record_bytes(config))}" if config.record.samples else ""
-    yield "disk", f"about {_bytes(disk_bytes(config, flow))}{records}; {_bytes(free_bytes(config))} are free"
+    records = f", records of the kept steps up to {size_text(record_bytes(config))}" if config.record.samples else ""
+    yield "disk", f"about {size_text(disk_bytes(config, flow))}{records}; {size_text(free_bytes(config))} are free"
 
 
 def _count(number: int) -> str:
@@ -86,7 +86,3 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f}{unit}"
     return str(number)
-
-
-def _bytes(number: int) -> str:
-    return f"{number / GIB:,.1f} GiB" if number >= GIB / 10 else f"{number / 2**20:,.1f} MiB"

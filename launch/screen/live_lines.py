@@ -29,6 +29,7 @@ from realsys.launch.screen.text_figures import (
     course,
     failures_text,
     fmt,
+    memory_text,
     rate,
     time_split,
     untrained_shares,
@@ -285,6 +286,8 @@ def _asynchrony(progress: Progress, eta: int) -> list[Text]:
     rows.append(("sampled", f"{fmt(number(status, 'throughput', 'generated_tokens_per_s'), ',.0f')} tokens/s"))
     if recent:
         rows.append(("trained", f"{fmt(mean(recent, 'consumed_tokens_per_s'), ',.0f')} tokens/s"))
+    if memory := memory_text(status):
+        rows.append(("memory", memory))
     admission = status.get("admission")
     if isinstance(admission, Mapping):
         reason = str(admission.get("reason"))

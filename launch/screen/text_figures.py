@@ -20,6 +20,28 @@ def fmt(value: float | None, spec: str) -> str:
     return percent(value, int(spec[1:-1])) if spec.endswith("%") else format(value, spec)
 
 
+def size_text(size: float) -> str:
+    """Return a number of bytes in GiB or MiB."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:,.1f} MiB"
+
+
+def memory_of(status: Record) -> dict[str, float]:
+    """Return process -> resident bytes of the servers and RolloutWorkers in the manager's status that have said it."""
+    workers = status.get("workers")
+    rows = [row for row in workers if isinstance(row, Mapping)] if isinstance(workers, Sequence) else []
+    return {str(row.get("name")): size for row in rows if (size := number(row, "memory_bytes")) is not None}
+
+
+def memory_text(status: Record) -> str:
+    """Return the memory of servers and of RolloutWorkers: their sum and the largest; "" if none is known."""
+    sizes, parts = memory_of(status), []
+    for kind, name in (("generation_server", "servers"), ("rollout_worker", "RolloutWorkers")):
+        if own := [size for process, size in sizes.items() if process.partition("/")[0] == kind]:
+            largest = f" (largest {size_text(max(own))})" if len(own) > 1 else ""
+            parts.append(f"{name} {size_text(sum(own))}{largest}")
+    return ", ".join(parts)
+
+
 def rate(record: Record, amount: str, seconds: str) -> float | None:
     """Return one field of a record divided by another; None without both."""
     top, bottom = number(record, amount), number(record, seconds)

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from realsys.cluster import prctl
 from realsys.errors import RealsysError, WaitTimeout
@@ -78,6 +78,14 @@ def resident_bytes() -> int:
     """Return the memory of this process that is in RAM."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def gpu_peak_bytes() -> int:
+    """Return the most memory that torch has held on one GPU of this process; 0 if it uses none."""
+    torch: Any = sys.modules.get("torch")  # a process that has not imported it uses no GPU
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return max((int(torch.cuda.max_memory_allocated(i)) for i in range(torch.cuda.device_count())), default=0)
 
 
 def flush() -> None:

@@ -272,6 +272,8 @@ class ServerInfo(msgspec.Struct):
     prefilled_tokens: int = 0  # since start; an engine without a count has 0
     reused_tokens: int = 0  # found in the cache instead of prefilled; hit rate: reused / (reused + prefilled)
     evicted_tokens: int = 0  # those of prefilled_tokens that a larger cache would still have had, at least
+    memory_bytes: int = 0  # resident now: this process, and those that the engine has started
+    gpu_peak_bytes: int = 0  # most that torch has held on one GPU of this process; 0 without, and for SGLang
 
 
 class ErrorDetail(msgspec.Struct):

@@ -22,6 +22,7 @@ from starlette.routing import BaseRoute, Route
 
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.http.http_guard import Admission, Guard
+from realsys.cluster.process import gpu_peak_bytes, resident_bytes
 from realsys.errors import MALFORMED, GenerationError, ServerBusy
 from realsys.generation import protocol as p
 from realsys.generation.backend import Completion, GenerationEngine
@@ -165,8 +166,11 @@ class _Calls:
         return _reply(p.ModelInfo(path, str(self._engine.version), path))
 
     async def server_info(self, _: Request) -> Response:
-        info = self._engine.info()
-        return _reply(await asyncio.wrap_future(info) if isinstance(info, Future) else info)
+        found = self._engine.info()
+        info = await asyncio.wrap_future(found) if isinstance(found, Future) else found
+        # The engine has counted the processes that it has started, and runs itself in this one.
+        memory, peak = info.memory_bytes + resident_bytes(), max(info.gpu_peak_bytes, gpu_peak_bytes())
+        return _reply(msgspec.structs.replace(info, memory_bytes=memory, gpu_peak_bytes=peak))
 
 
 async def _disconnected(request: Request) -> None:

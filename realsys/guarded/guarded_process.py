@@ -10,11 +10,12 @@ import asyncio
 import logging
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from realsys.cluster.child_process import ChildProcess, how_it_ended
+from realsys.cluster.child_process import ChildProcess, how_it_ended, resident_bytes_below
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ _LINE_LIMIT = 4000  # characters of a line that is passed on: SGLang prints all 
 _STOP_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 2.0
 _DEATH_S = 10.0  # the guard needs up to 7 s to end the other processes
+_MEMORY_S = 10.0  # between two measurements of memory, which read all processes of the machine
 
 
 class GuardedProcess:
@@ -46,6 +48,8 @@ class GuardedProcess:
         self._process = ChildProcess(argv, env, subprocess.PIPE, stdin=subprocess.PIPE)
         self._reader = asyncio.create_task(self._forward(), name=f"{name} log")
         self.ended = asyncio.create_task(self._wait(), name=f"{name} exit")
+        self._measure_at = 0.0
+        self._resident_bytes = 0
 
     @property
     def pid(self) -> int:
@@ -64,6 +68,13 @@ class GuardedProcess:
         done, _ = await asyncio.wait({self.ended}, timeout=_DEATH_S)
         how = self.ended.result() if done else "still runs"
         return f"{self.name} {how}; its last lines: {self.tail()}"
+
+    async def resident_bytes(self) -> int:
+        """Return the memory in RAM of all processes of the server, as it was within the last seconds."""
+        if (now := time.monotonic()) >= self._measure_at:
+            self._measure_at = now + _MEMORY_S
+            self._resident_bytes = await asyncio.to_thread(resident_bytes_below, self.pid)
+        return self._resident_bytes
 
     def kill(self) -> None:
         """Kill the process tree; ``ended`` resolves when it is gone."""

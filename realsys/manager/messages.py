@@ -99,10 +99,14 @@ class Answer(msgspec.Struct):
 
 
 class TouchRequest(msgspec.Struct):
-    """POST /touch: ``worker`` still works on the attempts ``running``, (ticket, attempt). Renews their leases."""
+    """POST /touch: ``worker`` still works on the attempts ``running``, (ticket, attempt). Renews their leases.
+
+    ``memory_bytes``: resident memory of the worker; 0: it does not say.
+    """
 
     worker: Identifier
     running: list[tuple[Identifier, Count]]
+    memory_bytes: Count = 0
 
 
 class TouchReply(msgspec.Struct):
@@ -119,7 +123,7 @@ class FinishRequest(msgspec.Struct):
     since its start. ``lost_tokens``: reason -> tokens of each of the worker's episodes that are not trained, since its
     last finish. ``verdict_failures``: cause -> completions whose verifier failed or exceeded its limit, since then.
     ``correct``, ``judged``: episodes of this ticket that solved the task, and that solved it or did not; the ones that
-    are not trained included.
+    are not trained included. ``memory_bytes``: resident memory of the worker; 0: it does not say.
     """
 
     ticket_id: Identifier
@@ -135,6 +139,7 @@ class FinishRequest(msgspec.Struct):
     verdict_failures: dict[str, Count] = {}
     correct: Number = 0
     judged: Number = 0
+    memory_bytes: Count = 0
 
     def versions(self) -> tuple[int, int]:
         """Return the versions of the oldest and the newest token of all completions; -1 without completions."""
@@ -224,7 +229,8 @@ class TrainedReply(msgspec.Struct):
     ``lost_lengths``: tokens of a completion, rounded -> such completions that did not fail. ``verdict_failures``: cause
     -> completions whose verifier failed or exceeded its limit, since then. ``filtered``: reason -> groups that workers
     filtered out, since the start of the trial. ``in_use``: versions of this trainer that servers stage or serve, oldest
-    first. The last one is the newest that the manager knows; no server will begin an older one.
+    first. The last one is the newest that the manager knows; no server will begin an older one. ``memory``: resident
+    memory of GenerationServers and RolloutWorkers, by the names of the step log.
     """
 
     trained: int
@@ -236,6 +242,7 @@ class TrainedReply(msgspec.Struct):
     verdict_failures: dict[str, int] = {}
     lost_lengths: dict[int, int] = {}
     filtered: dict[str, int] = {}
+    memory: dict[str, int] = {}
 
 
 class EvaluateRequest(msgspec.Struct):

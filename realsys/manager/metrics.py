@@ -35,6 +35,10 @@ class StateCollector(Collector):
         yield from self._verdicts()
         state = self._state
         yield gauge("realsys_workers", "workers with a heartbeat", len(state.workers))
+        yield labelled("realsys_process_memory_bytes", "resident memory", "process", state.memory())
+        peaks = {server.name: peak for server in state.servers.all() if (peak := server.load.get("gpu_peak_bytes"))}
+        text = "most memory that torch has held on one GPU of the process"
+        yield labelled("realsys_process_gpu_peak_bytes", text, "process", peaks)
         tokens = state.throughput.tokens
         yield gauge("realsys_generated_tokens_per_second", "tokens of finished completions", tokens.rate(self._now))
         yield CounterMetricFamily("realsys_generated_tokens", "tokens of finished completions", tokens.total)

@@ -143,6 +143,7 @@ def weight_updates(state: ManagerState) -> dict[str, Any]:
 def workers(state: ManagerState, now: float) -> list[dict[str, Any]]:
     """Return one row per heartbeat key."""
     running = Counter(ticket.worker for ticket in state.ledger.running())
+    memory = state.memory()
     return [
         {
             "name": name,
@@ -155,6 +156,7 @@ def workers(state: ManagerState, now: float) -> list[dict[str, Any]]:
             "up_s": now - beat.since,
             "unchanged_s": now - beat.changed,
             "running": running.get(name, 0),
+            "memory_bytes": memory.get(name),
             "refused": {what: count for what, count in beat.counters.items() if count},
         }
         for name, beat in sorted(state.workers.items())

@@ -15,6 +15,7 @@ from realsys.manager.ledger.events import MOST_PROBLEMS, EvalStarted
 from realsys.manager.ledger.staleness import StepStaleness
 from realsys.manager.ledger.tickets import OpenTicket
 from realsys.manager.refusals import BadCall, NoServer, NotRunning, OlderTrainer
+from realsys.manager.routing.rates import memory_sums
 from realsys.manager.routing.rollout_workers import incarnation_of
 from realsys.manager.routing.router import Demand, Exactly
 from realsys.manager.trial_state import TrialState
@@ -89,6 +90,7 @@ class ManagerState(TrialState):
 
     def touch(self, request: m.TouchRequest, now: float) -> m.TouchReply:
         """Renew the leases of the attempts that a worker names: an agent's tool may run for longer than a lease."""
+        self.throughput.observe_memory(request.worker, request.memory_bytes)
         over = []
         for ticket_id, number in request.running:
             attempt = self.running_attempt(ticket_id, number)
@@ -188,6 +190,7 @@ class ManagerState(TrialState):
             lost_lengths=dict(self.throughput.lost_lengths),
             verdict_failures=dict(self.throughput.verdict_failures),
             filtered=self.ledger.counts.filtered(),
+            memory=memory_sums(self.memory()),
         )
 
     def roll_back(self, request: m.RollBackRequest, now: float) -> m.RollBackReply:

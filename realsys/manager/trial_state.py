@@ -195,6 +195,12 @@ class TrialState:
             trainer_incarnation=self.trainer_incarnation,
         )
 
+    def memory(self) -> dict[str, int]:
+        """Return the resident memory in bytes of each server and RolloutWorker that has reported it."""
+        servers = {server.name: int(server.load.get("memory_bytes", 0)) for server in self.servers.all()}
+        workers = {name: size for name, size in self.throughput.memory.items() if name in self.workers}
+        return {name: size for name, size in (workers | servers).items() if size}
+
     # -- name store and clock ----------------------------------------------------------------------------------------
 
     def observe_servers(self, addresses: Iterable[ServerAddress]) -> None:

@@ -40,6 +40,8 @@ LOAD_KEYS = (
     "prefilled_tokens",
     "reused_tokens",
     "evicted_tokens",
+    "memory_bytes",
+    "gpu_peak_bytes",
 )
 
 

@@ -318,6 +318,7 @@ class TrainLoop:
         return statistics | {
             "verdict_failures": dict(increases.failures.of(reply.verdict_failures)),
             "dropped_filtered": increases.filtered.of(reply.filtered).total(),
+            "memory": reply.memory,
         }
 
     async def _save(self, step: int) -> None:

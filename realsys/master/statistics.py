@@ -187,9 +187,9 @@ def train_record(
         "train_tokens_per_s": statistics["tokens"] / max(1e-9, seconds["inf"] + seconds["train"]),
         "consumed_tokens_per_s": statistics["answer_tokens"] / max(1e-9, seconds["total"]),
         "stats": stats,
-        "memory": _host_memory(results),
         **({"gpu": gpu} if (gpu := step_gpu_use({name: result.gpu for name, result in results.items()})) else {}),
         **statistics,
+        "memory": {**_host_memory(results), **statistics.get("memory", {})},
     }
 
 

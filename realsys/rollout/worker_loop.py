@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from realsys.cluster.failpoint import failpoint
+from realsys.cluster.process import resident_bytes
 from realsys.data.prompts import Prompt
 from realsys.errors import RealsysError, RewardError, StuckError
 from realsys.manager.ledger.events import Outcome
@@ -159,7 +160,7 @@ class RolloutLoop:
         while True:
             await asyncio.sleep(self._touch_s)
             if self._attempts:
-                await self._parts.manager.touch(TouchRequest(self._worker, sorted(self._attempts)))
+                await self._parts.manager.touch(TouchRequest(self._worker, sorted(self._attempts), resident_bytes()))
                 self._warn_if_quiet()
 
     def _warn_if_quiet(self) -> None:
@@ -269,6 +270,7 @@ class RolloutLoop:
         return played
 
     async def _finish(self, ticket: Ticket, outcome: Outcome, reason: str, played: Played) -> None:
+        correct, judged = played.verdicts if ticket.kind == "train" else (0, 0)
         request = FinishRequest(
             ticket.ticket_id,
             ticket.attempt,
@@ -282,7 +284,9 @@ class RolloutLoop:
             # Of any ticket, also of one that was superseded and has no finish.
             self._parts.player.take_lost_tokens(),
             self._parts.verifiers.take_failures(),
-            *(played.verdicts if ticket.kind == "train" else ()),
+            correct,
+            judged,
+            resident_bytes(),
         )
         with span("finish", ticket.unit, outcome=outcome):
             reply = await self._parts.manager.finish(request)

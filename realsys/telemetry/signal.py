@@ -72,7 +72,7 @@ def _remedy(wrong: float, right: float, cut: float) -> str:
     if cut >= CUT_OFF:
         return "completions are cut off before they end: raise generation.sampling.max_new_tokens"
     if wrong > 0:
-        return "the prompts are too hard: use easier ones, warmup.demos, or a larger rollout.group_size"
+        return "the prompts are too hard: use easier ones, data.demos with warmup.steps, or a larger rollout.group_size"
     return "all episodes of a group get the same reward: check the verifier"
 
 

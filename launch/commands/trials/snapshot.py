@@ -17,6 +17,7 @@ from realsys.launch.arguments.words import resume_command
 from realsys.launch.results.report import EVALUATION_KEYS, Summary
 from realsys.launch.screen.monitor import ask_once
 from realsys.launch.screen.progress import Progress, Record
+from realsys.launch.screen.text_figures import memory_of
 from realsys.launch.slurm.job_watch import LIVES
 from realsys.launch.slurm.slurm_client import JobState, SlurmError, job_state
 from realsys.launch.trial_job import TrialJob, trial_state
@@ -69,6 +70,7 @@ class Snapshot:
             "allocation": config.allocation,
             "engine": config.generation.backend,
             "status_page": f"{progress.address}/" if progress.address else None,
+            "memory": memory_of(progress.status),
             "steps": self.steps,
             "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in progress.evals.values()],
             "events": [

@@ -21,6 +21,7 @@ from realsys.launch.screen.display import View, make_view
 from realsys.launch.screen.monitor import Monitor
 from realsys.launch.screen.plain import PlainView, eval_line
 from realsys.launch.screen.progress import Progress
+from realsys.launch.screen.text_figures import memory_text
 from realsys.launch.slurm.slurm_client import SlurmError, job_state
 from realsys.launch.trial_job import TrialJob, describe_job
 from realsys.telemetry.events import EventTail
@@ -111,6 +112,8 @@ def _print(console: Console, snapshot: Snapshot) -> None:
         PlainView(console).refresh(progress, snapshot.steps)
         for record in progress.evals.values():
             say(eval_line(record))
+        if memory := memory_text(progress.status):
+            say(f"memory: {memory}")
         for event in snapshot.events:
             say(f"! {time.strftime('%H:%M:%S', time.localtime(event.time))} {event.text}")
     if snapshot.resume:

@@ -188,9 +188,11 @@ class SglangEngine:
 
     async def _info(self) -> ServerInfo:
         loads: list[Load] = []
-        if self._traffic.run is not None:
+        memory = 0
+        if (run := self._traffic.run) is not None:
+            memory = await run.child.resident_bytes()
             try:
-                loads = await self._traffic.run.api.loads(_INFO_TIMEOUT_S)
+                loads = await run.api.loads(_INFO_TIMEOUT_S)
             except GenerationError as error:
                 log.debug("SGLang does not report its load: %s", error)
         sent, held = self._traffic.open_completions()
@@ -213,4 +215,5 @@ class SglangEngine:
             busy_s=self._traffic.busy_s(),
             prefilled_tokens=self._traffic.input_tokens - self._traffic.reused_tokens,
             reused_tokens=self._traffic.reused_tokens,
+            memory_bytes=memory,
         )

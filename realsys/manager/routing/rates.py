@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from realsys.buffer.token_losses import FAILED, rounded_length
 from realsys.manager.ledger.columns import bounded
@@ -20,6 +21,7 @@ class Throughput:
         self.by_server: dict[str, RateWindow] = {}
         self.finish_reasons: Counter[str] = Counter()
         self.verdicts: dict[str, tuple[int, int]] = {}  # worker -> completions that wait for one, and without one
+        self.memory: dict[str, int] = {}  # RolloutWorker -> its resident memory in bytes, as it reported it last
         self.verdict_failures: Counter[str] = Counter()  # cause -> completions
         self.lost_tokens: Counter[str] = Counter()  # reason -> tokens of episodes that are not trained
         self.lost_lengths: Counter[int] = Counter()  # rounded tokens of those that did not fail -> episodes
@@ -30,6 +32,7 @@ class Throughput:
         self.tokens.add(tokens + sum(map(sum, request.lost_tokens.values())), now)
         self.groups.add(1, now)
         self.verdicts[request.worker] = request.verdicts_waiting, request.verdicts_undecided
+        self.observe_memory(request.worker, request.memory_bytes)
         self.verdict_failures.update(request.verdict_failures)
         for reason, lengths in request.lost_tokens.items():
             name = bounded(self.lost_tokens, reason)
@@ -41,8 +44,25 @@ class Throughput:
             if server in self.by_server:
                 self.by_server[server].add(count, now)
 
+    def observe_memory(self, worker: str, size: int) -> None:
+        """Note the memory of a RolloutWorker; 0: it does not say."""
+        if size:
+            self.memory[worker] = size
+
     def observe_servers(self, present: list[str], lost: list[str]) -> None:
         """Keep the windows of ``present`` servers, without the counts from before a restart (``lost``)."""
         for name in lost:
             self.by_server.pop(name, None)
         self.by_server = {name: self.by_server.get(name) or RateWindow() for name in present}
+
+
+def memory_sums(memory: Mapping[str, int]) -> dict[str, int]:
+    """Return the largest and the whole memory of servers and of RolloutWorkers, by the names of the step log.
+
+    ``memory``: process -> bytes. A kind without any is left out.
+    """
+    sums: dict[str, int] = {}
+    for kind, name in (("generation_server", "server"), ("rollout_worker", "worker")):
+        if sizes := [size for process, size in memory.items() if process.partition("/")[0] == kind]:
+            sums |= {f"{name}_bytes": max(sizes), f"{name}s_bytes": sum(sizes)}
+    return sums

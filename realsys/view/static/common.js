@@ -5,6 +5,7 @@ const ROOT = document.body.dataset.root; // path from this page to /view/
 const isNumber = x => typeof x === "number" && isFinite(x);
 const number = (x, digits = 0) => isNumber(x) ? x.toLocaleString("en-US", {maximumFractionDigits: digits}) : "–";
 const percent = (x, digits = 1) => isNumber(x) ? (100 * x).toFixed(digits) + " %" : "–";
+const bytes = x => !isNumber(x) || x === 0 ? "–" : x >= 2 ** 30 ? (x / 2 ** 30).toFixed(1) + " GiB" : number(x / 2 ** 20) + " MiB";
 const seconds = s => !isNumber(s) ? "–" : s < 1 ? (s * 1000).toFixed(0) + " ms" : s < 120 ? s.toFixed(1) + " s"
   : s < 7200 ? Math.floor(s / 60) + " min" : (s / 3600).toFixed(1) + " h";
 // A number of unknown size with three significant digits.

@@ -54,11 +54,11 @@ function showServers(s) {
   $("serversOf").textContent = `${usable} of ${s.servers.length} usable` + (bad ? `, ${bad} in trouble` : "")
     + `, ${number(s.throughput.generated_tokens_per_s)} finished tokens/s`;
   table("servers", [["server"], ["state"], ["version", "num"], ["running", "num"], ["queued", "num"], ["tokens/s", "num"], ["KV in use", "num"],
-    ["last update", "num"], ["pause", "num"], ["address"], ["last error", "wrap error"]],
+    ["memory", "num"], ["last update", "num"], ["pause", "num"], ["address"], ["last error", "wrap error"]],
     sorted.map(r => [r.name, pill(r.target !== null && r.state === "updating" ? "updating to " + r.target : r.state, KINDS[r.state] || "calm"),
       r.version === null ? "–" : r.version, number(r.running), r.load ? number(r.load.queued) : "–", number(r.tokens_per_s),
       r.load && r.load.kv_capacity ? number(100 * r.load.kv_tokens / r.load.kv_capacity) + " %" : "–",
-      r.updates ? seconds(r.update_s) : "–", seconds(r.timings.pause_s), r.url, r.error || ""]), "no server has registered yet", 8);
+      bytes(r.load && r.load.memory_bytes), r.updates ? seconds(r.update_s) : "–", seconds(r.timings.pause_s), r.url, r.error || ""]), "no server has registered yet", 8);
 }
 function showUpdates(r) {
   $("updatesOf").textContent = (r.mode === "rolling" ? "in turns, " + number(100 * r.fraction) + " % at a time" : "all servers together") + ", "
@@ -73,9 +73,9 @@ function showWorkers(s) {
   const refused = w => Object.entries(w.refused || {}).map(([what, n]) => n + " " + what).join(", ");
   const sorted = [...s.workers].sort((a, b) => blamed(b) - blamed(a) || (refused(b) !== "") - (refused(a) !== ""));
   $("workersOf").textContent = number(s.workers.length) + " processes";
-  table("workers", [["worker"], ["state"], ["running", "num"], ["up", "num"], ["unchanged for", "num"], ["host"], ["refused", "wrap"]],
+  table("workers", [["worker"], ["state"], ["running", "num"], ["memory", "num"], ["up", "num"], ["unchanged for", "num"], ["host"], ["refused", "wrap"]],
     sorted.map(w => [w.name, blamed(w) ? pill("reports servers that answer", "bad") : w.state || "–",
-      w.kind === "rollout_worker" ? number(w.running) : "–", seconds(w.up_s), seconds(w.unchanged_s), `${w.host} ${w.pid}`, refused(w)]), "no heartbeat seen yet");
+      w.kind === "rollout_worker" ? number(w.running) : "–", bytes(w.memory_bytes), seconds(w.up_s), seconds(w.unchanged_s), `${w.host} ${w.pid}`, refused(w)]), "no heartbeat seen yet");
 }
 function showGauge(a, ledger) {
   const open = [["finished, not trained", ledger.finished, "var(--good)"], ["claimed", ledger.claimed || 0, "var(--s4)"], ["running", ledger.running, "var(--accent)"]];

@@ -159,7 +159,7 @@ def test_restart_with_torn_journal_keeps_tickets(tmp_path: Path) -> None:
         assert await t.post("/claim", version=1, tickets=trained["trained"]) == {"gone": []}
         first, again = await t.post("/trained", **trained, staleness={"0": 1}), await t.post("/trained", **trained)
         none = {"dropped": 0, "lost": [], "lost_tokens": {}, "in_use": [0], "verdict_failures": {}}
-        none |= {"lost_lengths": {}, "filtered": {}}
+        none |= {"lost_lengths": {}, "filtered": {}, "memory": {}}
         assert first == {"trained": 1, "reissued": 1, **none}
         assert again == {"trained": 0, "reissued": 0, **none}
         before = (await t.get("/status"))["ledger"]

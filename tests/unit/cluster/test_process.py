@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
-from realsys.cluster.process import on_thread
+from realsys.cluster.process import gpu_peak_bytes, on_thread
 from realsys.errors import NameStoreError, WaitTimeout
 
 BOUND_S = 60.0
@@ -45,3 +47,18 @@ def test_wait_ends_before_the_thread(
         on_thread(lambda: release.wait(BOUND_S), on_stop, timeout_s, lambda: "a peer")
     release.set()
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(("initialized", "peak"), [(True, 9), (False, 0)])
+def test_gpu_peak_is_that_of_the_fullest(monkeypatch: pytest.MonkeyPatch, initialized: bool, peak: int) -> None:
+    """A process that has not used its GPU is not made to: that would take hundreds of MiB of it."""
+    cuda = SimpleNamespace(
+        is_initialized=lambda: initialized, device_count=lambda: 2, max_memory_allocated=[4, 9].__getitem__
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert gpu_peak_bytes() == peak
+
+
+def test_process_without_torch_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert gpu_peak_bytes() == 0

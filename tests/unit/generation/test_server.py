@@ -12,6 +12,7 @@ from realsys.cluster.http.http_server import HttpServer
 from realsys.errors import GenerationError, ServerBusy, ServerFailed
 from realsys.generation.backend import Completion, Snapshot
 from realsys.generation.client import GenerationClient, SamplingSpec
+from realsys.generation.protocol import ServerInfo
 from realsys.generation.received import Received
 from realsys.generation.server import build_app
 
@@ -33,6 +34,33 @@ class FailsLater:
         looked: Future[Snapshot | None] = Future()
         looked.set_result(Snapshot([TWO], frozenset({0}), 0))
         return looked
+
+
+class Measured:
+    """An engine that has started processes. It returns the same object each time, as an engine of a user may."""
+
+    def __init__(self, memory_bytes):
+        self._info = ServerInfo("mine", "0", 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, False, 0.0, memory_bytes=memory_bytes)
+
+    def info(self):
+        return self._info
+
+
+def test_memory_is_of_the_process_and_its_own():
+    async def ask(url):
+        client = GenerationClient(30.0)
+        try:
+            return [(await client.server_info(url)).memory_bytes for _ in range(2)]
+        finally:
+            await client.close()
+
+    http = HttpServer(build_app(Measured(1 << 40)))
+    http.start()
+    try:
+        sizes = asyncio.run(ask(http.url))
+    finally:
+        http.stop()
+    assert all((1 << 40) + (1 << 20) < size < (1 << 40) + (1 << 36) for size in sizes)
 
 
 @pytest.mark.parametrize(

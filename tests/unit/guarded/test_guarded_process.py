@@ -9,8 +9,12 @@ import signal
 import subprocess
 import sys
 
+import psutil
+import pytest
+
+from realsys.cluster.child_process import resident_bytes_below
 from realsys.guarded.guarded_process import GuardedProcess
-from tests.support.polling import ended
+from tests.support.polling import ended, poll
 
 WAIT_S = 60.0
 # Starts a process that leads another session, prints its pid, and waits.
@@ -100,3 +104,25 @@ def test_nothing_outlives_a_killed_worker(tmp_path):
     guard, helper = (int(re.search(rf"{name} (\d+)", text)[1]) for name in ("guard", "helper"))
     assert ended(guard) and ended(helper)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_that_of_all_processes(tmp_path):
+    """The helper in another session counts, and a second look within seconds measures nothing."""
+
+    async def body(process):
+        await asyncio.to_thread(poll, lambda: "helper" in process.tail(), "the helper", WAIT_S)
+        processes = psutil.Process(process.pid).children(recursive=True)
+        assert {"sh", "sleep"} <= {each.name() for each in processes}
+        expected = sum(each.memory_info().rss for each in processes)
+        assert await process.resident_bytes() == pytest.approx(expected, rel=0.2)
+        process.kill()
+        await process.ended
+        assert await process.resident_bytes() == pytest.approx(expected, rel=0.2)
+
+    with_server(tmp_path, SERVER, body)
+
+
+def test_memory_of_ended_process_is_zero():
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert resident_bytes_below(child.pid) == 0

@@ -14,10 +14,15 @@ from realsys.manager.messages import (
     AllocateRequest,
     EvaluateRequest,
     FinishRequest,
+    TouchRequest,
+    TrainedRequest,
 )
 from realsys.manager.metrics import render_metrics
 from realsys.manager.overview import status
+from realsys.manager.routing.rates import memory_sums
 from realsys.manager.settings import ManagerSettings
+from realsys.manager.weight_updates import LOAD_KEYS
+from realsys.telemetry.fields import field_of
 from tests.support.ledger.manager_states import (
     ANSWER,
     finish,
@@ -191,3 +196,32 @@ def test_resumed_trial_draws_new_seeds() -> None:
         return state.allocate(AllocateRequest("w", 1), 0.0).tickets[0].seed
 
     assert first_seed() != first_seed(Resumed("/c", 5, 10, 12, [], 0.0))
+
+
+def test_memory_of_servers_and_workers_is_shown() -> None:
+    """In the rows of workers, in /metrics, and as sums in the reply to the trainer. An ended worker has none."""
+    state = ready()
+    beat = {"index": 0, "host": "h", "pid": 1, "incarnation": "1", "state": "rolling out"}
+    names = ("rollout_worker/0", "rollout_worker/1", "generation_server/0")
+    beats = {name: json.dumps({**beat, "kind": name.partition("/")[0]}) for name in names}
+    state.observe_workers(beats, 0.0)
+    for server in state.servers.all():
+        server.load = dict.fromkeys(LOAD_KEYS, 0.0) | {"memory_bytes": 300.0, "gpu_peak_bytes": 50.0}
+    (ticket,) = tickets(state, 1)
+    state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "rollout_worker/0", "failed", memory_bytes=7), 0.0)
+    state.touch(TouchRequest("rollout_worker/1", [], 5), 0.0)
+    state.touch(TouchRequest("rollout_worker/9", [], 9), 0.0)
+    rows = {row["name"]: row["memory_bytes"] for row in status(state, 0.0, 0.0)["workers"]}
+    assert (rows["rollout_worker/0"], rows["rollout_worker/1"]) == (7, 5)
+    text = render_metrics(state, 0.0)[0].decode()
+    assert 'realsys_process_memory_bytes{process="rollout_worker/0"} 7.0' in text and "rollout_worker/9" not in text
+    assert "realsys_process_gpu_peak_bytes{process=" in text
+    sums = state.trained(TrainedRequest(step=1, version=1), 0.0).memory
+    assert (sums["worker_bytes"], sums["workers_bytes"]) == (7, 12)
+
+
+def test_sums_of_memory_have_the_names_of_the_step_log() -> None:
+    sizes = {"generation_server/0": 3, "generation_server/1": 4, "rollout_worker/0": 5}
+    assert memory_sums(sizes) == {"server_bytes": 4, "servers_bytes": 7, "worker_bytes": 5, "workers_bytes": 5}
+    assert memory_sums({}) == {}
+    assert all(field_of("train", f"memory/{name}") for name in memory_sums(sizes))

@@ -31,6 +31,7 @@ CRITIC = ("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false"
 def test_run_trains_publishes_and_clears_the_workers() -> None:
     async def body() -> Run:
         job = Run("train.total_steps=2", "checkpoint.hf_every_steps=2")
+        job.manager.state.servers.all()[0].load = {"memory_bytes": 7.0}
         job.arrive(*[(5.0, -5.0)] * 4)
         assert await job.serve(job.loop.run()) == 2
         return job
@@ -50,7 +51,8 @@ def test_run_trains_publishes_and_clears_the_workers() -> None:
     assert set(job.records[0]["call_seconds"]) == {"actor_inf", "actor_train"}
     assert job.records[0]["stats"] == {"inf/rank": 0.0, "rank": 0.0}
     assert job.records[0]["reward_std"] == 5.0 and job.records[0]["sampled_tokens"] > 0
-    assert job.records[0]["memory"]["master_bytes"] > 1 << 20
+    memory = job.records[0]["memory"]
+    assert memory["master_bytes"] > 1 << 20 and memory["server_bytes"] == 7
     assert undocumented(job.records) == {"train: stats/rank", "train: stats/inf/rank"}, "those of the fake workers"
 
 

@@ -402,14 +402,16 @@ def test_rollouts_that_hang_are_in_the_log(monkeypatch, caplog):
     assert "no rollout has ended for 0 s, and 1 run" in caplog.text
 
 
-def test_running_attempts_keep_their_leases():
+def test_running_attempts_keep_their_leases_and_say_memory():
     async def body(bench, task):
         bench.player.gate.clear()
         bench.grant(ticket(7), ticket(8))
-        while len(request := (await bench.manager.touched.get()).running) < 2:
+        while len((request := await bench.manager.touched.get()).running) < 2:
             pass
-        assert request == [("7", 0), ("8", 0)]
+        assert request.running == [("7", 0), ("8", 0)]
+        assert request.memory_bytes > 1 << 20
         bench.player.gate.set()
+        assert (await bench.finish()).memory_bytes > 1 << 20
 
     bench_test(body, touch_s=0.01)
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import operator
+import re
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from realsys.config.schema import Config
+from realsys.telemetry import signal
 from realsys.telemetry.signal import STEPS, SignalWatch, signal_warning
+from realsys.timeline import advice
 
 
 def steps(equal: float, *, wrong: float = 0.0, right: float = 0.0, cut: float = 0.0, count: int = STEPS) -> list[Any]:
@@ -55,3 +64,13 @@ def test_watch_warns_once() -> None:
     watch = SignalWatch("group")
     warned = [bool(watch.observe(record)) for record in steps(0.9, wrong=0.9, count=5)]
     assert warned == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("module", [signal, advice])
+def test_remedies_name_existing_settings(module: ModuleType) -> None:
+    settings = Config(trial="t").model_dump()
+    source = Path(str(module.__file__)).read_text("utf-8")
+    literals = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    for text in [text for text in literals if isinstance(text, str)]:
+        for name in re.findall(rf"\b(?:{'|'.join(settings)})(?:\.[a-z_]+)+", text):
+            functools.reduce(operator.getitem, name.split("."), settings)

@@ -54,6 +54,7 @@ def test_pause_returns_requests_and_resume_continues(make):
     engine.pause("retract").result(WAIT_S)
     info = engine.info().result(WAIT_S)
     assert (info.paused, info.running, info.queued) == (True, 0, 1)
+    assert info.memory_bytes > 1 << 20
     assert engine.update("/weights/v7", 7).result(WAIT_S).success
     assert not running.done()
     engine.resume().result(WAIT_S)

@@ -133,3 +133,11 @@ def test_shares_of_prompts_that_are_zero_are_left_out() -> None:
     progress = running()
     progress.status["prompts"] = {"unseen": 0.981, "wrong": 0.019, "between": 0.0, "right": 0.0}
     assert any(line.endswith("prompts    unseen 98%, wrong 2%") for line in shown(progress))
+
+
+def test_memory_of_servers_and_workers_is_shown() -> None:
+    progress = running()
+    progress.status["workers"] = [{"name": "generation_server/0", "memory_bytes": 3 << 30}]
+    assert any("memory" in line and "servers 3.0 GiB" in line for line in shown(progress))
+    progress.status["workers"] = []
+    assert not any("memory" in line for line in shown(progress))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.launch.screen.text_figures import apportioned, course, fmt, scale_of, sparkline, time_split
+from realsys.launch.screen.text_figures import apportioned, course, fmt, memory_text, scale_of, sparkline, time_split
 
 
 def test_share_is_rounded_as_on_the_page() -> None:
@@ -42,3 +42,12 @@ def test_sparkline_is_bounded_in_width_and_height() -> None:
 def test_course_near_ninety_percent_is_flat() -> None:
     records = [{"accuracy": value} for value in (0.88, 0.92, 0.88, 0.92)]
     assert course(records, "accuracy") == "▇▇▇▇ 0..1"
+
+
+def test_memory_is_summed_by_kind() -> None:
+    sizes = {"generation_server/0": 3 << 30, "generation_server/1": 1 << 30, "rollout_worker/0": 200 << 20}
+    rows = [{"name": name, "memory_bytes": size} for name, size in sizes.items()]
+    rows += [{"name": "rollout_worker/1", "memory_bytes": None}, {"name": "master_worker/0"}]
+    expected = "servers 4.0 GiB (largest 3.0 GiB), RolloutWorkers 0.2 GiB"
+    assert memory_text({"workers": rows}) == expected
+    assert memory_text({}) == "" and memory_text({"workers": "?"}) == ""

@@ -19,6 +19,7 @@ from realsys.launch.cli import main
 from realsys.launch.commands.trials import snapshot, status
 from realsys.launch.commands.trials.snapshot import Observer
 from realsys.launch.lock import TrialLock
+from realsys.launch.screen.progress import Progress
 from realsys.launch.slurm.slurm_client import JobState
 from realsys.launch.trial_job import TrialJob
 from realsys.telemetry.events import EventLog
@@ -144,3 +145,16 @@ def test_json_watch_is_one_line_per_look(trial: TrialPaths, capsys: pytest.Captu
     assert main(["status", "--json", "--watch", "0.01"]) == 0  # it does not run: one look
     [line] = capsys.readouterr().out.splitlines()
     assert json.loads(line)["step"] == 40
+
+
+def test_memory_is_in_line_and_json(
+    trial: TrialPaths, running: TrialLock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(config: Config, paths: TrialPaths, progress: Progress) -> None:
+        progress.status = {"workers": [{"name": "rollout_worker/0", "memory_bytes": 2 << 30}]}
+
+    monkeypatch.setattr("realsys.launch.screen.monitor.look_once", answers)
+    assert main(["status"]) == 0
+    assert "memory: RolloutWorkers 2.0 GiB" in capsys.readouterr().out.splitlines()
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"] == {"rollout_worker/0": 2 << 30}
