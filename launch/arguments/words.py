@@ -17,7 +17,12 @@ def resume_command(root: Path, *, plain: bool = False) -> str:
     """Return the command that continues the trial in ``root``, to be copied to a shell in the working directory."""
     here = Path.cwd()
     folder = root.relative_to(here) if root.is_relative_to(here) else root
-    return shlex.join([*own_command(), "resume", str(folder), *(["--plain"] if plain else [])])
+    return command_line("resume", folder, *(["--plain"] if plain else []))
+
+
+def command_line(*words: str | Path) -> str:
+    """Return a command of this realsys, to be copied to a shell."""
+    return shlex.join([*own_command(), *map(str, words)])
 
 
 def words_again(overrides: Sequence[str], trial: str, options: RunOptions) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.arguments.words import own_words, words_again
+from realsys.launch.arguments.words import command_line, own_words, words_again
 from realsys.launch.launchers.slurm import steps_as_text
 from realsys.launch.prepare import examine
 from realsys.launch.process_plan import agent_command, own_python_path
@@ -117,10 +117,8 @@ def _unknown(config: Config, paths: TrialPaths) -> str:
 
 
 def _hints(paths: TrialPaths) -> str:
-    folder = paths.root
-    return (
-        f"follow: realsys logs job -f --trial-dir {folder}\nstate: realsys status {folder}\nstop: realsys stop {folder}"
-    )
+    follow = command_line("logs", "job", "-f", "--trial-dir", paths.root)
+    return f"follow: {follow}\nstate: {command_line('status', paths.root)}\nstop: {command_line('stop', paths.root)}"
 
 
 def follow(paths: TrialPaths, job: str) -> int:

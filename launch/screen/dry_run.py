@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -48,20 +49,22 @@ def print_dry_run(
     for line in placement:
         say(line)
     if not placement:
-        _print_processes(console, say, specs)
+        console.print(process_table(specs))
+        say("commands:")
+        for command in as_commands(specs):
+            say(f"  {command}")
     say("dry run: everything is checked; nothing was written or started")
 
 
-def _print_processes(console: Console, say: Callable[[str], None], specs: Sequence[ProcessSpec]) -> None:
+def process_table(specs: Sequence[ProcessSpec]) -> Table:
+    """Return a table of the processes. On a narrow terminal the shards that a process holds take several lines."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("process", "holds", "threads", "device", "when it dies"):
-        table.add_column(column, no_wrap=True, justify="right" if column == "threads" else "left")
+        justify: Literal["left", "right"] = "right" if column == "threads" else "left"
+        table.add_column(column, no_wrap=column != "holds", overflow="fold", justify=justify)
     for row in as_rows(specs):
         table.add_row(*row)
-    console.print(table)
-    say("commands:")
-    for command in as_commands(specs):
-        say(f"  {command}")
+    return table
 
 
 def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[tuple[str, str]]:

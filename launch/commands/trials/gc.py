@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from realsys.errors import ConfigError
+from realsys.launch.arguments.words import command_line
 from realsys.launch.commands.trials.finding import RUNS
 from realsys.launch.commands.trials.leftovers import Finder, Trial, remove
 
@@ -34,7 +35,7 @@ def collect_garbage(folder: Path, *, yes: bool) -> int:
     if not left:
         console.print("nothing is left over")
     elif not yes:
-        console.print(f"{len(left)} leftovers, {_size(size)}; to remove them: realsys gc {folder} --yes")
+        console.print(f"{len(left)} leftovers, {_size(size)}; to remove them: {command_line('gc', folder, '--yes')}")
     elif not problems:
         console.print(f"removed {len(left)} leftovers, {_size(size)}")
     return 1 if problems else 0

@@ -32,7 +32,7 @@ def stored_config(paths: TrialPaths, overrides: Sequence[str]) -> Config:
     """
     for name in (text.partition("=")[0].lstrip("+") for text in overrides):
         if name in _OF_THE_FOLDER:
-            raise ConfigError(name, "", "is that of the trial's folder: leave it out, or use realsys run")
+            raise ConfigError(name, "", "belongs to the folder of the trial: leave it out, or use realsys run")
     config = with_overrides(read_config(paths.config), overrides)
     if (config.experiment, config.trial) != (paths.root.parent.name, paths.root.name):
         problem = f"is trial {config.experiment}/{config.trial}: give its folder this name again"

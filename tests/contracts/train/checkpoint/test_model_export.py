@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,8 +16,9 @@ from realsys.config.fields import replaced
 from realsys.config.paths import TrialPaths
 from realsys.errors import CheckpointError
 from realsys.launch.cli import main
+from realsys.launch.evaluate.target import exported, find_target
 from realsys.train.calls import Role
-from realsys.train.checkpoint.checkpoint_files import decode_index
+from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, STATE, decode_index, read_state
 from realsys.train.checkpoint.model_export import export_checkpoint
 from realsys.weights.disk.manifest import load_manifest
 from tests.support.training.checkpoint_ranks import BEFORE, Setup, complete, make_models, save, train
@@ -72,13 +74,34 @@ def test_exported_weights_are_those_of_the_ranks(setup: Setup, models: dict[str,
     assert load_manifest(tmp_path / "out").step == BEFORE
 
 
+def trial_of(root: Path, model: Path) -> tuple[TrialPaths, Tensors]:
+    """A trial that has a checkpoint and no weights, and the weights of its step."""
+    paths = TrialPaths(root / "runs" / "math" / "t")
+    _, expected = trained(Setup(), model, paths.checkpoints)
+    write_config(replaced(Setup().config, ["model", "path"], str(model)), paths.config)
+    paths.lock.touch()
+    return paths, expected
+
+
+def test_evaluation_gets_a_model_of_the_checkpoint(models: dict[str, Path], tmp_path: Path) -> None:
+    """It is written once, and again if the step was trained again."""
+    paths, expected = trial_of(tmp_path, models["untied"])
+    target = find_target(str(paths.root), None)
+    assert (target.step, target.form) == (BEFORE, "checkpoint")
+    folder = exported(target)
+    first = folder.stat().st_ino
+    assert stored(folder).keys() == expected.keys()
+    assert exported(target).stat().st_ino == first
+    state = read_state(target.model)
+    later = CHECKPOINT.encode(msgspec.structs.replace(state, time=state.time + 1))
+    (target.model / STATE).write_bytes(later)
+    assert exported(target).stat().st_ino != first
+
+
 def test_step_with_a_checkpoint_only_is_exported(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = TrialPaths(tmp_path / "runs" / "math" / "t")
-    _, expected = trained(Setup(), models["untied"], paths.checkpoints)
-    write_config(replaced(Setup().config, ["model", "path"], str(models["untied"])), paths.config)
-    paths.lock.touch()
+    paths, expected = trial_of(tmp_path, models["untied"])
     command = ["export", str(paths.root), str(tmp_path / "out"), "--step"]
     assert main([*command, "2"]) == 2
     assert f"has the weights of these steps only: {BEFORE};" in capsys.readouterr().err

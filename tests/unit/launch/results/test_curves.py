@@ -63,7 +63,7 @@ def test_roll_back_of_an_older_trial_is_marked(drawn: Drawn) -> None:
     assert all(places(axis) == [2.5] for axis in panels.values())
 
 
-def test_parts_of_the_time_add_up_to_the_step(drawn: Drawn) -> None:
+def test_parts_of_time_add_up_to_step(drawn: Drawn) -> None:
     axis = drawn([train_record(step) for step in range(1, 5)])["Time of a step (s)"]
     labels = axis.get_legend_handles_labels()[1]
     assert labels == ["wait", "inf", "train", "save", "publish", "other"]

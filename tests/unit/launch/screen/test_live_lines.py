@@ -129,7 +129,7 @@ def test_version_before_the_first_is_not_shown() -> None:
     assert "version    -" in text and "no server has weights yet" in text
 
 
-def test_shares_of_prompts_that_are_zero_are_left_out() -> None:
+def test_zero_shares_of_prompts_are_left_out() -> None:
     progress = running()
     progress.status["prompts"] = {"unseen": 0.981, "wrong": 0.019, "between": 0.0, "right": 0.0}
     assert any(line.endswith("prompts    unseen 98%, wrong 2%") for line in shown(progress))

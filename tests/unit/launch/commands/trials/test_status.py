@@ -44,7 +44,7 @@ def running(trial: TrialPaths) -> Iterator[TrialLock]:
         lock.close()
 
 
-def test_killed_trial_shows_last_steps_and_the_way_on(trial: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_trial_shows_steps_and_resume_command(trial: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
     events = EventLog(trial.events)
     events.add("start", "9 processes")
     events.add("restart", "rollout_worker/0 was killed; restart 1/5", "rollout_worker/0")
@@ -103,7 +103,7 @@ def test_watch_shows_steps_and_restarts_until_the_end(
     assert not watching.is_alive() and "step  41/100" in seen and "! rollout_worker/0 was killed" in seen
 
 
-def test_trial_with_a_waiting_job_is_not_to_be_continued(
+def test_waiting_job_is_not_to_be_continued(
     trial: TrialPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before its first start there is no configuration to show."""
@@ -121,10 +121,10 @@ def test_trial_with_a_waiting_job_is_not_to_be_continued(
 
 
 def test_second_look_reads_new_records_only(trial: TrialPaths, running: TrialLock) -> None:
-    """What was read before is not there any more."""
+    """What was read before has changed since then."""
     observer = Observer(trial)
     assert observer.look().progress.step == (40, 100)
-    trial.steps.write_bytes(b"\n" * trial.steps.stat().st_size)
+    trial.steps.write_bytes(trial.steps.read_bytes().replace(b'"step": 40,', b'"step": 99,'))
     with trial.steps.open("a") as log:
         log.write(json.dumps(train_record(41, total=100)) + "\n")
     EventLog(trial.events).add("note", "later")

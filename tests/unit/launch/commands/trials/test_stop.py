@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.launch.arguments.words import own_command
 from realsys.launch.cli import main
 
 
@@ -49,6 +51,16 @@ def test_time_and_count_have_bounds(words: list[str], capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2 and ": must be a" in capsys.readouterr().err
+
+
+def test_printed_command_can_be_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder has a space, and realsys may not be on the PATH."""
+    paths = TrialPaths(tmp_path / "my runs" / "math" / "t")
+    (paths.checkpoints / "step-00000003.tmp").mkdir(parents=True)
+    write_config(Config(trial="t"), paths.config)
+    assert main(["gc", str(paths.root)]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].partition("to remove them: ")[2]
+    assert shlex.split(command) == [*own_command(), "gc", str(paths.root), "--yes"]
 
 
 def test_stop_of_an_ended_trial_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
