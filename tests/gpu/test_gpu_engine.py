@@ -35,6 +35,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "sequence_parallel": True,
     },
 }
+#: The stand-in compares the CPU with itself, which differs for no family.
+COMPARED = ["qwen3"] if STAND_IN else sorted(FAMILIES)
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "d2": ("d2", {"distributed_optimizer": True}),
     "m2": ("m2", {}),
@@ -81,7 +83,7 @@ def assert_near(found: list[Found], expected: list[Found], tolerance: float) -> 
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", COMPARED)
 def test_families_agree_with_the_cpu(family: str, tied: bool, tmp_path: Path, compute_on: ComputeOn) -> None:
     make_model(family, tied=tied).save_pretrained(tmp_path)
     expected = run_on("cpu", compute_on, tmp_path, "float32", {})

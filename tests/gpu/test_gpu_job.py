@@ -16,7 +16,7 @@ SETTINGS = ["allocation=auto", "model.dtype=bfloat16", "cluster.connect_timeout_
 KILLED_STEPS, BOUND_S = 8, 200.0
 #: Steps of the shipped job, whose accuracy rises by 30 points in 30 steps. The stand-in only begins to learn.
 LEARNT_STEPS, RISE = (2, -1.0) if STAND_IN else (30, 0.15)
-SHORTER = ["warmup.steps=20", "evaluation.problems=32", "train.batch_groups=8"] if STAND_IN else []
+SHORTER = ["warmup.steps=4", "evaluation.problems=16", "train.batch_groups=8"] if STAND_IN else []
 
 
 def check(job: Job, steps: int) -> None:
