@@ -97,3 +97,13 @@ def test_lengths_at_the_limit_tell_nothing_of_the_prompt(share: float) -> None:
     groups = [GroupTime(str(k), 0, 1.0, 2.0, tuple(map(int, row))) for k, row in enumerate(lengths)]
     found = lengths_of(replace(recording, groups=groups)).prompt_share
     assert found == pytest.approx(0.0, abs=0.1) if share == 0.0 else found > 0.3
+
+
+def test_other_ranks_are_less_certain_than_the_same(fitted: Fit) -> None:
+    """How a trainer scales is not recorded. Here it is the bottleneck, so its ranks decide the throughput."""
+    slow = [replace(numbers, step_s=20 * numbers.step_s) for numbers in (fitted.mid, *fitted.members)]
+    trainer_bound = replace(fitted, mid=slow[0], members=tuple(slow[1:]))
+    one, four = (predict(trainer_bound, config_of([f"allocation=serve.d1+d{ranks}"])) for ranks in (1, 4))
+    assert width(four.steps_per_h) > 1.5 * width(one.steps_per_h)
+    linear = 4 * one.steps_per_h.mid
+    assert one.steps_per_h.high < four.steps_per_h.mid < linear < four.steps_per_h.high
