@@ -28,8 +28,8 @@ PRIORS = {
     "fixed_token_on_cpu": Cost(0.1, 0.1),  # arithmetic takes longer than reading (benchmarks/generation.py)
     "fixed_step": Cost(0.15, 0.15),
     "others": Cost(0.3, 0.2),
-    # A run has one number of ranks. verl's page has update_actor of the same batch on 32, 64 and 128 GPUs: 269.80, 133.41
-    # and 113.81 s. So the exponent was 1.02, then 0.23: mean and standard deviation.
+    # A run has one number of ranks. On verl's page (published/) update_actor of the same batch takes 269.80, 133.41 and
+    # 113.81 s on 32, 64 and 128 GPUs. So the exponent was 1.02, then 0.23: their mean and standard deviation.
     "scaling": Cost(0.62, 0.39),
 }
 _OTHERS = np.linspace(0.0, 1.5, 31)  # cores per server that are tried

@@ -1,8 +1,8 @@
 """Predicts the throughput of a configuration: simulations with the fitted costs, and an interval around them.
 
-    best costs  ──> simulations with several seeds ──> mid, chance ─┐
-    other costs ──> simulations with one seed ───────> costs ───────┼──> spread ──> 90 % interval
-    recorded run, as simulated with the best costs ──> misfit ──────┘
+best costs  ──> simulations with several seeds ──> mid, chance ─┐
+other costs ──> simulations with one seed ───────> costs ───────┼──> spread ──> 90 % interval
+recorded run, as simulated with the best costs ──> misfit ──────┘
 """
 
 from __future__ import annotations
