@@ -8,7 +8,7 @@ missing runs, in order, until ``--minutes`` are over. When all are there, it pre
 result.
 
 ``again`` repeats ``base`` at the end. It is not predicted: its difference to ``base`` shows what other programs on the
-machine, or its clock, changed meanwhile. If that is more than a few percent, measure again.
+machine, or its clock, changed during the runs. If that is more than a few percent, measure again.
 
 Throughput is that of the steps in between: the first ``SKIP`` fill the pipeline, and nothing is generated during the
 last eta + 1. A case with other lengths is predicted with the ratio of the mean demonstrations, which is known before

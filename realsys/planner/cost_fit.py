@@ -30,7 +30,7 @@ from realsys.planner.steady_state import SHORT, STEPS, Lengths, Outcome, simulat
 MEMBERS = 10  # further sets of costs
 _CORRECTIONS, _SHORT_CORRECTIONS = 6, 3  # simulations of the recorded run that correct the best costs, and others
 _GROWTHS, _NO_CHANGE = (0.5, 4.0), 1e-3  # bounds of the measured growth; logarithm of a change that measures none
-_QUANTILES = 2000  # points that stand for the recorded lengths
+_QUANTILES = 2000  # lengths that represent all recorded ones
 _WAITS = 0.05  # share of the time; a trainer that waits longer is bound by the servers
 
 
@@ -97,8 +97,8 @@ def _corrected(
     """Scale the costs of both sides until the simulated run agrees with ``goal``.
 
     Returns the costs that agree best, and the relative error of their steps per hour. The time of a group may grow
-    faster than the costs of a server, because late groups run beside the next ones. So each change is divided by the
-    growth that the change before it had.
+    faster than the costs of a server, because late groups share the servers with the next ones. So each change is
+    divided by the growth that the change before it had.
     """
     best, growth, change, before = (math.inf, numbers, 0.0), 1.0, 0.0, 0.0
     for _ in range(times):
@@ -162,6 +162,6 @@ def lengths_of(recording: Recording) -> Lengths:
     within = float(np.mean([part.var(ddof=1) for part in np.split(scores, bounds)]))
     share = min(1.0, max(0.0, 1.0 - within / max(float(scores.var()), 1e-12)))
     drawn = np.sort(values)
-    if len(drawn) > _QUANTILES:  # the middles of equal parts: the longest must not stand for a whole part
+    if len(drawn) > _QUANTILES:  # the middles of equal parts, because the longest is rarer than a part
         drawn = np.quantile(drawn, (np.arange(_QUANTILES) + 0.5) / _QUANTILES)
     return Lengths(tuple(max(1, round(float(value))) for value in drawn), share, recording.prompt_tokens, longest)
