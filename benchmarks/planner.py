@@ -2,9 +2,13 @@
 
     python -m benchmarks.planner --root DIR [--minutes 20] [--cases base eta0] [--override FIELD=VALUE]
 
-``base`` is fitted, and every other case of ``CASES`` is predicted and measured. The runs stay in ``--root``, and a case
-that is there is not run again. So the benchmark can be made in sittings: each call starts the missing runs, in order,
-until ``--minutes`` are over. When all are there, it predicts, prints the table and writes the result.
+``base`` is fitted, and every other case of ``CASES`` but ``again`` is predicted and measured. The runs stay in
+``--root``, and a case that is there is not run again. So the benchmark can be made in sittings: each call starts the
+missing runs, in order, until ``--minutes`` are over. When all are there, it predicts, prints the table and writes the
+result.
+
+``again`` repeats ``base`` at the end. It is not predicted: its difference to ``base`` shows what other programs on the
+machine, or its clock, changed during the runs. If that is more than a few percent, measure again.
 
 Throughput is that of the steps in between: the first ``SKIP`` fill the pipeline, and nothing is generated during the
 last eta + 1. A case with other lengths is predicted with the ratio of the mean demonstrations, which is known before
@@ -33,7 +37,7 @@ from realsys.planner.recorded_run import read_recording
 
 SKIP = 6
 ANSWERS = 8  # completions per prompt in experiment=arith
-BASE = "base"
+BASE, AGAIN = "base", "again"
 COMMON = ["allocation=serve.d1+d1", "evaluation.problems=0", "train.batch_groups=32", "record.keep_steps=200"]
 CASES: dict[str, list[str]] = {
     BASE: [],
@@ -44,6 +48,7 @@ CASES: dict[str, list[str]] = {
     "ranks2": ["allocation=serve.d1+d2"],
     "servers2": ["allocation=serve.d2+d1"],
     "longer": ["data.arith.alpha=0.5"],
+    AGAIN: [],
 }
 
 
@@ -73,7 +78,11 @@ def run_missing(root: Path, cases: list[str], sequences: int, given: list[str], 
 
 
 def measure(trial: Path) -> dict[str, float]:
-    """Return the throughput of a run between its first and its last steps."""
+    """Return the throughput of a run between its first and its last steps.
+
+    ``computed``: share of the sampled tokens that the trainer computes; the others have no advantage. It depends on
+    what the policy has learnt, which is not predicted.
+    """
     eta = read_config(TrialPaths(trial).config).asynchronous.max_head_offpolicyness
     steps = records(trial, "train")[SKIP : -(eta + 1)]
     total = sum(step["seconds"]["total"] for step in steps)
@@ -81,6 +90,7 @@ def measure(trial: Path) -> dict[str, float]:
         "steps_per_h": 3600 * len(steps) / total,
         "tokens_per_s": sum(step["answer_tokens"] for step in steps) / total,
         "waits": sum(step["seconds"]["wait"] for step in steps) / total,
+        "computed": sum(step["stats"]["tokens"] for step in steps) / sum(step["answer_tokens"] for step in steps),
     }
 
 
@@ -117,6 +127,7 @@ def predict_all(root: Path, cases: list[str], cores: float) -> list[dict[str, An
                 "error_%": 100 * (found.mid / measured["steps_per_h"] - 1),
                 "inside": found.holds(measured["steps_per_h"]),
                 "waits": measured["waits"],
+                "computed": measured["computed"],
             }
         )
         print(rows[-1], flush=True)
@@ -134,12 +145,12 @@ def main() -> None:
     parser.add_argument("--override", action="append", default=[], help="the same for all runs; may be repeated")
     parser.add_argument("--rough", action="store_true", help="print only: do not write the result")
     options = parser.parse_args()
-    cases = [BASE, *(case for case in options.cases if case != BASE)]
+    cases = list(dict.fromkeys([BASE, *options.cases]))
     missing = run_missing(options.root.resolve(), cases, options.sequences, options.override, options.minutes)
     if missing:
         print(f"still missing: {' '.join(missing)}; call again")
         return
-    rows = predict_all(options.root.resolve(), cases, options.cores)
+    rows = predict_all(options.root.resolve(), [case for case in cases if case != AGAIN], options.cores)
     others = [row for row in rows if row["case"] != BASE]
     meta = {
         "common": COMMON,
@@ -149,6 +160,9 @@ def main() -> None:
         "inside": sum(row["inside"] for row in others),
         "others": len(others),
     }
+    if AGAIN in cases:
+        base, again = (measure(options.root.resolve() / "arith" / case)["steps_per_h"] for case in (BASE, AGAIN))
+        meta["again_%"] = 100 * (again / base - 1)
     if options.rough:
         print(meta)
     else:

@@ -28,9 +28,9 @@ from realsys.planner.regression import redrawn
 from realsys.planner.steady_state import SHORT, STEPS, Lengths, Outcome, simulate
 
 MEMBERS = 10  # further sets of costs
-_CORRECTIONS = 4  # simulations of the recorded run that correct the best costs
-_SHORT_CORRECTIONS = 2  # simulations for each other set
-_QUANTILES = 2000  # points that stand for the recorded lengths
+_CORRECTIONS, _SHORT_CORRECTIONS = 6, 3  # simulations of the recorded run that correct the best costs, and others
+_GROWTHS, _NO_CHANGE = (0.5, 4.0), 1e-3  # bounds of the measured growth; logarithm of a change that measures none
+_QUANTILES = 2000  # lengths that represent all recorded ones
 _WAITS = 0.05  # share of the time; a trainer that waits longer is bound by the servers
 
 
@@ -54,17 +54,13 @@ def fit(recording: Recording, cores: float, progress: Callable[[], None] = lambd
         estimates=estimates,
         mid=estimates.mid(),
     )
-    recorded = recorded_outcome(recording)
-    mid = _corrected(fitted, fitted.mid, recorded, STEPS, _CORRECTIONS, progress)
-    outcome = simulate(fitted.costs(mid), recording.config, fitted.lengths)
-    progress()
-    misfit = abs(math.log(max(outcome.steps_per_h, 1e-9) / recorded.steps_per_h))
+    mid, misfit = _corrected(fitted, fitted.mid, recorded_outcome(recording), STEPS, _CORRECTIONS, progress)
     token, step, random = mid.token_s / fitted.mid.token_s, mid.step_s / fitted.mid.step_s, Random(1)
     members = []
     for _ in range(MEMBERS):
         begin = _scaled(estimates.draw(random), token, step)
         goal = recorded_outcome(recording, random)
-        members.append(_corrected(fitted, begin, goal, SHORT, _SHORT_CORRECTIONS, progress))
+        members.append(_corrected(fitted, begin, goal, SHORT, _SHORT_CORRECTIONS, progress)[0])
     return replace(fitted, mid=mid, members=tuple(members), misfit=misfit)
 
 
@@ -97,20 +93,38 @@ def _groups_of(recording: Recording, steps: Sequence[StepCost]) -> list[list[flo
 
 def _corrected(
     fitted: Fit, numbers: Parameters, goal: Outcome, most: int, times: int, progress: Callable[[], None]
-) -> Parameters:
+) -> tuple[Parameters, float]:
     """Scale the costs of both sides until the simulated run agrees with ``goal``.
 
-    The trainer's: in the mean seconds of a step's computation. The servers': in the steps per hour, if the trainer
-    waits for them; in the mean seconds of a group, if it does not, because then they do not decide the throughput.
+    Returns the costs that agree best, and the relative error of their steps per hour. The time of a group may grow
+    faster than the costs of a server, because late groups share the servers with the next ones. So each change is
+    divided by the growth that the change before it had.
     """
+    best, growth, change, before = (math.inf, numbers, 0.0), 1.0, 0.0, 0.0
     for _ in range(times):
         outcome = simulate(fitted.costs(numbers), fitted.recording.config, fitted.lengths, most=most)
         progress()
-        server = goal.group_s / max(outcome.group_s, 1e-9)
-        if goal.waits > _WAITS and outcome.waits > _WAITS / 2:
-            server = outcome.steps_per_h / goal.steps_per_h
-        numbers = _scaled(numbers, server, goal.step_s / max(outcome.step_s, 1e-9))
-    return numbers
+        server, trainer = _missing(outcome, goal)
+        if abs(server) + abs(trainer) < best[0]:
+            error = abs(math.log(outcome.steps_per_h / goal.steps_per_h))
+            best = abs(server) + abs(trainer), numbers, error
+        if abs(change) > _NO_CHANGE:
+            growth = min(_GROWTHS[1], max(_GROWTHS[0], (before - server) / change))
+        change, before = server / growth, server
+        numbers = _scaled(numbers, math.exp(change), math.exp(trainer))
+    return best[1], best[2]
+
+
+def _missing(outcome: Outcome, goal: Outcome) -> tuple[float, float]:
+    """Return the logarithms of what the seconds of the servers and of the trainer must be multiplied with.
+
+    The trainer's: mean seconds of a step. The servers': steps per hour, if the trainer waits for them; mean seconds of
+    a group, if it does not, because then they do not decide the throughput.
+    """
+    server = goal.group_s / max(outcome.group_s, 1e-9)
+    if goal.waits > _WAITS and outcome.waits > _WAITS / 2:
+        server = outcome.steps_per_h / goal.steps_per_h
+    return math.log(server), math.log(goal.step_s / max(outcome.step_s, 1e-9))
 
 
 def _scaled(numbers: Parameters, server: float, trainer: float) -> Parameters:
@@ -148,6 +162,6 @@ def lengths_of(recording: Recording) -> Lengths:
     within = float(np.mean([part.var(ddof=1) for part in np.split(scores, bounds)]))
     share = min(1.0, max(0.0, 1.0 - within / max(float(scores.var()), 1e-12)))
     drawn = np.sort(values)
-    if len(drawn) > _QUANTILES:  # the middles of equal parts: the longest must not stand for a whole part
+    if len(drawn) > _QUANTILES:  # the middles of equal parts, because the longest is rarer than a part
         drawn = np.quantile(drawn, (np.arange(_QUANTILES) + 0.5) / _QUANTILES)
     return Lengths(tuple(max(1, round(float(value))) for value in drawn), share, recording.prompt_tokens, longest)

@@ -48,6 +48,7 @@ class Estimates:
     step_s             seconds of a step at the run's mean tokens, on its ranks
     fixed_step         share of step_s that does not grow with the tokens
     others             cores that the other processes use while the mean number is sampled
+    scaling            the part of a step per token takes 1 / n^scaling of the time on n times as many data ranks
     """
 
     token_s: Cost
@@ -57,6 +58,7 @@ class Estimates:
     step_s: Cost
     fixed_step: Cost
     others: Cost
+    scaling: Cost
 
     def mid(self) -> Parameters:
         """Return the estimates without their errors."""
@@ -66,7 +68,8 @@ class Estimates:
         """Return numbers within the errors."""
         drawn = Parameters(*(getattr(self, name).draw(random) for name in self.__slots__))
         drawn.token_s, drawn.step_s = self.token_s.draw_positive(random), self.step_s.draw_positive(random)
-        drawn.fixed_token, drawn.fixed_step = min(1.0, drawn.fixed_token), min(1.0, drawn.fixed_step)
+        for share in ("fixed_token", "fixed_step", "scaling"):
+            setattr(drawn, share, min(1.0, getattr(drawn, share)))
         return drawn
 
 
@@ -81,6 +84,7 @@ class Parameters:
     step_s: float
     fixed_step: float
     others: float
+    scaling: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,9 @@ class Fit:
             group=numbers.group_s,
             forward=numbers.forward_s,
             step=numbers.step_s * numbers.fixed_step,
-            step_per_token=numbers.step_s * (1.0 - numbers.fixed_step) / self.step_tokens * layout.actor.data,
+            step_per_token=numbers.step_s * (1.0 - numbers.fixed_step) / self.step_tokens,
+            ranks=layout.actor.data,
+            scaling=numbers.scaling,
             cpu_per_token=numbers.others / rate if self.cores else 0.0,
             update=self.update_s,
             cores=self.cores,

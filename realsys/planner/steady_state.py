@@ -52,7 +52,8 @@ class Costs:
     group              of a group, besides sampling
     forward            of a token in a forward pass without gradient
     step               of a step, without the part per token
-    step_per_token     of one rank, per completion token of the batch
+    step_per_token     of ``ranks`` data ranks, per completion token of the batch
+    scaling            step_per_token takes 1 / n^scaling of the time on n times as many ranks
     cpu_per_token      of a core that the other processes use, per sampled token
     update             from the end of a step until the servers sample with its weights
     cores              shared by all processes; 0: each process has a device
@@ -67,6 +68,8 @@ class Costs:
     cpu_per_token: float
     update: float
     cores: float
+    ranks: int = 1
+    scaling: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ def run_quietly(simulation: Simulation) -> None:
 def sim_settings(costs: Costs, config: Config, lengths: Lengths, steps: int) -> SimSettings:
     """Return the costs of the processes of ``config``."""
     allocation = parse_allocation(config.allocation)
-    ranks = allocation.actor.data
+    per_token = costs.step_per_token / (allocation.actor.data / costs.ranks) ** costs.scaling
     forward = 1.0 / costs.forward if costs.forward else 0.0
     return SimSettings(
         steps=steps,
@@ -158,7 +161,7 @@ def sim_settings(costs: Costs, config: Config, lengths: Lengths, steps: int) -> 
             swap_s=0.0,
             recompute_tokens_per_s=forward if recomputes(config) else 0.0,
         ),
-        trainer=TrainerSettings(step_s=costs.step, step_s_per_token=costs.step_per_token / ranks, publish_s=0.0),
+        trainer=TrainerSettings(step_s=costs.step, step_s_per_token=per_token, publish_s=0.0),
         host=HostSettings(
             cores=costs.cores,
             server_cores=float(config.generation.threads),
