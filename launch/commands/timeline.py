@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realsys.launch.commands.trials.finding import find_trial
+from realsys.launch.screen.text_figures import apportioned
 from realsys.timeline.picture.trace_file import Steps, Wanted, write_trace
 from realsys.timeline.step_times import PARTS, StepTime
 from realsys.timeline.waits import WAITS
@@ -88,20 +89,16 @@ def print_report(console: Console, report: Report) -> None:
         console.print(f"- {line}", highlight=False, markup=False)
 
 
-def percentages(parts: Mapping[str, float], whole: float) -> dict[str, int]:
+def _percentages(parts: Mapping[str, float], whole: float) -> dict[str, int]:
     """Return the parts as percentages of ``whole``, rounded so that their sum is the rounded sum."""
-    exact = {name: 100 * seconds / whole if whole else 0.0 for name, seconds in parts.items()}
-    rounded = {name: int(value) for name, value in exact.items()}
-    missing = round(sum(exact.values())) - sum(rounded.values())
-    for name in sorted(exact, key=lambda name: exact[name] - rounded[name], reverse=True)[:missing]:
-        rounded[name] += 1
-    return rounded
+    units = round(100 * sum(parts.values()) / whole) if whole else 0
+    return dict.fromkeys(parts, 0) | apportioned(parts, units)
 
 
 def _print_shares(
     console: Console, title: str, parts: Mapping[str, float], meanings: Mapping[str, str], whole: float
 ) -> None:
-    shares = percentages(parts, whole)
+    shares = _percentages(parts, whole)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=f"\n{title}", title_justify="left")
     for name, justify in (("part", "left"), ("s", "right"), ("%", "right"), ("meaning", "left")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -122,7 +119,7 @@ def _print_steps(console: Console, report: Report) -> None:
     table.add_column("waits for", no_wrap=True)
     for time, waits in shown:
         parts = {name: time.parts[name] for name in used}
-        shares = percentages(parts | {"rest": time.seconds - sum(parts.values())}, time.seconds)
+        shares = _percentages(parts | {"rest": max(0.0, time.seconds - sum(parts.values()))}, time.seconds)
         table.add_row(str(time.step), f"{time.seconds:.2f}", *map(str, shares.values()), _most(time, waits))
     console.print(table)
 

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from realsys.errors import ConfigError
-from realsys.launch.commands.timeline import percentages
 from realsys.timeline.advice import Facts, advice
 from realsys.timeline.step_times import PARTS, StepTime, step_times, sum_of
 from realsys.timeline.usage import ServerUse, WorkerUse
@@ -154,13 +153,6 @@ def test_advice_begins_with_the_largest_wait(waits: dict[str, float], cause: str
 def test_slow_trainer_is_advised_more_devices() -> None:
     (line,) = advice(_facts({}, wait=1.0, train=99.0))
     assert line.startswith("training is the slower side")
-
-
-@pytest.mark.parametrize("parts", [{"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 1e-9, "b": 3.0}, {"a": 0.005, "b": 0.995}])
-def test_percentages_add_up_to_100(parts: dict[str, float]) -> None:
-    shares = percentages(parts, sum(parts.values()))
-    assert sum(shares.values()) == 100
-    assert all(abs(shares[name] - 100 * parts[name] / sum(parts.values())) <= 1 for name in parts)
 
 
 def test_report_is_json(tmp_path: Path) -> None:
