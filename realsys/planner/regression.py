@@ -18,7 +18,7 @@ _EQUAL = 1e-9  # relative difference of squared errors that rounding makes
 def non_negative(columns: Matrix, target: Matrix) -> Matrix:
     """Return the factors of ``columns`` [n, k] with the least squared error at ``target`` [n]; none is negative.
 
-        All subsets of the columns are tried, so the result is exact and does not depend on units. ``k`` must be small. If
+    All subsets of the columns are tried, so the result is exact and does not depend on units. ``k`` must be small. If
     several subsets explain ``target`` equally well, the one with the fewest columns is taken, then the earliest one.
     """
     count = columns.shape[1]
