@@ -10,6 +10,9 @@ result.
 ``again`` repeats ``base`` at the end. It is not predicted: its difference to ``base`` shows what other programs on the
 machine, or its clock, changed during the runs. If that is more than a few percent, measure again.
 
+The policy does not learn: what it learns changes the lengths and how many completions have a gradient, differently in
+each run. ``computed`` is the share of the sampled tokens that the trainer computes.
+
 Throughput is that of the steps in between: the first ``SKIP`` fill the pipeline, and nothing is generated during the
 last eta + 1. A case with other lengths is predicted with the ratio of the mean demonstrations, which is known before
 the run.
@@ -38,7 +41,13 @@ from realsys.planner.recorded_run import read_recording
 SKIP = 6
 ANSWERS = 8  # completions per prompt in experiment=arith
 BASE, AGAIN = "base", "again"
-COMMON = ["allocation=serve.d1+d1", "evaluation.problems=0", "train.batch_groups=32", "record.keep_steps=200"]
+COMMON = [
+    "allocation=serve.d1+d1",
+    "evaluation.problems=0",
+    "train.batch_groups=32",
+    "train.optimizer.lr=1e-12",
+    "record.keep_steps=200",
+]
 CASES: dict[str, list[str]] = {
     BASE: [],
     "eta0": ["asynchronous.max_head_offpolicyness=0", "asynchronous.interruptible=false"],
@@ -80,8 +89,7 @@ def run_missing(root: Path, cases: list[str], sequences: int, given: list[str], 
 def measure(trial: Path) -> dict[str, float]:
     """Return the throughput of a run between its first and its last steps.
 
-    ``computed``: share of the sampled tokens that the trainer computes; the others have no advantage. It depends on
-    what the policy has learnt, which is not predicted.
+    ``computed``: share of the sampled tokens that the trainer computes; the others have no advantage.
     """
     eta = read_config(TrialPaths(trial).config).asynchronous.max_head_offpolicyness
     steps = records(trial, "train")[SKIP : -(eta + 1)]
