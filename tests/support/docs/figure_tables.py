@@ -19,7 +19,7 @@ def readme_results() -> str:
     steps = {row["step"]: row for row in rows_of("train_step", model="arith")}
     engine = row_of("generation", lengths="equal", concurrent=32)
     pause = row_of("weights", what="pause")
-    ledger = load("ledger_cost")["meta"]["on_over_off"]
+    ledger = load("ledger_cost")["meta"]["on_over_off"]["tokens_per_s"]
     chaos = load("chaos")["meta"]
     return table(
         ("measured", "result", "compared with"),
@@ -94,7 +94,9 @@ TABLES: dict[str, Callable[[], str]] = {
         policy_tables.ledger_cost,
         policy_tables.agreement,
         policy_tables.simulate,
+        policy_tables.planner,
         policy_tables.published,
+        policy_tables.telemetry,
         policy_tables.staleness,
         policy_tables.slow_prompts,
         verifier_tables.math_verifier,

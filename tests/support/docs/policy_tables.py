@@ -13,8 +13,17 @@ _EARLY_STEPS = 60
 
 
 def ledger_cost() -> str:
-    meta = load("ledger_cost")["meta"]
-    rows = {"throughput": meta["on_over_off"], "CPU seconds per token": meta["cpu_on_over_off"]}
+    return _with_over_without("ledger_cost")
+
+
+def telemetry() -> str:
+    """Table of runs with everything that watches them over runs without."""
+    return _with_over_without("telemetry")
+
+
+def _with_over_without(name: str) -> str:
+    found = load(name)["meta"]["on_over_off"]
+    rows = {"throughput": found["tokens_per_s"], "CPU seconds per token": found["cpu_s_per_1k"]}
     return ratios("with over without", 3, rows)
 
 
@@ -46,6 +55,28 @@ def simulate() -> str:
     )
     rows = load("simulate")["rows"]
     return table(head, [[format(row[name], spec) for name, spec in zip(names, formats, strict=True)] for row in rows])
+
+
+def planner() -> str:
+    """Table of the planner's predictions and of measurements, in steps per hour."""
+    columns = {
+        "run": "{case}",
+        "settings": "{settings}",
+        "predicted": "{predicted:,.0f}",
+        "90 % interval": "{low:,.0f} to {high:,.0f}",
+        "measured": "{measured:,.0f}",
+        "error": "{error_%:+.0f} %",
+        "inside": "{inside}",
+    }
+    rows = [
+        {
+            **row,
+            "settings": f"`{row['settings']}`" if row["settings"] else "fitted",
+            "inside": "yes" if row["inside"] else "no",
+        }
+        for row in load("planner")["rows"]
+    ]
+    return listing(columns, rows)
 
 
 def published() -> str:
