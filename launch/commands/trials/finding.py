@@ -24,6 +24,6 @@ def find_trial(trial_dir: Path | None) -> TrialPaths:
         return trials[0]
     for folder in (trial_dir, RUNS / trial_dir):
         paths = TrialPaths(folder.resolve())
-        if any(file.exists() for file in (paths.config, paths.job, paths.lock)):
+        if any(file.exists() for file in (paths.config, paths.job, paths.lock, paths.ledger)):
             return paths
     raise ConfigError("TRIAL_DIR", str(trial_dir), "is not the folder of a trial: correct the path")

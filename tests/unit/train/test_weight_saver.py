@@ -12,6 +12,7 @@ import pytest
 import torch
 import xxhash
 
+from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import WeightsError
 from realsys.train.call_service import ModelWorkerService, WorkerParts
@@ -201,11 +202,11 @@ class Stream:
         self._ended.set()
 
 
-def test_failed_write_ends_the_worker(tmp_path: Any) -> None:
+def test_failed_write_ends_the_worker(tmp_path: Path) -> None:
     """The master gets the reason first, as for every request."""
     stream: Any = Stream()
     parts = WorkerParts(0, {}, stream, DataManager(0), CPU, Writer(), StepGate())
-    service = ModelWorkerService(Config(), tmp_path, parts)
+    service = ModelWorkerService(Config(), TrialPaths(tmp_path), parts)
     with pytest.raises(WeightsError, match="not of version 7"):
         service.run(threading.Event())
     assert len(stream.errors) == 1 and stream.background == {"save_weights", "digest_weights"}

@@ -153,7 +153,7 @@ def test_memory_is_in_line_and_json(
     async def answers(config: Config, paths: TrialPaths, progress: Progress) -> None:
         progress.status = {"workers": [{"name": "rollout_worker/0", "memory_bytes": 2 << 30}]}
 
-    monkeypatch.setattr("realsys.launch.screen.monitor.look_once", answers)
+    monkeypatch.setattr("realsys.launch.commands.trials.snapshot.ask_once", answers)
     assert main(["status"]) == 0
     assert "memory: RolloutWorkers 2.0 GiB" in capsys.readouterr().out.splitlines()
     assert main(["status", "--json"]) == 0
