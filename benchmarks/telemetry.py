@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks._pairs import Side, add_arguments, compare
 from realsys.config.paths import TrialPaths
-from realsys.launch.commands.trials.snapshot import look
+from realsys.launch.commands.trials.snapshot import Observer
 from realsys.timeline.read import read_timeline
 
 PAGE_S, SCRAPE_EVERY = 2.0, 8  # as the page does, and about as often as Prometheus by default
@@ -66,7 +66,7 @@ class Watcher:
     def _read(self, paths: TrialPaths, ended: threading.Event) -> None:
         address = None
         while not address and not ended.wait(PAGE_S):
-            address = paths.config.exists() and look(paths).as_json()["status_page"]
+            address = paths.config.exists() and Observer(paths).look().as_json()["status_page"]
         drawn = -1
         for turn in itertools.count():
             if ended.wait(PAGE_S):

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from realsys.cluster.failure import read_errors
 from realsys.config.devices.needs import nodes_of, seats_of
-from realsys.config.dump import write_config
+from realsys.config.dump import read_config, write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
@@ -66,6 +66,7 @@ def replay(trial_dir: Path, step: int | None) -> int:
     Returns 0 if all is equal, else 1. Raises RealsysError for bad input, a damaged file, or a replay that fails.
     """
     paths = find_trial(trial_dir)
+    read_config(paths.config)  # the folder may have lost it
     step = last_recorded(paths) if step is None else step
     config = _recorded_config(paths, step)
     job = _checked_job(config, paths, step)

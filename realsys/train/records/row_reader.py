@@ -7,6 +7,7 @@ is, so only these bytes are read. Each part is checked against its checksum.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,9 +63,12 @@ class RowReader:
                 if size > _MOST_HEADER:
                     raise ValueError(f"its header would have {size} bytes")
                 header = msgspec.json.decode(file.read(size), type=dict[str, msgspec.Raw])
+                length = os.fstat(file.fileno()).st_size
             metadata = msgspec.json.decode(header["__metadata__"], type=dict[str, str])
             index = msgspec.json.decode(metadata[INDEX], type=WorkerIndex)
             tensors = {key: msgspec.json.decode(header[key], type=_Tensor) for key in index.arrays}
+            if any(8 + size + tensor.data_offsets[1] > length for tensor in tensors.values()):
+                raise ValueError("it ends before its last array")
             for key, parts in index.arrays.items():
                 self._add(path, key, tensors[key], 8 + size, parts)
         except OSError as error:

@@ -146,8 +146,7 @@ def test_replay_needs_a_checkpoint_with_equal_settings(copy):
 
 def test_bad_arguments_are_one_line_and_code_2(job, tmp_path):
     records, checkpoints = job.paths.records, job.paths.checkpoints
-    problem = "not found: the folder is not a trial, or its launcher has not finished making it"
-    nowhere = f"realsys: config: config.json='{tmp_path / 'config.json'}': {problem}\n"
+    nowhere = f"realsys: config: TRIAL_DIR='{tmp_path}': is not the folder of a trial: correct the path\n"
     for arguments, expected in (
         (["replay", job.root, "--step", 9], f"realsys: {records}: step 9 is not recorded; there is 1-5\n"),
         (

@@ -43,14 +43,10 @@ def test_torn_file_is_named(tmp_path: Path) -> None:
     directory = write(tmp_path)
     path = directory / files.worker_file(0)
     whole = path.read_bytes()
-    for size in (0, 1, 9, len(whole) // 2):
+    for size in (0, 1, 9, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(RecordError, match=r"worker-00000\.safetensors is corrupt"):
             reader(directory)
-    path.write_bytes(whole[:-1])
-    with pytest.raises(RecordError, match="is corrupt"):
-        found = reader(directory)
-        [found.array(sample_id, key) for sample_id, key in arrays()]
     path.unlink()
     with pytest.raises(RecordError, match="cannot be read"):
         reader(directory)
