@@ -121,7 +121,7 @@ class SglangOverHttp:
 
     def __init__(self, python: str, model_path: Path, log: Path) -> None:
         [port] = free_ports(1)
-        launch = Launch(python, model_path, "float32", CONTEXT, tensor=1, seed=0, threads=1, gpus=False, options={})
+        launch = Launch(python, model_path, "float32", False, CONTEXT, tensor=1, seed=0, threads=1, gpus=False, options={})
         self._url = f"http://127.0.0.1:{port}"
         self._log = log
         with log.open("wb") as output:
@@ -255,7 +255,7 @@ class BareLoop:
         return F.linear(F.rms_norm(x, hidden, state["model.norm.weight"], 1e-6), state["lm_head.weight"])
 
 
-def never(path: str, version: int) -> Staged:
+def never(path: str, version: int, *, loaded: bool = False) -> Staged:
     raise WeightsError(f"no weights are updated here ({path}, {version})")
 
 

@@ -77,7 +77,7 @@ class Contestant:
         self._engine = build_engine(
             path,
             config,
-            lambda path, version: Weights(tensors),
+            lambda path, version, *, loaded=False: Weights(tensors),
             interruptible=interruptible,
             on_step=self._on_step,
         )

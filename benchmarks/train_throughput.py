@@ -72,7 +72,9 @@ class RoleWith(Role):
 
     split: Packer = pack
 
-    def microbatches(self, per_rank: Sequence[Sequence[SequenceRef]], keys: Sequence[str] = ()) -> list[MicroBatch]:
+    def microbatches(
+        self, per_rank: Sequence[Sequence[SequenceRef]], keys: Sequence[str] = (), *, gradients: bool = True
+    ) -> list[MicroBatch]:
         [refs] = per_rank
         packed = self.split([ref.length for ref in refs], self.config.train.microbatch_tokens)
         return [self.packer.pack([refs[i] for i in batch], keys) for batch in packed]
