@@ -121,7 +121,9 @@ class SglangOverHttp:
 
     def __init__(self, python: str, model_path: Path, log: Path) -> None:
         [port] = free_ports(1)
-        launch = Launch(python, model_path, "float32", False, CONTEXT, tensor=1, seed=0, threads=1, gpus=False, options={})
+        launch = Launch(
+            python, model_path, "float32", False, CONTEXT, tensor=1, seed=0, threads=1, gpus=False, options={}
+        )
         self._url = f"http://127.0.0.1:{port}"
         self._log = log
         with log.open("wb") as output:
