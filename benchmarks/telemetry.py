@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ class Watcher:
             thread.join()
 
     def _read(self, paths: TrialPaths, ended: threading.Event) -> None:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # not only the cores of the run that is watched
         address = None
         while not address and not ended.wait(PAGE_S):
             address = paths.config.exists() and Observer(paths).look().as_json()["status_page"]
