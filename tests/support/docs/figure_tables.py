@@ -96,7 +96,6 @@ TABLES: dict[str, Callable[[], str]] = {
         policy_tables.simulate,
         policy_tables.planner,
         policy_tables.published,
-        policy_tables.telemetry,
         policy_tables.staleness,
         policy_tables.slow_prompts,
         verifier_tables.math_verifier,

@@ -13,16 +13,7 @@ _EARLY_STEPS = 60
 
 
 def ledger_cost() -> str:
-    return _with_over_without("ledger_cost")
-
-
-def telemetry() -> str:
-    """Table of runs with everything that watches them over runs without."""
-    return _with_over_without("telemetry")
-
-
-def _with_over_without(name: str) -> str:
-    found = load(name)["meta"]["on_over_off"]
+    found = load("ledger_cost")["meta"]["on_over_off"]
     rows = {"throughput": found["tokens_per_s"], "CPU seconds per token": found["cpu_s_per_1k"]}
     return ratios("with over without", 3, rows)
 
