@@ -145,10 +145,10 @@ COMMANDS = (
     ),
     Command(
         "compare",
-        "compare trials: settings, numbers, courses",
+        "compare trials: settings, results, curves",
         _add_compare,
         _compare,
-        "Print the settings in which trials differ, their numbers, and their courses on one scale.",
+        "Print the settings in which trials differ, their results, and their curves on one scale.",
     ),
     Command(
         "export",

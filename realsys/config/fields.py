@@ -13,7 +13,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 OpenProbability = Annotated[float, Field(gt=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean: with 1 it would never change
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean, which would never change with a decay of 1
 #: bounds that no run needs to exceed: a typo in an exponent is refused before the start
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 SmallFloat = Annotated[float, Field(ge=0, le=10)]

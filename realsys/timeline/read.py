@@ -118,7 +118,7 @@ def read_timeline(folder: Path, window: Window | None = None, kind: str = "") ->
 
 
 def bytes_of(folder: Path, window: Window) -> int:
-    """Return about how many bytes of spans under ``{trial}/spans`` lie in ``window``.
+    """Return about how many bytes of the spans under ``{trial}/spans`` are in ``window``.
 
     A segment counts with the share of its time that is in the window.
     """

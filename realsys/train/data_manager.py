@@ -49,7 +49,7 @@ class DataManager:
         self.episode_limit = 0  # tokens of an episode, for a loss that needs all its rows in one micro-batch; 0: none
         self.token_rewards = False  # True if the dataflow reads rewards of single tokens
         self.kv_versions = False  # True if the dataflow reads the versions of keys
-        self.temperature = 0.0  # of the trial; 0: the dataflow does not read those of the tokens
+        self.temperature = 0.0  # temperature of the trial; 0 if the dataflow does not read temperatures of tokens
         self._warned = False
 
     def put(self, sample_id: str, arrays: Mapping[str, Array]) -> None:

@@ -1,4 +1,4 @@
-"""`realsys compare`: settings that differ between trials, their numbers, and their courses on one scale."""
+"""`realsys compare`: settings that differ between trials, their results, and their curves on one scale."""
 
 from __future__ import annotations
 

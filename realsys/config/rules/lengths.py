@@ -12,7 +12,7 @@ DEFAULT_PROMPT = int(DataConfig.model_fields["max_prompt_tokens"].default)
 def longest_sequence(config: Config) -> int:
     """Return the tokens of the longest row that the agent of ``rollout.agent`` can make. Raises ConfigError."""
     agent, arguments = config.rollout.agent, config.rollout.agent_args
-    # An agent in an interpreter of its own cannot be imported here.
+    # An agent that runs in another interpreter cannot be imported here.
     longest_row = None if config.rollout.agent_python else getattr(AGENT.load(agent), "longest_row", None)
     if longest_row is None:
         shortest = config.data.max_prompt_tokens + config.generation.sampling.max_new_tokens

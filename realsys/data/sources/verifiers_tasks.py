@@ -36,7 +36,7 @@ def program(python: str, command: str, settings: Mapping[str, Any]) -> list[str]
 
 
 def surroundings(python: str) -> dict[str, str]:
-    """Return the environment variables for that program: the programs of its interpreter come first."""
+    """Return the environment variables for that program. PATH begins with the folder of its interpreter."""
     folder = str(Path(python).parent)
     return {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
 

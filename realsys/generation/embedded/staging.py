@@ -73,12 +73,7 @@ class Stager:
         while (update := self._todo.get()) is not None:
             start = time.perf_counter()
             try:
-                with span("stage", f"version/{update.version}"):
-                    staged = self._load(update.path, update.version, loaded=in_engine)
-                    loaded = time.perf_counter()
-                    # Else a version would count as unchanged that equals a refused one.
-                    if not (staged.unchanged and in_engine):
-                        update.weights = self._fuse(staged)
+                staged, loaded = self._stage(update, in_engine=in_engine)
             except Exception as error:  # a boundary: a bad version must not stop serving the current one
                 in_engine = False
                 self._refuse(update, error, time.perf_counter() - start)
@@ -97,6 +92,16 @@ class Stager:
             del staged
             self._on_ready(update)
             del update
+
+    def _stage(self, update: Update, *, in_engine: bool) -> tuple[Staged, float]:
+        """Read and fuse the weights of ``update``. Returns what was read, and the time at which it was read."""
+        with span("stage", f"version/{update.version}"):
+            staged = self._load(update.path, update.version, loaded=in_engine)
+            loaded = time.perf_counter()
+            # Else a version would count as unchanged that equals a refused one.
+            if not (staged.unchanged and in_engine):
+                update.weights = self._fuse(staged)
+        return staged, loaded
 
     def _fuse(self, staged: Staged) -> ModelWeights:
         return fuse(self._arch, staged.tensors, dtype=self._dtype, device=self._device, head_dtype=self._head_dtype)

@@ -20,7 +20,7 @@ from realsys.simulate.scenarios import HostSettings, ServerSettings
 from realsys.types import PublishedVersion
 
 _EPSILON = 1e-6  # tokens
-_RESOLUTION = 1e-9  # seconds: what is due within that is over, because the clock cannot advance by less
+_RESOLUTION = 1e-9  # seconds; work that is due within this time is done, because the clock cannot advance by less
 
 
 @dataclass(slots=True)

@@ -73,8 +73,8 @@ class Feed:
         """Deliver what the step log has got since the last call, at most BATCH records. Returns their number."""
         taken, noted, offset = 0, 0, self._tail.offset
         for record in islice(self._tail.records(), BATCH):
-            # A tracker may rewrite its file at a roll-back. So the points before it and the roll-back itself have
-            # positions of their own: after a crash in between no point is delivered twice.
+            # A tracker may rewrite its file at a roll-back. So one position is written before the
+            # roll-back and one after it: after a crash in between no point is delivered twice.
             is_roll_back = record["kind"] == RECOVERED
             if is_roll_back and taken > noted:
                 self._commit(offset)
