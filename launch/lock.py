@@ -187,11 +187,19 @@ def _pids_that_hold(path: Path) -> list[int]:
 
 def _holds(process: Path, file: str) -> bool:
     """Return True if the process with this folder in /proc has ``file`` open and locked."""
-    with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-        for fd in (process / "fd").iterdir():
-            if os.readlink(fd) == file and "FLOCK" in (process / "fdinfo" / fd.name).read_text():
-                return True
-    return False
+    try:
+        descriptors = list((process / "fd").iterdir())
+    except OSError:  # it has ended, or belongs to another user
+        return False
+    return any(_is_lock(process, fd.name, file) for fd in descriptors)
+
+
+def _is_lock(process: Path, fd: str, file: str) -> bool:
+    """Return True if this file descriptor of the process is ``file``, locked; False if it is closed meanwhile."""
+    try:
+        return os.readlink(process / "fd" / fd) == file and "FLOCK" in (process / "fdinfo" / fd).read_text()
+    except OSError:
+        return False
 
 
 def _started(pid: int) -> int | None:

@@ -86,6 +86,20 @@ def test_only_processes_that_hold_the_lock_are_named(held: Path) -> None:
     assert len(named) == 1 and named != [str(os.getpid())]
 
 
+def test_holder_that_opens_and_closes_files_is_named(tmp_path: Path) -> None:
+    """A file that it closes while its files are listed does not hide the lock."""
+    path = tmp_path / "lock"
+    lock = TrialLock(path, "t", retry_timeout_s=0.0)
+    busy = "import os\nwhile True: os.close(os.open('/dev/null', os.O_RDONLY))"
+    process = subprocess.Popen([sys.executable, "-c", busy], pass_fds=[lock.fd])
+    lock.close()
+    try:
+        assert all(f"(pid {process.pid})" in refusal(path) for _ in range(200))
+    finally:
+        process.kill()
+        process.wait(BOUND_S)
+
+
 def test_what_is_waited_for_is_said(held: Path) -> None:
     said: list[str] = []
     with pytest.raises(ConfigError):
