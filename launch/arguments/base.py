@@ -39,10 +39,19 @@ class Command:
 
 def seconds(text: str) -> float:
     """Read a duration of more than 0 s, for argparse. Raises ArgumentTypeError."""
+    return _above_zero(text, "seconds")
+
+
+def hours(text: str) -> float:
+    """Read a duration of more than 0 h, for argparse. Raises ArgumentTypeError."""
+    return _above_zero(text, "hours")
+
+
+def _above_zero(text: str, unit: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (value := float(text)) < math.inf:
             return value
-    raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a number of {unit} above 0")
 
 
 def amount(text: str) -> float:

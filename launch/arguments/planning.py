@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from realsys.launch.arguments.base import Command, add_config_dir, add_json
+from realsys.launch.arguments.base import Command, add_config_dir, add_json, hours
 
 
 def _add_data(parser: ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def _data(args: Namespace) -> int:
 def _add_simulate(parser: ArgumentParser) -> None:
     parser.add_argument("scenario", metavar="SCENARIO", help="lognormal, pareto, faults or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="field.path=value; costs begin with sim.")
-    parser.add_argument("--hours", type=float, metavar="H", help="same as sim.steps=0 sim.hours=H")
+    parser.add_argument("--hours", type=hours, metavar="H", help="same as sim.steps=0 sim.hours=H")
     parser.add_argument("--seed", type=int, metavar="N", help="same as seed=N")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write results.json and simulation.png here")
     add_json(parser, "print the measurements as JSON")
@@ -40,9 +40,9 @@ def _add_simulate(parser: ArgumentParser) -> None:
 def _simulate(args: Namespace) -> int:
     from realsys.launch.commands.simulate import simulate
 
-    hours = [] if args.hours is None else ["sim.steps=0", f"sim.hours={args.hours}"]
+    duration = [] if args.hours is None else ["sim.steps=0", f"sim.hours={args.hours}"]
     seed = [] if args.seed is None else [f"seed={args.seed}"]
-    return simulate(args.scenario, [*args.overrides, *hours, *seed], args.out, as_json=args.json)
+    return simulate(args.scenario, [*args.overrides, *duration, *seed], args.out, as_json=args.json)
 
 
 def _add_config(parser: ArgumentParser) -> None:

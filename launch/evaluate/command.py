@@ -12,11 +12,12 @@ from realsys.config.evaluation_sets import EvaluationSet
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
+from realsys.launch.commands.trials.finding import EVALUATIONS
 from realsys.launch.evaluate.eval_results import report
 from realsys.launch.evaluate.eval_settings import Choices
 from realsys.launch.evaluate.live import LiveEvaluations, client_of, live_sets, new_name, not_running
 from realsys.launch.evaluate.own_servers import evaluate_model
-from realsys.launch.evaluate.target import EVALUATIONS, find_target, trial_of
+from realsys.launch.evaluate.target import find_target, trial_of
 from realsys.launch.screen.terminal import Terminal
 
 

@@ -20,7 +20,8 @@ from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.config.sections.schema_evaluation import HELD_OUT, EvalSetConfig
 from realsys.config.sections.schema_train import CheckpointConfig, RecordConfig, RolesConfig, TrainConfig
 from realsys.errors import ConfigError
-from realsys.launch.evaluate.target import EVALUATIONS, EXPORTS, Target
+from realsys.launch.commands.trials.finding import EVALUATIONS
+from realsys.launch.evaluate.target import EXPORTS, Target
 from realsys.launch.fit import AUTO
 
 _EXPERIMENT = "experiment"

@@ -20,12 +20,11 @@ from typing import Literal
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.errors import CheckpointError, ConfigError, WeightsError
-from realsys.launch.commands.trials.finding import RUNS
+from realsys.launch.commands.trials.finding import EVALUATIONS, RUNS
 from realsys.train.checkpoint.checkpoint_files import checkpoint_incarnation, complete_checkpoints
 from realsys.weights.disk.manifest import complete_versions, load_manifest
 from realsys.weights.disk.tensor_files import materialise
 
-EVALUATIONS = "eval"  # folder of what `realsys eval` makes, in a trial or under runs/
 EXPORTS = "models"  # folder of exported weight versions, one per step, in that folder
 
 

@@ -1,4 +1,4 @@
-"""curves.png: the course of a trial over its train steps, with restarts and evaluations marked.
+"""curves.png: a trial over its train steps, with restarts and evaluations marked.
 
     python -m realsys.launch.results.curves TRIAL_DIR      draws it now, at the lowest priority
 
@@ -19,7 +19,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import RealsysError
 from realsys.evaluation.eval_records import is_held_out
-from realsys.launch.results.totals import Totals, course
+from realsys.launch.results.totals import Totals, curve_points
 from realsys.launch.screen.progress import OTHER, TIME_PARTS, Record, number
 from realsys.telemetry.events import read_events, restarts_in_steps
 from realsys.telemetry.percent import percent
@@ -103,7 +103,7 @@ def _read(config: Config, paths: TrialPaths) -> _Run:
     records = list(_times(surviving_steps(paths.steps)))
     restarts = {place for place, _ in restarts_in_steps(read_events(paths.events), records)}
     restarts |= {max(0, int(record["step"])) + 0.5 for record in records if record["kind"] == RECOVERED}
-    points = list(course(surviving_steps(paths.steps), totals.steps))
+    points = list(curve_points(surviving_steps(paths.steps), totals.steps))
     return _Run(points, evaluations, sorted(restarts), config.asynchronous.max_head_offpolicyness)
 
 
@@ -142,7 +142,7 @@ def _accuracy(axis: Axes, run: _Run) -> None:
     known = [(step, value) for step, value in found if step is not None and value is not None]
     if known:
         steps, values = zip(*known, strict=True)
-        line = 0.8 if len(known) > 2 else 0.0  # two points would look like a course
+        line = 0.8 if len(known) > 2 else 0.0  # two points would look like a curve
         axis.plot(steps, values, "D-", color=_POINT, linewidth=line, markersize=5, label="held out", zorder=3)
         for step, value in dict.fromkeys((known[0], known[-1])):
             box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
@@ -226,7 +226,7 @@ def _series(points: Sequence[Point], name: str) -> tuple[list[float], list[float
 
 
 def _line(axis: Axes, run: _Run, name: str, *, label: str | None = None, color: str = _LINE, style: str = "-") -> None:
-    """Draw one field. A long course is drawn thin, with its running mean; biased steps are hollow points."""
+    """Draw one field. A long curve is drawn thin, with its running mean; biased steps are hollow points."""
     steps, values = _series([point for point in run.points if "length_biased" not in point], name)
     if len(values) >= _SMOOTHED:
         axis.plot(steps, values, color=color, linestyle=style, linewidth=0.7, alpha=0.4)
@@ -235,7 +235,7 @@ def _line(axis: Axes, run: _Run, name: str, *, label: str | None = None, color: 
         marker = "o" if len(values) < 3 else None  # a single step has no line to see
         axis.plot(steps, values, color=color, linestyle=style, linewidth=1.8, label=label, marker=marker, markersize=4)
     steps, values = _series([point for point in run.points if "length_biased" in point], name)
-    if values:  # the first batches and the last one: shown, but not as a part of the course
+    if values:  # the first batches and the last one: shown, but not as a part of the curve
         axis.plot(steps, values, "o", color=color, fillstyle="none", alpha=0.4, markersize=4)
 
 

@@ -15,7 +15,7 @@ from realsys.config.schema import Config
 from realsys.evaluation.eval_records import asked, further, headline, is_held_out, margin
 from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Outcome
-from realsys.launch.results.totals import Totals, course_ends
+from realsys.launch.results.totals import Totals, averaged_ends
 from realsys.launch.screen.progress import Record, mean, number, time_parts
 from realsys.launch.screen.text_figures import apportioned, failures_text, fmt
 from realsys.telemetry.percent import percent, percentage
@@ -49,7 +49,7 @@ def summarise(
     before = number(totals.evals.get("before", {}), "accuracy")
     after = number(totals.evals.get("after", {}), "accuracy")
     seconds = totals.phase_seconds(ended)
-    ends = course_ends(totals.steps)
+    ends = averaged_ends(totals.steps)
     training_seconds, tokens_now = seconds.get("train"), totals.answer_tokens_now
     return {
         "experiment": config.experiment,
@@ -150,7 +150,7 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "held-out metrics", metrics
     if summary["steps"]:
         course = f"{fmt(accuracy['train_first'], '.1%')} -> {fmt(accuracy['train_last'], '.1%')}"
-        ends = course_ends(summary["steps"])
+        ends = averaged_ends(summary["steps"])
         averaged = f" (means of {ends} steps)" if ends > 1 else ""
         yield "accuracy in training", f"{course} in {summary['steps']} steps{averaged}"
     phases = ", ".join(f"{name} {_clock(value)}" for name, value in seconds.items() if name != "total" and value >= 1)

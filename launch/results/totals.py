@@ -1,6 +1,6 @@
 """Totals of a whole run from its step log: sums, means and extremes over the records that hold.
 
-step log ──surviving_steps──> Totals (for the summary) ──> course (for the curves)
+step log ──surviving_steps──> Totals (for the summary) ──> curve_points (for the curves)
 
 Both read the log record by record, so that a run of any length can be reported.
 """
@@ -18,10 +18,10 @@ from realsys.evaluation.eval_records import without_incomplete
 from realsys.launch.screen.progress import TIME_PARTS, Record, mean, number, time_parts
 from realsys.telemetry.steps import RECOVERED, USED_UP
 
-#: number of first and of last steps whose means describe the course of training: one batch is noise
-COURSE_STEPS = 5
+#: number of first and of last steps whose means describe a run: one batch is noise
+END_STEPS = 5
 #: curves that are means: name -> place in the record of a step
-_COURSES: dict[str, tuple[str, ...]] = {
+_CURVES: dict[str, tuple[str, ...]] = {
     **{
         name: (name,)
         for name in (
@@ -63,9 +63,9 @@ class Totals:
     since: float = 0.0
     steps: int = 0  # trained
     first: list[Record] = field(default_factory=list)
-    last: deque[Record] = field(default_factory=lambda: deque(maxlen=COURSE_STEPS))
+    last: deque[Record] = field(default_factory=lambda: deque(maxlen=END_STEPS))
     first_unbiased: list[Record] = field(default_factory=list)
-    last_unbiased: deque[Record] = field(default_factory=lambda: deque(maxlen=COURSE_STEPS))
+    last_unbiased: deque[Record] = field(default_factory=lambda: deque(maxlen=END_STEPS))
     evals: dict[str, Record] = field(default_factory=dict)
     used_up: str = ""  # why the prompts ended before the planned steps
     recoveries: int = 0
@@ -108,11 +108,11 @@ class Totals:
 
     def _add_step(self, record: Record) -> None:
         self.steps += 1
-        if len(self.first) < COURSE_STEPS:
+        if len(self.first) < END_STEPS:
             self.first.append(record)
         self.last.append(record)
         if not is_length_biased(record):
-            if len(self.first_unbiased) < COURSE_STEPS:
+            if len(self.first_unbiased) < END_STEPS:
                 self.first_unbiased.append(record)
             self.last_unbiased.append(record)
         tokens = number(record, "answer_tokens") or 0.0
@@ -147,9 +147,9 @@ class Totals:
         return seconds
 
 
-def course_ends(steps: int) -> int:
+def averaged_ends(steps: int) -> int:
     """Return how many of ``steps`` steps are averaged at either end of a run, so that the two do not overlap."""
-    return max(1, min(COURSE_STEPS, steps // 2))
+    return max(1, min(END_STEPS, steps // 2))
 
 
 def is_length_biased(record: Record) -> bool:
@@ -157,7 +157,7 @@ def is_length_biased(record: Record) -> bool:
     return record.get("length_biased") is True
 
 
-def course(records: Iterable[Record], steps: int) -> Iterator[dict[str, float]]:
+def curve_points(records: Iterable[Record], steps: int) -> Iterator[dict[str, float]]:
     """Yield the numbers of the curves by name, for each of ``steps`` train steps; ``step`` is always one of them.
 
     With more than CURVE_POINTS steps, a point has the means of several steps, and the extremes of their staleness.
@@ -172,7 +172,7 @@ def course(records: Iterable[Record], steps: int) -> Iterator[dict[str, float]]:
 def _point(some: list[Record]) -> dict[str, float | None]:
     lows, highs = ([number(r, "staleness", end) for r in some] for end in ("min", "max"))
     usual = [record for record in some if not is_length_biased(record)]
-    known: dict[str, float | None] = {name: mean(usual or some, *path) for name, path in _COURSES.items()}
+    known: dict[str, float | None] = {name: mean(usual or some, *path) for name, path in _CURVES.items()}
     seconds = {part: mean(some, "seconds", part) for part in ("total", *TIME_PARTS)}
     if seconds["total"] is not None:
         known |= {f"seconds/{part}": value for part, value in time_parts(seconds).items()}

@@ -26,7 +26,7 @@ from realsys.buffer.token_losses import WARN_SHARE
 from realsys.evaluation.eval_records import headline
 from realsys.launch.screen.progress import Progress, Record, mean, number
 from realsys.launch.screen.text_figures import (
-    course,
+    curve_text,
     failures_text,
     fmt,
     memory_text,
@@ -231,13 +231,13 @@ def _training(progress: Progress) -> list[Text]:
             return _evaluated(progress)
         last: Record = progress.warmup[-1]
         pace = fmt(rate(last, "tokens", "seconds"), ",.0f")
-        loss = f"{fmt(number(last, 'loss'), '.3f')} {course(progress.warmup, 'loss')}"
+        loss = f"{fmt(number(last, 'loss'), '.3f')} {curve_text(progress.warmup, 'loss')}"
         return [*_fields("warm-up", [("loss", loss), ("speed", f"{pace} tokens/s")]), *_evaluated(progress)]
     last = progress.train[-1]
     stats = [("gradient", "grad_norm", ".3f"), ("entropy", "entropy_mean", ".3f")]
     rows: list[Row] = [
-        ("reward", f"{fmt(number(last, 'reward_mean'), '+.3f')} {course(progress.train, 'reward_mean')}"),
-        ("accuracy", f"{fmt(number(last, 'accuracy'), '.1%')} {course(progress.train, 'accuracy')}"),
+        ("reward", f"{fmt(number(last, 'reward_mean'), '+.3f')} {curve_text(progress.train, 'reward_mean')}"),
+        ("accuracy", f"{fmt(number(last, 'accuracy'), '.1%')} {curve_text(progress.train, 'accuracy')}"),
         ("length", _length(last)),
         ("signal", f"{fmt(_with_signal(last), '.0%')} of the groups"),
         *((label, fmt(number(last, "stats", name), spec)) for label, name, spec in stats),

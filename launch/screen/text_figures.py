@@ -1,4 +1,4 @@
-"""Numbers and small pictures as text: shares that add up, courses on a fixed scale. Pure."""
+"""Numbers and small pictures as text: shares that add up, curves on a fixed scale. Pure."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def _parts(records: Sequence[Record]) -> list[str]:
 
 
 def scale_of(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the scale of a course: 0 to 1 if it stays there, else round numbers around it.
+    """Return the ends of the scale of a curve: 0 to 1 if it stays there, else round numbers around it.
 
-    So the scale does not follow the noise: a course between 88 % and 92 % is nearly flat.
+    So the scale does not follow the noise: a curve between 88 % and 92 % is nearly flat.
     """
     return 0.0 - _round_up(-min(values, default=0.0)), max(1.0, _round_up(max(values, default=1.0)))
 
@@ -122,7 +122,7 @@ def _round_up(value: float) -> float:
 
 
 def sparkline(values: Sequence[float], low: float, high: float, width: int = 24) -> str:
-    """Draw a course with block characters on the scale from ``low`` to ``high``; "" for less than two values."""
+    """Draw a curve with block characters on the scale from ``low`` to ``high``; "" for less than two values."""
     values = [value for value in values if math.isfinite(value)]
     if len(values) < 2:
         return ""
@@ -133,8 +133,8 @@ def sparkline(values: Sequence[float], low: float, high: float, width: int = 24)
     return "".join(_BLOCKS[min(len(_BLOCKS) - 1, max(0, round(step)))] for step in steps)
 
 
-def course(records: Sequence[Record], *path: str, width: int = 14) -> str:
-    """Draw the course of a field, with the ends of its scale: `▁▂▃ 0..1`. "" for less than two values."""
+def curve_text(records: Sequence[Record], *path: str, width: int = 14) -> str:
+    """Draw the curve of a field, with the ends of its scale: `▁▂▃ 0..1`. "" for less than two values."""
     values = [value for value in (number(record, *path) for record in records) if value is not None]
     low, high = scale_of(values)
     line = sparkline(values, low, high, width)

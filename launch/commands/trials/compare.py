@@ -13,16 +13,16 @@ from rich.console import Console
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
 from realsys.launch.commands.trials.finding import find_trial
-from realsys.launch.results.totals import Totals, course
+from realsys.launch.results.totals import Totals, curve_points
 from realsys.launch.screen.progress import number
 from realsys.launch.screen.text_figures import aligned, fmt, scale_of, sparkline
 from realsys.launch.start import changes
 from realsys.telemetry.steps import surviving_steps
 
-_WIDTH = 40  # characters of a course
+_WIDTH = 40  # characters of a curve
 #: settings that say where a trial is, not what it does
 _PLACE = ("trial", "fileroot", "recover", "resume")
-_COURSES = {
+_CURVES = {
     "reward_mean": "reward",
     "accuracy": "accuracy",
     "length_mean": "length",
@@ -49,7 +49,7 @@ class Compared:
         if not isinstance(settings, dict):
             raise ConfigError("config.json", str(paths.config), "must contain a JSON object: restore it from a copy")
         totals = Totals.of(surviving_steps(paths.steps))
-        return cls(name, settings, totals, list(course(surviving_steps(paths.steps), totals.steps)))
+        return cls(name, settings, totals, list(curve_points(surviving_steps(paths.steps), totals.steps)))
 
 
 #: row of the table -> how it is read and shown
@@ -80,7 +80,7 @@ def compare_trials(folders: Sequence[Path]) -> int:
     console.print()
     _print_settings(console, trials)
     _print_table(console, "", {name: [show(trial) for trial in trials] for name, show in _NUMBERS.items()}, trials)
-    _print_courses(console, trials)
+    _print_curves(console, trials)
     return 0
 
 
@@ -103,10 +103,10 @@ def _print_table(console: Console, title: str, rows: Mapping[str, Sequence[str]]
     console.print("\n".join(aligned([head, *known], range(1, len(head)))) + "\n")
 
 
-def _print_courses(console: Console, trials: Sequence[Compared]) -> None:
-    """Print each course of all trials on one scale; equal columns are equal steps."""
+def _print_curves(console: Console, trials: Sequence[Compared]) -> None:
+    """Print each curve of all trials on one scale; equal columns are equal steps."""
     longest = max(trial.totals.steps for trial in trials)
-    for field, title in _COURSES.items():
+    for field, title in _CURVES.items():
         values = [[point[field] for point in trial.points if field in point] for trial in trials]
         if not any(len(each) > 1 for each in values):
             continue

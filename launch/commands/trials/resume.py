@@ -20,7 +20,7 @@ _OF_THE_FOLDER = ("experiment", "trial", "fileroot", "recover")
 
 def resume_trial(trial_dir: Path | None, overrides: Sequence[str], *, dry_run: bool, plain: bool) -> int:
     """Continue a trial, the newest one without a folder. Returns the exit code. Raises RealsysError."""
-    config = stored_config(find_trial(trial_dir), overrides)
+    config = stored_config(find_trial(trial_dir, trains=True), overrides)
     planned = plan_of(resolve(config, now=datetime.now()), {*Config.model_fields})
     return run_planned(planned, dry_run=dry_run, plain=plain)
 

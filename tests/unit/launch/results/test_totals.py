@@ -22,7 +22,7 @@ from realsys.config.schema import Config
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.results.curves import draw_curves
 from realsys.launch.results.report import EVALUATION_KEYS, print_summary, summarise
-from realsys.launch.results.totals import COURSE_STEPS, CURVE_POINTS, course
+from realsys.launch.results.totals import CURVE_POINTS, END_STEPS, curve_points
 from realsys.launch.screen.monitor import Monitor
 from realsys.launch.screen.progress import TIME_PARTS, Progress, Record, mean, number
 from realsys.telemetry.steps import StepTail
@@ -105,7 +105,7 @@ def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
     held = what_holds(records)
     train: list[Record] = [record for record in held if record["kind"] == "train"]
     usual = [record for record in train if not record.get("length_biased")]
-    ends = max(1, min(COURSE_STEPS, len(train) // 2))
+    ends = max(1, min(END_STEPS, len(train) // 2))
     too_old = [sum(record.get("untrained", {}).get(reason, 0) for reason in ("stale", "masked")) for record in train]
     evals = {record["eval_id"]: record for record in held if record["kind"] == "eval"}
     phases = [(r["phase"], r["time"]) for r in held if r["kind"] == "phase" and r["time"] >= STARTED]
@@ -169,16 +169,16 @@ def trained(step: int) -> dict[str, Any]:
 
 
 def test_curves_have_a_point_for_every_step() -> None:
-    points = list(course([trained(step) for step in range(1, CURVE_POINTS + 1)], CURVE_POINTS))
+    points = list(curve_points([trained(step) for step in range(1, CURVE_POINTS + 1)], CURVE_POINTS))
     assert [point["step"] for point in points] == list(range(1, CURVE_POINTS + 1))
     assert points[6] == {"step": 7, "reward_mean": 7.0, "lag_mean": 2.0, "lag_min": 1, "lag_max": 8}
 
 
 def test_length_biased_steps_are_marked_and_not_averaged() -> None:
-    points = list(course([trained(1) | {"length_biased": True}, trained(2)], 2))
+    points = list(curve_points([trained(1) | {"length_biased": True}, trained(2)], 2))
     assert [point.get("length_biased") for point in points] == [1.0, None]
     many = [trained(step) | ({"length_biased": True} if step % 2 else {}) for step in range(1, 2 * CURVE_POINTS + 1)]
-    [first, *_] = course(many, len(many))
+    [first, *_] = curve_points(many, len(many))
     assert first["reward_mean"] == 2.0 and "length_biased" not in first
 
 
@@ -214,7 +214,7 @@ def test_run_without_signal_is_warned_of_once(tmp_path: Path) -> None:
 def test_curves_of_long_run_are_means(count: int) -> None:
     """And records that are no step, or have no number, make no point."""
     records = [{"kind": "phase"}, {"kind": "train"}, *(trained(step) for step in range(1, count + 1))]
-    points = list(course(iter(records), count))
+    points = list(curve_points(iter(records), count))
     assert CURVE_POINTS / 2 <= len(points) <= CURVE_POINTS
     width = -(-count // CURVE_POINTS)
     assert points[0]["step"] == points[0]["reward_mean"] == (1 + width) / 2

@@ -1,10 +1,18 @@
-"""Shares that add up, and courses on a fixed scale."""
+"""Shares that add up, and curves on a fixed scale."""
 
 from __future__ import annotations
 
 import pytest
 
-from realsys.launch.screen.text_figures import apportioned, course, fmt, memory_text, scale_of, sparkline, time_split
+from realsys.launch.screen.text_figures import (
+    apportioned,
+    curve_text,
+    fmt,
+    memory_text,
+    scale_of,
+    sparkline,
+    time_split,
+)
 
 
 def test_share_is_rounded_as_on_the_page() -> None:
@@ -41,7 +49,7 @@ def test_sparkline_is_bounded_in_width_and_height() -> None:
 
 def test_course_near_ninety_percent_is_flat() -> None:
     records = [{"accuracy": value} for value in (0.88, 0.92, 0.88, 0.92)]
-    assert course(records, "accuracy") == "▇▇▇▇ 0..1"
+    assert curve_text(records, "accuracy") == "▇▇▇▇ 0..1"
 
 
 def test_memory_is_summed_by_kind() -> None:

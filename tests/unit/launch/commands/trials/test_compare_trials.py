@@ -24,7 +24,7 @@ def made(root: Path, name: str, lr: float, steps: int) -> TrialPaths:
     return paths
 
 
-def test_comparison_has_settings_numbers_and_courses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_has_settings_numbers_and_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = made(tmp_path, "a", 1e-4, 4), made(tmp_path, "b", 1e-3, 2)
     assert main(["compare", str(first.root), str(second.root)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -50,7 +50,7 @@ def test_field_that_an_older_build_lacks_is_empty(tmp_path: Path, capsys: pytest
 def test_equal_columns_are_equal_steps_in_long_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long course has one point for several steps."""
+    """A long curve has one point for several steps."""
     monkeypatch.setattr(totals, "CURVE_POINTS", 40)
     trials = [made(tmp_path, name, 1e-4, 0) for name in "ab"]
     for paths, steps in zip(trials, (40, 80), strict=True):
