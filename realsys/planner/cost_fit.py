@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from realsys.config.allocation import parse_allocation
-from realsys.planner.cost_estimates import estimate, steady
+from realsys.planner.cost_estimates import estimate
 from realsys.planner.load import load_of, typical_lengths
 from realsys.planner.parameters import Fit, Parameters
-from realsys.planner.recorded_run import Recording, StepCost
+from realsys.planner.recorded_run import Recording, StepCost, steady
 from realsys.planner.regression import redrawn
 from realsys.planner.steady_state import SHORT, STEPS, Lengths, Outcome, simulate
 

@@ -2,7 +2,8 @@
 
     steps.jsonl   tokens and seconds of each step           ─┐
     ledger.jsonl  when each group was granted and finished   ├──> Recording
-    record/       lengths of the completions                ─┘
+    record/       lengths of the completions                 │
+    spans/        seconds and tokens of the servers         ─┘
 
 Nothing in the folder is changed. The run may still be running.
 """
@@ -10,7 +11,7 @@ Nothing in the folder is changed. The run may still be running.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -22,10 +23,12 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.manager.ledger.events import Finished, Granted
 from realsys.manager.ledger.journal import read_journal
+from realsys.planner.server_times import ServerTimes, read_server_times
 from realsys.telemetry.steps import read_steps
 from realsys.train.records.record_files import read_record, recorded_steps
 
 FEWEST_STEPS = 8  # noise hides the costs of a step if there are fewer
+SKIP = 2  # first steps: the pipeline fills, and kernels are warmed up
 _MOST_STEPS, _MOST_GROUPS = 200, 20_000  # the last ones of the run: lengths change while it learns
 _GAP = 20.0  # median steps without a step: the run was stopped, or evaluated for long
 
@@ -84,11 +87,23 @@ class Recording:
     groups: list[GroupTime]
     prompt_tokens: float
     gpus: bool = False  # the trainer computed on GPUs
+    servers: ServerTimes = field(default_factory=ServerTimes)
 
     @property
     def lengths(self) -> list[tuple[int, ...]]:
         """Lengths of the completions of each recorded group."""
         return [group.lengths for group in self.groups if group.lengths]
+
+
+def steady(recording: Recording) -> list[StepCost]:
+    """Return the steps after those that fill the pipeline, and before those of which all groups were granted.
+
+    The last steps of a run have no generation next to them, so they are faster than its steady state.
+    """
+    last = max((group.granted for group in recording.groups), default=recording.steps[-1].end)
+    filled = recording.config.asynchronous.max_head_offpolicyness + 2  # a simulation leaves out the same steps
+    found = [step for step in recording.steps[filled:] if step.end <= last]
+    return found if len(found) >= FEWEST_STEPS // 2 else recording.steps[SKIP:]
 
 
 def read_recording(folder: Path) -> Recording:
@@ -110,7 +125,15 @@ def read_recording(folder: Path) -> Recording:
         raise ConfigError("--from", str(folder), problem)
     prompts = [tokens for _, tokens in rows.values()]
     mean = sum(prompts) / len(prompts) if prompts else _mean_prompt(steps, config)
-    return Recording(folder, config, steps, inside, mean, gpus=any("gpu" in record for record in records))
+    return Recording(
+        folder,
+        config,
+        steps,
+        inside,
+        mean,
+        gpus=any("gpu" in record for record in records),
+        servers=read_server_times(paths, [step.begin for step in steps], steps[-1].end),
+    )
 
 
 def _steps(records: Sequence[Mapping[str, Any]], batch_groups: int) -> list[StepCost]:

@@ -21,6 +21,8 @@ from realsys.timeline.clocks import Offset, base_offsets, offsets_of
 
 _HEADER = msgspec.json.Decoder(Header)
 _LINE = msgspec.json.Decoder(list[RawSpan])
+#: bytes of spans that are read: half a GiB of memory
+MOST_BYTES = 64 << 20
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -94,8 +96,7 @@ def read_timeline(folder: Path, window: Window | None = None, kind: str = "") ->
 
     ``kind``: of the processes to read; "": all.
     """
-    folders = [process for process in _folders(folder) if not kind or process.name.startswith(f"{kind}-")]
-    segments = [segment for process in folders for segment in segments_of(process)]
+    segments = [segment for process in _folders(folder, kind) for segment in segments_of(process)]
     base = base_offsets(segment.header for segment in segments)
     spans: dict[str, list[Span]] = {clock: [] for clock in base}
     unread = 0
@@ -117,12 +118,17 @@ def read_timeline(folder: Path, window: Window | None = None, kind: str = "") ->
     )
 
 
-def bytes_of(folder: Path, window: Window) -> int:
-    """Return about how many bytes of the spans under ``{trial}/spans`` are in ``window``.
+def bounded_window(folder: Path, windows: Sequence[Window], kind: str = "") -> Window:
+    """Return the first of ``windows`` whose spans are at most MOST_BYTES, else the last one. ``kind``: as above."""
+    return next((window for window in windows if bytes_of(folder, window, kind) <= MOST_BYTES), windows[-1])
+
+
+def bytes_of(folder: Path, window: Window, kind: str = "") -> int:
+    """Return about how many bytes of the spans under ``{trial}/spans`` are in ``window``. ``kind``: as above.
 
     A segment counts with the share of its time that is in the window.
     """
-    segments = [segment for process in _folders(folder) for segment in segments_of(process)]
+    segments = [segment for process in _folders(folder, kind) for segment in segments_of(process)]
     base = base_offsets(segment.header for segment in segments)
     total = 0.0
     for segment in segments:
@@ -143,9 +149,10 @@ def shifted(spans: Sequence[Span], seconds: float) -> Sequence[Span]:
     return [span._replace(begin=span.begin + seconds, end=span.end + seconds) for span in spans]
 
 
-def _folders(folder: Path) -> list[Path]:
+def _folders(folder: Path, kind: str) -> list[Path]:
     try:
-        return sorted(path for path in folder.iterdir() if path.is_dir())
+        folders = sorted(path for path in folder.iterdir() if path.is_dir())
+        return [path for path in folders if not kind or path.name.startswith(f"{kind}-")]
     except OSError:
         return []
 

@@ -20,7 +20,7 @@ from realsys.errors import ConfigError, RealsysError
 from realsys.telemetry.steps import surviving_steps
 from realsys.timeline.advice import Facts, advice
 from realsys.timeline.follow import ways_of
-from realsys.timeline.read import Span, Window, bytes_of, read_timeline
+from realsys.timeline.read import Span, Window, bounded_window, read_timeline
 from realsys.timeline.step_times import StepTime, last_steps, step_times, sum_of
 from realsys.timeline.units import number_of
 from realsys.timeline.usage import ServerUse, WorkerUse, life_of_groups, server_use, worker_use
@@ -31,10 +31,8 @@ LAST = 20
 #: share of the time that a trainer waits if generation is slower; less than that is the jitter of arrivals
 SLOWER = 0.1
 #: (last steps whose spans are read, seconds before the first of them, in which a group of its batch may have begun):
-#: the first one with at most _MOST_BYTES of spans, because a large run has thousands of spans per second
+#: the first one whose spans are not too many, because a large run has thousands of spans per second
 _READ = ((50, 3600.0), (20, 900.0), (5, 120.0), (1, 0.0))
-#: bytes of spans that are read: half a GiB of memory
-_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +132,10 @@ def _with_spans(paths: TrialPaths, times: Sequence[StepTime], total: StepTime) -
 
 def _to_read(paths: TrialPaths, times: Sequence[StepTime]) -> tuple[Sequence[StepTime], float]:
     """Return the steps whose spans are read, and the time from which on spans are read."""
-    for count, before_s in _READ:
-        read = times[-count:]
-        since = read[0].end - read[0].seconds - before_s
-        if bytes_of(paths.spans, (since, read[-1].end)) <= _MOST_BYTES:
-            break
-    return read, since
+    firsts = [(times[-count:][0], before_s) for count, before_s in _READ]
+    windows = [(first.end - first.seconds - before_s, times[-1].end) for first, before_s in firsts]
+    chosen = windows.index(bounded_window(paths.spans, windows))
+    return times[-_READ[chosen][0] :], windows[chosen][0]
 
 
 def scaled(parts: Mapping[str, float], whole: float) -> dict[str, float]:

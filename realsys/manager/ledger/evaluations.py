@@ -73,7 +73,6 @@ class Evaluations:
         self._discarded: dict[str, int] = {}  # eval_id -> blocks of attempt numbers before a roll-back discarded it
         self.by_id: dict[str, Evaluation] = {}
         self.running: dict[str, RunningProblem] = {}
-        self._perhaps_unfinished: list[Evaluation] = []  # all that are unfinished, and some that have ended since
 
     def find(self, eval_id: str) -> Evaluation:
         """Return an evaluation. Raises NotFound if no trainer started it."""
@@ -87,9 +86,7 @@ class Evaluations:
         return sorted(of_trainers | self._discarded.keys())
 
     def unfinished(self) -> list[Evaluation]:
-        """Return the evaluations that have not ended, oldest first. A run has few of them, and many that have."""
-        self._perhaps_unfinished = [each for each in self._perhaps_unfinished if not each.is_finished]
-        return list(self._perhaps_unfinished)
+        return [evaluation for evaluation in self.by_id.values() if not evaluation.is_finished]
 
     def running_of(self, evaluation: Evaluation) -> Iterator[RunningProblem]:
         return (problem for problem in self.running.values() if problem.evaluation is evaluation)
@@ -122,8 +119,6 @@ class Evaluations:
             case Snapshot():
                 self._discarded = dict(event.forgotten)
                 self.by_id = {state.started.eval_id: restored(copied(state)) for state in event.evaluations}
-        if isinstance(event, EvalStarted | RolledBack | Snapshot):
-            self._perhaps_unfinished = list(self.by_id.values())
 
     def resume(self, now: float) -> EvalsResumed | None:
         """Begin after a replay of the journal. Returns None if no evaluation is unfinished."""

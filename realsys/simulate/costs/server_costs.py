@@ -13,9 +13,10 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from realsys.simulate.clock import Clock
-from realsys.simulate.costs.host_costs import Host
+from realsys.simulate.costs.host_costs import Host, Job
 from realsys.simulate.scenarios import HostSettings, ServerSettings
 from realsys.types import PublishedVersion
 
@@ -64,6 +65,7 @@ class Engine:
         self._number = 0
         self._swaps: list[tuple[float, int]] = []  # (work, version)
         self._before = 0.0  # sum of ``_before`` over the running pieces
+        self._recompute: Job | None = None  # of the cache, while it is computed again
 
     def submit(self, request: EngineRequest) -> None:
         """Start the pieces of a request."""
@@ -97,28 +99,40 @@ class Engine:
         self._running.clear()
         self._queue.clear()
         self._set_rate()
+        if self._recompute is not None:
+            self._recompute.cancel()
         return lost
 
     def load(self) -> tuple[int, int]:
         """Return (completions that run or queue, tokens in the cache)."""
-        work = self._work + self._rate * (self.clock.now - self._since)
-        return len(self._running) + len(self._queue), max(0, int(self._before + len(self._running) * work))
+        return len(self._running) + len(self._queue), self._cached()
 
     def requests(self) -> list[EngineRequest]:
         return list(self._requests.values())
 
     def swap(self, target: PublishedVersion, done: Callable[[], None]) -> None:
         """Pause, load ``target``, compute the cache again and continue; then call ``done``."""
-        self._advance()
         self._paused = True
-        rate = self.settings.recompute_tokens_per_s
-        cached = sum(self._so_far(piece) for _, _, piece, _ in self._running) if rate else 0
+        self._advance()
         self._set_rate()
-        self.clock.after(self.settings.swap_s + (cached / rate if rate else 0.0), self._swapped, target, done)
+        self.clock.after(self.settings.swap_s, self._loaded, target, done)
 
-    def _swapped(self, target: PublishedVersion, done: Callable[[], None]) -> None:
+    def _loaded(self, target: PublishedVersion, done: Callable[[], None]) -> None:
         if not self.up:
             return
+        rate, swapped = self.settings.recompute_tokens_per_s, partial(self._swapped, target, done)
+        if not rate:
+            swapped()
+        else:
+            cores = self.host.settings.server_cores
+            self._recompute = Job(self.clock, self.host, cores, self._cached() / rate, swapped)
+
+    def _cached(self) -> int:
+        work = self._work + self._rate * (self.clock.now - self._since)
+        return max(0, int(self._before + len(self._running) * work))
+
+    def _swapped(self, target: PublishedVersion, done: Callable[[], None]) -> None:
+        self._recompute = None
         self._advance()
         self._paused = False
         self.serving = target

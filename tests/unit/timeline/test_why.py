@@ -130,7 +130,7 @@ def test_report_of_a_large_run_reads_fewer_steps(tmp_path: Path, monkeypatch: py
     spans = [raw(name, 10 * k, 10 * k + 5, f"step/{k + 1}", tickets="") for k in range(30) for name in ("step", "wait")]
     os.utime(trial.spans("master_worker/0", spans), (START + 300, START + 300))
     assert explain(trial.paths).covered == 30
-    monkeypatch.setattr("realsys.timeline.why._MOST_BYTES", 0)
+    monkeypatch.setattr("realsys.timeline.read.MOST_BYTES", 0)
     assert explain(trial.paths).covered == 1
 
 
