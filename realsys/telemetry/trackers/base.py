@@ -1,6 +1,6 @@
 """The contract of a tracker: a class that gets the metrics of a run, one point of its step log at a time.
 
-    step log ──> Point(kind, step, metrics) ──log──> your tracker        telemetry.trackers=[file,my_module:MyTracker]
+    step log ──> Point(kind, step, metrics) ──log──> your tracker        'telemetry.trackers=[file,my_module:MyTracker]'
 
     class MyTracker(Tracker):
         def log(self, point):
