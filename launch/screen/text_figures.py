@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from realsys.launch.screen.progress import Record, mean, number, time_parts
+from realsys.manager.routing.rates import memory_sums
 from realsys.telemetry.percent import apportioned, percent
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -34,11 +35,11 @@ def memory_of(status: Record) -> dict[str, float]:
 
 def memory_text(status: Record) -> str:
     """Return the memory of servers and of RolloutWorkers: their sum and the largest; "" if none is known."""
-    sizes, parts = memory_of(status), []
-    for kind, name in (("generation_server", "servers"), ("rollout_worker", "RolloutWorkers")):
-        if own := [size for process, size in sizes.items() if process.partition("/")[0] == kind]:
-            largest = f" (largest {size_text(max(own))})" if len(own) > 1 else ""
-            parts.append(f"{name} {size_text(sum(own))}{largest}")
+    sums, parts = memory_sums(memory_of(status)), []
+    for name, shown in (("server", "servers"), ("worker", "RolloutWorkers")):
+        if whole := sums.get(f"{name}s_bytes"):
+            most = sums[f"{name}_bytes"]
+            parts.append(f"{shown} {size_text(whole)}" + (f" (largest {size_text(most)})" if most < whole else ""))
     return ", ".join(parts)
 
 

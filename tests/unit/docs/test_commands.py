@@ -23,7 +23,7 @@ _TEXTS = [*PAGES, *(path for name in ("docs/examples", "realsys", "launch") for 
 #: any command in a block
 _SHELL = re.compile(r"^ *((?:\S+ )*?(?:\S*/)?(?:realsys|make|pip|python\S*) \S.*(?:(?<=\\)\n.*)*)", re.MULTILINE)
 _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?:^|\s)#.*""", re.DOTALL)
-#: a word that zsh takes for a pattern, and refuses if no file fits. `[--steps N]` is none: words in brackets are optional
+#: a word that zsh takes for a pattern, and refuses if no file fits. `[--steps N]` is none: it marks optional words
 _PATTERN = re.compile(r"[^\s\[]\S*\[|\S*=\S*[?*~]")
 #: a list for a field without a quote before it
 _BARE_LIST = re.compile(r"""(?<!['"\w.])[a-z]\w*(?:\.\w+)+=\[\S*""")

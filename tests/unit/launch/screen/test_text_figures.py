@@ -51,4 +51,5 @@ def test_memory_is_summed_by_kind() -> None:
     rows += [{"name": "rollout_worker/1", "memory_bytes": None}, {"name": "master_worker/0"}]
     expected = "servers 4.0 GiB (largest 3.0 GiB), RolloutWorkers 0.2 GiB"
     assert memory_text({"workers": rows}) == expected
+    assert memory_text({"workers": rows[2:]}) == "RolloutWorkers 0.2 GiB"
     assert memory_text({}) == "" and memory_text({"workers": "?"}) == ""
