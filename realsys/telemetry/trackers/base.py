@@ -31,7 +31,8 @@ class Run:
     config     its configuration, as nested plain values
     version    version of realsys
     delivered  kind -> greatest step of the points that this tracker got at earlier starts; {} at the first one
-    state      values that the tracker may change; each ``flush`` saves them, and the next start has them
+    state      values that the tracker may change; each ``flush`` saves them, and the next start has them. They are
+               saved after the constructor, too, even if it fails
     """
 
     experiment: str
