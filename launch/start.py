@@ -21,6 +21,7 @@ from realsys.config.roles import role_field, role_settings
 from realsys.config.schema import Config
 from realsys.data.dataset_files import is_converted
 from realsys.errors import CheckpointError, ConfigError, LedgerError
+from realsys.launch.arguments.words import path_setting
 from realsys.manager.ledger.events import Opened, Snapshot
 from realsys.manager.ledger.journal import read_journal
 from realsys.master.checkpoints import describe_role
@@ -62,12 +63,12 @@ def resume_path(text: str) -> str:
         return str(complete[-1][1])
     if any(path.glob("*.safetensors")):
         problem = "is a plain model without training state: start a new trial from it with"
-        raise ConfigError("resume", text, f"{problem} model.path={path}")
+        raise ConfigError("resume", text, f"{problem} {path_setting('model.path', path)}")
     if not (paths.ledger.exists() or paths.steps.exists() or paths.checkpoints.is_dir()):
         raise ConfigError("resume", text, "is neither a trial folder nor a checkpoint: name one of them")
     problem = "is a trial without a complete checkpoint: run it with checkpoint.every_steps or checkpoint.at_end"
     if paths.final_model.is_dir():
-        problem += f"; or start from its trained model with model.path={paths.final_model}"
+        problem += f"; or start from its trained model with {path_setting('model.path', paths.final_model)}"
     raise ConfigError("resume", text, problem)
 
 

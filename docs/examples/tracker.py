@@ -1,6 +1,6 @@
 r"""A tracker that posts the result of each evaluation to a chat.
 
-telemetry.trackers=[file,"tracker:Chat"]    telemetry.tracker_args={tracker\:Chat:{url:"https://..."}}
+'telemetry.trackers=[file,"tracker:Chat"]'    'telemetry.tracker_args={tracker\:Chat:{url:"https://..."}}'
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
@@ -9,8 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from realsys.config.compose import quoted
+
 if TYPE_CHECKING:
     from realsys.launch.run import RunOptions
+
+_PLAIN = re.compile(r"/[\w./-]*")  # absolute paths that hydra reads as they are
 
 
 def resume_command(root: Path, *, plain: bool = False) -> str:
@@ -23,6 +28,12 @@ def resume_command(root: Path, *, plain: bool = False) -> str:
 def command_line(*words: str | Path) -> str:
     """Return a command of this realsys, to be copied to a shell."""
     return shlex.join([*own_command(), *map(str, words)])
+
+
+def path_setting(field: str, path: Path) -> str:
+    """Return the word that sets ``field`` to an absolute path, to be copied to a shell."""
+    text = str(path)
+    return shlex.quote(f"{field}={text if _PLAIN.fullmatch(text) else quoted(text)}")
 
 
 def words_again(overrides: Sequence[str], trial: str, options: RunOptions) -> list[str]:

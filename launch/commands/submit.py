@@ -69,9 +69,8 @@ def _refuse_running(paths: TrialPaths, config: Config) -> None:
         return
     state = job_state(record.job)
     if state is not None and state.state in LIVES:
-        problem = (
-            f"{describe_job(record.job, state)}: stop it first (realsys stop {paths.root}), or choose another name"
-        )
+        stop = command_line("stop", paths.root)
+        problem = f"{describe_job(record.job, state)}: stop it first ({stop}), or choose another name"
         raise ConfigError("trial", config.trial, problem)
 
 

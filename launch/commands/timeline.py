@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realsys.launch.commands.trials.finding import find_trial
-from realsys.launch.screen.text_figures import apportioned
+from realsys.telemetry.percent import whole_percents
 from realsys.timeline.picture.trace_file import Steps, Wanted, write_trace
 from realsys.timeline.step_times import PARTS, StepTime
 from realsys.timeline.waits import WAITS
@@ -76,36 +76,31 @@ def print_report(console: Console, report: Report) -> None:
     console.print(
         f"\n{len(steps)} train steps, {steps[0]} to {steps[-1]}, {report.time.seconds:.1f} s", highlight=False
     )
-    _print_shares(console, "the trainer", report.time.parts, PARTS, report.time.seconds)
+    _print_shares(console, "the trainer", report.time.parts, report.time.percents, PARTS)
     if report.waits:
         title = f"it waits because its last group was here (from the spans of {report.covered} steps)"
-        _print_shares(console, title, report.waits, WAITS, report.time.seconds)
+        _print_shares(console, title, report.waits, report.wait_percents, WAITS)
     _print_steps(console, report)
     _print_use(console, report)
     if report.life:
-        _print_shares(console, "a group, on average", report.life, {**WAITS, **_AFTER}, sum(report.life.values()))
+        percents = whole_percents(report.life, sum(report.life.values()))
+        _print_shares(console, "a group, on average", report.life, percents, {**WAITS, **_AFTER})
     console.print("\n[bold]what would help[/]")
     for line in report.advice or ["nothing stands out"]:
         console.print(f"- {line}", highlight=False, markup=False)
 
 
-def _percentages(parts: Mapping[str, float], whole: float) -> dict[str, int]:
-    """Return the parts as percentages of ``whole``, rounded so that their sum is the rounded sum."""
-    units = round(100 * sum(parts.values()) / whole) if whole else 0
-    return dict.fromkeys(parts, 0) | apportioned(parts, units)
-
-
 def _print_shares(
-    console: Console, title: str, parts: Mapping[str, float], meanings: Mapping[str, str], whole: float
+    console: Console, title: str, parts: Mapping[str, float], percents: Mapping[str, int], meanings: Mapping[str, str]
 ) -> None:
-    shares = _percentages(parts, whole)
+    """Print the seconds of ``parts``, and their ``percents``."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=f"\n{title}", title_justify="left")
     for name, justify in (("part", "left"), ("s", "right"), ("%", "right"), ("meaning", "left")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for name, meaning in meanings.items():
         if parts.get(name, 0.0) >= 0.005:  # it is 0.00 otherwise
-            table.add_row(name, f"{parts[name]:.2f}", str(shares[name]), meaning)
-    table.add_row("sum", f"{sum(parts.values()):.2f}", str(sum(shares.values())), style="dim")
+            table.add_row(name, f"{parts[name]:.2f}", str(percents[name]), meaning)
+    table.add_row("sum", f"{sum(parts.values()):.2f}", str(sum(percents.values())), style="dim")
     console.print(table)
 
 
@@ -119,7 +114,7 @@ def _print_steps(console: Console, report: Report) -> None:
     table.add_column("waits for", no_wrap=True)
     for time, waits in shown:
         parts = {name: time.parts[name] for name in used}
-        shares = _percentages(parts | {"rest": max(0.0, time.seconds - sum(parts.values()))}, time.seconds)
+        shares = whole_percents(parts | {"rest": max(0.0, time.seconds - sum(parts.values()))}, time.seconds)
         table.add_row(str(time.step), f"{time.seconds:.2f}", *map(str, shares.values()), _most(time, waits))
     console.print(table)
 

@@ -11,6 +11,7 @@ from realsys.config.paths import TrialPaths
 from realsys.errors import RecordError
 from realsys.evaluation.eval_records import incomplete_reason, omissions
 from realsys.evaluation.stored_samples import read_samples
+from realsys.launch.arguments.words import command_line
 from realsys.telemetry.percent import percent, percentage
 
 Result = Mapping[str, Any]
@@ -39,7 +40,7 @@ def report(paths: TrialPaths, folder: Path, about: Mapping[str, Any], records: M
     """
     results = [with_lengths(record, paths, eval_id) for eval_id, record in records.items()]
     path = write_results(folder, about, results)
-    shown = (f"completions  realsys samples {paths.root} --eval {eval_id}" for eval_id in records)
+    shown = (f"completions  {command_line('samples', paths.root, '--eval', name)}" for name in records)
     for line in [*table(results), f"results      {path}", *shown]:
         print(line)
     return int(any(map(incomplete_reason, results)))

@@ -17,8 +17,8 @@ from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.results.totals import Totals, averaged_ends
 from realsys.launch.screen.progress import Record, mean, number, time_parts
-from realsys.launch.screen.text_figures import apportioned, failures_text, fmt
-from realsys.telemetry.percent import percent, percentage
+from realsys.launch.screen.text_figures import failures_text, fmt
+from realsys.telemetry.percent import apportioned, percent, percentage
 from realsys.telemetry.signal import signal_warning
 from realsys.telemetry.steps import surviving_steps
 

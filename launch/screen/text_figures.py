@@ -7,7 +7,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from realsys.launch.screen.progress import Record, mean, number, time_parts
-from realsys.telemetry.percent import percent
+from realsys.manager.routing.rates import memory_sums
+from realsys.telemetry.percent import apportioned, percent
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ROUND = (1.0, 2.0, 5.0, 10.0)  # digits of a scale's ends
@@ -34,11 +35,11 @@ def memory_of(status: Record) -> dict[str, float]:
 
 def memory_text(status: Record) -> str:
     """Return the memory of servers and of RolloutWorkers: their sum and the largest; "" if none is known."""
-    sizes, parts = memory_of(status), []
-    for kind, name in (("generation_server", "servers"), ("rollout_worker", "RolloutWorkers")):
-        if own := [size for process, size in sizes.items() if process.partition("/")[0] == kind]:
-            largest = f" (largest {size_text(max(own))})" if len(own) > 1 else ""
-            parts.append(f"{name} {size_text(sum(own))}{largest}")
+    sums, parts = memory_sums(memory_of(status)), []
+    for name, shown in (("server", "servers"), ("worker", "RolloutWorkers")):
+        if whole := sums.get(f"{name}s_bytes"):
+            most = sums[f"{name}_bytes"]
+            parts.append(f"{shown} {size_text(whole)}" + (f" (largest {size_text(most)})" if most < whole else ""))
     return ", ".join(parts)
 
 
@@ -68,18 +69,6 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
         return cell.rjust(widths[number]) if number in right else cell.ljust(widths[number])
 
     return ["  ".join(set_(number, cell) for number, cell in enumerate(row)).rstrip() for row in rows]
-
-
-def apportioned(amounts: Mapping[str, float], units: int) -> dict[str, int]:
-    """Return whole shares of ``units`` that add up to it: the largest remainders are rounded up. {} if all are 0."""
-    total = sum(amounts.values())
-    if total <= 0:
-        return {}
-    exact = {name: units * amount / total for name, amount in amounts.items()}
-    whole = {name: math.floor(share) for name, share in exact.items()}
-    for name in sorted(exact, key=lambda name: whole[name] - exact[name])[: units - sum(whole.values())]:
-        whole[name] += 1
-    return whole
 
 
 def time_split(records: Sequence[Record]) -> str:

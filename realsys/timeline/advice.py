@@ -1,7 +1,7 @@
 """Advice on how to make a trial faster. Pure rules over the times of its steps and over the use of its processes.
 
-Each line names the cause, the setting, and at most how much it can gain: the share of the time that would be saved if
-the cause vanished. The rules do not know what a change costs.
+Each line names the cause, the setting, and at most how much it can gain: the percentage of the time that would be saved
+if the cause vanished. The rules do not know what a change costs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from realsys.config.schema import Config
 from realsys.timeline.step_times import StepTime
 from realsys.timeline.usage import ServerUse, WorkerUse
 
-#: share of the time below which a cause is not worth a line
-WORTH = 0.05
+#: whole percentage of the time below which a cause is not worth a line
+WORTH = 5
 #: a server that computes less than this share of the completions of its fullest moment has room
 FEW = 0.5
 #: waiting completions, as a share of those at its fullest moment, from which a server is called full
@@ -23,10 +23,10 @@ QUEUED = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Input of the rules. ``waits``: share of the time by part of the trainer's wait; empty without spans."""
+    """Input of the rules. ``waits``: percentage of the time by part of the trainer's wait; empty without spans."""
 
     time: StepTime
-    waits: Mapping[str, float]
+    waits: Mapping[str, int]
     servers: ServerUse
     workers: WorkerUse
     config: Config | None
@@ -36,21 +36,21 @@ def advice(facts: Facts) -> list[str]:
     """Return what would help, the largest gain first."""
     found = [*_of_waits(facts), *_of_trainer(facts)]
     found.sort(key=lambda item: -item[0])
-    return [f"{text} (gains at most {100 * share:.0f} %)" for share, text in found if share >= WORTH]
+    return [f"{text} (gains at most {gain} %)" for gain, text in found if gain >= WORTH]
 
 
-def _of_waits(facts: Facts) -> Iterator[tuple[float, str]]:
+def _of_waits(facts: Facts) -> Iterator[tuple[int, str]]:
     waits = facts.waits
     if not waits:
-        yield facts.time.share("wait"), "the trainer waits for generation: give generation more devices (allocation)"
+        yield facts.time.percents["wait"], "the trainer waits for generation: give generation more devices (allocation)"
         return
-    yield waits.get("decode", 0.0) + waits.get("prefill", 0.0) + waits.get("queue", 0.0), _about_servers(facts)
-    yield waits.get("ticket", 0.0), _about_tickets(facts)
-    yield waits.get("reward", 0.0), _about_rewards(facts)
-    yield waits.get("tool", 0.0) + waits.get("agent", 0.0), "batches wait for the agent: make it and its tools faster"
-    yield waits.get("route", 0.0), "calls wait for a server that may serve: see its state on the status page"
-    yield waits.get("push", 0.0) + waits.get("claim", 0.0), "batches wait for the trainer's network and the manager"
-    yield waits.get("transit", 0.0), "requests wait between RolloutWorker and server: start more rollout.workers"
+    yield waits.get("decode", 0) + waits.get("prefill", 0) + waits.get("queue", 0), _about_servers(facts)
+    yield waits.get("ticket", 0), _about_tickets(facts)
+    yield waits.get("reward", 0), _about_rewards(facts)
+    yield waits.get("tool", 0) + waits.get("agent", 0), "batches wait for the agent: make it and its tools faster"
+    yield waits.get("route", 0), "calls wait for a server that may serve: see its state on the status page"
+    yield waits.get("push", 0) + waits.get("claim", 0), "batches wait for the trainer's network and the manager"
+    yield waits.get("transit", 0), "requests wait between RolloutWorker and server: start more rollout.workers"
 
 
 def _about_servers(facts: Facts) -> str:
@@ -86,15 +86,15 @@ def _about_rewards(facts: Facts) -> str:
     return f"batches wait for verdicts: increase {how}, or make the verifier faster"
 
 
-def _of_trainer(facts: Facts) -> Iterator[tuple[float, str]]:
-    time = facts.time
-    yield time.share("publish"), "the trainer waits for the publication of the version before: use a faster disk"
-    yield time.share("copy"), "copying weights to host memory takes long"
-    yield time.share("checkpoint"), "checkpoints take long: increase checkpoint.every_steps"
-    yield time.share("between"), "evaluations hold up training: lower evaluation.every_problems, or make them rarer"
-    if time.share("wait") >= WORTH:
+def _of_trainer(facts: Facts) -> Iterator[tuple[int, str]]:
+    percents = facts.time.percents
+    yield percents["publish"], "the trainer waits for the publication of the version before: use a faster disk"
+    yield percents["copy"], "copying weights to host memory takes long"
+    yield percents["checkpoint"], "checkpoints take long: increase checkpoint.every_steps"
+    yield percents["between"], "evaluations hold up training: lower evaluation.every_problems, or make them rarer"
+    if percents["wait"] >= WORTH:
         return
-    calls = time.share("inference") + time.share("train")
-    empty = facts.workers.empty / max(1e-9, facts.workers.empty + facts.workers.playing)
-    spare = f", which has {100 * empty:.0f} % of its places empty" if empty >= WORTH else ""
+    calls = percents["inference"] + percents["train"]
+    empty = 100 * facts.workers.empty / max(1e-9, facts.workers.empty + facts.workers.playing)
+    spare = f", which has {empty:.0f} % of its places empty" if empty >= WORTH else ""
     yield calls, f"training is the slower side: move devices from generation to training (allocation){spare}"

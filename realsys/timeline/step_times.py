@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realsys.telemetry.percent import whole_percents
 from realsys.telemetry.steps import RECOVERED, StepRecord, last_records, surviving
 
 #: name of a part -> what the trainer does in it
@@ -46,6 +47,11 @@ class StepTime:
 
     def share(self, part: str) -> float:
         return self.parts[part] / self.seconds if self.seconds else 0.0
+
+    @property
+    def percents(self) -> Mapping[str, int]:
+        """Return the parts as whole percentages that add up to 100. Every text and table shows these."""
+        return whole_percents(self.parts, self.seconds)
 
 
 def step_times(records: Iterable[StepRecord]) -> list[StepTime]:

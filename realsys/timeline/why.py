@@ -17,6 +17,7 @@ from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
+from realsys.telemetry.percent import apportioned
 from realsys.telemetry.steps import surviving_steps
 from realsys.timeline.advice import Facts, advice
 from realsys.timeline.follow import ways_of
@@ -28,8 +29,8 @@ from realsys.timeline.waits import parts_of_wait
 
 #: train steps that ``bottleneck`` sums up
 LAST = 20
-#: share of the time that a trainer waits if generation is slower; less than that is the jitter of arrivals
-SLOWER = 0.1
+#: percentage of the time that a trainer waits if generation is slower; less than that is the jitter of arrivals
+SLOWER = 10
 #: (last steps whose spans are read, seconds before the first of them, in which a group of its batch may have begun):
 #: the first one whose spans are not too many, because a large run has thousands of spans per second
 _READ = ((50, 3600.0), (20, 900.0), (5, 120.0), (1, 0.0))
@@ -59,6 +60,11 @@ class Report:
     def sentence(self) -> str:
         return sentence(self.time)
 
+    @property
+    def wait_percents(self) -> Mapping[str, int]:
+        """Return the parts of the wait as percentages of the whole time. They add up to that of the wait."""
+        return dict.fromkeys(self.waits, 0) | apportioned(self.waits, self.time.percents["wait"])
+
 
 def bottleneck(paths: TrialPaths) -> str:
     """Return one sentence about the last train steps: "generation-bound: the trainer waits 47 % of the time".
@@ -74,18 +80,19 @@ def sentence(time: StepTime) -> str:
 
     Batches wait in the trainer's buffer while generation is faster. So a trainer that waits shows that it is slower.
     """
-    wait, trained = time.share("wait"), time.share("inference") + time.share("train")
+    percents = time.percents
+    wait, trained = percents["wait"], percents["inference"] + percents["train"]
     others = {
-        "publication-bound": (time.share("copy") + time.share("publish"), "copying and publishing weights takes"),
-        "checkpoint-bound": (time.share("checkpoint"), "checkpoints take"),
-        "evaluation-bound": (time.share("between"), "what lies between two steps, mostly evaluations, takes"),
+        "publication-bound": (percents["copy"] + percents["publish"], "copying and publishing weights takes"),
+        "checkpoint-bound": (percents["checkpoint"], "checkpoints take"),
+        "evaluation-bound": (percents["between"], "what lies between two steps, mostly evaluations, takes"),
     }
-    name, (share, what) = max(others.items(), key=lambda item: item[1][0])
-    if share > max(wait, trained):
-        return f"{name}: {what} {100 * share:.0f} % of the time"
+    name, (most, what) = max(others.items(), key=lambda item: item[1][0])
+    if most > max(wait, trained):
+        return f"{name}: {what} {most} % of the time"
     if wait >= SLOWER:
-        return f"generation-bound: the trainer waits {100 * wait:.0f} % of the time for batches"
-    return f"training-bound: calls take {100 * trained:.0f} % of the time, and the trainer waits {100 * wait:.0f} %"
+        return f"generation-bound: the trainer waits {wait} % of the time for batches"
+    return f"training-bound: calls take {trained} % of the time, and the trainer waits {wait} %"
 
 
 def explain(paths: TrialPaths, first: int | None = None, last: int | None = None) -> Report:
@@ -125,8 +132,7 @@ def _with_spans(paths: TrialPaths, times: Sequence[StepTime], total: StepTime) -
             workers=worker_use(spans, seen),
             life=life_of_groups(pairs, ways, since),
         )
-    shares = {name: seconds / total.seconds for name, seconds in report.waits.items()} if total.seconds else {}
-    facts = Facts(total, shares, report.servers, report.workers, _config(paths))
+    facts = Facts(total, report.wait_percents, report.servers, report.workers, _config(paths))
     return replace(report, advice=advice(facts))
 
 

@@ -85,10 +85,11 @@ class TrialReader:
         return {"seen": now, "columns": self.curves.columns(), "marks": self.curves.marks(self._starts)}
 
     def _split(self) -> dict[str, Any]:
-        """Return the sentence on the bottleneck, and the parts of the time of the last steps, which show it."""
+        """Return the sentence on the bottleneck, and seconds and percentages of the parts of the last steps."""
         times = last_steps(self._paths.steps, LAST)
         whole = sum_of(times)
-        parts = {name: seconds for name, seconds in whole.parts.items() if seconds > 0}
+        percents = whole.percents
+        parts = {name: [seconds, percents[name]] for name, seconds in whole.parts.items() if seconds > 0}
         return {"bottleneck": sentence(whole) if times else "", "split": {"steps": len(times), "parts": parts}}
 
     def _follow(self) -> None:

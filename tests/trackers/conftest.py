@@ -19,11 +19,11 @@ class Followed:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.steps = folder, folder / "steps.jsonl"
+        self.config = {"seed": 1, "train": {"lr": 1e-4, "stop": []}, "model": {"path": "x" * 9000}}
 
     def start(self, name: str, **arguments: Any) -> Feed:
         """Return the tracker at its position, as at a start of the trial."""
-        config = {"seed": 1, "train": {"lr": 1e-4, "stop": []}, "model": {"path": "x" * 9000}}
-        run = Run("arith", "first", self.folder, config, "0.1.0")
+        run = Run("arith", "first", self.folder, self.config, "0.1.0")
         make = TRACKER.load(name)
         return Feed(self.steps, self.folder / "trackers" / f"{name}.json", run, lambda told: make(told, **arguments))
 

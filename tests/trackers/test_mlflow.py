@@ -76,6 +76,26 @@ def test_crash_at_the_first_start_repeats_no_step(followed: Followed) -> None:
     assert [step for step, _ in curve(followed, "train/reward_mean")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("call", ["create_run", "log_batch"])
+def test_failed_start_leaves_no_second_run(followed: Followed, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """MLflow answers too late: it has made the run. The next start has another configuration."""
+    library: Any = importlib.import_module("mlflow.tracking").MlflowClient
+    whole = getattr(library, call)
+
+    def without_reply(*arguments: Any, **named: Any) -> None:
+        whole(*arguments, **named)
+        raise TimeoutError("no reply")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library, call, without_reply)
+        with pytest.raises(TimeoutError, match="no reply"):
+            followed.start("mlflow")
+    followed.config["seed"] = 2
+    followed.play("mlflow", [train(1)])
+    assert curve(followed, "train/reward_mean") == [(1, 10.0)]
+    assert only_run(followed).data.params["seed"] == ("2" if call == "create_run" else "1")
+
+
 def test_any_name_of_a_metric_is_taken(followed: Followed) -> None:
     followed.play("mlflow", [train(1, metrics={"pass@1 (%)": 0.5, "tests//run/": 2.0})])
     assert curve(followed, "train/metrics/pass_1 ___") == [(1, 0.5)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 from realsys.errors import CheckpointError, ConfigError, WeightsError
+from realsys.launch.arguments.words import path_setting
 from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.evaluate.target import find_target, write_model
 
@@ -28,5 +28,5 @@ def export_model(trial_dir: Path, out: Path, step: int | None) -> int:
     except (WeightsError, CheckpointError, OSError) as error:
         raise ConfigError("OUT", str(out), f"{target.model} cannot be exported: {error}") from None
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    print(f"{size / 2**20:,.1f} MiB; transformers loads it, and model.path={shlex.quote(str(out))}")
+    print(f"{size / 2**20:,.1f} MiB; transformers loads it, and {path_setting('model.path', out)}")
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import RealsysError, WaitTimeout
+from realsys.launch.arguments.words import command_line
 from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.lock import is_held
 from realsys.launch.processes.stop_request import ask_to_stop, take_request
@@ -40,7 +41,8 @@ def stop_trial(trial_dir: Path | None, wait_s: float) -> int:
         raise WaitTimeout(f"{paths.root}: {problem} within {_TAKEN_S:g} s: {remedy}")
     print(f"{paths.root} stops, with a checkpoint")
     if not _until(lambda: paths.summary.is_file(), wait_s):
-        raise RealsysError(f"{paths.root} has not stopped within {wait_s:g} s: see realsys status {paths.root}")
+        look = command_line("status", paths.root)
+        raise RealsysError(f"{paths.root} has not stopped within {wait_s:g} s: see {look}")
     print("stopped")
     return 0
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import TypeVar
 
 from realsys.buffer.token_losses import FAILED, rounded_length
 from realsys.manager.ledger.columns import bounded
 from realsys.manager.messages import FinishRequest
 from realsys.manager.routing.placement import Reservation
 from realsys.telemetry.rate import RateWindow
+
+Size = TypeVar("Size", int, float)  # bytes
 
 
 class Throughput:
@@ -56,12 +59,12 @@ class Throughput:
         self.by_server = {name: self.by_server.get(name) or RateWindow() for name in present}
 
 
-def memory_sums(memory: Mapping[str, int]) -> dict[str, int]:
+def memory_sums(memory: Mapping[str, Size]) -> dict[str, Size]:
     """Return the largest and the whole memory of servers and of RolloutWorkers, by the names of the step log.
 
     ``memory``: process -> bytes. A kind without any is left out.
     """
-    sums: dict[str, int] = {}
+    sums: dict[str, Size] = {}
     for kind, name in (("generation_server", "server"), ("rollout_worker", "worker")):
         if sizes := [size for process, size in memory.items() if process.partition("/")[0] == kind]:
             sums |= {f"{name}_bytes": max(sizes), f"{name}s_bytes": sum(sizes)}

@@ -1,6 +1,6 @@
 """The contract of a tracker: a class that gets the metrics of a run, one point of its step log at a time.
 
-    step log ──> Point(kind, step, metrics) ──log──> your tracker        telemetry.trackers=[file,my_module:MyTracker]
+    step log ──> Point(kind, step, metrics) ──log──> your tracker        'telemetry.trackers=[file,my_module:MyTracker]'
 
     class MyTracker(Tracker):
         def log(self, point):
@@ -31,7 +31,8 @@ class Run:
     config     its configuration, as nested plain values
     version    version of realsys
     delivered  kind -> greatest step of the points that this tracker got at earlier starts; {} at the first one
-    state      values that the tracker may change; each ``flush`` saves them, and the next start has them
+    state      values that the tracker may change; each ``flush`` saves them, and the next start has them. They are
+               saved after the constructor, too, even if it fails
     """
 
     experiment: str

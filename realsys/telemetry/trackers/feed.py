@@ -66,8 +66,10 @@ class Feed:
         self._tail = StepTail(steps, self._at.offset)
         fields = {name: getattr(run, name) for name in ("experiment", "trial", "folder", "config", "version")}
         self._run = Run(**fields, delivered=dict(self._at.delivered), state=self._at.state)
-        self._tracker = make(self._run)
-        self._save()  # its state, such as the id of its run
+        try:
+            self._tracker = make(self._run)
+        finally:
+            self._save()  # its state, such as the id of its run: the next try continues it, also if this one failed
 
     def deliver(self) -> int:
         """Deliver what the step log has got since the last call, at most BATCH records. Returns their number."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from realsys.telemetry.points import CURVES
 from realsys.telemetry.trackers.base import Point, Run, Tracker
 
-RUN_ID = "run_id"  # entry of ``Run.state``
+RUN_ID = "run_id"  # entry of ``Run.state``: the run has its parameters
+START = "start"  # entry of ``Run.state``, and tag of the run: it may exist, if the start of the tracker failed
+_START_TAG = "realsys.start"
 _ENDS = {"done": "FINISHED", "failed": "FAILED"}
 _MOST_METRICS = 1000  # metrics in one request
 _MOST_PARAMETERS = 100
@@ -56,15 +59,31 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self._id, _ENDS.get(status, "KILLED"))
 
     def _begin(self, experiment: str, tags: Mapping[str, str]) -> str:
-        """Make the run, with the configuration as its parameters. Returns its id."""
+        """Make the run, with the configuration as its parameters. Returns its id.
+
+        If a start failed in here, its run is continued: else it would stay in MLflow without any curve.
+        """
         found = self._client.get_experiment_by_name(experiment)
         number = found.experiment_id if found else self._client.create_experiment(experiment)
-        names = {**tags, "realsys.folder": str(self.run.folder), "realsys.version": self.run.version}
-        made = self._client.create_run(number, run_name=self.run.trial, tags=names).info.run_id
-        parameters = [self._entities.Param(_named(name), text[:_LONGEST]) for name, text in _flat(self.run.config)]
+        run = self._left_by_a_start(number) or self._new_run(number, tags)
+        had = run.data.params  # MLflow refuses another value for one of them
+        texts = {_named(name): text[:_LONGEST] for name, text in _flat(self.run.config)}
+        parameters = [self._entities.Param(name, text) for name, text in texts.items() if name not in had]
         for first in range(0, len(parameters), _MOST_PARAMETERS):
-            self._client.log_batch(made, params=parameters[first : first + _MOST_PARAMETERS])
-        return str(made)
+            self._client.log_batch(run.info.run_id, params=parameters[first : first + _MOST_PARAMETERS])
+        return str(run.info.run_id)
+
+    def _left_by_a_start(self, experiment: str) -> Any:
+        """Return the run that a failed start of this tracker made; None without one."""
+        if (start := self.run.state.get(START)) is None:
+            return None
+        found = self._client.search_runs([experiment], f"tags.`{_START_TAG}` = '{start}'", max_results=1)
+        return found[0] if found else None
+
+    def _new_run(self, experiment: str, tags: Mapping[str, str]) -> Any:
+        start = self.run.state.setdefault(START, uuid.uuid4().hex)  # before the call: MLflow may make the run and fail
+        own = {_START_TAG: start, "realsys.folder": str(self.run.folder), "realsys.version": self.run.version}
+        return self._client.create_run(experiment, run_name=self.run.trial, tags={**tags, **own})
 
     def _last(self, kind: str) -> int:
         """Return the time of the newest point of ``kind`` that MLflow has, in unix milliseconds."""

@@ -77,21 +77,15 @@ function showTiles(live) {
     tile("Tokens/s", brief(tps), running === null ? "trained, end to end" : `trained; ${brief(running)} sampled`),
     tile("Staleness", brief(lastOf("stale_mean", 10)), `mean; most ${brief(lastOf("stale_max"))}, bound ${run.eta}`));
 }
-// Whole percents that sum to 100: the largest remainders are rounded up.
-function wholePercents(parts, whole) {
-  const exact = parts.map(([label, value]) => [label, Math.floor(100 * value / whole), 100 * value / whole % 1]);
-  const missing = 100 - exact.reduce((sum, part) => sum + part[1], 0);
-  for (const part of [...exact].sort((a, b) => b[2] - a[2]).slice(0, missing)) part[1] += 1;
-  return new Map(exact);
-}
 const SPLIT = {wait: ["waits for batches", S3], inference: ["inference", S4], train: ["training", S1], copy: ["copies weights", S5], publish: ["publishes", S2], checkpoint: ["checkpoints", S6], other: ["plans, transfers", S6], between: ["evaluations and other pauses", S5]};
 function showSplit() {
-  const {steps, parts: named} = run.split, parts = Object.entries(SPLIT).filter(([name]) => named[name]).map(([name, [label, colour]]) => [label, named[name], colour]);
-  const whole = parts.reduce((sum, part) => sum + part[1], 0), shares = wholePercents(parts, whole);
+  const {steps, parts: named} = run.split;
+  const parts = Object.entries(SPLIT).filter(([name]) => named[name]).map(([name, [label, colour]]) => [label, named[name][0], colour, named[name][1]]);
+  const whole = parts.reduce((sum, part) => sum + part[1], 0);
   $("splitOf").textContent = whole ? `last ${steps} steps, ${seconds(whole / steps)} each` : "";
   stack("split", parts, whole);
-  const small = parts.filter(([label]) => !shares.get(label)).map(part => part[0]);
-  $("splitLegend").replaceChildren(...parts.filter(([label]) => shares.get(label)).map(([label, , colour]) => keyed(`${label} ${shares.get(label)} %`, colour)),
+  const small = parts.filter(part => !part[3]).map(part => part[0]);
+  $("splitLegend").replaceChildren(...parts.filter(part => part[3]).map(([label, , colour, percents]) => keyed(`${label} ${percents} %`, colour)),
     ...(small.length ? [element("span", `under 1 %: ${small.join(", ")}`, "soft")] : []));
 }
 function showLive(s) {

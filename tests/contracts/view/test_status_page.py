@@ -41,6 +41,13 @@ def test_bottleneck_is_one_sentence_with_parts(page: Browser) -> None:
     assert sum(shares) == 100 and page.texts("#splitLegend span")[0] == "waits for batches 45 %"
 
 
+def test_legend_has_the_percentages_of_the_server(page: Browser) -> None:
+    """The sentence has them, too. A part of 0 % is named without a number."""
+    page.open(page.status_page)
+    page.js("run.split.parts = {wait: [0.6, 0], train: [97.4, 98], other: [2, 2]}; showSplit()")
+    assert page.texts("#splitLegend span") == ["training 98 %", "plans, transfers 2 %", "under 1 %: waits for batches"]
+
+
 def test_curves_of_training_are_drawn(page: Browser) -> None:
     page.open(page.status_page)
     titles = page.js("[...document.querySelectorAll('.chart')].map(chart => chart.dataset.chart)")

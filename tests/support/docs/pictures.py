@@ -15,23 +15,26 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console, Group
 
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
+from realsys.errors import WaitTimeout
 from realsys.launch.results.curves import draw_curves
 from realsys.launch.screen.display import expected_workers
 from realsys.launch.screen.live_lines import Frame, lines
 from realsys.launch.screen.monitor import ask_once
 from realsys.launch.screen.progress import Progress
+from tests.support.polling import poll
 from tests.support.view.page_pictures import view_pictures
 
 IMAGES = Path(__file__).parents[3] / "docs" / "images"
 _LOOK_S = 1.0
+_RUN_S = 3600.0  # the run takes minutes on two cores
+_STOP_S = 60.0
 
 
 def main() -> int:
@@ -59,16 +62,39 @@ def _run() -> Iterator[tuple[TrialPaths, Progress]]:
     words = ["run", "experiment=arith", f"fileroot={scratch / 'runs'}", "--trial", "readme", "--plain"]
     try:
         with subprocess.Popen([sys.executable, "-m", "realsys", *words, "evaluation.every_steps=10"]) as run:
-            while run.poll() is None:
-                time.sleep(_LOOK_S)
+
+            def look() -> None:
+                nonlocal middle
                 progress = _look(paths)
                 if progress.step[0] <= progress.step[1] / 2 and progress.train and progress.status:
                     middle = progress
+
+            watch(run, look)
         if run.returncode:
             sys.exit(run.returncode)
         yield paths, middle
     finally:
         shutil.rmtree(paths.root, ignore_errors=True)
+
+
+def watch(run: subprocess.Popen[bytes], look: Callable[[], None], timeout_s: float = _RUN_S) -> None:
+    """Call ``look`` about once per second until the run has ended. After ``timeout_s``: stop it, raise WaitTimeout."""
+
+    def has_ended() -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(_LOOK_S)
+        look()
+        return run.poll() is not None
+
+    try:
+        poll(has_ended, f"the end of the run whose pictures are made (process {run.pid})", timeout_s)
+    except WaitTimeout:
+        run.terminate()
+        try:
+            run.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            run.kill()
+        raise
 
 
 def _look(paths: TrialPaths) -> Progress:

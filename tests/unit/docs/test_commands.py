@@ -1,4 +1,4 @@
-"""The settings in the commands of the pages can be read: ``realsys run`` and ``submit``, lists and quoted settings."""
+"""The commands of the pages: their settings can be read, and a shell takes no word for a pattern of file names."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ _SETTING = re.compile(r"(?!experiment=(?:math7b|mine)$)[a-z][\w.]*=(?!N$).+", re
 _COMMAND = re.compile(r"^ *(?:\S+ )*?\S*realsys (?:run|submit) (\S.*(?:(?<=\\)\n.*)*)", re.MULTILINE)
 #: a setting in the text that has brackets or quotes, so a mistake is easy
 _IN_TEXT = re.compile(r"""`((?:["'][a-z][\w.]*=[^`]+)|(?:[a-z][\w.]*=[\[{][^`]*))`""")
+#: files with commands and settings for a shell, in comments and messages, too
+_TEXTS = [*PAGES, *(path for name in ("docs/examples", "realsys", "launch") for path in (ROOT / name).rglob("*.py"))]
+#: any command in a block
+_SHELL = re.compile(r"^ *((?:\S+ )*?(?:\S*/)?(?:realsys|make|pip|python\S*) \S.*(?:(?<=\\)\n.*)*)", re.MULTILINE)
+_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?:^|\s)#.*""", re.DOTALL)
+#: a word that zsh takes for a pattern, and refuses if no file fits. `[--steps N]` is none: it marks optional words
+_PATTERN = re.compile(r"[^\s\[]\S*\[|\S*=\S*[?*~]")
+#: a list for a field without a quote before it
+_BARE_LIST = re.compile(r"""(?<!['"\w.])[a-z]\w*(?:\.\w+)+=\[\S*""")
 
 
 def _blocks(text: str) -> str:
@@ -45,3 +54,20 @@ def test_pages_have_commands() -> None:
 def test_settings_of_command_compose(page: str, settings: tuple[str, ...]) -> None:
     has_one = any(setting.startswith("experiment=") for setting in settings)
     compose([*settings, *([] if has_one else ["experiment=math"])])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_shell_finds_no_pattern_in_commands(page: Path) -> None:
+    commands = _SHELL.findall(_blocks(page.read_text("utf-8")))
+    assert [command for command in commands if _PATTERN.search(_QUOTED.sub(" ", command))] == []
+
+
+@pytest.mark.parametrize("command", ["realsys run a.k=[4]", "pip install realsys[gpu]", "realsys run a.path=~/b"])
+def test_pattern_without_quotes_is_found(command: str) -> None:
+    (found,) = _SHELL.findall(_blocks(f"    {command} 'a.b=[1]' [--steps N]  # [x]\n"))
+    assert _PATTERN.search(_QUOTED.sub(" ", found))
+
+
+def test_lists_are_shown_with_quotes() -> None:
+    bare = {str(path.relative_to(ROOT)): _BARE_LIST.findall(path.read_text("utf-8")) for path in _TEXTS}
+    assert {name: found for name, found in bare.items() if found} == {}

@@ -13,7 +13,7 @@ from realsys.errors import ConfigError
 from realsys.timeline.advice import Facts, advice
 from realsys.timeline.step_times import PARTS, StepTime, step_times, sum_of
 from realsys.timeline.usage import ServerUse, WorkerUse
-from realsys.timeline.why import bottleneck, explain, sentence
+from realsys.timeline.why import Report, bottleneck, explain, sentence
 from tests.support.timelines.made_up import START, MadeUpTrial, raw, small_trial
 
 _STEP = {"wait": 4.0, "inf": 1.0, "train": 4.0, "save": 0.5, "publish": 0.25, "checkpoint": 0.25}
@@ -23,7 +23,7 @@ def _time(**parts: float) -> StepTime:
     return StepTime(1, 0.0, {**dict.fromkeys(PARTS, 0.0), **parts})
 
 
-def _facts(waits: Mapping[str, float], **parts: float) -> Facts:
+def _facts(waits: Mapping[str, int], **parts: float) -> Facts:
     return Facts(_time(**parts), waits, ServerUse(1, 0.5, 8.0, 64), WorkerUse(), None)
 
 
@@ -47,6 +47,20 @@ def _facts(waits: Mapping[str, float], **parts: float) -> Facts:
 )
 def test_sentence_names_the_slower_side(parts: dict[str, float], expected: str) -> None:
     assert sentence(_time(**parts)) == expected
+
+
+def test_sentence_has_the_percentages_of_the_parts() -> None:
+    """Each rounded alone, the calls would be 98 %, and the parts 101 % together."""
+    time = _time(wait=0.4, train=97.56, copy=0.68, publish=0.68, other=0.68)
+    assert dict(time.percents) == dict.fromkeys(PARTS, 0) | {"train": 97, "copy": 1, "publish": 1, "other": 1}
+    assert sentence(time) == "training-bound: calls take 97 % of the time, and the trainer waits 0 %"
+
+
+def test_parts_of_the_wait_add_up_to_its_percentage() -> None:
+    time = _time(wait=30.6, train=60.7, copy=8.7)
+    report = Report([], time, {"decode": 10.2, "reward": 10.2, "ticket": 10.2})
+    assert time.percents["wait"] == 30
+    assert report.wait_percents == {"decode": 10, "reward": 10, "ticket": 10}
 
 
 def test_bottleneck_looks_at_the_last_steps(tmp_path: Path) -> None:
@@ -137,14 +151,14 @@ def test_report_of_a_large_run_reads_fewer_steps(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("waits", "cause"),
     [
-        ({"decode": 0.4, "reward": 0.1}, "servers have room"),
-        ({"reward": 0.4, "decode": 0.1}, "rollout.reward.processes"),
-        ({"ticket": 0.4}, "bound on staleness"),
-        ({"tool": 0.3, "agent": 0.1}, "its tools"),
-        ({"push": 0.4}, "network"),
+        ({"decode": 40, "reward": 10}, "servers have room"),
+        ({"reward": 40, "decode": 10}, "rollout.reward.processes"),
+        ({"ticket": 40}, "bound on staleness"),
+        ({"tool": 30, "agent": 10}, "its tools"),
+        ({"push": 40}, "network"),
     ],
 )
-def test_advice_begins_with_the_largest_wait(waits: dict[str, float], cause: str) -> None:
+def test_advice_begins_with_the_largest_wait(waits: dict[str, int], cause: str) -> None:
     first = advice(_facts(waits, wait=50.0, train=50.0))[0]
     assert cause in first
     assert first.endswith("(gains at most 40 %)")

@@ -17,6 +17,7 @@ def test_ended_run_is_told_from_its_folder(tmp_path: Path) -> None:
     assert (run["experiment"], run["trial"], run["state"]) == ("demo", "shown", "done")
     assert run["progress"] == {"kind": "step", "done": STEPS, "total": STEPS}
     assert run["bottleneck"].startswith("generation-bound: the trainer waits 45 %")
+    assert run["split"]["parts"]["wait"][1] == 45
     assert dict(run["identity"])["allocation"] == "serve.d1p1m1+d2p1m1"
     assert [made["accuracy"] for made in run["evaluations"]] == [None, 0.74, 0.58, 0.41]
     assert run["restarts"] == 1 and run["notes"][0]["kind"] == "stop"

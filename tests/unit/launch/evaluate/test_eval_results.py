@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 from realsys.config.paths import TrialPaths
 from realsys.evaluation.stored_samples import EvalSample, write_result
+from realsys.launch.arguments.words import own_command
 from realsys.launch.evaluate.eval_results import report, table
 
 
@@ -66,3 +68,10 @@ def test_incomplete_result_is_an_exit_code(tmp_path, capsys) -> None:
     found = result(complete=False, incomplete="cancelled by its user", pass_at={})
     assert report(TrialPaths(tmp_path), tmp_path, {}, {"eval-0": found}) == 1
     assert "incomplete: cancelled by its user" in capsys.readouterr().out
+
+
+def test_command_for_the_completions_can_be_copied(tmp_path, capsys) -> None:
+    paths = TrialPaths(tmp_path / "my runs [1]")
+    report(paths, tmp_path / "out", {}, {"eval-60": result()})
+    words = shlex.split(capsys.readouterr().out.partition("completions  ")[2].splitlines()[0])
+    assert words == [*own_command(), "samples", str(paths.root), "--eval", "eval-60"]

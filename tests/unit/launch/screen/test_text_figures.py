@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from realsys.launch.screen.text_figures import (
-    apportioned,
     curve_text,
     fmt,
     memory_text,
@@ -17,12 +16,6 @@ from realsys.launch.screen.text_figures import (
 
 def test_share_is_rounded_as_on_the_page() -> None:
     assert fmt(0.8125, ".1%") == "81.3%" and fmt(None, ".1%") == "-"
-
-
-def test_percentages_add_up_to_hundred() -> None:
-    assert apportioned({"a": 1.0, "b": 1.0, "c": 1.0}, 100) == {"a": 34, "b": 33, "c": 33}
-    assert apportioned({"a": 0.004, "b": 0.996}, 100) == {"a": 0, "b": 100}
-    assert apportioned({"a": 0.0}, 100) == {}
 
 
 def test_step_time_names_what_no_part_has() -> None:
@@ -58,4 +51,5 @@ def test_memory_is_summed_by_kind() -> None:
     rows += [{"name": "rollout_worker/1", "memory_bytes": None}, {"name": "master_worker/0"}]
     expected = "servers 4.0 GiB (largest 3.0 GiB), RolloutWorkers 0.2 GiB"
     assert memory_text({"workers": rows}) == expected
+    assert memory_text({"workers": rows[2:]}) == "RolloutWorkers 0.2 GiB"
     assert memory_text({}) == "" and memory_text({"workers": "?"}) == ""

@@ -88,6 +88,17 @@ def test_next_start_continues_where_the_last_ended(trial: Trial) -> None:
     assert trial.calls == [("new", {"train": 2}, {"flushed": 1}), ("train", 3, 2)]
 
 
+def test_state_of_a_failed_start_is_kept(trial: Trial) -> None:
+    def failing(run: Run) -> Tracker:
+        run.state["id"] = "a"
+        raise OSError("no connection")
+
+    with pytest.raises(OSError, match="no connection"):
+        Feed(trial.steps, trial.position, Run("exp", "t", trial.folder), failing)
+    trial.feed()
+    assert trial.calls == [("new", {}, {"id": "a"})]
+
+
 def test_record_without_its_newline_waits(trial: Trial) -> None:
     made = trial.feed()
     trial.steps.write_text('{"kind":"train","st')

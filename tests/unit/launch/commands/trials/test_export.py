@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from realsys.config.compose import compose
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -37,6 +39,16 @@ def test_export_has_the_weights_of_the_step(trial: TrialPaths, tmp_path: Path, w
     assert main(["export", str(trial.root), str(out), *words]) == 0
     [file] = out.glob("*.safetensors")
     assert load_file(file)["a"].tolist() == [value] * 2 and (out / "config.json").is_file()
+
+
+def test_printed_setting_names_the_new_folder(
+    trial: TrialPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder has characters of the shell, of zsh's patterns and of hydra's lists."""
+    out = tmp_path / "it's [1] model"
+    assert main(["export", str(trial.root), str(out)]) == 0
+    (setting,) = shlex.split(capsys.readouterr().out.partition("loads it, and ")[2])
+    assert compose(["experiment=math", setting]).model.path == str(out)
 
 
 def test_step_without_weights_is_refused(trial: TrialPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
