@@ -136,7 +136,7 @@ def own_python_path(python_path: str) -> str:
 
 
 def own_environment() -> dict[str, str]:
-    """Return the environment in which another process is this realsys (``realsys.launch.arguments.words.own_words``)."""
+    """Return the environment in which the words of ``own_words`` start this realsys."""
     return {**os.environ, "PYTHONPATH": own_python_path(os.environ.get("PYTHONPATH", ""))}
 
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from realsys.config.compose import quoted
 from realsys.config.dataflow import dataflow_of
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.resources import disk_bytes
@@ -116,7 +115,7 @@ def _check(trial: SweepTrial, planned: Planned) -> Checked:
 
 
 def _check_swept(trial: SweepTrial, start: TrialStart) -> None:
-    """Check that a trial of this name has the same values: numbers as names change with the lists. Raises ConfigError."""
+    """Check that a trial of this name has the same values: the number in a name may mean others. Raises ConfigError."""
     for change in start.changed:
         if any(f"{change.field}.".startswith(f"{key}.") for key in trial.settings):
             problem = f"trial {trial.name!r} was begun with {change.old!r}: choose another name with --trial"

@@ -1,6 +1,6 @@
 """Trials of a sweep: lists of values in the overrides, their combinations, and the name of each. Pure.
 
-    lr=1e-4,1e-3 seed=1,2  ──>  lr=1e-4 seed=1 | lr=1e-4 seed=2 | lr=1e-3 seed=1 | lr=1e-3 seed=2
+lr=1e-4,1e-3 seed=1,2  ──>  lr=1e-4 seed=1 | lr=1e-4 seed=2 | lr=1e-3 seed=1 | lr=1e-3 seed=2
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _names(prefix: str, settings: Sequence[Mapping[str, str]]) -> list[str]:
     """Name the trials by their values, ``prefix-lr_1e-4-seed_2``; by numbers if such names are too long or equal."""
     last = Counter(key.rpartition(".")[2] for key in settings[0])
     labels = {key: short if last[short := key.rpartition(".")[2]] == 1 else key for key in settings[0]}
-    names = ["-".join([prefix, *(f"{labels[key]}_{_plain(value)}" for key, value in each.items())]) for each in settings]
+    told = ([f"{labels[key]}_{_plain(value)}" for key, value in each.items()] for each in settings)
+    names = ["-".join([prefix, *each]) for each in told]
     if len(set(names)) == len(names) and max(map(len, names)) <= _MOST_CHARACTERS:
         return names
     digits = len(str(len(settings)))
