@@ -80,7 +80,7 @@ class Trial:
 def run(
     overrides: Sequence[str], *, trial: str | None = None, config_dir: str | Path | None = None, quiet: bool = False
 ) -> Trial:
-    """Run a trial to its end in a process of its own, as `realsys run` does, and return it.
+    """Run a trial to its end in a separate process, as `realsys run` does, and return it.
 
     ``trial``: name of the trial (default: date and time). ``config_dir``: your configuration files. ``quiet``: do not
     print the lines of the run. An interrupt (Ctrl-C, the notebook's stop button) stops the run with a checkpoint. The
@@ -98,7 +98,7 @@ def run(
         try:
             code = _watch(words, errors, quiet=quiet)
         except BaseException:
-            print(_text(errors), end="")  # says what is saved, and how to continue
+            print(_text(errors), end="")  # where the run is saved, and how to continue it
             raise
         if code:
             raise _failure(_text(errors), code)

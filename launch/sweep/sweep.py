@@ -1,10 +1,10 @@
 """`realsys sweep`: several trials of one experiment, one after the other.
 
-    compose, check and plan every trial ──> for each: `realsys run` in a process of its own ──> `realsys compare`
+    compose, check and plan every trial ──> for each: `realsys run` as a process ──> `realsys compare`
             an error ends the sweep                   a trial that fails is reported, and the next one starts
 
-Each trial has a process group of its own, so that Ctrl-C on the terminal reaches only the sweep. The sweep hands each
-signal on once: the trial stops as `realsys run` does, and no further one starts.
+Each trial has its own process group, so that Ctrl-C on the terminal reaches only the sweep. The sweep hands each signal
+on once: the trial stops as `realsys run` does, and no further one starts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def sweep(overrides: Sequence[str], options: RunOptions) -> int:
     prefix = options.trial or (named[-1] if named else f"{datetime.now():%Y%m%d-%H%M%S}")
     trials = sweep_trials(overrides, prefix)
     print(f"checking {len(trials)} trials", flush=True)
-    planned = [_plan(trial, options) for trial in trials]  # of all, before data is read for the first one
+    planned = [_plan(trial, options) for trial in trials]  # quick, so all come before the data is read
     checked = [_check(trial, plan) for trial, plan in zip(trials, planned, strict=True)]
     _check_room([each.config for each in checked if not each.paths.config.exists()])
     for line in aligned([[each.trial.name, str(each.trial), each.state] for each in checked]):
@@ -136,7 +136,7 @@ def _check_room(new: Sequence[Config]) -> None:
 
 
 class Runs:
-    """Processes of the trials, one at a time. ``signal``: the first one that asked for a stop, 0 if none did."""
+    """Processes of the trials, one at a time. ``signal``: the first stop signal, 0 without one."""
 
     def __init__(self, options: RunOptions) -> None:
         self.signal = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from realsys.errors import ConfigError
 
-_MOST_CHARACTERS = 64  # of the name of a trial (realsys.config.fields.Name)
+_MOST_CHARACTERS = 64  # a longer name of a trial is refused (realsys.config.fields.Name)
 _OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 #: settings that all trials of a sweep share
 _SHARED = ("experiment", "trial", "fileroot", "recover")
