@@ -135,6 +135,11 @@ def own_python_path(python_path: str) -> str:
     return os.pathsep.join([_SOURCE_ROOT, *others])
 
 
+def own_environment() -> dict[str, str]:
+    """Return the environment in which the words of ``own_words`` start this realsys."""
+    return {**os.environ, "PYTHONPATH": own_python_path(os.environ.get("PYTHONPATH", ""))}
+
+
 def _own_name_store(config: Config, seats: Sequence[Seat]) -> dict[str, NodePort]:
     """Return where the own etcd of a trial on other machines listens: on the node that has it, at the given port."""
     if not is_elsewhere(config):

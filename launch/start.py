@@ -231,13 +231,17 @@ def check_inputs(config: Config, paths: TrialPaths, trial: Trial, sizes: Mapping
             f"{sizes['train']}: use the same data, or choose another trial name"
         )
         raise ConfigError("data.train", config.data.train, problem)
-    planned = planned_steps(config, sizes["train"])
-    if trial.done and trial.steps >= planned:
-        by_epochs = planned < config.train.total_steps
+    if is_complete(config, trial, sizes["train"]):
+        by_epochs = planned_steps(config, sizes["train"]) < config.train.total_steps
         name = "train.total_epochs" if by_epochs else "train.total_steps"
         value = config.train.total_epochs if by_epochs else config.train.total_steps
         problem = f"trial {config.trial!r} has trained its {trial.steps} steps: increase it to continue"
         raise ConfigError(name, value, problem)
+
+
+def is_complete(config: Config, trial: Trial, prompts: int) -> bool:
+    """Return True if the trial has ended, and has trained all steps of ``config``. ``prompts``: of the train split."""
+    return trial.done and trial.steps >= planned_steps(config, prompts)
 
 
 def _check_state(config: Config, paths: TrialPaths, trial: Trial, sizes: Mapping[str, int]) -> None:

@@ -38,10 +38,11 @@ def _overrides(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[s
     from realsys.config.compose import config_groups, fields, literal_choices
 
     groups = config_groups(getattr(parsed_args, "config_dir", None))
-    name, equals, _value = prefix.partition("=")
+    name, equals, text = prefix.partition("=")
     if not equals:
         return [f"{field}=" for field in (*groups, *fields()) if field.startswith(prefix)]
-    return [f"{name}={value}" for value in groups.get(name) or literal_choices(name)]
+    head = "".join(text.rpartition(",")[:2]) if parsed_args.command == "sweep" else ""  # lists of values
+    return [f"{name}={head}{value}" for value in groups.get(name) or literal_choices(name)]
 
 
 def _trials(prefix: str, **_: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Commands that start processes: run, submit, eval, and the agent of another machine."""
+"""Commands that start processes: run, sweep, resume, submit, eval, and the agent of another machine."""
 
 from __future__ import annotations
 
@@ -39,6 +39,12 @@ def _run(args: Namespace) -> int:
     from realsys.launch.run import run
 
     return run(args.overrides, _options(args, plain=args.plain))
+
+
+def _sweep(args: Namespace) -> int:
+    from realsys.launch.sweep.sweep import sweep
+
+    return sweep(args.overrides, _options(args, plain=args.plain))
 
 
 def _add_resume(parser: ArgumentParser) -> None:
@@ -121,6 +127,16 @@ COMMANDS = (
         _run,
         "Run a trial, on this machine or over several (cluster.nodes): make its folder, start its processes, show and "
         "report it. The same command again continues a trial that was stopped.",
+        takes_overrides=True,
+    ),
+    Command(
+        "sweep",
+        "run a trial for each combination of listed values",
+        _add_run,
+        _sweep,
+        "Run trials with different settings, one after the other, and compare them: field=A,B lists values, and each "
+        "combination is a trial, whose name has its values behind --trial. All are checked before the first one "
+        "starts. The same command again continues, and leaves complete trials alone.",
         takes_overrides=True,
     ),
     Command(

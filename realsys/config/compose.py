@@ -182,7 +182,8 @@ def _prepare(text: str, groups: dict[str, list[str]]) -> str:
         info = _field_info(key)
         if info is not None and info.annotation is str:  # actor.d2,critic.d1 is one text with a comma in it
             return f"++{key}={quoted(text.partition('=')[2])}"
-        raise ConfigError(key, parsed.get_value_string(), "takes one value only: a list is written [a,b]")
+        problem = "takes one value only: a list is written [a,b]; realsys sweep runs a trial for each of a,b"
+        raise ConfigError(key, parsed.get_value_string(), problem)
     if key in groups:
         if parsed.is_delete():
             raise ConfigError(key, "~", f"cannot be left out: use one of {', '.join(groups[key])}")

@@ -190,7 +190,7 @@ WRONG_OVERRIDES = [
     (["+train.extra=1"], "train.extra", "unknown field"),
     (["train"], "train", "write field=value"),
     (["=3"], "override", "names no field"),
-    (["seed=1,2"], "seed", "one value only"),
+    (["seed=1,2"], "seed", "one value only: a list is written [a,b]; realsys sweep runs"),
     (["seed={1"], "seed", "cannot be read"),
     (["cluster.slurm.options=[--mail-type=END]"], "cluster.slurm.options", "cluster.slurm.options=\"['...','...']\""),
     (["cluster.slurm.options=--mail-type=END"], "cluster.slurm.options", "put each text of the list in quotes"),

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from realsys.config.compose import compose
+from realsys.launch.sweep.sweep_trials import sweep_trials
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: N is any number, and the experiments are files of the user, for which test_yaml_blocks.py is
 _SETTING = re.compile(r"(?!experiment=(?:math7b|mine)$)[a-z][\w.]*=(?!N$).+", re.DOTALL)
 #: a command in a block, with the lines that continue it
-_COMMAND = re.compile(r"^ *(?:\S+ )*?\S*realsys (?:run|submit) (\S.*(?:(?<=\\)\n.*)*)", re.MULTILINE)
+_WORDS = r"^ *(?:\S+ )*?\S*realsys (?:%s) (\S.*(?:(?<=\\)\n.*)*)"
+_COMMAND, _SWEEP = (re.compile(_WORDS % names, re.MULTILINE) for names in ("run|submit", "sweep"))
 #: a setting in the text that has brackets or quotes, so a mistake is easy
 _IN_TEXT = re.compile(r"""`((?:["'][a-z][\w.]*=[^`]+)|(?:[a-z][\w.]*=[\[{][^`]*))`""")
 #: files with commands and settings for a shell, in comments and messages, too
@@ -46,6 +48,11 @@ COMMANDS = {
 }
 
 
+SWEEPS = sorted(
+    (page.name, tuple(_settings(words))) for page in PAGES for words in _SWEEP.findall(_blocks(page.read_text("utf-8")))
+)
+
+
 def test_pages_have_commands() -> None:
     assert {"README.md", "cluster.md", "slurm.md", "ray.md", "launching.md"} <= {page for page, _ in COMMANDS}
 
@@ -54,6 +61,12 @@ def test_pages_have_commands() -> None:
 def test_settings_of_command_compose(page: str, settings: tuple[str, ...]) -> None:
     has_one = any(setting.startswith("experiment=") for setting in settings)
     compose([*settings, *([] if has_one else ["experiment=math"])])
+
+
+@pytest.mark.parametrize(("page", "settings"), SWEEPS)
+def test_trials_of_sweep_compose(page: str, settings: tuple[str, ...]) -> None:
+    for trial in sweep_trials(settings, "s"):
+        compose(trial.overrides)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -33,6 +33,8 @@ def completions(line: str, folder: Path) -> list[str]:
         ("realsys sta", ["status"]),
         ("realsys run train.optimizer.l", ["train.optimizer.lr="]),
         ("realsys run name_store=", ["name_store=etcd", "name_store=file"]),
+        ("realsys swe", ["sweep"]),
+        ("realsys sweep name_store=etcd,", ["name_store=etcd,etcd", "name_store=etcd,file"]),
         ("realsys run recover=", ["recover=auto", "recover=off", "recover=resume"]),
         ("realsys resume mat", ["math/t"]),
         ("realsys logs roll", ["rollout_worker/12"]),

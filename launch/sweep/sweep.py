@@ -1,0 +1,171 @@
+"""`realsys sweep`: several trials of one experiment, one after the other.
+
+    compose, check and plan every trial ──> for each: `realsys run` as a process ──> `realsys compare`
+            an error ends the sweep                   a trial that fails is reported, and the next one starts
+
+Each trial has its own process group, so that Ctrl-C on the terminal reaches only the sweep. The sweep hands each signal
+on once: the trial stops as `realsys run` does, and no further one starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from realsys.config.dataflow import dataflow_of
+from realsys.config.paths import TrialPaths
+from realsys.config.rules.resources import disk_bytes
+from realsys.config.schema import Config
+from realsys.errors import ConfigError, RealsysError
+from realsys.launch.arguments.words import command_line, own_words, words_again
+from realsys.launch.commands.trials.compare import compare_trials
+from realsys.launch.launchers.build import check_start
+from realsys.launch.preflight import check_disk
+from realsys.launch.prepare import check_folder, examine
+from realsys.launch.process_plan import own_environment
+from realsys.launch.processes.signals import stop_signals
+from realsys.launch.run import Planned, RunOptions, host_of_launcher, plan_run
+from realsys.launch.screen.terminal import tell
+from realsys.launch.screen.text_figures import aligned
+from realsys.launch.start import decide_start, is_complete, read_trial
+from realsys.launch.sweep.sweep_trials import SweepTrial, sweep_trials
+from realsys.master.run.trial_start import TrialStart
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A trial that can start. ``state``: for people. ``complete``: it has trained all its steps, and is left alone."""
+
+    trial: SweepTrial
+    config: Config
+    paths: TrialPaths
+    state: str
+    complete: bool
+
+
+def sweep(overrides: Sequence[str], options: RunOptions) -> int:
+    """Run all trials. Returns the exit code of the first failure, 0 without any. Raises RealsysError for bad input."""
+    named = [text.removeprefix("trial=") for text in overrides if text.startswith("trial=")]
+    prefix = options.trial or (named[-1] if named else f"{datetime.now():%Y%m%d-%H%M%S}")
+    trials = sweep_trials(overrides, prefix)
+    print(f"checking {len(trials)} trials", flush=True)
+    planned = [_plan(trial, options) for trial in trials]  # quick, so all come before the data is read
+    checked = [_check(trial, plan) for trial, plan in zip(trials, planned, strict=True)]
+    _check_room([each.config for each in checked if not each.paths.config.exists()])
+    for line in aligned([[each.trial.name, str(each.trial), each.state] for each in checked]):
+        print(line)
+    if options.dry_run:
+        return 0
+    runs = Runs(options)
+    codes = asyncio.run(runs.run_all(checked))
+    failures = {name: code for name, code in codes.items() if code}
+    if runs.signal or failures:
+        complete = sum(each.complete for each in checked) + len(codes) - len(failures)
+        again = command_line("sweep", *words_again(overrides, prefix, options)[1:])
+        tell(f"realsys: {complete} of {len(checked)} trials are complete{_reasons(failures)}\n  to continue: {again}")
+    if runs.signal:
+        return 128 + runs.signal
+    begun = [each.paths.root for each in checked if each.paths.config.exists()]
+    if len(begun) > 1:
+        print()
+        compare_trials(begun)
+    return next(iter(failures.values()), 0)
+
+
+def _reasons(failures: Mapping[str, int]) -> str:
+    return "".join(f"; {name} ended with exit code {code}" for name, code in failures.items())
+
+
+@contextlib.contextmanager
+def _errors_name(what: str) -> Iterator[None]:
+    """Put ``what`` behind the message of an error."""
+    try:
+        yield
+    except RealsysError as error:
+        error.args = (f"{error} ({what})",)
+        raise
+
+
+def _plan(trial: SweepTrial, options: RunOptions) -> Planned:
+    with _errors_name(f"trial {trial}"):
+        planned = plan_run(trial.overrides, replace(options, trial=trial.name))
+        check_start(planned.config)
+        host_of_launcher(planned.config)
+    return planned
+
+
+def _check(trial: SweepTrial, planned: Planned) -> Checked:
+    """Make the checks of a start that read the trial's folder, its model and its data. Writes nothing."""
+    config, paths = planned.config, planned.paths
+    with _errors_name(f"trial {trial}"):
+        check_folder(config, paths)
+        earlier = read_trial(config, paths)
+        complete = earlier.prompts is not None and is_complete(config, earlier, earlier.prompts)
+        elsewhere = config.cluster.nodes > 0
+        start = decide_start(config, earlier) if complete else examine(config, paths, other_disk=elsewhere).start
+        _check_swept(trial, start)
+    if complete:
+        return Checked(trial, config, paths, "; ".join(["complete already", *_differences(start)]), complete=True)
+    state = "new" if earlier.config is None else f"continues at step {start.step}"
+    return Checked(trial, config, paths, state, complete=False)
+
+
+def _check_swept(trial: SweepTrial, start: TrialStart) -> None:
+    """Check that a trial of this name has the same values: the number in a name may mean others. Raises ConfigError."""
+    for change in start.changed:
+        if any(f"{change.field}.".startswith(f"{key}.") for key in trial.settings):
+            problem = f"trial {trial.name!r} was begun with {change.old!r}: choose another name with --trial"
+            raise ConfigError(change.field, change.new, problem)
+
+
+def _differences(start: TrialStart) -> Iterator[str]:
+    """Name the settings of a complete trial that this sweep does not have. Its results stay as they are."""
+    yield from (f"it has {change.field}={change.old!r}, not {change.new!r}" for change in start.changed)
+
+
+def _check_room(new: Sequence[Config]) -> None:
+    """Check that the disk of this machine has room for all new trials together. Raises RealsysError."""
+    here = [config for config in new if not config.cluster.nodes]
+    if here:
+        with _errors_name(f"{len(here)} new trials together"):
+            check_disk(here[0], sum(disk_bytes(config, dataflow_of(config)) for config in here))
+
+
+class Runs:
+    """Processes of the trials, one at a time. ``signal``: the first stop signal, 0 without one."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self.signal = 0
+        self._options = options
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run_all(self, checked: Sequence[Checked]) -> dict[str, int]:
+        """Run the trials in order, until a stop signal. Returns the exit codes by name of the trial."""
+        codes: dict[str, int] = {}
+        with stop_signals(self._stop):
+            for number, each in enumerate(checked, 1):
+                if self.signal:
+                    break
+                if not each.complete:
+                    print(f"\ntrial {number} of {len(checked)}: {each.trial.name}: {each.trial}", flush=True)
+                    codes[each.trial.name] = await self._run(each.trial)
+        return codes
+
+    async def _run(self, trial: SweepTrial) -> int:
+        words = [*own_words(), *words_again(trial.overrides, trial.name, self._options)]
+        self._process = await asyncio.create_subprocess_exec(
+            *words, env=own_environment(), stdin=subprocess.DEVNULL, process_group=0
+        )
+        if self.signal:  # it came while the process was made
+            self._process.send_signal(self.signal)
+        code = await self._process.wait()
+        return code if code >= 0 else 128 - code
+
+    def _stop(self, signum: int) -> None:
+        self.signal = self.signal or signum
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signum)
