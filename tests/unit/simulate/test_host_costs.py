@@ -72,3 +72,17 @@ def test_very_fast_tokens_end_late_in_a_simulation() -> None:
     for _ in range(1000):
         clock.step()
     assert ends == pytest.approx([86_400.1])
+
+
+def test_cache_is_recomputed_beside_the_trainer() -> None:
+    """50 tokens of a cache at 10 tokens/s: the trainer takes half of the core for 4 s."""
+    clock, ends = Clock(), []
+    host = Host(HostSettings(cores=1.0))
+    engine = Engine(clock, SERVER.model_copy(update={"recompute_tokens_per_s": 10.0}), host)
+    engine.swap(PublishedVersion(0, "t", "v0", 0), lambda: None)
+    run(clock)
+    engine.submit(EngineRequest([Piece(0, 100)], 0, lambda request: None))
+    clock.at(5.0, engine.swap, PublishedVersion(1, "t", "v1", 1), lambda: ends.append(clock.now))
+    clock.at(5.0, Job, clock, host, 1.0, 2.0, lambda: ends.append(clock.now))
+    run(clock)
+    assert ends == pytest.approx([9.0, 12.0])
