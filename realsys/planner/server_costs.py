@@ -27,6 +27,7 @@ _OTHERS = np.linspace(0.0, 1.5, 31)  # cores per server that are tried
 _FASTEST = 1e-9  # seconds of a token, if the times do not depend on the lengths
 _LIKE_A_STEP = 0.3  # relative error of the engine's forward pass, if it is taken to be that of the trainer
 _FEWEST = 100  # decode spans; with fewer the times of the groups are used
+_RECOMPUTING = 0.01  # share of the decoding; less does not tell what a recomputed token takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def estimate_server(recording: Recording, load: Load, completions: float, cores:
         found = (_least_squares(recording, cores, pieces, chosen, float(others)) for others in tried)
         _, (fixed, each, extra), others = min(found, key=lambda solution: solution[0])
         token = max(fixed + each * completions, _FASTEST)
-        return np.array([token, fixed / token, extra, others])
+        return np.array([token, fixed / token, extra if told is None else min(extra, 1.0), others])
 
     values, errors = errors_of(len(pieces.seconds), estimate)
     token, fixed, extra, others = (Cost(float(v), float(e)) for v, e in zip(values, errors, strict=True))
@@ -78,7 +79,7 @@ def estimate_server(recording: Recording, load: Load, completions: float, cores:
     if told is None:
         busy = slowdowns(recording, cores, others.value)[1]
         return ServerCosts(token, fixed.combined(prior), extra, forward.times(1 / busy), others)
-    again = _recomputed_token(recording, load, cores, extra, others.value)
+    again = _recomputed_token(recording, load, cores, extra, others.value) if told.extra.any() else None
     busy = slowdowns(recording, cores, others.value)[1]
     return ServerCosts(token, fixed.combined(prior), _rest(recording), again or forward.times(1 / busy), others)
 
@@ -118,23 +119,22 @@ def _decoded(recording: Recording, load: Load) -> _Pieces | None:
     found = recording.servers.decoding
     if len(found) < _FEWEST:
         return None
+    seconds, extra = np.array([each.end - each.begin for each in found]), np.array([each.recomputing for each in found])
     return _Pieces(
-        seconds=np.array([each.end - each.begin for each in found]),
+        seconds=seconds,
         tokens=np.array([each.tokens for each in found], dtype=float),
         running=np.array([each.running for each in found]),
         training=np.array([load.mean(load.training, each.begin, each.end) for each in found]),
-        extra=np.array([each.recomputing for each in found]),
+        extra=extra if extra.sum() > _RECOMPUTING * seconds.sum() else np.zeros(len(found)),
     )
 
 
-def _recomputed_token(recording: Recording, load: Load, cores: float, share: Cost, others: float) -> Cost | None:
-    """Return the seconds of a recomputed token alone; None if none was.
+def _recomputed_token(recording: Recording, load: Load, cores: float, share: Cost, others: float) -> Cost:
+    """Return the seconds of a recomputed token alone.
 
     ``share``: of the time in which caches are computed again; completions that are ready decode in the rest.
     """
     found = recording.servers.recomputes
-    if not found:
-        return None
     training = np.array([load.mean(load.training, each.begin, each.end) for each in found])
     seconds = np.array([each.end - each.begin for each in found]) / _slowdown(recording, cores, others, training)
     tokens = np.array([each.tokens for each in found], dtype=float)
