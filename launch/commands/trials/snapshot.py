@@ -23,6 +23,7 @@ from realsys.launch.slurm.slurm_client import JobState, SlurmError, job_state
 from realsys.launch.trial_job import TrialJob, trial_state
 from realsys.telemetry.events import Event, EventTail
 from realsys.telemetry.steps import StepTail
+from realsys.timeline.why import bottleneck
 
 SHOWN_STEPS = 10
 SHOWN_EVENTS = 5
@@ -71,6 +72,7 @@ class Snapshot:
             "engine": config.generation.backend,
             "status_page": f"{progress.address}/" if progress.address else None,
             "memory": memory_of(progress.status),
+            "bottleneck": bottleneck(self.paths),
             "steps": self.steps,
             "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in progress.evals.values()],
             "events": [

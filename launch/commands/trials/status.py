@@ -26,6 +26,7 @@ from realsys.launch.slurm.slurm_client import SlurmError, job_state
 from realsys.launch.trial_job import TrialJob, describe_job
 from realsys.telemetry.events import EventTail
 from realsys.telemetry.steps import StepTail
+from realsys.timeline.why import bottleneck
 
 _LOOK_S = 1.0  # seconds between two checks for events and for the end of the trial
 
@@ -112,6 +113,8 @@ def _print(console: Console, snapshot: Snapshot) -> None:
         PlainView(console).refresh(progress, snapshot.steps)
         for record in progress.evals.values():
             say(eval_line(record))
+        if limit := bottleneck(paths):
+            say(limit)
         if memory := memory_text(progress.status):
             say(f"memory: {memory}")
         for event in snapshot.events:

@@ -55,6 +55,7 @@ def test_killed_trial_shows_steps_and_resume_command(trial: TrialPaths, capsys: 
     assert steps == list(range(31, 41))
     assert any(line.startswith("! ") and "rollout_worker/0 was killed" in line for line in lines)
     assert "9 processes" not in "\n".join(lines)
+    assert any(line.startswith("generation-bound: the trainer waits 10 %") for line in lines)
     assert lines[-1] == f"to continue: {' '.join(own_command())} resume runs/math/t"
 
 
@@ -65,6 +66,7 @@ def test_json_has_the_last_steps_and_evaluations(trial: TrialPaths, capsys: pyte
     assert [record["step"] for record in found["steps"]] == list(range(31, 41))
     assert [record["eval_id"] for record in found["evaluations"]] == ["before"]
     assert found["resume"].endswith("resume runs/math/t") and found["summary"] is None
+    assert found["bottleneck"].startswith("generation-bound: the trainer waits 10 %")
 
 
 def test_running_trial_is_not_to_be_continued(
