@@ -13,7 +13,7 @@ These ids are for the parser only. Nothing that is trained or sent to the engine
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from realsys.data.tokenizer import TextTokenizer
@@ -97,6 +97,10 @@ class ParserTokenizer:
                 run.append(token)
         return ids + self._run(run)
 
+    def as_text(self, ids: Sequence[int], markers: Container[int]) -> list[int]:
+        """Return the ids of a completion with these markers as text."""
+        return [self._passing_id(self.decode([token])) if token in markers else token for token in ids]
+
     def prompt(self, tokens: Sequence[int]) -> list[int]:
         """Return the end of a prompt for the parser, cut like the headers that ``encode`` gets."""
         return self._split(self._tokenizer.decode(tokens[-PROMPT_TAIL:]), self._any, self._passing)
@@ -113,12 +117,18 @@ class ParserTokenizer:
         return [self._markers[piece] if piece in self._markers else self._id(piece, ids) for piece in pieces if piece]
 
     def _id(self, text: str, ids: dict[str, int]) -> int:
-        if text in self._own:
-            return self._own[text]
-        if text not in ids:
-            ids[text] = (_OWN if ids is self._own else _PASSING) + len(ids)
-            self._texts[ids[text]] = text
-        return ids[text]
+        if ids is self._passing and text not in self._own:
+            return self._passing_id(text)
+        if text not in self._own:
+            self._own[text] = _OWN + len(self._own)
+            self._texts[self._own[text]] = text
+        return self._own[text]
+
+    def _passing_id(self, text: str) -> int:
+        if text not in self._passing:
+            self._passing[text] = _PASSING + len(self._passing)
+            self._texts[self._passing[text]] = text
+        return self._passing[text]
 
 
 def _pattern(markers: Any) -> re.Pattern[str] | None:

@@ -73,8 +73,13 @@ class Parser:
             return Parsed(self._tokenizer.decode(shown), None, [])
         # The format gets an end of text that it knows: it may end a tool call.
         keeps_end = len(shown) < len(tokens) and self._tokenizer.has(int(tokens[-1]))
-        ids = self._tokenizer.completion(tokens if keeps_end else shown)
+        ids = self._tokenizer.completion(shown)
         renderer, before = self._renderer(options or {}), self._prompt(prompt)
+        # A stop token of the format that does not stop the model: the library would cut the completion there, and the
+        # agent would not see text that is trained.
+        ids = self._tokenizer.as_text(ids, renderer.get_stop_token_ids())
+        if keeps_end:
+            ids.append(int(tokens[-1]))
         try:
             found = renderer.parse_response(ids, tools=list(tools) or None, prompt_ids=before)
         except Exception:  # the library raises anything, for example for a number of 5,000 digits in a call

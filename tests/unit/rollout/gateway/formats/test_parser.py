@@ -107,6 +107,16 @@ def test_end_of_text_is_never_content(tmp_path):
         assert parsed(tokenizer, "five", name).content == "five"
 
 
+@pytest.mark.parametrize("single", [True, False], ids=["token", "text"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "llama-3"])
+def test_text_after_a_stop_token_is_content(tmp_path, name, single):
+    """The model does not stop there, so these tokens are trained: the agent has to see them."""
+    stop = "<|eot_id|>" if name == "llama-3" else "<|endoftext|>"
+    tokenizer = byte_tokenizer(tmp_path, [stop] if single else [])
+    found = parsed(tokenizer, f"five{stop}six", name)
+    assert (found.content, found.reasoning, found.calls) == (f"five{stop}six", None, [])
+
+
 def test_parser_keeps_nothing_of_earlier_completions(tmp_path):
     tokenizer = byte_tokenizer(tmp_path, [])
     parser = parser_of(tokenizer, "qwen3")
