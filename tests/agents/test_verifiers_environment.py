@@ -90,8 +90,8 @@ def test_environment_trains_the_model(tmp_path, warm_model, python, client):
         "train.total_steps=3",
     )
     trained = train(tmp_path, warm_model, f"verifiers_{client}", *settings)
-    assert len(trained.rewards()) == 3 and all(norm > 0 for norm in trained.gradients())
-    assert not trained.errors() and trained.check_rows() == 3 * 8 * 4
+    assert len(trained.rewards()) == 3 and [norm > 0 for norm in trained.gradients()] == trained.signals()
+    assert any(trained.signals()) and not trained.errors() and trained.check_rows() == 3 * 8 * 4
     for row in trained.rows():
         reply = trained.tokenizer.completion_text(row.tokens[row.runs[0][0] :])
         prompt = trained.text(row).partition("user\n")[2].partition("<")[0]

@@ -62,6 +62,11 @@ class Trained:
     def gradients(self) -> list[float]:
         return [step["stats"]["grad_norm"] for step in self.job.records("train")]
 
+    def signals(self) -> list[bool]:
+        """Return for each step True if the rewards of a group differ, so that there is a gradient."""
+        records = (record_files.read_record(folder) for folder in self._steps())
+        return [any(len({meta.reward for meta in group}) > 1 for group in record.groups) for record in records]
+
     def errors(self) -> list[str]:
         """Return the errors of all episodes whose groups were trained."""
         return [
