@@ -2,13 +2,13 @@
 
     python -m benchmarks.planner --root DIR [--minutes 20] [--cases base eta0] [--override FIELD=VALUE]
 
-``base`` is fitted, and every other case of ``CASES`` but ``again`` is predicted and measured. The runs stay in
-``--root``, and a case that is there is not run again. So the benchmark can be made in sittings: each call starts the
-missing runs, in order, until ``--minutes`` are over. When all are there, it predicts, prints the table and writes the
-result.
+``base`` is fitted, and every other case of ``CASES`` is predicted and measured. The runs stay in ``--root``, and a run
+that is there is not made again. So the benchmark can be made in sittings: each call starts the missing runs, in order,
+until ``--minutes`` are over. When all are there, it predicts, prints the table and writes the result.
 
-``again`` repeats ``base`` at the end. It is not predicted: its difference to ``base`` shows what other programs on the
-machine, or its clock, changed during the runs. If that is more than a few percent, measure again.
+Other programs on the machine, or its clock, may make it slower or faster between two runs. So ``base`` is repeated
+between the cases. ``machine`` is its throughput just before and after a case, on average, over that of the fitted run,
+and the measured throughput is divided by it.
 
 The policy does not learn: what it learns changes the lengths and how many completions have a gradient, differently in
 each run. ``computed`` is the share of the sampled tokens that the trainer computes.
@@ -24,6 +24,7 @@ import argparse
 import shutil
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from realsys.planner.recorded_run import read_recording
 
 SKIP = 6
 ANSWERS = 8  # completions per prompt in experiment=arith
-BASE, AGAIN = "base", "again"
+BASE = "base"
 COMMON = [
     "allocation=serve.d1+d1",
     "evaluation.problems=0",
@@ -57,32 +58,37 @@ CASES: dict[str, list[str]] = {
     "ranks2": ["allocation=serve.d1+d2"],
     "servers2": ["allocation=serve.d2+d1"],
     "longer": ["data.arith.alpha=0.5"],
-    AGAIN: [],
 }
+
+
+def runs_of(cases: Sequence[str]) -> list[str]:
+    """Return the names of all runs in their order: the repetition of the base after a case has its name."""
+    return [BASE, *(run for case in cases if case != BASE for run in (case, f"{BASE}-{case}"))]
 
 
 def overrides_of(case: str, sequences: int) -> list[str]:
     """Return all settings of a case. Its steps train about ``sequences`` completions."""
-    settings = dict(text.split("=", 1) for text in [*COMMON, *CASES[case]])
+    settings = dict(text.split("=", 1) for text in [*COMMON, *CASES.get(case, [])])
     eta = int(settings.get("asynchronous.max_head_offpolicyness", "4"))
     steps = max(SKIP + eta + 16, sequences // (int(settings["train.batch_groups"]) * ANSWERS))
     return [*(f"{field}={value}" for field, value in settings.items()), f"train.total_steps={steps}"]
 
 
-def run_missing(root: Path, cases: list[str], sequences: int, given: list[str], minutes: float) -> list[str]:
-    """Run the cases that are not in ``root``, while there is time. Return the cases that are still missing."""
+def run_missing(root: Path, runs: list[str], sequences: int, given: list[str], minutes: float) -> list[str]:
+    """Make the runs that are not in ``root``, while there is time. Return those that are still missing."""
     ends = time.monotonic() + 60 * minutes
     start = [f"model.path={TrialPaths(root / 'arith' / 'warm').final_model}", "warmup.steps=0"]
     if not TrialPaths(root / "arith" / "warm").final_model.exists():
         start = warm_start(root)
-    missing = [case for case in cases if not TrialPaths(root / "arith" / case).summary.exists()]
-    for case in list(missing):
+    missing = [run for run in runs if not TrialPaths(root / "arith" / run).summary.exists()]
+    for run in list(missing):
         if time.monotonic() > ends:
             break
-        shutil.rmtree(root / "arith" / case, ignore_errors=True)  # a run that was cut off
-        run_job(root, case, [*start, *overrides_of(case, sequences), *given])
-        missing.remove(case)
-        print(f"{case}: {measure(root / 'arith' / case)}", flush=True)
+        shutil.rmtree(root / "arith" / run, ignore_errors=True)  # a run that was cut off
+        length = sequences if run in CASES else sequences // 2
+        run_job(root, run, [*start, *overrides_of(run, length), *given])
+        missing.remove(run)
+        print(f"{run}: {measure(root / 'arith' / run)}", flush=True)
     return missing
 
 
@@ -116,14 +122,17 @@ def _mean_demonstration(config: Config, count: int = 4000) -> float:
 
 
 def predict_all(root: Path, cases: list[str], cores: float) -> list[dict[str, Any]]:
-    """Fit the base, and predict every case."""
+    """Fit the base, and predict every case. ``cases``: the base first, in the order of their runs."""
     recording = read_recording(root / "arith" / BASE)
     fitted = fit(recording, cores)
+    speeds = [measure(root / "arith" / run)["steps_per_h"] for run in runs_of(cases) if run.startswith(BASE)]
     rows = []
-    for case in cases:
+    for k, case in enumerate(cases):
         config = with_overrides(recording.config, CASES[case])
         found = predict(fitted, config, case, scale=scale_of(recording.config, config)).steps_per_h
         measured = measure(root / "arith" / case)
+        machine = (speeds[k - 1] + speeds[k]) / 2 / speeds[0] if k else 1.0
+        steps_per_h = measured["steps_per_h"] / machine
         rows.append(
             {
                 "case": case,
@@ -131,9 +140,10 @@ def predict_all(root: Path, cases: list[str], cores: float) -> list[dict[str, An
                 "predicted": found.mid,
                 "low": found.low,
                 "high": found.high,
-                "measured": measured["steps_per_h"],
-                "error_%": 100 * (found.mid / measured["steps_per_h"] - 1),
-                "inside": found.holds(measured["steps_per_h"]),
+                "measured": steps_per_h,
+                "machine": machine,
+                "error_%": 100 * (found.mid / steps_per_h - 1),
+                "inside": found.holds(steps_per_h),
                 "waits": measured["waits"],
                 "computed": measured["computed"],
             }
@@ -154,11 +164,11 @@ def main() -> None:
     parser.add_argument("--rough", action="store_true", help="print only: do not write the result")
     options = parser.parse_args()
     cases = list(dict.fromkeys([BASE, *options.cases]))
-    missing = run_missing(options.root.resolve(), cases, options.sequences, options.override, options.minutes)
+    missing = run_missing(options.root.resolve(), runs_of(cases), options.sequences, options.override, options.minutes)
     if missing:
         print(f"still missing: {' '.join(missing)}; call again")
         return
-    rows = predict_all(options.root.resolve(), [case for case in cases if case != AGAIN], options.cores)
+    rows = predict_all(options.root.resolve(), cases, options.cores)
     others = [row for row in rows if row["case"] != BASE]
     meta = {
         "common": COMMON,
@@ -167,10 +177,9 @@ def main() -> None:
         "median_error_%": statistics.median(abs(row["error_%"]) for row in others) if others else 0.0,
         "inside": sum(row["inside"] for row in others),
         "others": len(others),
+        "slowest_%": 100 * (min(row["machine"] for row in rows) - 1),
+        "fastest_%": 100 * (max(row["machine"] for row in rows) - 1),
     }
-    if AGAIN in cases:
-        base, again = (measure(options.root.resolve() / "arith" / case)["steps_per_h"] for case in (BASE, AGAIN))
-        meta["again_%"] = 100 * (again / base - 1)
     if options.rough:
         print(meta)
     else:
