@@ -120,9 +120,8 @@ def _watch(words: Sequence[str], errors: IO[str], *, quiet: bool) -> int:
     with process:
         assert process.stdout is not None
         try:
-            for line in process.stdout:
-                if not quiet:
-                    print(line, end="", flush=True)
+            for line in (line for line in process.stdout if not quiet):
+                print(line, end="", flush=True)
         except BaseException:
             process.send_signal(signal.SIGINT)
             process.communicate()  # the run ends within its own bounds (cluster.stop_timeout_s)

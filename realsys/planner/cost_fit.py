@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from realsys.config.allocation import parse_allocation
-from realsys.planner.cost_estimates import estimate
+from realsys.planner.estimates.cost_estimates import estimate
+from realsys.planner.estimates.regression import redrawn
 from realsys.planner.load import load_of, typical_lengths
 from realsys.planner.parameters import Fit, Parameters
 from realsys.planner.recorded_run import Recording, StepCost, steady
-from realsys.planner.regression import redrawn
 from realsys.planner.steady_state import SHORT, STEPS, Lengths, Outcome, simulate
 
 MEMBERS = 10  # further sets of costs

@@ -1,8 +1,8 @@
 """Estimates the costs of a recorded run by least squares.
 
-    servers: seconds ~ tokens x completions that run (``server_costs``)  ──> server
-    steps:   seconds ~ trained tokens                                    ──> trainer
-    both, while the other side works or waits                            ──> cores that they share
+    servers: seconds ~ tokens x completions that run (``server_estimates``)  ──> server
+    steps:   seconds ~ trained tokens                                        ──> trainer
+    both, while the other side works or waits                                ──> cores that they share
 
 Where the run does not separate two costs, an assumption with a wide error takes part (``PRIORS``).
 """
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from realsys.planner.estimates.priors import PRIORS
+from realsys.planner.estimates.regression import errors_of, non_negative
+from realsys.planner.estimates.server_estimates import estimate_server, slowdowns
 from realsys.planner.load import Load
 from realsys.planner.parameters import Cost, Estimates
-from realsys.planner.priors import PRIORS
 from realsys.planner.recorded_run import SKIP, Recording
-from realsys.planner.regression import errors_of, non_negative
-from realsys.planner.server_costs import estimate_server, slowdowns
 
 
 def estimate(recording: Recording, load: Load, completions: float, cores: float) -> Estimates:

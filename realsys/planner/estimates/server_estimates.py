@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from realsys.config.allocation import parse_allocation
+from realsys.planner.estimates.priors import PRIORS
+from realsys.planner.estimates.regression import errors_of, non_negative
 from realsys.planner.load import Load, typical_lengths
 from realsys.planner.parameters import Cost
-from realsys.planner.priors import PRIORS
 from realsys.planner.recorded_run import GroupTime, Recording, steady
-from realsys.planner.regression import errors_of, non_negative
 from realsys.planner.steady_state import recomputes, trainer_cores
 
 _OTHERS = np.linspace(0.0, 1.5, 31)  # cores per server that are tried

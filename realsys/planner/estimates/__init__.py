@@ -1,0 +1,1 @@
+"""Estimates of the costs of a recorded run, before its simulation corrects them."""
