@@ -179,6 +179,8 @@ def _weights(axis: Axes, run: _Run) -> None:
     _line(axis, run, "w_mean", label="mean")
     _line(axis, run, "w_max", label="largest", color=_POINT, style=":")
     _line(axis, run, "w_ess", label="effective sample size", color=_GREEN, style="--")
+    if axis.dataLim.y1 <= 0:
+        return  # no step trained a token; a logarithmic axis cannot show 0
     axis.set_yscale("log")
     for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         which("{x:g}")

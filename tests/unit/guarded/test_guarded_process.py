@@ -110,10 +110,15 @@ def test_memory_is_that_of_all_processes(tmp_path):
     """The helper in another session counts, and a second look within seconds measures nothing."""
 
     async def body(process):
-        await asyncio.to_thread(poll, lambda: "helper" in process.tail(), "the helper", WAIT_S)
-        processes = psutil.Process(process.pid).children(recursive=True)
-        assert {"sh", "sleep"} <= {each.name() for each in processes}
-        expected = sum(each.memory_info().rss for each in processes)
+        def processes():
+            return psutil.Process(process.pid).children(recursive=True)
+
+        def are_there():
+            """setsid becomes the helper after it has its pid, so the pid alone does not tell."""
+            return {"sh", "sleep"} <= {each.name() for each in processes()}
+
+        await asyncio.to_thread(poll, are_there, "sh and the helper", WAIT_S)
+        expected = sum(each.memory_info().rss for each in processes())
         assert await process.resident_bytes() == pytest.approx(expected, rel=0.2)
         process.kill()
         await process.ended

@@ -92,3 +92,12 @@ def test_panels_follow_what_was_measured(drawn: Drawn) -> None:
     panels = drawn([train_record(step, stats=stats, reward_mean=0.5, accuracy=0.5) for step in (1, 2, 3)])
     assert {"Behaviour weight w", "Entropy (nats)", "KL (nats)"} <= panels.keys()
     assert "Mean reward" not in panels and "Accuracy" in panels  # they would be the same curve
+
+
+def test_weights_of_steps_without_signal_are_drawn(drawn: Drawn) -> None:
+    """A logarithmic axis cannot show 0; the warning would be printed to the user."""
+    weights = {"w_mean": 0.0, "w_max": 0.0}
+    axis = drawn([train_record(step, stats=weights) for step in (1, 2, 3)])["Behaviour weight w"]
+    assert axis.get_yscale() == "linear"
+    mixed = [train_record(1, stats=weights), train_record(2, stats={"w_mean": 1.0, "w_max": 3.0})]
+    assert drawn(mixed)["Behaviour weight w"].get_yscale() == "log"
