@@ -75,14 +75,14 @@ agents-env: $(AGENTS_VENV)/.installed  ## make .venv-agents with the agent frame
 
 $(AGENTS_VENV)/.installed: $(AGENTS)/requirements.txt $(AGENTS)/constraints.txt
 	test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
-	@.ci/install $(AGENTS_VENV) -c $(AGENTS)/constraints.txt -r $(AGENTS)/requirements.txt
+	@.ci/install $(AGENTS_VENV) --no-compile -c $(AGENTS)/constraints.txt -r $(AGENTS)/requirements.txt
 	touch $@
 
 verifiers-env: $(VERIFIERS_VENV)/.installed  ## make .venv-verifiers with verifiers 0.4, for rollout.agent=verifiers (once, 0.6 GB)
 
 $(VERIFIERS_VENV)/.installed: $(VERIFIERS)/requirements.txt $(VERIFIERS)/constraints.txt
 	test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
-	@.ci/install $(VERIFIERS_VENV) -c $(VERIFIERS)/constraints.txt -r $(VERIFIERS)/requirements.txt
+	@.ci/install $(VERIFIERS_VENV) --no-compile -c $(VERIFIERS)/constraints.txt -r $(VERIFIERS)/requirements.txt
 	touch $@
 
 # On top of .venv: trackio needs another version of pillow, and the rest is not needed elsewhere.
@@ -95,8 +95,8 @@ $(TRACKERS_VENV)/.installed: $(STAMP) $(TRACKERS)/requirements.txt $(TRACKERS)/c
 # OpenEnv's validator of endpoints. It needs another version of the package mcp than verifiers.
 $(OPENENV_VENV)/.installed: $(OPENENV)/requirements.txt $(OPENENV)/no-deps.txt
 	test -x $(OPENENV_VENV)/bin/python || $(PYTHON) -m venv $(OPENENV_VENV)
-	@.ci/install $(OPENENV_VENV) -r $(OPENENV)/requirements.txt
-	@.ci/install $(OPENENV_VENV) --no-deps -r $(OPENENV)/no-deps.txt
+	@.ci/install $(OPENENV_VENV) --no-compile -r $(OPENENV)/requirements.txt
+	@.ci/install $(OPENENV_VENV) --no-compile --no-deps -r $(OPENENV)/no-deps.txt
 	touch $@
 
 run: setup  ## train the small model of experiment=arith on this machine; ARGS="train.total_steps=10" changes it
@@ -125,7 +125,7 @@ sglang-test: setup sglang-cpu  ## run the tests that need SGLang: the contract o
 	REALSYS_PACKAGES=1 $(PY) -m pytest $(SGLANG_TESTS) -ra --durations=10 $(ARGS)
 
 agents-test: setup agents-env verifiers-env $(OPENENV_VENV)/.installed  ## train the agents of docs/examples/agents, each with its framework, on the arith task
-	REALSYS_PACKAGES=1 $(PY) -m pytest tests/agents -ra --durations=10 $(ARGS)
+	REALSYS_PACKAGES=1 $(PY) -m pytest tests/agents -n 2 --dist worksteal -ra --durations=10 $(ARGS)
 
 trackers-test: setup $(TRACKERS_VENV)/.installed  ## run the tests of the trackers with TensorBoard, W&B, MLflow and trackio, all without network
 	PYTHONPATH="$(CURDIR)" REALSYS_PACKAGES=1 $(TRACKERS_VENV)/bin/python -m pytest $(TRACKERS) -ra --durations=5 $(ARGS)

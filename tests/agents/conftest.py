@@ -1,5 +1,6 @@
 """The model of all tests here: the arith model after its warm-up with chats, made once."""
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -19,4 +20,13 @@ def examples():
 
 @pytest.fixture(scope="session")
 def warm_model(tmp_path_factory: pytest.TempPathFactory, examples: None) -> Path:
-    return warm_up(tmp_path_factory.mktemp("warm"))
+    """Of several processes of pytest-xdist one makes it, and the others wait for it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "warm"
+    folder.mkdir(exist_ok=True)
+    made = folder / "made"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # bounded by the timeout of the test
+        if not made.exists():
+            made.write_text(str(warm_up(folder)))
+    return Path(made.read_text())

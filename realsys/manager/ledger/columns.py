@@ -107,7 +107,7 @@ class PromptRates:
 
     def resize(self, prompts: int) -> None:
         """Make room for ``prompts`` prompts."""
-        self.values.extend([UNSEEN] * (prompts - len(self.values)))
+        self.values += array("h", [UNSEEN]) * (prompts - len(self.values))
 
     def observe(self, prompt: int, correct: int, judged: int) -> None:
         """Add a group with ``correct`` of ``judged`` episodes right. Prompts that are not there are ignored."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 
+@lru_cache(maxsize=2)  # the ledger and its audit ask for the same one, and so does each simulation of a planner
 def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
     """Return the order of ``size`` prompts in ``epoch``, int64 [size]. Equal arguments give equal orders anywhere."""
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size)
+    order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size)
+    order.flags.writeable = False
+    return order
 
 
 def sampling_seed(*parts: int) -> int:

@@ -1,4 +1,4 @@
-"""The jobs of the GPU tests, on the CPU."""
+"""The command that runs everything that needs a GPU, on a machine without one: skipped, or on the CPU."""
 
 from __future__ import annotations
 
@@ -6,11 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gpu.gpu_all_run import check_on_cpu
+from tests.support.gpu.gpu_all_run import check_on_cpu, gpu_all
 
 pytestmark = pytest.mark.system
-JOB = 4
+SGLANG = 8
 
 
-def test_jobs_for_gpus_run_on_the_cpu(tmp_path: Path) -> None:
-    check_on_cpu(JOB, tmp_path / "out")
+def test_every_row_says_that_there_is_no_gpu(tmp_path: Path) -> None:
+    """A benchmark and a file of tests."""
+    code, output, rows = gpu_all(tmp_path / "out", "--budget", "280", "--items", "1", "7")
+    assert code == 0, output
+    assert [(row["name"], row["result"], row["detail"]) for row in rows] == [
+        ("varlen", "skipped", "no CUDA device"),
+        ("generation_rate", "skipped", "no CUDA device"),
+    ]
+    assert output.splitlines()[-1].split()[:3] == ["7", "generation_rate", "skipped"]
+
+
+def test_item_out_of_time_is_a_row(tmp_path: Path) -> None:
+    code, _, rows = gpu_all(tmp_path / "out", "--budget", "0.1", "--items", "0", "1")
+    assert [row["result"] for row in rows] == ["out of time", "not run"] and code == 1
+
+
+@pytest.mark.parametrize("item", range(SGLANG))
+def test_item_runs_on_the_cpu(item: int, tmp_path: Path) -> None:
+    """A typo must not wait for a GPU."""
+    check_on_cpu(item, tmp_path / "out")

@@ -36,7 +36,7 @@ from tests.support.ledger.ledger_world import COPIER, Bounds, WorldState, bounds
 from tests.support.ledger.state_explorer import Violation, explore
 
 #: Everything that can go wrong once; two things that meet; larger batches; groups that grow too old; two workers; what
-#: is too old is trained; a trial that was resumed; machines that lose unsynced records.
+#: is too old is trained, or its tokens are masked; a trial that was resumed; machines that lose unsynced records.
 SMALL = [
     bounds(),
     bounds("fails_though_stored lapses_though_alive", prompts=1, steps=1, faults=2),
@@ -44,7 +44,7 @@ SMALL = [
     bounds("", eta=1, prompts=3, steps=3, faults=0),
     bounds("dies reply_lost", workers=2, prompts=1, steps=1),
     bounds("lapses_though_alive", policy="train"),
-    bounds("lapses_though_alive", eta=1, prompts=3, steps=3, policy="mask"),
+    bounds("lapses_though_alive", policy="mask"),
     bounds("master_crashes", prompts=2, resumed=True),
     bounds("machine_fails"),
     bounds("manager_loses_its_tail", prompts=1, steps=1),
@@ -57,6 +57,7 @@ LARGE = [
     bounds("arrives_late filtered", eta=1, prompts=3, steps=3),
     bounds("dies dies_in_push reply_lost lapses_though_alive", workers=2),
     bounds("arrives_late", eta=1, prompts=3, steps=3, policy="train"),
+    bounds("lapses_though_alive", eta=1, prompts=3, steps=3, policy="mask"),
     bounds("master_crashes never_arrives", prompts=3, steps=3, resumed=True),
     bounds("machine_fails master_crashes manager_restarts", prompts=1, steps=1, faults=2),
     bounds("manager_loses_its_tail", prompts=1),
