@@ -40,7 +40,7 @@ _PARTS = {
     "checkpoint": "#7d5ba6",
     OTHER: "#c9c9c9",
 }
-_COLUMNS = 4
+_COLUMNS, _WIDTH = 4, 19.0  # panels in a row; inches
 _SMOOTHED = 30  # points from which on a line is drawn with its running mean
 _WINDOW = 25  # the running mean is over a 25th of the points
 
@@ -75,8 +75,11 @@ def draw_curves(config: Config, paths: TrialPaths) -> None:
     run = _read(config, paths)
     panels = [panel for panel in _panels(run) if any(name in point for point in run.points for name in panel.needs)]
     rows = max(1, -(-len(panels) // _COLUMNS))
-    figure, axes = pyplot.subplots(
-        rows, _COLUMNS, figsize=(19, 0.9 + 3.0 * rows), sharex=True, squeeze=False, layout="constrained"
+    height = 0.9 + 3.0 * rows
+    figure, axes = pyplot.subplots(rows, _COLUMNS, figsize=(_WIDTH, height), sharex=True, squeeze=False)
+    # Fixed margins in inches: a layout that fits the labels draws all texts once more, a third of the time.
+    figure.subplots_adjust(
+        left=0.7 / _WIDTH, right=1 - 0.15 / _WIDTH, bottom=0.3 / height, top=1 - 0.9 / height, wspace=0.2, hspace=0.25
     )
     for panel, axis in zip(panels, axes.flat, strict=False):
         panel.draw(axis, run)
