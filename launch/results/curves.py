@@ -147,14 +147,14 @@ def _accuracy(axis: Axes, run: _Run) -> None:
         steps, values = zip(*known, strict=True)
         line = 0.8 if len(known) > 2 else 0.0  # two points would look like a curve
         axis.plot(steps, values, "D-", color=_POINT, linewidth=line, markersize=5, label="held out", zorder=3)
-        for step, value in dict.fromkeys((known[0], known[-1])):
+        for (step, value), side in {known[-1]: "right", known[0]: "left"}.items():  # inside of the panel
             box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
             axis.annotate(
                 percent(value),
                 (step, value),
                 xytext=(0, -15),
                 textcoords="offset points",
-                ha="center",
+                ha=side,
                 fontsize=9,
                 bbox=box,
             )
@@ -185,8 +185,9 @@ def _weights(axis: Axes, run: _Run) -> None:
     if axis.dataLim.y1 <= 0:
         return  # no step trained a token; a logarithmic axis cannot show 0
     axis.set_yscale("log")
-    for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-        which("{x:g}")
+    axis.yaxis.set_major_formatter("{x:g}")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else "")  # the labels of several decades would overlap
 
 
 def _kl(axis: Axes, run: _Run) -> None:

@@ -104,7 +104,7 @@ def _corrected(
     for _ in range(times):
         outcome = simulate(fitted.costs(numbers), fitted.recording.config, fitted.lengths, most=most)
         progress()
-        server, trainer = _missing(outcome, goal)
+        server, trainer = _missing(outcome, goal, told=fitted.recording.servers.tell_tokens)
         if abs(server) + abs(trainer) < best[0]:
             error = abs(math.log(outcome.steps_per_h / goal.steps_per_h))
             best = abs(server) + abs(trainer), numbers, error
@@ -115,15 +115,17 @@ def _corrected(
     return best[1], best[2]
 
 
-def _missing(outcome: Outcome, goal: Outcome) -> tuple[float, float]:
+def _missing(outcome: Outcome, goal: Outcome, *, told: bool) -> tuple[float, float]:
     """Return the logarithms of what the seconds of the servers and of the trainer must be multiplied with.
 
-    The trainer's: mean seconds of a step. The servers': steps per hour, if the trainer waits for them; mean seconds of
-    a group, if it does not, because then they do not decide the throughput.
+    The trainer's: mean seconds of a step. The servers': steps per hour, if the trainer waits for them. If it does not,
+    they do not decide the throughput. Then the servers keep their costs if spans ``told`` them: the seconds of a group
+    depend on how many groups still wait from the start of the run. Without spans: mean seconds of a group.
     """
-    server = goal.group_s / max(outcome.group_s, 1e-9)
     if goal.waits > _WAITS and outcome.waits > _WAITS / 2:
         server = outcome.steps_per_h / goal.steps_per_h
+    else:
+        server = 1.0 if told else goal.group_s / max(outcome.group_s, 1e-9)
     return math.log(server), math.log(goal.step_s / max(outcome.step_s, 1e-9))
 
 

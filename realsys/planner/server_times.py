@@ -19,6 +19,7 @@ from realsys.timeline.units import attempt_of, ticket_of
 _KIND = "generation_server"
 _STEPS = (50, 20, 5, 1)  # last steps whose spans are read: the first number whose spans are not too many
 _MOST = 20_000  # decode spans that are kept, evenly spaced: more tell no more
+_FEWEST = 100  # decode spans that tell the seconds of a token
 _SAME_MOMENT = 0.02  # s; a cache is invalid from a pause on
 
 
@@ -53,6 +54,11 @@ class ServerTimes:
     decoding: Sequence[Decoding] = ()
     recomputes: Sequence[Recompute] = ()
     served: Mapping[tuple[str, int], Window] = field(default_factory=dict)
+
+    @property
+    def tell_tokens(self) -> bool:
+        """Return True if the decode spans are enough to tell what a token takes."""
+        return len(self.decoding) >= _FEWEST
 
 
 def read_server_times(paths: TrialPaths, begins: Sequence[float], end: float) -> ServerTimes:

@@ -26,7 +26,6 @@ from realsys.planner.steady_state import recomputes, trainer_cores
 _OTHERS = np.linspace(0.0, 1.5, 31)  # cores per server that are tried
 _FASTEST = 1e-9  # seconds of a token, if the times do not depend on the lengths
 _LIKE_A_STEP = 0.3  # relative error of the engine's forward pass, if it is taken to be that of the trainer
-_FEWEST = 100  # decode spans; with fewer the times of the groups are used
 _RECOMPUTING = 0.01  # share of the decoding; less does not tell what a recomputed token takes
 
 
@@ -117,7 +116,7 @@ def _least_squares(
 def _decoded(recording: Recording, load: Load) -> _Pieces | None:
     """Return the decode spans; None without enough of them. Extra: seconds in which caches are computed again."""
     found = recording.servers.decoding
-    if len(found) < _FEWEST:
+    if not recording.servers.tell_tokens:
         return None
     seconds, extra = np.array([each.end - each.begin for each in found]), np.array([each.recomputing for each in found])
     return _Pieces(

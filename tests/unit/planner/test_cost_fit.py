@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from realsys.config.compose import with_overrides
@@ -9,6 +11,7 @@ from realsys.errors import ConfigError
 from realsys.planner.cost_fit import fit, recorded_outcome
 from realsys.planner.parameters import Fit
 from realsys.planner.predict import predict
+from realsys.planner.server_times import Decoding, ServerTimes
 from realsys.planner.steady_state import Costs, simulate
 from tests.support.planner.recordings import COSTS, SHARED, recording_of, steps_per_h
 
@@ -27,6 +30,21 @@ def test_fit_explains_the_recorded_run(fitted: tuple[Costs, Fit]) -> None:
     for numbers in (found.mid, *found.members):
         outcome = simulate(found.costs(numbers), found.recording.config, found.lengths)
         assert outcome.steps_per_h == pytest.approx(recorded.steps_per_h, rel=0.06)
+
+
+def test_costs_that_spans_tell_stay() -> None:
+    """The trainer never waits, so its throughput tells nothing about the servers, and the groups' seconds little."""
+    running = [4.0 + k % 25 for k in range(200)]
+    seconds = [20 * (COSTS.token + COSTS.token_per_running * count) for count in running]
+    decoding = [
+        Decoding(k, k + each, 20, count, 0.0) for k, (each, count) in enumerate(zip(seconds, running, strict=True))
+    ]
+    recording = recording_of(COSTS)
+    late = [replace(group, granted=group.granted - 5.0) for group in recording.groups]  # they waited for their turn
+    found = fit(replace(recording, groups=late, servers=ServerTimes(decoding)), 0.0)
+    assert found.mid.token_s == found.estimates.token_s.value and found.mid.group_s == found.estimates.group_s.value
+    truth = COSTS.token + COSTS.token_per_running * found.completions
+    assert found.mid.token_s == pytest.approx(truth, rel=0.05) and found.misfit < 0.02
 
 
 @pytest.mark.parametrize(
