@@ -133,11 +133,15 @@ def _print_use(console: Console, report: Report) -> None:
         return
     servers, workers = report.servers, report.workers
     lines = [
-        f"{servers.servers} servers: busy {servers.busy:.0%} of the time, {servers.running:.1f} completions at a time "
-        f"(at most {servers.most}), {servers.queued:.1f} wait; paused for weights {servers.paused:.1%}",
-        f"{workers.workers} RolloutWorkers: {workers.playing:.1f} groups at a time, room for {workers.empty:.1f} more "
-        "that got no ticket",
+        f"{_count(servers.servers, 'server')}: busy {servers.busy:.0%} of the time, {servers.running:.1f} completions "
+        f"at a time (at most {servers.most}), {servers.queued:.1f} wait; paused for weights {servers.paused:.1%}",
+        f"{_count(workers.workers, 'RolloutWorker')}: {workers.playing:.1f} groups at a time, room for "
+        f"{workers.empty:.1f} more that got no ticket",
     ]
     if workers.reasons:
         lines[-1] += f" ({', '.join(f'{name} {count} times' for name, count in sorted(workers.reasons.items()))})"
     console.print("\n" + "\n".join(lines), highlight=False)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
