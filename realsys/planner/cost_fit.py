@@ -118,9 +118,9 @@ def _corrected(
 def _missing(outcome: Outcome, goal: Outcome, *, told: bool) -> tuple[float, float]:
     """Return the logarithms of what the seconds of the servers and of the trainer must be multiplied with.
 
-    The trainer's: mean seconds of a step. The servers': steps per hour, if the trainer waits for them. If it does not,
-    they do not decide the throughput. Then the servers keep their costs if spans ``told`` them: the seconds of a group
-    depend on how many groups still wait from the start of the run. Without spans: mean seconds of a group.
+    The trainer's factor: mean seconds of a step. The servers' factor: steps per hour, if the trainer waits for them. If
+    it does not wait, the throughput tells nothing about the servers. Then costs that were ``told`` by spans stay,
+    because a group is slower while groups from the start of the run still wait. Without spans: mean seconds of a group.
     """
     if goal.waits > _WAITS and outcome.waits > _WAITS / 2:
         server = outcome.steps_per_h / goal.steps_per_h

@@ -17,8 +17,8 @@ from realsys.planner.parameters import Fit, Parameters
 from realsys.planner.steady_state import SHORT, STEPS, Outcome, check_layouts, simulate
 
 SEEDS = (1, 2, 3)
-#: relative error of the model itself, where the costs are exact: the errors that benchmarks/planner.py measures have a
-#: root mean square of 8 %, and the costs explain 3 to 4 % of it
+#: relative error of the model itself, where the costs are exact. The errors in benchmarks/results/planner.json have a
+#: root mean square of 8 %, and the costs cause a part of it.
 MODEL_ERROR = 0.07
 _Z90 = 1.645
 

@@ -19,7 +19,7 @@ from realsys.timeline.units import attempt_of, ticket_of
 _KIND = "generation_server"
 _STEPS = (50, 20, 5, 1)  # last steps whose spans are read: the first number whose spans are not too many
 _MOST = 20_000  # decode spans that are kept, evenly spaced: more tell no more
-_FEWEST = 100  # decode spans that tell the seconds of a token
+_FEWEST = 100  # decode spans; the seconds of a token are estimated from at least this many
 _SAME_MOMENT = 0.02  # s; a cache is invalid from a pause on
 
 

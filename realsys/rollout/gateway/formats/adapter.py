@@ -13,7 +13,7 @@ These ids are for the parser only. Nothing that is trained or sent to the engine
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from realsys.data.tokenizer import TextTokenizer
@@ -47,7 +47,7 @@ class ParserTokenizer:
             return [self.convert_tokens_to_ids(token) for token in tokens]
         if tokens not in self._markers:
             known = self._tokenizer.token_id(tokens)
-            self._markers[tokens] = self._id(tokens, self._own) if known is None else known
+            self._markers[tokens] = self._own_id(tokens) if known is None else known
             self._any = _pattern(self._markers)
             self._missing = _pattern(text for text, token in self._markers.items() if token >= _OWN)
         return self._markers[tokens]
@@ -55,7 +55,7 @@ class ParserTokenizer:
     def encode(self, text: str, *args: Any, **options: Any) -> list[int]:
         if text.startswith("<") and text.endswith(">") and text.count("<") == 1:
             return [self.convert_tokens_to_ids(text)]  # some renderers look up their markers in this way
-        return self._split(text, self._any, self._own)
+        return self._split(text, self._any, self._own_id)
 
     def decode(self, ids: Any, *args: Any, **options: Any) -> str:
         texts: list[str] = []
@@ -98,31 +98,33 @@ class ParserTokenizer:
         return ids + self._run(run)
 
     def as_text(self, ids: Sequence[int], markers: Container[int]) -> list[int]:
-        """Return the ids of a completion with these markers as text."""
+        """Return the ids of a completion with these markers as text, which the library does not recognise."""
         return [self._passing_id(self.decode([token])) if token in markers else token for token in ids]
 
     def prompt(self, tokens: Sequence[int]) -> list[int]:
         """Return the end of a prompt for the parser, cut like the headers that ``encode`` gets."""
-        return self._split(self._tokenizer.decode(tokens[-PROMPT_TAIL:]), self._any, self._passing)
+        return self._split(self._tokenizer.decode(tokens[-PROMPT_TAIL:]), self._any, self._id)
 
     def _run(self, tokens: list[int]) -> list[int]:
         """Return tokens, none of which is a marker, cut where their text has one."""
         if not tokens or self._missing is None:
             return tokens
         text = self._tokenizer.decode(tokens)
-        return self._split(text, self._missing, self._passing) if self._missing.search(text) else tokens
+        return self._split(text, self._missing, self._id) if self._missing.search(text) else tokens
 
-    def _split(self, text: str, pattern: re.Pattern[str] | None, ids: dict[str, int]) -> list[int]:
+    def _split(self, text: str, pattern: re.Pattern[str] | None, new_id: Callable[[str], int]) -> list[int]:
         pieces = pattern.split(text) if pattern is not None else [text]
-        return [self._markers[piece] if piece in self._markers else self._id(piece, ids) for piece in pieces if piece]
+        return [self._markers[piece] if piece in self._markers else new_id(piece) for piece in pieces if piece]
 
-    def _id(self, text: str, ids: dict[str, int]) -> int:
-        if ids is self._passing and text not in self._own:
-            return self._passing_id(text)
+    def _own_id(self, text: str) -> int:
         if text not in self._own:
             self._own[text] = _OWN + len(self._own)
             self._texts[self._own[text]] = text
         return self._own[text]
+
+    def _id(self, text: str) -> int:
+        """Return the lasting id of a text that has one, so that it compares equal; else one for this completion."""
+        return self._own[text] if text in self._own else self._passing_id(text)
 
     def _passing_id(self, text: str) -> int:
         if text not in self._passing:
