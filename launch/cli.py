@@ -65,6 +65,8 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `realsys` command; returns the exit code."""
+    # No command computes, and a BLAS with threads would keep `preload` from forking.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     parser, parsers = make_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks which words may follow
         from realsys.launch.arguments.completion import complete
@@ -88,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"realsys {__version__}")
         return EXIT_OK
+    args.own_process = argv is None
     if command is None:
         parser.print_help()
         return EXIT_OK

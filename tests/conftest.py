@@ -29,8 +29,8 @@ from tests.support.processes.ports import lasting_ports
 
 SETTLE_S = 30.0  # a process or thread that ends within this time is no leftover
 SESSION_MARK = "REALSYS_TEST_SESSION"
-_shared_servers: set[int] = set()  # pids that belong to session fixtures, which may start in the middle of a test
-# multiprocessing keeps these for the life of the interpreter, by design
+shared_servers: set[int] = set()  # pids that belong to session fixtures, which may start in the middle of a test
+# These stay for the life of a test process, by design.
 STANDING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -94,6 +94,61 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
     return ByJob(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
+# ---- targets: `make test` is for every change, so no test of it starts a process of Python, outside its one job
+
+#: folder -> the mark of its tests
+FOLDER_MARKS = {
+    "contracts/cluster": "processes",
+    "contracts/sandbox": "processes",
+    "contracts/reward": "processes",
+    "contracts/launch": "ranks",
+    "contracts/master": "ranks",
+    "contracts/train": "ranks",
+    "contracts/config": "ranks",
+    "unit/planner": "ranks",
+    "unit/simulate": "ranks",
+}
+starts: list[str] = []  # processes of Python that this one has started
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    for item in items:
+        folder = "/".join(item.path.relative_to(tests).parts[:2])
+        if folder in FOLDER_MARKS:
+            item.add_marker(FOLDER_MARKS[folder])
+
+
+def _record_starts() -> None:
+    """Note each fork of this process, and each Python that it executes."""
+    fork, init = os.fork, subprocess.Popen.__init__
+
+    def noting_fork() -> int:
+        starts.append("a fork")
+        return fork()
+
+    def noting_init(self: subprocess.Popen[Any], args: Any, *rest: Any, **options: Any) -> None:
+        words = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
+        if os.path.basename(os.fsdecode(words[0])).startswith("python"):
+            starts.append(" ".join(map(str, words))[:200])
+        init(self, args, *rest, **options)
+
+    os.fork, subprocess.Popen.__init__ = noting_fork, noting_init  # type: ignore[method-assign]
+
+
+_record_starts()
+
+
+@pytest.fixture(autouse=True)
+def belongs_to_its_target(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test of `make test` that starts a process."""
+    before = len(starts)
+    yield
+    marks = {mark.name for mark in request.node.iter_markers()}
+    if len(starts) > before and not marks & {"processes", "ranks", "system", "gpu"}:
+        pytest.fail(f"mark it `processes` or `ranks`, because it starts {starts[before]}", pytrace=False)
+
+
 # ---- a real etcd
 
 
@@ -145,7 +200,7 @@ class EtcdServer:
 def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     """One etcd for all tests: use unique keys, and do not stop it."""
     server = EtcdServer(tmp_path_factory.mktemp("etcd"))
-    _shared_servers.add(server.start())
+    shared_servers.add(server.start())
     yield server
     server.kill()
 
@@ -173,7 +228,7 @@ def leaves_nothing_running() -> Iterator[None]:
     for thread in set(threading.enumerate()) - threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     left = [f"thread {t.name!r}" for t in set(threading.enumerate()) - threads]
-    ours = _children() - children - _shared_servers
+    ours = _children() - children - shared_servers
     left += [f"process {pid} ({_command(pid)})" for pid in _lasting(ours, deadline - time.monotonic())]
     if left:
         pytest.fail("left running: " + ", ".join(left), pytrace=False)
@@ -206,7 +261,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if _is_worker(session):
         return
     mark = f"{SESSION_MARK}={os.environ[SESSION_MARK]}".encode()
-    left = _lasting({pid for pid in _all_processes() if _is_marked(pid, mark)}, SETTLE_S)
+    left = _lasting({pid for pid in _all_processes() - shared_servers if _is_marked(pid, mark)}, SETTLE_S)
     if left:
         print("\nleft running by this session: " + ", ".join(f"{pid} ({_command(pid)})" for pid in left))
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -37,6 +37,18 @@ class Command:
     takes_overrides: bool = False
 
 
+def preload_workers(args: argparse.Namespace) -> None:
+    """Fork the servers of worker processes, if this process is the command's own and will start some.
+
+    Call it after the imports of the command, which they share, and before anything else: code of the user may start
+    threads.
+    """
+    if args.own_process and not getattr(args, "dry_run", False) and not getattr(args, "live", False):
+        from realsys.launch.nodes import preload
+
+        preload.start()
+
+
 def seconds(text: str) -> float:
     """Read a duration of more than 0 s, for argparse. Raises ArgumentTypeError."""
     return _above_zero(text, "seconds")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from realsys.launch.arguments.base import Command, add_json, add_trial
+from realsys.launch.arguments.base import Command, add_json, add_trial, preload_workers
 
 
 def _add_recorded(parser: ArgumentParser) -> None:
@@ -16,6 +16,7 @@ def _add_recorded(parser: ArgumentParser) -> None:
 def _replay(args: Namespace) -> int:
     from realsys.launch.commands.replay import replay
 
+    preload_workers(args)
     return replay(args.trial_dir, args.step)
 
 

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realsys.launch.arguments.base import Command, add_config_dir, add_newest_trial, seconds
+from realsys.launch.arguments.base import Command, add_config_dir, add_newest_trial, preload_workers, seconds
 
 if TYPE_CHECKING:
     from realsys.launch.run import RunOptions
@@ -38,6 +38,7 @@ def _options(args: Namespace, *, plain: bool) -> RunOptions:
 def _run(args: Namespace) -> int:
     from realsys.launch.run import run
 
+    preload_workers(args)
     return run(args.overrides, _options(args, plain=args.plain))
 
 
@@ -57,6 +58,7 @@ def _add_resume(parser: ArgumentParser) -> None:
 def _resume(args: Namespace) -> int:
     from realsys.launch.commands.trials.resume import resume_trial
 
+    preload_workers(args)
     return resume_trial(*_trial_and_overrides(args), dry_run=args.dry_run, plain=args.plain)
 
 
@@ -92,6 +94,7 @@ def _evaluate(args: Namespace) -> int:
     from realsys.launch.evaluate.command import evaluate
     from realsys.launch.evaluate.eval_settings import Choices
 
+    preload_workers(args)
     return evaluate(args.target, Choices(args.overrides, args.config_dir, args.name), args.step, live=args.live)
 
 
@@ -116,6 +119,7 @@ def _add_node_agent(parser: ArgumentParser) -> None:
 def _node_agent(args: Namespace) -> int:
     from realsys.launch.nodes.node_agent import node_agent
 
+    preload_workers(args)
     return node_agent(args.trial_dir, args.node, args.wait, once=args.once)
 
 

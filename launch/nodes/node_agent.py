@@ -307,6 +307,7 @@ async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignal
     deadline, served = Lease.now() + wait_s, ""
     gpu_memory = await asyncio.to_thread(_gpu_memory)  # the driver may take seconds to answer
     async with open_executor() as executor:
+        await executor.ready(wait_s)
         while (address := await _find(paths, deadline, signals, had_one=bool(served))) is not None:
             if once and served not in ("", address.coordinator):
                 raise Fenced("another coordinator runs the trial, with agents of its own")

@@ -160,11 +160,15 @@ class Supervisor:
 
     async def _start_all(self) -> None:
         others = {name: node for name, node in self._nodes.items() if name != LOCAL}
+        imported = False
         if others:
             self._hooks.say(f"waiting for the agents of {', '.join(others)} (realsys node-agent)")
             await self._wait_for("the start", self._hooks.launch())
             await self._wait_for("the start", all_ready(others, self._bounds.join_s))
         for child in self._children:
+            if child.spec.kind != NAME_STORE and not imported and LOCAL in self._nodes:
+                imported = True
+                await self._wait_for("the imports", self._nodes[LOCAL].ready(self._bounds.join_s))
             self._start(child)
             if child.spec.kind == NAME_STORE:
                 address = self._nodes[child.spec.node].address

@@ -21,6 +21,8 @@ from typing import IO
 
 import psutil
 
+from realsys.cluster.fork_server import Forked, ForkServer
+
 HEALTHY_AFTER_S = 300.0  # a process that ran longer gets its restart budget back
 LONGEST_BACKOFF_S = 30.0
 _ROUND_S = 0.1  # between two rounds of kill_descendants
@@ -38,24 +40,31 @@ class ChildProcess:
         stdin: int = subprocess.DEVNULL,
         inherit: Sequence[int] = (),
         on_exit: Callable[[], None] | None = None,
+        server: ForkServer | None = None,
     ) -> None:
         """Start ``argv``; stdout and stderr go to ``output``, and the descriptors ``inherit`` stay open in it.
 
-        ``on_exit`` is called on the event loop. Raises OSError; no process is left then.
+        ``on_exit`` is called on the event loop. ``server`` forks the process, if it has the program's modules; such a
+        process has no ``stdin``. Raises OSError; no process is left then.
         """
         self.started = time.monotonic()
         self._on_exit = on_exit
         self._exited = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self.popen = subprocess.Popen(
-            argv,
-            env=dict(env),
-            stdin=stdin,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=tuple(inherit),
-            start_new_session=True,  # a group to kill as a whole; Ctrl-C reaches the parent only
-        )
+        self.popen: subprocess.Popen[bytes] | Forked
+        if server is not None:
+            file = output if isinstance(output, int) else output.fileno()
+            self.popen = server.start(argv, env, file, file, inherit)
+        else:
+            self.popen = subprocess.Popen(
+                argv,
+                env=dict(env),
+                stdin=stdin,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=tuple(inherit),
+                start_new_session=True,  # a group to kill as a whole; Ctrl-C reaches the parent only
+            )
         try:
             self._pidfd = os.pidfd_open(self.pid)
         except OSError:  # without a pidfd the end of the process would go unnoticed
@@ -101,7 +110,7 @@ class ChildProcess:
             self._kill_group()  # before the wait: `pid-stays-valid`
             self.popen.wait()
             os.close(self._pidfd)
-        return self.popen.returncode
+        return self.popen.wait()
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.processes.agents import start_agent
+from tests.support.processes.forked import Command
 
 _WAIT_S = 120.0  # time that an agent waits for a launcher
 _JOIN_S = 20.0  # an agent that was started this short before the end of the run may not have joined it
@@ -33,7 +34,7 @@ class Agents:
         self._env = env
         self._spares = spares
         self._numbers = itertools.count()
-        self._agents: dict[str, subprocess.Popen[bytes]] = {}
+        self._agents: dict[str, Command] = {}
         self._began: dict[str, float] = {}
         for _ in range(count):
             self._start(f"host{next(self._numbers)}")

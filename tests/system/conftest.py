@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers.utils import logging
 
 from realsys.config.paths import TrialPaths
 from realsys.train.records.record_files import recorded_steps
-from tests.support.jobs.jobs import Job, arith, processes_of, run_arith, running
+from tests.support.jobs.jobs import Job, arith, processes_of, realsys, run_arith, running
 
 STEPS = 5
 ENDLESS = [
@@ -62,16 +61,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
     root, argv = arith(tmp_path_factory.mktemp("runs"), "interrupted", *ENDLESS, "checkpoint.every_steps=2")
     with running(root, argv) as live:
         live.until(lambda: len(recorded_steps(TrialPaths(root).records)) >= 3, "three recorded steps")
-        seen = {
-            command: subprocess.run(
-                [sys.executable, "-m", "realsys.launch.cli", command, str(root)],
-                capture_output=True,
-                text=True,
-                timeout=120,
-                stdin=subprocess.DEVNULL,
-            )
-            for command in ("status", "audit", "samples")
-        }
+        seen = {command: realsys(command, root) for command in ("status", "audit", "samples")}
         live.process.send_signal(signal.SIGINT)
         began = time.monotonic()
         live.until(lambda: not processes_of(root), "no worker is left", timeout_s=60)

@@ -23,6 +23,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(api, "own_words", lambda: [sys.executable, "-c", f"import os, signal, sys\n{script}"])
 
 
+@pytest.mark.processes
 def test_import_is_cheap() -> None:
     """Every process imports the package."""
     script = "import sys, realsys; print([name for name in sys.modules if name.startswith('realsys')])"
@@ -63,6 +64,7 @@ def test_folder_that_is_no_trial_is_refused(tmp_path: Path) -> None:
         realsys.Trial(tmp_path)
 
 
+@pytest.mark.processes
 def test_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     sample_trial(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -75,6 +77,7 @@ def test_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(lines) > 3
 
 
+@pytest.mark.processes
 def test_run_passes_words_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """The name of the trial is chosen before, so that its folder is known."""
     monkeypatch.chdir(tmp_path)
@@ -87,6 +90,7 @@ def test_run_passes_words_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert (tmp_path / "words").read_text() == words
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("script", "message", "code"),
     [
@@ -105,6 +109,7 @@ def test_failure_has_message_and_exit_code(
     assert str(caught.value).startswith(message) and caught.value.exit_code == code
 
 
+@pytest.mark.processes
 def test_run_that_is_refused_has_its_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real command finds it: the settings compose."""
     monkeypatch.chdir(tmp_path)
@@ -122,6 +127,7 @@ def test_setting_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.processes
 def test_interrupt_stops_the_run_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.chdir(tmp_path)
     ending = "def stopped(*_):\n    print('saved')\n    print('to continue: x', file=sys.stderr)\n    sys.exit(130)\n"

@@ -105,6 +105,7 @@ def imported(names: list[str], path: Path = ROOT) -> dict[str, str]:
     return result
 
 
+@pytest.mark.processes
 def test_modules_without_tensors_import_no_torch() -> None:
     """Importing them starts no thread either."""
     names = [name for name in modules() if not may_import_torch(name)]
@@ -114,6 +115,7 @@ def test_modules_without_tensors_import_no_torch() -> None:
     assert imported(names) == {}
 
 
+@pytest.mark.processes
 def test_the_check_would_notice(tmp_path: Path) -> None:
     (tmp_path / "torch.py").touch()
     (tmp_path / "fine.py").touch()
@@ -179,13 +181,11 @@ def test_folders_of_tests_mirror_the_packages() -> None:
         assert sorted(f for f in folders if not (ROOT / "realsys" / f).is_dir()) == []
 
 
-def test_folders_of_tests_are_small_and_names_unique() -> None:
+def test_names_of_test_files_are_unique() -> None:
     """A name that occurs twice is a name that a search does not find."""
     files = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in ("__init__.py", "conftest.py")]
     names = Counter(path.name for path in files)
     assert [name for name, count in names.items() if count > 1] == []
-    folders = Counter(path.parent for path in files)
-    assert [str(folder) for folder, count in folders.items() if count > 12] == []
 
 
 def test_files_that_share_a_job_exist() -> None:

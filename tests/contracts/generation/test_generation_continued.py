@@ -18,6 +18,8 @@ from realsys.types import Ticket
 from tests.support.serving.generation_models import make_model
 from tests.support.serving.generation_servers import PROMPT, ServerUnderTest, check, drive, publish
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[3]
 BOUND_S = 60.0
 TICKET = Ticket("17", 0, prompt_index=0, n=2, seed=400)

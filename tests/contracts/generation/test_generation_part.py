@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from realsys.cluster.failure import read_errors
 from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES
 from realsys.config.dump import write_config
 from realsys.config.schema import GenerationConfig, ModelConfig, SglangConfig
 from tests.support.processes.tester_trial import Trial
 from tests.support.serving.qwen_models import write_qwen
+
+pytestmark = pytest.mark.processes
 
 START = "from realsys.workers.generation_part import main; main()"
 

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
+import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from realsys.config.paths import TrialPaths
 from realsys.telemetry.steps import read_steps
 from tests.conftest import SESSION_MARK
 from tests.support.polling import poll
+from tests.support.processes.forked import COMMAND, Command, start
 
 SMALL = [
     "experiment=arith",
@@ -76,7 +77,22 @@ class Job:
 
 
 def command(*overrides: str) -> list[str]:
-    return [sys.executable, "-m", "realsys.launch.cli", "run", *overrides]
+    return [*COMMAND, "run", *overrides]
+
+
+def realsys(*words: object, timeout_s: float = BOUND_S) -> subprocess.CompletedProcess[str]:
+    """Run a command of realsys to its end."""
+    argv = [*COMMAND, *map(str, words)]
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process = start(argv, stdout, stderr, dict(os.environ))
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+            process.wait()
+        for file in (stdout, stderr):
+            file.seek(0)
+        return subprocess.CompletedProcess(argv, code, stdout.read(), stderr.read())
 
 
 def arith(fileroot: Path, trial: str, *overrides: str) -> tuple[Path, list[str]]:
@@ -98,7 +114,7 @@ def run_arith(fileroot: Path, trial: str, *overrides: str, timeout_s: float = BO
 class LiveJob:
     """A run under way, as a user with a second terminal sees it."""
 
-    def __init__(self, root: Path, start: Callable[[], subprocess.Popen[str]], output: tuple[Path, Path]) -> None:
+    def __init__(self, root: Path, start: Callable[[], Command], output: tuple[Path, Path]) -> None:
         self.root, self._start, self.output = root, start, output
         self.process = start()
 
@@ -172,21 +188,11 @@ def running(
     for path in output:
         path.unlink(missing_ok=True)
 
-    def start() -> subprocess.Popen[str]:
+    def once_more() -> Command:
         with output[0].open("a") as stdout, output[1].open("a") as stderr:
-            # A new session, as in a terminal: its Ctrl-C must not reach us.
-            return subprocess.Popen(
-                argv,
-                env={**os.environ, **(env or {})},
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                text=True,
-                start_new_session=True,
-            )
+            return start(argv, stdout, stderr, {**os.environ, **(env or {})}, cwd)
 
-    live = LiveJob(root, start, output)
+    live = LiveJob(root, once_more, output)
     try:
         yield live
     finally:

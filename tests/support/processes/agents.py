@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from realsys.launch.nodes.coordinator import AgentStream, Terms, open_nodes
 from realsys.launch.nodes.node_agent import AgentEndpoint
 from realsys.launch.process_plan import ProcessSpec, needs_of
 from realsys.stream.security import ensure_keys, load_keys
+from tests.support.processes.forked import COMMAND, Command, server, start
 from tests.support.processes.supervised import FOREVER, READY, Trial
 
 BOUND_S = 60.0
@@ -37,18 +36,11 @@ def start_agent(
     wait_s: float = BOUND_S,
     *options: str,
     env: Mapping[str, str] | None = None,
-) -> subprocess.Popen[bytes]:
+) -> Command:
     """Start ``realsys node-agent`` with ``env`` over our environment; its output goes to the end of ``output``."""
-    argv = [sys.executable, "-m", "realsys.launch.cli", "node-agent", "--trial-dir", str(root), "--node", node]
+    argv = [*COMMAND, "node-agent", "--trial-dir", str(root), "--node", node, "--wait", str(wait_s), *options]
     with output.open("ab") as file:
-        return subprocess.Popen(
-            [*argv, "--wait", str(wait_s), *options],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env={**os.environ, **(env or {})},
-            start_new_session=True,
-        )
+        return start(argv, file, file, {**os.environ, **(env or {})})
 
 
 class AgentTrial(Trial):
@@ -61,16 +53,17 @@ class AgentTrial(Trial):
         super().__init__(folder, "a")
         self.root = folder / "trial"
         self.root.mkdir()
+        server()  # not a child of the run
         self.open_nodes = self._open
-        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.agents: dict[str, Command] = {}
         self.remote: Mapping[str, Node] = {}
-        self.started: list[subprocess.Popen[bytes]] = []
+        self.started: list[Command] = []
         self._terms = Terms("127.0.0.1", lease_s, BOUND_S)
 
     def output(self, node: str) -> Path:
         return self.folder / f"agent-{node}.txt"
 
-    def start_agent(self, node: str) -> subprocess.Popen[bytes]:
+    def start_agent(self, node: str) -> Command:
         agent = self.agents[node] = start_agent(self.root, node, self.output(node))
         self.started.append(agent)
         return agent

@@ -26,6 +26,7 @@ from realsys.launch.process_plan import TRAINING, OnDeath, ProcessSpec, needs_of
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.processes.run_hooks import Bounds, Hooks
 from realsys.launch.processes.supervisor import Supervisor
+from tests.conftest import shared_servers
 
 READY = """
 import os, signal, socket, sys
@@ -95,12 +96,12 @@ class Trial:
                             await following
                     return await running
 
-        before = {p.pid for p in psutil.Process().children(recursive=True)}
+        before = _descendants()
         with socket.socket(socket.AF_UNIX) as server:
             server.bind("\0" + self.socket)
             server.listen()
             outcome = asyncio.run(body())
-        assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+        assert _descendants() <= before | shared_servers
         return outcome
 
     async def ready(self, *names: str) -> None:
@@ -125,6 +126,16 @@ async def in_process_agents(specs: Sequence[ProcessSpec]) -> AsyncIterator[dict[
             agents = [asyncio.create_task(serve(paths, name, 60.0, NodeSignals())) for name in names if name != LOCAL]
             yield nodes
             assert await asyncio.gather(*agents) == [0] * len(agents)
+
+
+def _descendants() -> set[int]:
+    """Processes below this one that run."""
+    running = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                running.add(process.pid)
+    return running
 
 
 def stop(supervisor: Supervisor) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import pytest
 from realsys.config.paths import TrialPaths
 from realsys.evaluation.stored_samples import read_samples
 from realsys.telemetry.steps import read_steps
-from tests.support.jobs.jobs import SMALL, Job, LiveJob, arith, processes_of, run_arith, running
+from tests.support.jobs.jobs import SMALL, Job, LiveJob, arith, processes_of, realsys, run_arith, running
+from tests.support.processes.forked import COMMAND
 from tests.support.training.data_models import jsonl
 from tests.system.conftest import ENDLESS
 
@@ -28,13 +28,11 @@ SETTINGS = [text for text in SMALL if text.startswith(("experiment=", "data.", "
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "realsys.launch.cli", "eval", *map(str, arguments)]
+    return [*COMMAND, "eval", *map(str, arguments)]
 
 
-def realsys(*arguments: object, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
-    )
+def evaluate(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return realsys("eval", *arguments)
 
 
 def results(folder: Path) -> dict[str, dict[str, Any]]:
@@ -66,7 +64,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveJob]:
 
 def test_trial_repeats_its_last_evaluation(greedy, tmp_path):
     before = everything(greedy.root)
-    done = realsys(greedy.root, "--name", "last")
+    done = evaluate(greedy.root, "--name", "last")
     assert done.returncode == 0, done.stdout + done.stderr
     last = greedy.records("eval")[-1]
     [again] = results(greedy.root / "eval" / "last").values()
@@ -78,7 +76,7 @@ def test_trial_repeats_its_last_evaluation(greedy, tmp_path):
 
 
 def test_step_of_a_trial_has_its_own_weights(greedy):
-    done = realsys(greedy.root, "--step", "1", "--name", "first")
+    done = evaluate(greedy.root, "--step", "1", "--name", "first")
     assert done.returncode == 0, done.stdout + done.stderr
     [first] = results(greedy.root / "eval" / "first").values()
     assert first["version_min"] == first["version_max"] == 1
@@ -89,7 +87,7 @@ def test_greedy_evaluation_of_a_model_is_reproducible(greedy, tmp_path):
     found = []
     for name in ("a", "b"):
         settings = [*SETTINGS, *GREEDY, f"fileroot={tmp_path}", "evaluation.samples=4", "evaluation.k=[1,4]"]
-        done = realsys(greedy.paths.final_model, "--name", name, *settings)
+        done = evaluate(greedy.paths.final_model, "--name", name, *settings)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "pass@4" in done.stdout
         folder = tmp_path / "eval" / name
@@ -105,7 +103,7 @@ def test_folder_is_read_without_its_train_split(greedy, tmp_path):
     for split in ("train", "test"):
         jsonl(tmp_path / "both" / f"{split}.jsonl", [{"prompt": f"{n}+{len(split)}=", "answer": "1"} for n in range(4)])
     settings = ["data.kind=jsonl", f"data.eval={tmp_path / 'both'}", "data.verifier=exact", f"fileroot={tmp_path}"]
-    done = realsys(greedy.paths.final_model, "--name", "folder", *SETTINGS, *settings)
+    done = evaluate(greedy.paths.final_model, "--name", "folder", *SETTINGS, *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     [stored] = (tmp_path / "eval" / "folder" / "evaluations").iterdir()
     read = {sample.prompt for sample in read_samples(stored)}
@@ -150,7 +148,7 @@ def test_bad_input_is_one_line_before_any_start(greedy, tmp_path):
         ([greedy.root, "--step", "9"], "has the weights of these steps only"),
         ([greedy.root, "--live"], "does not run"),
     ):
-        done = realsys(*arguments)
+        done = evaluate(*arguments)
         assert done.returncode == 2 and problem in done.stderr, (arguments, done.stdout, done.stderr)
         assert done.stderr.count("\n") == 1
     assert not (tmp_path / "eval").exists() or not list((tmp_path / "eval").iterdir())
@@ -158,7 +156,7 @@ def test_bad_input_is_one_line_before_any_start(greedy, tmp_path):
 
 def test_live_servers_are_evaluated_beside_training(training):
     before = training.steps_done()
-    done = realsys(training.root, "--live", "evaluation.problems=32", "evaluation.samples=8")
+    done = evaluate(training.root, "--live", "evaluation.problems=32", "evaluation.samples=8")
     assert done.returncode == 0, done.stdout + done.stderr
     [record] = results(max((training.root / "eval").glob("user-*"), key=os.path.getmtime)).values()
     assert record["completions"] == 256 and record["version_min"] == record["version_max"] >= before - 1
@@ -198,8 +196,7 @@ def test_live_evaluation_survives_a_trainer_restart(training):
 
 def test_audit_accepts_evaluations_of_users(training):
     """The journal has finished, cancelled and restarted ones."""
-    audit = [sys.executable, "-m", "realsys.launch.cli", "audit", str(training.root)]
-    done = subprocess.run(audit, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    done = realsys("audit", training.root)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

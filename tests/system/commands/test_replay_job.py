@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -17,13 +15,9 @@ from realsys.config.paths import TrialPaths
 from realsys.storage.files import FileInfo
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
 from realsys.train.records import record_files as files
+from tests.support.jobs.jobs import realsys
 
 pytestmark = pytest.mark.system
-
-
-def realsys(*arguments: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "realsys.launch.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
 
 
 def everything(root: Path) -> dict[Path, tuple[int, int]]:

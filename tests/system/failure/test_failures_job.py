@@ -1,13 +1,11 @@
 """Processes that die: which processes stop, and what the user reads."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from realsys.train.records.record_files import recorded_steps
-from tests.support.jobs.jobs import arith, processes_of, run_arith, running
+from tests.support.jobs.jobs import arith, processes_of, realsys, run_arith, running
 from tests.support.polling import poll
 from tests.system.conftest import ENDLESS
 
@@ -49,10 +47,5 @@ def test_nan_step_is_recorded_and_replayed(tmp_path):
     assert "exited with code 1" not in job.stderr.splitlines()[0]
     steps = recorded_steps(job.paths.records)
     assert max(steps) == len(job.records("train")) + 1
-    replayed = subprocess.run(
-        [sys.executable, "-m", "realsys.launch.cli", "replay", str(job.root)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    replayed = realsys("replay", job.root)
     assert replayed.returncode == 0 and "bit-equal" in replayed.stdout, replayed.stderr

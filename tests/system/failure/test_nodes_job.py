@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from realsys.launch.commands.audit import audit_trial
 from tests.support.jobs.jobs import BOUND_S, Job, arith, processes_of, run, running
 from tests.support.processes.agents import start_agent
+from tests.support.processes.forked import Command
 from tests.support.processes.ports import lasting_ports
 
 pytestmark = [pytest.mark.system, pytest.mark.needs("etcd")]
@@ -60,7 +60,7 @@ def test_etcd_of_another_run_ends_this_one(tmp_path: Path, etcd_server: Any) -> 
     assert {log.name for log in job.paths.logs.glob("*.log")} == {"name_store-0.log", "trackers.log"}
 
 
-def kinds_of(agent: subprocess.Popen[bytes]) -> set[str]:
+def kinds_of(agent: Command) -> set[str]:
     """Kinds of the workers that the agent runs."""
     children = psutil.Process(agent.pid).children()
     return {part.rpartition(".")[2] for child in children for part in child.cmdline()[3:4]}

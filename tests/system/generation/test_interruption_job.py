@@ -1,11 +1,8 @@
 """Weights change in the middle of completions, on two servers."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.jobs.jobs import processes_of, run_arith
+from tests.support.jobs.jobs import processes_of, realsys, run_arith
 from tests.support.jobs.ledgers import check_ledger, check_staleness
 
 pytestmark = pytest.mark.system
@@ -70,7 +67,6 @@ def test_job_tells_which_tokens_stand_on_kept_keys(tmp_path):
     for step in steps:
         if step["agreement"]["tokens"]:
             assert step["agreement"]["difference_max"] < 1e-3, step
-    command = [sys.executable, "-m", "realsys.launch.cli", "replay", str(job.root)]
-    replayed = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    replayed = realsys("replay", job.root)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert replayed.stdout.count("bit-equal") == len(steps)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from realsys.train.records.record_files import read_record, recorded_steps
-from tests.support.jobs.jobs import arith, processes_of, run_arith, running
+from tests.support.jobs.jobs import arith, processes_of, realsys, run_arith, running
 from tests.support.jobs.ledgers import check_ledger
 from tests.support.rewards.judge_endpoint import KEY, judge_endpoint
 
@@ -20,8 +18,9 @@ STEPS = 3
 
 
 def regrade(root: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "realsys.launch.cli", "regrade", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    done = realsys("regrade", root, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def settings(url: str) -> list[str]:

@@ -129,6 +129,7 @@ def test_controller_continues_from_its_state() -> None:
     assert second.coef == first.coef == pytest.approx(0.055)
 
 
+@pytest.mark.processes
 def test_the_controller_needs_no_torch() -> None:
     """The master's process has none."""
     code = "import sys, realsys.algorithm.kl; sys.exit('torch' in sys.modules)"

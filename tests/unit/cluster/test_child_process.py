@@ -23,6 +23,8 @@ from realsys.cluster.child_process import (
 )
 from realsys.cluster.prctl import subreaper
 
+pytestmark = pytest.mark.processes
+
 BOUND_S = 60.0
 #: a child in its own session, whose pid is printed: neither the group's SIGKILL nor the parent's death reaches it
 ESCAPED = (

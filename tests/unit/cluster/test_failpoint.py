@@ -179,6 +179,7 @@ print(time.monotonic() - began)
 """
 
 
+@pytest.mark.processes
 def test_suspended_process_is_woken_again(tmp_path):
     """Also: a process outside of the checkout finds the tests' module through the environment."""
     plan = environment([fault(action="stop", seconds=0.3)], tmp_path)

@@ -153,6 +153,7 @@ def test_grouping_is_contiguous_balanced_and_leaves_nobody_out(senders, receiver
     assert max(loads) - min(loads) <= 1 and loads == sorted(loads, reverse=True)
 
 
+@pytest.mark.processes
 def test_cluster_package_is_light():
     """Every process imports it first: no torch, no grpc, no pydantic, no numpy."""
     code = (

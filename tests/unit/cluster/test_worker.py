@@ -18,6 +18,8 @@ import pytest
 from realsys.cluster.failure import read_errors
 from tests.support.processes.tester_trial import BOUND_S, PRELUDE, Trial
 
+pytestmark = pytest.mark.processes
+
 #: a lease whose end the test waits for; elsewhere no slow machine is to outlive it
 LAPSES = pytest.mark.parametrize("trial", [{"lease_s": 3.0}], indirect=True, ids=["short lease"])
 #: time for the exit handlers that no slow machine outlives

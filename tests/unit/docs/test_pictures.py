@@ -10,6 +10,8 @@ import pytest
 from realsys.errors import WaitTimeout
 from tests.support.docs import pictures
 
+pytestmark = pytest.mark.processes
+
 
 def _process(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)

@@ -150,6 +150,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", sorted(BACKEND.builtin))
 def test_rules_of_builtin_backends_need_no_torch(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", CHECK_WITHOUT_TORCH, name], cwd=ROOT, capture_output=True, text=True)

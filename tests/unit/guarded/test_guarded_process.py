@@ -16,6 +16,8 @@ from realsys.cluster.child_process import resident_bytes_below
 from realsys.guarded.guarded_process import GuardedProcess
 from tests.support.polling import ended, poll
 
+pytestmark = pytest.mark.processes
+
 WAIT_S = 60.0
 # Starts a process that leads another session, prints its pid, and waits.
 SERVER = ["sh", "-c", 'setsid sleep 1000 & echo "helper $! up"; wait']

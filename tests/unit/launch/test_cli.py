@@ -21,6 +21,7 @@ def test_help_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line for line in lines if len(line) > 80] == []
 
 
+@pytest.mark.processes
 def test_help_imports_nothing_heavy() -> None:
     script = (
         "import sys; from realsys.launch.cli import make_parser; make_parser()[0].format_help(); print(*sys.modules)"
@@ -58,6 +59,7 @@ def test_every_command_has_its_own_help(capsys: pytest.CaptureFixture[str]) -> N
         assert ended.value.code == 0 and capsys.readouterr().out.startswith(f"usage: realsys {name}")
 
 
+@pytest.mark.processes
 def test_reader_that_ends_first_is_no_error() -> None:
     """As in `realsys list | head`."""
     script = "import sys; from realsys.launch.cli import main; sys.exit(main(['config', 'experiment=arith']))"

@@ -26,6 +26,8 @@ from realsys.launch.arguments.words import own_command
 from realsys.launch.lock import TrialLock, running_launcher
 from tests.support.processes.ports import lasting_ports
 
+pytestmark = pytest.mark.processes
+
 BOUND_S = 120.0
 REPOSITORY = Path(__file__).parents[3]
 #: the command, with these scripts in the place of the workers, and the real name store if there is one of its own

@@ -58,6 +58,7 @@ def test_who_signed_is_named(tmp_path: Path) -> None:
     TrialLock(tmp_path / "lock", "t", retry_timeout_s=0.0).close()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("shift", [1, -500, None])
 def test_process_with_reused_launcher_pid_is_not_blamed(held: Path, shift: int | None) -> None:
     held.write_text(f"{os.getpid()}\n" if shift is None else signature_of(os.getpid(), shift))
@@ -65,6 +66,7 @@ def test_process_with_reused_launcher_pid_is_not_blamed(held: Path, shift: int |
     assert "is run by another launcher" not in refusal(held)
 
 
+@pytest.mark.processes
 def test_zombie_launcher_counts_as_dead(held: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     held.write_text(signature_of(dead.pid))
@@ -76,6 +78,7 @@ def test_zombie_launcher_counts_as_dead(held: Path) -> None:
     dead.wait(BOUND_S)
 
 
+@pytest.mark.processes
 def test_only_processes_that_hold_the_lock_are_named(held: Path) -> None:
     """Processes that wait for the lock are not named."""
     waiting = os.open(held, os.O_RDWR)
@@ -86,6 +89,7 @@ def test_only_processes_that_hold_the_lock_are_named(held: Path) -> None:
     assert len(named) == 1 and named != [str(os.getpid())]
 
 
+@pytest.mark.processes
 def test_holder_that_opens_and_closes_files_is_named(tmp_path: Path) -> None:
     """A file that it closes while its files are listed does not hide the lock."""
     path = tmp_path / "lock"
@@ -100,6 +104,7 @@ def test_holder_that_opens_and_closes_files_is_named(tmp_path: Path) -> None:
         process.wait(BOUND_S)
 
 
+@pytest.mark.processes
 def test_what_is_waited_for_is_said(held: Path) -> None:
     said: list[str] = []
     with pytest.raises(ConfigError):

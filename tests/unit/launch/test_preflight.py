@@ -61,6 +61,7 @@ def refused(tmp_path: Path, model: Path, data: Path, capsys: pytest.CaptureFixtu
     return run
 
 
+@pytest.mark.processes
 def test_readme_command_fits_a_model_of_512_positions(
     tmp_path: Path, model: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +85,7 @@ def test_given_limits_are_refused_with_values_that_fit(refused: Refused) -> None
     assert "set data.max_prompt_tokens=128 generation.sampling.max_new_tokens=384" in line
 
 
+@pytest.mark.processes
 def test_given_prompt_limit_leaves_rest_to_completion(
     tmp_path: Path, model: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +118,7 @@ def test_nodes_without_gpus_are_warned_of(
     assert capsys.readouterr().out.count("warning: all processes run on CPUs: say how many GPUs a node has") == warnings
 
 
+@pytest.mark.processes
 def test_home_is_expanded_in_path_settings(
     tmp_path: Path, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,6 +309,7 @@ def test_damaged_checkpoint_to_resume_is_refused(tmp_path: Path, refused: Refuse
 # ---- the user's own packages
 
 
+@pytest.mark.processes
 def test_users_own_packages_do_not_break_the_command(tmp_path: Path) -> None:
     for name in ("configs", "launch", "workers"):
         (tmp_path / name).mkdir()
@@ -317,6 +321,7 @@ def test_users_own_packages_do_not_break_the_command(tmp_path: Path) -> None:
     assert "dry run: everything is checked" in done.stdout
 
 
+@pytest.mark.processes
 def test_other_layout_is_checked_by_the_dry_run(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -244,6 +244,7 @@ def test_trial_that_cannot_start_leaves_no_folder(sections: dict[str, Any], prob
 # ---- the command
 
 
+@pytest.mark.processes
 def test_help_and_version_import_nothing_heavy() -> None:
     """What makes them answer at once; a time limit would only measure the machine."""
     script = """

@@ -29,6 +29,8 @@ from realsys.manager.ledger.events import Opened
 from realsys.manager.ledger.journal import Journal
 from tests.support.scripted_runs import CTRL_C, DONE, RUN, STOPPED, Runs
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:

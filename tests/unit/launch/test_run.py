@@ -22,6 +22,8 @@ from realsys.launch.cli import main
 from realsys.launch.process_plan import ProcessSpec
 from realsys.launch.processes.supervisor import Supervisor
 
+pytestmark = pytest.mark.processes
+
 WAIT = "import signal; signal.pause()"
 MASTER = """
 import json, sys, time

@@ -27,6 +27,7 @@ def completions(line: str, folder: Path) -> list[str]:
     return answer.read_text().split()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("line", "offered"),
     [

@@ -251,6 +251,7 @@ def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("files_written", range(1, 7))
 def test_kill_between_files_leaves_the_complete_checkpoint(tmp_path: Path, files_written: int) -> None:
     def prepare(workers: Workers) -> None:
@@ -271,6 +272,7 @@ def test_kill_between_files_leaves_the_complete_checkpoint(tmp_path: Path, files
     assert listed(tmp_path) == [1, 2]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("where", ["write_durably", "fsync_directory"])
 def test_kill_at_commit_leaves_the_complete_checkpoint(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
@@ -281,6 +283,7 @@ def test_kill_at_commit_leaves_the_complete_checkpoint(
     assert (tmp_path / "checkpoints" / "step-00000002.tmp" / "state.json").exists() == (where == "fsync_directory")
 
 
+@pytest.mark.processes
 def test_kill_while_pruning_leaves_the_new_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(_: Workers) -> None:
         monkeypatch.setattr(shutil, "rmtree", die)

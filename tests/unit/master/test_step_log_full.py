@@ -13,6 +13,8 @@ from realsys.errors import RealsysError
 from realsys.master.step_log import StepLog
 from realsys.telemetry.steps import StepTail
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("room", [0, 7])
 def test_record_on_full_disk_leaves_no_trace(tmp_path: Path, room: int) -> None:

@@ -22,6 +22,7 @@ class Completion(NamedTuple):
         return f"so it is \\boxed{{{self.answer}}}"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("first", "second", "agree"),
     [(r"\frac{1}{2}", "0.5", True), ("50\\%", "1/2", True), ("7", "8", False), ("7", "it depends", False)],

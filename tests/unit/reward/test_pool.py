@@ -18,6 +18,8 @@ from realsys.reward.verifier_process import Limits
 from realsys.reward.verifiers.base import Item, Verdict
 from tests.support.serving.reward_pools import BEHAVE, correct, error_of, outcomes, trips, until, with_pool
 
+pytestmark = pytest.mark.processes
+
 
 def test_items_of_one_turn_share_a_trip():
     async def body(pool):

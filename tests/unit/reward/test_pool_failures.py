@@ -10,6 +10,8 @@ from realsys.reward.frames import CAUSES
 from realsys.reward.verifiers.base import Item, Verdict
 from tests.support.serving.reward_pools import correct, outcomes, with_pool
 
+pytestmark = pytest.mark.processes
+
 CHECKED = "tests.support.serving.reward_verifiers:checked"
 
 

@@ -14,6 +14,8 @@ from realsys.reward.frames import Done, NotLoaded, frame
 from realsys.reward.verifiers.base import Item, Verdict
 from tests.support.serving.reward_pools import BEHAVE, correct, error_of, outcomes, until, with_pool
 
+pytestmark = pytest.mark.processes
+
 
 def test_hung_verifier_is_killed_and_replaced():
     async def body(pool):

@@ -16,6 +16,8 @@ from realsys.rollout.references import ReferenceChecker, check_references
 from tests.support.serving.reward_pools import BEHAVE
 from tests.support.training.data_models import jsonl, trial
 
+pytestmark = pytest.mark.processes
+
 CHECKED = "tests.support.serving.reward_verifiers:checked"
 
 

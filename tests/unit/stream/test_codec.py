@@ -382,6 +382,7 @@ for i in range(60):
 """
 
 
+@pytest.mark.processes
 def test_threads_may_decode_a_type_first_together() -> None:
     """msgspec ends the process if two threads make decoders of one Struct at the same time."""
     assert subprocess.run([sys.executable, "-c", RACE], timeout=120, check=False).returncode == 0

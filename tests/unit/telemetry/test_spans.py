@@ -61,6 +61,7 @@ def test_nothing_is_recorded_before_start(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_killed_process_keeps_flushed_spans(tmp_path: Path) -> None:
     """A SIGKILL in the middle of a line loses that line only."""
     program = (
@@ -133,6 +134,7 @@ def test_fact_that_is_no_json_ends_recording_only(tmp_path: Path) -> None:
     recorder.flush()
 
 
+@pytest.mark.processes
 def test_forked_child_records_nothing(recording: Path) -> None:
     child = os.fork()
     if child == 0:

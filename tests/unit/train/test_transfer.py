@@ -18,6 +18,8 @@ from realsys.train.transfer import execute
 from tests.support.training.sample_records import make_ref
 from tests.support.training.train_ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 #: sample "s{i}": 3 prompt tokens, 1 + i answer tokens
 REFS = [make_ref(f"s{i}", 4 + i, 3, 0.0, False, 0) for i in range(4)]
 

@@ -45,6 +45,7 @@ def naive(*, with_entropy: bool, mixed: bool = False) -> tuple[torch.Tensor, ...
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("tensor_ranks", [1, 2])
 def test_values_and_gradients_are_those_of_the_formulas(tensor_ranks: int) -> None:
     cases = list(itertools.product((0, 4), (False, True), (False, True)))  # rows at a time, entropy bonus, temperatures

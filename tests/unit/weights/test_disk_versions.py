@@ -302,6 +302,7 @@ def test_staging_allocates_the_tensors_only(tmp_path, model_dir):
         tracemalloc.stop()
 
 
+@pytest.mark.processes
 def test_full_disk_leaves_the_last_version(tmp_path, model_dir):
     """RLIMIT_FSIZE replaces the full disk: write() raises the same error."""
     root = tmp_path / "w"

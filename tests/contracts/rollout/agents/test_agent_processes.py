@@ -23,6 +23,8 @@ from realsys.rollout.agents.captured import processes as module
 from realsys.rollout.agents.captured.processes import AgentProcesses, check_interpreter
 from tests.support.polling import ended, poll
 
+pytestmark = pytest.mark.processes
+
 AGENTS = "tests.support.harness.user_agents"
 ROW = {"prompt": "1+1", "answer": "2", "level": 3}
 ROOT = Path(__file__).parents[4]

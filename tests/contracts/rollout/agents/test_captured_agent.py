@@ -61,6 +61,7 @@ def test_conversation_is_one_row_with_rewards_of_turns(server, tokenizer):
     assert (episode.reward, episode.metrics["level"], episode.metrics["gateway/calls"]) == (0.0, 3.0, 3.0)
 
 
+@pytest.mark.processes
 def test_process_ends_in_the_same_episode(server, tokenizer):
     episode, returned = play(server, tokenizer, "talks_in_process")
     assert_one_row(episode.rows[0], returned)
@@ -89,6 +90,7 @@ class Hangs:
             await asyncio.Event().wait()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("run", ["talks_for_the_judge", "talks_in_process"])
 def test_environment_that_hangs_costs_its_episode(tokenizer, run):
     """The judgement has what the run has left of the episode's time."""

@@ -18,6 +18,8 @@ from tests.support.serving.gateways import TICKET, chat_server, make_sharp_chat_
 from tests.support.training.ppo_batch import Worker, whole
 from tests.support.training.train_ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 SETTINGS = (
     "rollout.agent=tests.support.harness.clients:asks_temperatures",
     "rollout.gateway.sampling=request",

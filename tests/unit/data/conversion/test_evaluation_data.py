@@ -66,6 +66,7 @@ def test_changed_source_of_a_set_is_refused(tmp_path: Path):
         check_copy(begun, Config(), paths)
 
 
+@pytest.mark.processes
 def test_references_of_a_set_are_checked_by_its_verifier(tmp_path: Path):
     train = jsonl(tmp_path / "t.jsonl", [{"prompt": "a", "answer": "it depends"}])
     more = jsonl(tmp_path / "m.jsonl", [{"prompt": "b", "answer": "it depends, too"}])
@@ -82,6 +83,7 @@ def judged_by_exact(train: Path, held_out: Path, **fields: Any) -> Config:
     return Config(data=data, evaluation=EvalConfig(sets={"eval": EvalSetConfig(verifier="exact")}), **fields)
 
 
+@pytest.mark.processes
 def test_held_out_references_have_one_verifier(tmp_path: Path):
     """The verifier of the train prompts never judges the held-out problems, so it need not know their references."""
     good, other = (
@@ -93,6 +95,7 @@ def test_held_out_references_have_one_verifier(tmp_path: Path):
         check_references(judged_by_exact(other, good), trial(tmp_path))
 
 
+@pytest.mark.processes
 def test_evaluation_alone_checks_no_train_reference(tmp_path: Path):
     one, other = (jsonl(tmp_path / f"{n}.jsonl", [{"prompt": "a", "answer": "it depends"}]) for n in (1, 2))
     check_references(judged_by_exact(one, other, evaluate_only=True), trial(tmp_path))

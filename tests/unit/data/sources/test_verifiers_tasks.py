@@ -12,6 +12,7 @@ from realsys.errors import DataError
 SOURCE = "verifiers:no_such_environment"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

@@ -18,6 +18,8 @@ from realsys.generation.backend import ONE_NODE, Span, own_span
 from realsys.generation.sglang.arguments import Launch
 from realsys.generation.sglang.part import run_part
 
+pytestmark = pytest.mark.processes
+
 #: writes its arguments to a file, then ends
 RECORDER = "import json, sys; open({path!r}, 'w').write(json.dumps(sys.argv[1:])); print('no GPU'); sys.exit({code})"
 FOREVER = "import signal; open({path!r}, 'w').write('[]'); signal.pause()"

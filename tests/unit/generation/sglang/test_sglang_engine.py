@@ -15,6 +15,8 @@ from realsys.errors import GenerationError, WeightsError
 from realsys.generation.sglang.update import check_shapes
 from tests.support.serving.sglang_engines import SHAPES, STALLING, WAIT_S, Engines, engines, generate
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def make() -> Iterator[Engines]:

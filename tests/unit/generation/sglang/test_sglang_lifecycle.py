@@ -21,6 +21,8 @@ from realsys.generation.sglang import keeper as keepers
 from tests.support.polling import ended, poll
 from tests.support.serving.sglang_engines import WAIT_S, Engines, StandIn, engines, generate, helper_of
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def make() -> Iterator[Engines]:

@@ -9,6 +9,8 @@ from realsys.launch.cli import main
 from tests.support.data.data_rows import DAPO, GSM8K, HUMANEVAL, ROWS
 from tests.support.training.data_models import TEMPLATE, char_tokenizer, jsonl
 
+pytestmark = pytest.mark.processes
+
 LONG = (
     "Tom has 12 apples and buys 3 more apples at the market on Sunday with his {} friend. Then he gives half of all "
     "his apples to his sister. How many apples has he left?"

@@ -22,6 +22,7 @@ from tests.support.polling import poll
 from tests.support.processes.agents import BOUND_S, SHOWN, WORKER, AgentTrial, start_agent
 from tests.support.processes.supervised import log, stop, waits_for
 
+pytestmark = pytest.mark.processes
 LEASE_S = 3.0
 
 

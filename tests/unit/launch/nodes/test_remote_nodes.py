@@ -95,6 +95,7 @@ def test_failed_launcher_ends_the_wait(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+@pytest.mark.processes
 def test_order_has_addresses_of_other_nodes(tmp_path: Path) -> None:
     """It waits until the machine of the other node has joined: its address is not known before."""
 
@@ -114,6 +115,7 @@ def test_order_has_addresses_of_other_nodes(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+@pytest.mark.processes
 def test_gpu_indexes_become_ids_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realsys.config.rules.machine._present_gpus", lambda: 8)
     monkeypatch.setenv(VISIBLE, "4,5,6,7")

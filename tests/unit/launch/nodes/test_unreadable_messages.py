@@ -49,6 +49,7 @@ def test_unreadable_agent_is_lost_after_its_lease(tmp_path: Path, monkeypatch: p
     assert lost.lost.startswith("was lost with its node a (hosta): a message of its agent cannot be read: ")
 
 
+@pytest.mark.processes
 def test_agent_joins_again_after_an_unreadable_order(tmp_path: Path) -> None:
     """Without its process, whose end it does not report: the process is lost with the node."""
 

@@ -35,6 +35,7 @@ def test_log_within_its_bound_stays_unchanged(tmp_path: Path) -> None:
     assert log.read_bytes() == b"0123456789" and not before(log).exists()
 
 
+@pytest.mark.processes
 def test_no_line_of_two_writers_is_lost(tmp_path: Path) -> None:
     """The second one got the open file from the first, as an engine gets it from its worker."""
     log = tmp_path / "x.log"
@@ -100,6 +101,7 @@ def test_logs_are_bounded_although_one_cannot_be(tmp_path: Path) -> None:
     assert bad.stat().st_size == 100 and before(good).read_bytes() == b"x" * 100
 
 
+@pytest.mark.processes
 def test_last_words_of_the_first_death_are_kept(tmp_path: Path) -> None:
     trial, marker = Trial(tmp_path), tmp_path / "marker"
     script = f"import os, sys; print('again' if os.path.exists({str(marker)!r}) else 'the cause'); "

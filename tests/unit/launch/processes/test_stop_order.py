@@ -12,6 +12,8 @@ from realsys.errors import WaitTimeout
 from realsys.launch.process_plan import ProcessSpec
 from tests.support.processes.supervised import FOREVER, READY, STUBBORN, Trial, log, stop, waits_for
 
+pytestmark = pytest.mark.processes
+
 
 def test_master_is_stopped_before_the_others(trial: Trial) -> None:
     """It takes its last checkpoint with them."""

@@ -20,6 +20,8 @@ from realsys.launch.process_plan import Kind, ProcessSpec
 from realsys.launch.processes.supervisor import Supervisor
 from tests.support.processes.supervised import FOREVER, READY, STUBBORN, Trial, stop, waits_for
 
+pytestmark = pytest.mark.processes
+
 
 def test_run_is_done_when_the_master_exits_zero(trial: Trial) -> None:
     others = [trial.spec("model_worker", 0, FOREVER), trial.spec("rollout_worker", 0, FOREVER)]

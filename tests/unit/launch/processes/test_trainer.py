@@ -13,6 +13,8 @@ from realsys.launch.processes.failures import first_failure
 from realsys.launch.processes.supervisor import Supervisor
 from tests.support.processes.supervised import FOREVER, READY, STUBBORN, Trial, log, stop, waits_for
 
+pytestmark = pytest.mark.processes
+
 SHOW = READY + "print(os.environ.get('REALSYS_TRAINING_START'), os.getpid(), flush=True)\n"
 SHOWN = SHOW + "ready(); signal.pause()"
 

@@ -35,6 +35,7 @@ def snapshot(paths):
     return {path: path.stat().st_mtime_ns for path in sorted(paths.root.rglob("*"))}
 
 
+@pytest.mark.processes
 def test_disagreements_are_counted_by_direction(tmp_path, capsys):
     paths = make_trial(tmp_path, {3: SAMPLES, 4: SAMPLES[:2]})
     before = snapshot(paths)
@@ -65,6 +66,7 @@ def test_given_arguments_replace_those_of_the_trial():
     assert regrade_config(config, RegradeOptions(arguments="{}")).data.verifier_args == {}
 
 
+@pytest.mark.processes
 def test_another_verifier_and_its_errors(tmp_path, capsys):
     paths = make_trial(tmp_path, {3: [Trained(0, "#{}", True), Trained(1, "raise", False), Trained(2, "nan", False)]})
     assert main(["regrade", str(paths.root), "--verifier", BEHAVE, "--step", "3"]) == 0
@@ -74,6 +76,7 @@ def test_another_verifier_and_its_errors(tmp_path, capsys):
     assert "1 raised: verifier" in out and "1 no_verdict: verifier" in out and "1 right -> wrong" in out
 
 
+@pytest.mark.processes
 def test_arguments_and_settings_reach_the_verifier(tmp_path, capsys):
     paths = make_trial(tmp_path, {3: [Trained(0, "#{}", True)]})
     checked = BEHAVE.replace("behave", "checked")

@@ -17,6 +17,8 @@ from realsys.launch.results.drawing import draw_while_running
 from tests.support.polling import poll
 from tests.support.run_logs import run_records, write_log
 
+pytestmark = pytest.mark.processes
+
 BOUND_S = 120.0
 
 

@@ -63,6 +63,7 @@ def run_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     return Sweep(tmp_path, monkeypatch)
 
 
+@pytest.mark.processes
 def test_trials_run_in_order_and_are_compared(run_sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_sweep("seed=1,3", "--trial", "a", "--plain", "train.total_steps=7") == 0
     words = " ".join(BASE)
@@ -74,6 +75,7 @@ def test_trials_run_in_order_and_are_compared(run_sweep: Sweep, capsys: pytest.C
     assert "A  arith/a-seed_1" in out and "setting  A  B\nseed     1  3" in out
 
 
+@pytest.mark.processes
 def test_failed_trial_does_not_end_the_sweep(run_sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_sweep("seed=1,2,3", "trial=a", end="sys.exit(3)") == 3
     assert run_sweep.names == ["a-seed_1", "a-seed_2", "a-seed_3"]
@@ -84,11 +86,13 @@ def test_failed_trial_does_not_end_the_sweep(run_sweep: Sweep, capsys: pytest.Ca
     assert "C  arith/a-seed_3" in out
 
 
+@pytest.mark.processes
 def test_killed_trial_has_the_code_of_shells(run_sweep: Sweep) -> None:
     assert run_sweep("seed=2,3", "--trial", "a", end="os.kill(os.getpid(), signal.SIGKILL)") == 137
     assert run_sweep.names == ["a-seed_2", "a-seed_3"]
 
 
+@pytest.mark.processes
 def test_ctrl_c_stops_the_trial_and_the_sweep(run_sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
     """The trial gets the signal once: a second one would kill it."""
     assert run_sweep("seed=1,2,3", "--trial", "a", end=CTRL_C) == 130
@@ -140,6 +144,7 @@ def with_earlier(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
     monkeypatch.setattr(sweep, "check_folder", lambda *_: None)
 
 
+@pytest.mark.processes
 def test_complete_trial_is_left_alone(
     run_sweep: Sweep, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from realsys.launch.trackers.link import Trackers
 from realsys.telemetry.trackers.event_files import EventFile
 from tests.support.polling import poll
 from tests.support.telemetry.step_logs import append, train
+
+pytestmark = pytest.mark.processes
 
 BOUND_S = 60.0
 MODULE = """
@@ -108,7 +111,8 @@ def test_default_trackers_write_their_files(trial: Trial) -> None:
 
 def test_own_tracker_gets_points_and_the_end(trial: Trial) -> None:
     trial.follow("own_tracker:Printing", status="interrupted", until=lambda: len(trial.calls()) == 3)
-    assert trial.calls()[1:] == ["train 1 10", "train 2 10", "closed interrupted"]
+    priority = min(19, os.nice(0) + 10)
+    assert trial.calls()[1:] == [f"train 1 {priority}", f"train 2 {priority}", "closed interrupted"]
     assert "tracker_args" not in trial.calls()[0] and trial.said == []
     assert "library output" in (trial.paths.logs / "trackers.log").read_text()
 

@@ -34,6 +34,7 @@ def write(root: Path, verifier: str, incomplete: str = "", lost: int = 0) -> dic
     return ResultWriter(config, root).write("e", made, result, state)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("verifier", "share"), [("math", 0.0), ("exact", 1 / 3)])
 def test_votes_agree_as_the_verifier_says(tmp_path: Path, verifier: str, share: float):
     result = write(tmp_path, verifier)

@@ -260,6 +260,7 @@ def test_judge_takes_the_place_of_the_pool(endpoint):
     assert asyncio.run(run()).correct is True
 
 
+@pytest.mark.processes
 def test_trial_has_a_judge_beside_processes(endpoint):
     """Each completion goes to the verifier of its data set, and failures of both are counted."""
     given = settings(endpoint, "data.verifier=exact", "evaluation.sets={open: {verifier: judge}}", f"{JUDGE}.retries=0")

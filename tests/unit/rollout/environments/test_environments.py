@@ -99,6 +99,7 @@ def test_cut_off_completion_is_wrong_unasked(reason):
     assert judged(pool, Response("#3", reason, 2)) == Judgement(-5.0, False) and not pool.asked
 
 
+@pytest.mark.processes
 def test_undecidable_completion_has_no_judgement():
     responses = [Response("#3", "stop", 2), Response("raise", "stop", 1), Response("3", "stop", 1)]
     verifier = "data.verifier=tests.support.serving.reward_verifiers:behave"
@@ -131,6 +132,7 @@ def test_bad_environment_is_refused_before_start(examples, overrides, field, pro
     assert caught.value.field == field and problem in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.processes
 def test_example_environment_pays_for_short_answers(examples):
     settings = ["rollout.environment=environment:ShortAnswers", "rollout.environment_args={bonus: 2.0}"]
     check(changed(*settings), MACHINE)
@@ -141,6 +143,7 @@ def test_example_environment_pays_for_short_answers(examples):
     assert cut == Judgement(-5.0, False, {"unused_budget": 0.0})
 
 
+@pytest.mark.processes
 def test_example_verifier_gives_partial_credit(examples):
     settings = ["data.verifier=verifier:tests_passed"]
     check(changed(*settings), MACHINE)

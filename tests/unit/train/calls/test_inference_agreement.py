@@ -15,6 +15,8 @@ from realsys.train.megatron.device import Device
 from tests.support.training.ppo_batch import Arrays, Worker, make_batch, make_models, save_models, whole
 from tests.support.training.train_ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 REFS, ARRAYS = make_batch()
 TRAINED, OLDER = 0, -1  # ``Worker.call`` trains on version 0
 CONFIG = Config.model_validate({"train": {"microbatch_tokens": 48}})

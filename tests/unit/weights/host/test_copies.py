@@ -226,6 +226,7 @@ def killed(versions: DiskVersions, shm: Path, request: pytest.FixtureRequest) ->
     return path
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("killed", ["half", "whole"], indirect=True)
 def test_next_server_cleans_up_after_a_kill(killed: Path, versions: DiskVersions, shm: Path) -> None:
     assert copies(shm) == ["v00000000.0001"]
@@ -236,6 +237,7 @@ def test_next_server_cleans_up_after_a_kill(killed: Path, versions: DiskVersions
     assert list(shm.iterdir()) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("killed", ["half"], indirect=True)
 def test_survivor_stages_after_a_kill(killed: Path, versions: DiskVersions, shm: Path) -> None:
     """The other server of the host lives on: the folder stays, the half copy does not."""
@@ -244,6 +246,7 @@ def test_survivor_stages_after_a_kill(killed: Path, versions: DiskVersions, shm:
     survivor.close()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("killed", ["whole"], indirect=True)
 def test_other_trials_sweep_dead_ones_only(
     killed: Path, versions: DiskVersions, servers: list[HostReader], shm: Path, tmp_path: Path

@@ -10,6 +10,8 @@ from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from tests.support.scripted_runs import CTRL_C, STOPPED, Runs
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
