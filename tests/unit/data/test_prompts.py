@@ -40,22 +40,22 @@ def problems(count, start=0):
         ('{"prompt": [{"role": "robot", "content": "a"}], "answer": "5"}', "Invalid enum value 'robot'"),
         ('{"prompt": [{"role": "assistant", "content": "a"}], "answer": "5"}', "it must be 'user'"),
         ('["a", "5"]', "Expected `object`, got `array`"),
+        # bytes that are no UTF-8, also under other keys
+        ('{"prompt": "\udcff", "answer": "2"}', "utf-8"),
+        ('{"prompt": "a1=", "answer": "1", "source": "\udcff"}', "utf-8"),
     ],
 )
 def test_bad_row_is_named_by_file_and_line(tmp_path, line, expected):
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "a", "answer": "1"}\n\n' + line + '\n{"prompt": "b", "answer": "2"}\n')
+    text = '{"prompt": "a", "answer": "1"}\n\n' + line + '\n{"prompt": "b", "answer": "2"}\n'
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(DataError) as caught:
         count_rows(path)
     assert str(caught.value).startswith(f"{path}:3: ") and expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_invalid_utf8_and_missing_files_are_data_errors(tmp_path):
-    path = tmp_path / "latin.jsonl"
-    path.write_bytes(b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff", "answer": "2"}\n')
-    with pytest.raises(DataError, match=":2: .*utf-8"):
-        count_rows(path)
+def test_missing_file_is_a_data_error(tmp_path):
     with pytest.raises(DataError, match="No such file"):
         count_rows(tmp_path / "none.jsonl")
 
@@ -89,17 +89,12 @@ def test_other_keys_arrive_with_their_prompt(tmp_path):
         assert list(map(type, prompt.extra.values())) == list(map(type, others.values()))
 
 
-def test_bad_other_keys_are_named_by_line(tmp_path):
-    """Bytes are checked when the file is opened; a number that no float holds is found by its prompt."""
-    latin = tmp_path / "latin.jsonl"
-    latin.write_bytes(b'{"prompt": "a1=", "answer": "1", "source": "\xff"}\n')
-    with pytest.raises(DataError, match=f"{latin}:1: .*utf-8"):
-        count_rows(latin)
+def test_number_that_no_float_holds_is_named(tmp_path):
+    """It is found by its prompt, not when the file is opened."""
     huge = tmp_path / "huge.jsonl"
     huge.write_text('{"prompt": "a1=", "answer": "1", "level": 1e999}\n')
-    dataset = PromptDataset(
-        jsonl_config(huge, eval_fraction=0.0, problems=0), trial(tmp_path), char_tokenizer(tmp_path / "model")
-    )
+    config = jsonl_config(huge, eval_fraction=0.0, problems=0)
+    dataset = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
     with pytest.raises(DataError, match=f"{huge}:1: Number out of range"):
         dataset.prompt("train", 0)
 
