@@ -27,6 +27,9 @@ CRITIC = ["train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false"
 SGLANG = ["generation.backend=sglang", "generation.sglang.python=/bin/true"]
 
 GROUP_MEAN = ["train.ppo.advantage.mean=group"]
+DISTRIBUTED = "train.distributed_optimizer=true"
+TRUNCATE = ["train.ppo.behav_imp_weight_mode=truncate"]
+ETCD = ["cluster.name_store.backend=etcd", "cluster.name_store.start=true"]
 WRONG = [
     (["allocation=d1"], "allocation", "joined by '+'"),
     (["allocation=sglang.d1+d1q2"], "allocation", "cannot read"),
@@ -42,11 +45,7 @@ WRONG = [
     (["warmup.batch=1", "allocation=sglang.d1+d2"], "warmup.batch", "2 data-parallel ranks"),
     (["generation.embedded.context_length=247"], "generation.embedded.context_length", "= 248"),
     (["train.microbatch_tokens=100"], "train.microbatch_tokens", "= 248"),
-    (
-        ["train.inference_microbatch_tokens=300"],
-        "inference_microbatch_tokens",
-        "at least train.microbatch_tokens (8192)",
-    ),
+    (["train.inference_microbatch_tokens=300"], "inference_microbatch_tokens", "train.microbatch_tokens (8192)"),
     (["generation.sampling.min_new_tokens=201"], "generation.sampling.min_new_tokens", "max_new_tokens (200)"),
     (["model.tiny.max_position_embeddings=100"], "generation.sampling.max_new_tokens", "100 positions"),
     (["rollout.max_concurrent=1000"], "rollout.max_concurrent", "generation.embedded.max_queued"),
@@ -64,16 +63,8 @@ WRONG = [
     (["cluster.ports=20000-19999"], "cluster.ports", "the lower one first"),
     (["cluster.ports=0-99999"], "cluster.ports", "between 1 and 65535"),
     (["cluster.name_store.backend=etcd", "cluster.name_store.address=here"], "cluster.name_store.address", "host:port"),
-    (
-        ["cluster.name_store.backend=etcd", "cluster.name_store.address='a:1, b:2'"],
-        "cluster.name_store.address",
-        "several with commas between them",
-    ),
-    (
-        ["cluster.name_store.backend=etcd", "cluster.name_store.start=true", "cluster.name_store.address=a:1,b:2"],
-        "cluster.name_store.start",
-        "",
-    ),
+    ([ETCD[0], "cluster.name_store.address='a:1, b:2'"], "name_store.address", "several with commas between them"),
+    ([*ETCD, "cluster.name_store.address=a:1,b:2"], "cluster.name_store.start", "name one address only"),
     (["cluster.gpus_per_node=8"], "cluster.gpus_per_node", "=8: describes other machines: set cluster.nodes too"),
     (["fileroot=/dev/null/runs"], "fileroot", "cannot write"),
     (["data.kind=jsonl"], "data.train", "JSONL"),
@@ -113,11 +104,7 @@ WRONG = [
     ([f"train.ppo.loss={__name__}:own_loss"], "train.ppo.loss_args", "missing a required argument: 'scale'"),
     (["train.ppo.loss_args={eps: 0.2}"], "train.ppo.loss_args", "must be empty for loss=ppo"),
     (["train.ppo.loss=gspo", "train.ppo.c_clip=3"], "train.ppo.c_clip", "loss=gspo"),
-    (
-        ["train.ppo.behav_imp_weight_mode=truncate", "train.ppo.behav_imp_weight_cap=0"],
-        "train.ppo.behav_imp_weight_mode",
-        "behav_imp_weight_cap",
-    ),
+    ([*TRUNCATE, "train.ppo.behav_imp_weight_cap=0"], "train.ppo.behav_imp_weight_mode", "needs a cap: set"),
     (["train.ppo.kl.adaptive=true"], "train.ppo.kl.coef", "must be above 0"),
     (["train.ppo.filter.min=0.9", "train.ppo.filter.max=0.1"], "train.ppo.filter.min", "filter.max (0.1)"),
     (["rollout.group_size=1", "train.ppo.filter.equal_rewards=true"], "rollout.group_size", "at least 2 episodes"),
@@ -129,12 +116,8 @@ WRONG = [
     (["train.ppo.overlong.buffer=1000"], "train.ppo.overlong.buffer", "max_new_tokens (200)"),
     (["train.ppo.critic.enabled=true"], "train.ppo.skip_zero_advantage", "the tokens differ in advantage"),
     (["train.ppo.lam=0.9"], "train.ppo.lam", "without a critic"),
-    (["train.distributed_optimizer=true", "train.optimizer.name=sgd"], "train.optimizer.name", "must be adam"),
-    (
-        ["train.distributed_optimizer=true", "warmup.optimizer.decoupled_weight_decay=false"],
-        "warmup.optimizer.decoupled_weight_decay",
-        "AdamW only",
-    ),
+    ([DISTRIBUTED, "train.optimizer.name=sgd"], "train.optimizer.name", "must be adam"),
+    ([DISTRIBUTED, "warmup.optimizer.decoupled_weight_decay=false"], "optimizer.decoupled_weight_decay", "AdamW only"),
 ]
 
 
@@ -207,11 +190,7 @@ PAIRS = [
     # a server may share the GPU of a rank; two ranks need two GPUs
     ((GPU1, ONE, SHARE), (GPU1, "allocation=serve.d1+d2", SHARE), "2 training ranks need a GPU each, and there are 1"),
     # a plan for other machines ignores this one
-    (
-        (TINY, *FOUR),
-        (CPU, *FOUR, "cluster.cpus_per_node=1", "rollout.workers=134"),
-        "for 1 CPU cores; at most 32 on node0",
-    ),
+    ((TINY, *FOUR), (CPU, *FOUR, "cluster.cpus_per_node=1", "rollout.workers=134"), "1 CPU cores; at most 32 on node0"),
     ((CPU, *SLOW), (CPU, *SLOW, "cluster.gpus_per_node=2"), "backend='embedded': is slow on GPUs"),
     ((GPU1, *SLOW), (GPU1, *SLOW, "cluster.gpus_per_node=2"), "backend='embedded': is slow on GPUs"),
     ((CPU, "cluster.nodes=2", ONE, ALLOWED), (CPU, "cluster.nodes=2", ONE), LATE),

@@ -107,20 +107,15 @@ def test_missing_manager_is_named_after_bounded_wait():
     with_client(body, resolve, retry_timeout_s=0.1)
 
 
-FINISH = FinishRequest("7", 0, "rollout_worker/0", "accepted")
+FINISHING = ("finish", FinishRequest("7", 0, "rollout_worker/0", "accepted"))
+SCHEDULING = ("schedule", SCHEDULE)
 
 
 @pytest.mark.parametrize(
     ("answer", "call", "limit", "error", "text"),
     [
-        ((503, b"closing"), ("finish", FINISH), "retry_timeout_s", WaitTimeout, "/finish_rollout: status 503: closing"),
-        (
-            NO_SERVER,
-            ("schedule", SCHEDULE),
-            "no_server_retry_timeout_s",
-            GenerationError,
-            "waited 0.1 s .*no routable server at version 3",
-        ),
+        ((503, b"closing"), FINISHING, "retry_timeout_s", WaitTimeout, "/finish_rollout: status 503: closing"),
+        (NO_SERVER, SCHEDULING, "no_server_retry_timeout_s", GenerationError, "waited 0.1 s .*server at version 3"),
     ],
 )
 def test_wait_for_a_better_answer_is_bounded(answer, call, limit, error, text):
