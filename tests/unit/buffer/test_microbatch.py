@@ -119,15 +119,16 @@ def test_balanced_evens_out_what_first_fit_leaves() -> None:
 
 
 @pytest.mark.parametrize("packer", PACKERS)
-def test_sequence_longer_than_the_capacity_is_named(packer: Packer) -> None:
-    with pytest.raises(DataError, match=r"sequence 1 has 41 tokens.*micro-batch holds 40.*microbatch_tokens"):
-        packer([3, 41, 40], 40)
-
-
-@pytest.mark.parametrize("packer", PACKERS)
-def test_empty_sequence_is_named(packer: Packer) -> None:
-    with pytest.raises(DataError, match="sequence 2 has 0 tokens"):
-        packer([3, 1, 0], 40)
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([3, 41, 40], "sequence 1 has 41 tokens.*micro-batch holds 40.*microbatch_tokens"),
+        ([3, 1, 0], "sequence 2 has 0 tokens"),
+    ],
+)
+def test_sequence_that_cannot_be_packed_is_named(packer: Packer, lengths: list[int], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        packer(lengths, 40)
 
 
 @pytest.mark.parametrize("packer", PACKERS)

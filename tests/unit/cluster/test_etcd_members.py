@@ -78,18 +78,17 @@ def test_calls_end_when_the_store_closes() -> None:
     asked.members.close()
 
 
-@pytest.mark.parametrize(("failure", "moves"), [(NO_LEADER, 1), (FULL, 0)])
-def test_call_that_must_not_be_repeated_fails_once(failure: Answer, moves: int) -> None:
+@pytest.mark.parametrize(
+    ("failure", "repeatable", "moves", "problem"),
+    [
+        (NO_LEADER, False, 1, "cannot add k: etcd at a:1,b:2,c:3 .*etcdserver"),
+        (FULL, False, 0, "cannot add k: etcd at a:1,b:2,c:3 .*etcdserver"),
+        (FULL, True, 0, "RESOURCE_EXHAUSTED"),
+    ],
+)
+def test_call_that_must_not_be_repeated_fails_once(failure: Answer, repeatable: bool, moves: int, problem: str) -> None:
     asked = Asked(failure)
-    with pytest.raises(NameStoreError, match=r"cannot add k: etcd at a:1,b:2,c:3 .*etcdserver"):
-        asked.members.call(asked, "add k", repeatable=False)
+    with pytest.raises(NameStoreError, match=problem):
+        asked.members.call(asked, "add k", repeatable=repeatable)
     assert len(asked.addresses) == 1 and asked.moves == moves
-    asked.members.close()
-
-
-def test_refusal_is_not_repeated() -> None:
-    asked = Asked(FULL)
-    with pytest.raises(NameStoreError, match="RESOURCE_EXHAUSTED"):
-        asked.members.call(asked, "add k")
-    assert len(asked.addresses) == 1
     asked.members.close()

@@ -136,11 +136,7 @@ def test_process_takes_its_own_address(cluster, given, address, interface):
 @pytest.mark.parametrize(
     ("cluster", "given", "problem"),
     [
-        (
-            {"interface": "eth1"},
-            "",
-            "cluster.interface='eth1': this machine has no address there: it has lo 127",
-        ),
+        ({"interface": "eth1"}, "", "cluster.interface='eth1': this machine has no address there: it has lo 127"),
         ({"interface": "10.2.0.0/16"}, "", "cluster.interface='10.2.0.0/16': this machine has no address there"),
         ({"interface": "10.2/x"}, "", "cluster.interface='10.2/x': cannot be read as a subnet"),
         ({}, "10.0.0.8", "REALSYS_HOST='10.0.0.8': is no address of this machine"),

@@ -50,11 +50,8 @@ def test_field_overrides_algorithm_overrides_experiment() -> None:
 
 
 def test_comma_is_allowed_in_text_only() -> None:
-    """A number with a comma is a mistake, not a sweep."""
     config = compose(["experiment=arith", "allocation=sglang.d1+actor.d2,ref.d1"])
     assert config.allocation == "sglang.d1+actor.d2,ref.d1"
-    with pytest.raises(ConfigError, match="one value only"):
-        compose(["experiment=arith", "seed=1,2"])
 
 
 def test_arith_fits_a_small_cpu_machine() -> None:
@@ -166,31 +163,20 @@ def test_wrong_value_names_its_field(text: str, problem: str) -> None:
     assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_several_wrong_values_are_counted_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"config: seed='x': .*also wrong: train.total_steps, warmup.steps\)$"):
-        changed("seed=x", "train.total_steps=y", "warmup.steps=z")
-
-
+KNOWN = "known: arith, arith_agents, arith_chat, arith_multi_turn, arith_tools, arith_verifiers, math"
 WRONG_OVERRIDES = [
     # overrides, the field named, a part of the problem
     ([], "experiment", "experiment=arith|arith_agents|arith_chat|arith_multi_turn|arith_tools|arith_verifiers|math"),
     (["experiment=aritth"], "experiment", "did you mean arith?"),
-    (
-        ["experiment=nothing"],
-        "experiment",
-        "known: arith, arith_agents, arith_chat, arith_multi_turn, arith_tools, arith_verifiers, math",
-    ),
-    (
-        ["experiment=3"],
-        "experiment",
-        "known: arith, arith_agents, arith_chat, arith_multi_turn, arith_tools, arith_verifiers, math",
-    ),
+    (["experiment=nothing"], "experiment", KNOWN),
+    (["experiment=3"], "experiment", KNOWN),
     (["generation=vllm"], "generation", "known: embedded, sglang"),
     (["train.bach_groups=1"], "train.bach_groups", "did you mean train.batch_groups?"),
     (["+train.extra=1"], "train.extra", "unknown field"),
     (["train"], "train", "write field=value"),
     (["=3"], "override", "names no field"),
     (["seed=1,2"], "seed", "one value only: a list is written [a,b]; realsys sweep runs"),
+    (["seed=x", "train.total_steps=y", "warmup.steps=z"], "seed", "(also wrong: train.total_steps, warmup.steps)"),
     (["seed={1"], "seed", "cannot be read"),
     (["cluster.slurm.options=[--mail-type=END]"], "cluster.slurm.options", "cluster.slurm.options=\"['...','...']\""),
     (["cluster.slurm.options=--mail-type=END"], "cluster.slurm.options", "put each text of the list in quotes"),
@@ -226,15 +212,14 @@ def test_broken_file_of_ones_own_is_named(tmp_path: Path) -> None:
     assert "mine" in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"seed": "x"}', '{"sed": 1}'])
-def test_dump_that_is_not_ours_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        read_config(tmp_path / "config.json")
-
-
-def test_dump_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not found: the folder is not a trial"):
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"seed": "x"}', '{"sed": 1}', None])
+def test_dump_that_is_not_ours_is_named(tmp_path: Path, text: str | None) -> None:
+    problem = r"config\.json"
+    if text is None:
+        problem = "not found: the folder is not a trial"
+    else:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=problem):
         read_config(tmp_path / "config.json")
 
 

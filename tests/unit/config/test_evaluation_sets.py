@@ -62,19 +62,19 @@ def test_bad_setting_of_a_set_is_named(given, field):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"), [("code", "{isolation: jail}"), ("exact", "{nope: 1}"), ("judge", "{a: 1}")]
+    ("verifier", "field"),
+    [
+        ("verifier: code, verifier_args: {isolation: jail}", "verifier_args"),
+        ("verifier: exact, verifier_args: {nope: 1}", "verifier_args"),
+        ("verifier: judge, verifier_args: {a: 1}", "verifier_args"),
+        ("verifier: nothing, verifier_args: {a: 1}", "verifier"),
+    ],
 )
-def test_bad_arguments_name_their_set(name, arguments):
-    config = changed("data.verifier=math", f"evaluation.sets={{he: {{verifier: {name}, verifier_args: {arguments}}}}}")
+def test_bad_verifier_names_its_set(verifier, field):
+    config = changed("data.verifier=math", f"evaluation.sets={{he: {{{verifier}}}}}")
     with pytest.raises(ConfigError) as refused:
         check_verifiers(config)
-    assert refused.value.field == "evaluation.sets.he.verifier_args"
-
-
-def test_unknown_verifier_names_its_set():
-    with pytest.raises(ConfigError) as refused:
-        check_verifiers(changed("evaluation.sets={he: {verifier: nothing, verifier_args: {a: 1}}}"))
-    assert refused.value.field == "evaluation.sets.he.verifier"
+    assert refused.value.field == f"evaluation.sets.he.{field}"
 
 
 def test_each_verifier_has_one_set_of_arguments():

@@ -40,22 +40,22 @@ def problems(count, start=0):
         ('{"prompt": [{"role": "robot", "content": "a"}], "answer": "5"}', "Invalid enum value 'robot'"),
         ('{"prompt": [{"role": "assistant", "content": "a"}], "answer": "5"}', "it must be 'user'"),
         ('["a", "5"]', "Expected `object`, got `array`"),
+        # bytes that are no UTF-8, also under other keys
+        ('{"prompt": "\udcff", "answer": "2"}', "utf-8"),
+        ('{"prompt": "a1=", "answer": "1", "source": "\udcff"}', "utf-8"),
     ],
 )
 def test_bad_row_is_named_by_file_and_line(tmp_path, line, expected):
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "a", "answer": "1"}\n\n' + line + '\n{"prompt": "b", "answer": "2"}\n')
+    text = '{"prompt": "a", "answer": "1"}\n\n' + line + '\n{"prompt": "b", "answer": "2"}\n'
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(DataError) as caught:
         count_rows(path)
     assert str(caught.value).startswith(f"{path}:3: ") and expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_invalid_utf8_and_missing_files_are_data_errors(tmp_path):
-    path = tmp_path / "latin.jsonl"
-    path.write_bytes(b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff", "answer": "2"}\n')
-    with pytest.raises(DataError, match=":2: .*utf-8"):
-        count_rows(path)
+def test_missing_file_is_a_data_error(tmp_path):
     with pytest.raises(DataError, match="No such file"):
         count_rows(tmp_path / "none.jsonl")
 
@@ -87,21 +87,6 @@ def test_other_keys_arrive_with_their_prompt(tmp_path):
         others = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
         assert (prompt.text, prompt.answer, prompt.extra) == (row["prompt"], row["answer"], others)
         assert list(map(type, prompt.extra.values())) == list(map(type, others.values()))
-
-
-def test_bad_other_keys_are_named_by_line(tmp_path):
-    """Bytes are checked when the file is opened; a number that no float holds is found by its prompt."""
-    latin = tmp_path / "latin.jsonl"
-    latin.write_bytes(b'{"prompt": "a1=", "answer": "1", "source": "\xff"}\n')
-    with pytest.raises(DataError, match=f"{latin}:1: .*utf-8"):
-        count_rows(latin)
-    huge = tmp_path / "huge.jsonl"
-    huge.write_text('{"prompt": "a1=", "answer": "1", "level": 1e999}\n')
-    dataset = PromptDataset(
-        jsonl_config(huge, eval_fraction=0.0, problems=0), trial(tmp_path), char_tokenizer(tmp_path / "model")
-    )
-    with pytest.raises(DataError, match=f"{huge}:1: Number out of range"):
-        dataset.prompt("train", 0)
 
 
 def test_each_prompt_has_one_split_and_its_index(tmp_path):
@@ -161,22 +146,29 @@ def test_check_and_prompt_name_too_long_prompt(tmp_path):
     assert len(dataset.prompt("train", 0).ids) == 4
 
 
-def test_missing_index_or_split_is_error(tmp_path):
-    config = jsonl_config(jsonl(tmp_path / "t", problems(4)), eval_fraction=0.0, problems=0)
-    dataset = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
-    for index in (4, -1):
-        with pytest.raises(DataError, match="the file has 4"):
-            dataset.prompt("train", index)
-    with pytest.raises(DataError, match="split 'test' not found"):
-        dataset.prompt("test", 0)
+MESSAGES = {"prompt": [{"role": "user", "content": "a"}], "answer": "1"}
 
 
-def test_messages_need_a_chat_template(tmp_path):
-    record = {"prompt": [{"role": "user", "content": "a"}], "answer": "1"}
-    config = jsonl_config(jsonl(tmp_path / "t", [*problems(1), record]), eval_fraction=0.0, problems=0)
+@pytest.mark.parametrize(
+    ("rows", "asked", "problem"),
+    [
+        # found by its prompt, not when the file is opened
+        ('{"prompt": "a1=", "answer": "1", "level": 1e999}\n', ("train", 0), "t:1: Number out of range"),
+        (problems(4), ("train", 4), "the file has 4"),
+        (problems(4), ("train", -1), "the file has 4"),
+        (problems(4), ("test", 0), "split 'test' not found"),
+        ([*problems(1), MESSAGES], None, "t:2: the prompt is a list of messages, but the model has no chat template"),
+    ],
+)
+def test_prompt_that_is_not_there_is_named(tmp_path, rows, asked, problem):
+    """``asked``: the split and the index; without them all prompts are checked."""
+    path = jsonl(tmp_path / "t", [] if isinstance(rows, str) else rows)
+    if isinstance(rows, str):
+        path.write_text(rows)
+    config = jsonl_config(path, eval_fraction=0.0, problems=0)
     dataset = PromptDataset(config, trial(tmp_path), char_tokenizer(tmp_path / "model"))
-    with pytest.raises(DataError, match=":2: the prompt is a list of messages, but the model has no chat template"):
-        dataset.check()
+    with pytest.raises(DataError, match=problem):
+        dataset.prompt(*asked) if asked else dataset.check()
 
 
 def test_demonstrations_end_with_the_end_of_text_token(tmp_path):

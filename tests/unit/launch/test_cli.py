@@ -36,6 +36,8 @@ def test_help_imports_nothing_heavy() -> None:
         (["stat"], "unknown command stat (did you mean status?): see realsys --help"),
         (["run", "--dryrun", "experiment=arith"], "unknown argument: --dryrun (did you mean --dry-run?)"),
         (["status", "a", "b"], "unknown argument: b"),
+        (["run", "--no-such-option"], "unknown argument: --no-such-option"),
+        (["fly"], "unknown command fly"),
     ],
 )
 def test_unknown_word_is_named_with_the_likely_one(
@@ -43,7 +45,8 @@ def test_unknown_word_is_named_with_the_likely_one(
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv)
-    assert ended.value.code == 2 and said in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and said in shown and "usage: realsys" in shown
 
 
 def test_every_command_is_on_its_page() -> None:

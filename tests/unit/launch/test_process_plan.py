@@ -375,14 +375,6 @@ def test_bad_input_prints_one_line_and_exits_two(
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("argv", [["run", "--no-such-option"], ["fly"], ["status", "a", "b"]])
-def test_unknown_argument_is_exit_code_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(argv)
-    assert stop.value.code == 2
-    assert "usage: realsys" in capsys.readouterr().err
-
-
 def test_overrides_may_precede_or_follow_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["run", "experiment=arith", "--trial", "x", "rollout.workers=3", "--dry-run", f"fileroot={tmp_path}"]
     assert main(argv) == 0

@@ -25,21 +25,22 @@ def test_trial_is_read_from_its_folder(tmp_path: Path) -> None:
     assert found.lengths == []
 
 
-def test_short_trial_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "lines", "problem"),
+    [
+        ("steps.jsonl", 3, "has 3 train steps, and a fit needs 8"),
+        ("ledger.jsonl", 0, "has no group that began and ended during its steps"),
+        ("", 0, "is not the folder of a trial"),
+    ],
+)
+def test_unusable_trial_is_refused(tmp_path: Path, file: str, lines: int, problem: str) -> None:
+    """``lines``: how many lines of the file are left."""
     write_trial(tmp_path / "trial", COSTS)
-    steps = tmp_path / "trial" / "steps.jsonl"
-    steps.write_bytes(b"".join(steps.read_bytes().splitlines(keepends=True)[:3]))
-    with pytest.raises(ConfigError, match="has 3 train steps, and a fit needs 8"):
-        read_recording(tmp_path / "trial")
-    with pytest.raises(ConfigError, match="is not the folder of a trial"):
-        read_recording(tmp_path)
-
-
-def test_trial_without_groups_is_refused(tmp_path: Path) -> None:
-    write_trial(tmp_path / "trial", COSTS)
-    (tmp_path / "trial" / "ledger.jsonl").write_bytes(b"")
-    with pytest.raises(ConfigError, match="has no group that began and ended during its steps"):
-        read_recording(tmp_path / "trial")
+    if file:
+        cut = tmp_path / "trial" / file
+        cut.write_bytes(b"".join(cut.read_bytes().splitlines(keepends=True)[:lines]))
+    with pytest.raises(ConfigError, match=problem):
+        read_recording(tmp_path / ("trial" if file else ""))
 
 
 def test_steps_before_a_gap_are_left_out(tmp_path: Path) -> None:

@@ -107,15 +107,28 @@ def test_missing_manager_is_named_after_bounded_wait():
     with_client(body, resolve, retry_timeout_s=0.1)
 
 
-def test_unavailable_manager_differs_from_missing_servers():
+FINISHING = ("finish", FinishRequest("7", 0, "rollout_worker/0", "accepted"))
+SCHEDULING = ("schedule", SCHEDULE)
+
+
+@pytest.mark.parametrize(
+    ("answer", "call", "limit", "error", "text"),
+    [
+        ((503, b"closing"), FINISHING, "retry_timeout_s", WaitTimeout, "/finish_rollout: status 503: closing"),
+        (NO_SERVER, SCHEDULING, "no_server_retry_timeout_s", GenerationError, "waited 0.1 s .*server at version 3"),
+    ],
+)
+def test_wait_for_a_better_answer_is_bounded(answer, call, limit, error, text):
+    """A manager that is not there yet differs from servers that are not there."""
+
     async def body(client):
-        server = await Server((503, b"closing")).start()
+        server = await Server(answer).start()
         ADDRESS["url"] = server.url
-        with pytest.raises(WaitTimeout, match="/finish_rollout: status 503: closing"):
-            await client.finish(FinishRequest("7", 0, "rollout_worker/0", "accepted"))
+        with pytest.raises(error, match=text):
+            await getattr(client, call[0])(call[1])
         await server.stop()
 
-    with_client(body, resolve, retry_timeout_s=0.1)
+    with_client(body, resolve, **{limit: 0.1})
 
 
 def test_scheduling_waits_for_a_server():
@@ -126,17 +139,6 @@ def test_scheduling_waits_for_a_server():
         await server.stop()
 
     with_client(body, resolve)
-
-
-def test_scheduling_wait_for_server_is_bounded():
-    async def body(client):
-        server = await Server(NO_SERVER).start()
-        ADDRESS["url"] = server.url
-        with pytest.raises(GenerationError, match="waited 0.1 s .*no routable server at version 3"):
-            await client.schedule(SCHEDULE)
-        await server.stop()
-
-    with_client(body, resolve, no_server_retry_timeout_s=0.1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from realsys.generation.client import Generated
 from realsys.rollout.episodes import check_episode
 from realsys.rollout.rows import RowBuilder
 from realsys.stream.codec import encode_group
-from realsys.types import Episode, Group, Row, Ticket
+from realsys.types import Episode, Group, Ticket
 
 LONGEST = 8
 
@@ -40,6 +40,20 @@ def test_a_good_episode_passes_with_plain_numbers():
     assert (type(episode.reward), type(episode.correct)) == (float, bool)
 
 
+def bad_row(**changes):
+    return Episode([row(), row(**changes)], 1.0)
+
+
+def bad(**fields):
+    return Episode(**{"rows": [row()], "reward": 1.0} | fields)
+
+
+def row_of(prompt, count):
+    builder = RowBuilder(prompt)
+    builder.completion(completion(count))
+    return builder.row()
+
+
 BAD_ROWS = [
     ({"tokens": np.arange(5)}, "tokens must be a one-dimensional array of int32"),
     ({"tokens": [1, 2, 3, 4, 5]}, "tokens must be a one-dimensional array of int32"),
@@ -66,54 +80,33 @@ BAD_ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "problem"), BAD_ROWS)
-def test_a_bad_row_is_named_with_its_problem(changes, problem):
-    with pytest.raises(AgentError, match=f"row 1: .*{problem}"):
-        check(Episode([row(), row(**changes)], 1.0))
+BAD_EPISODES = [
+    *[(bad_row(**changes), 3, f"row 1: .*{problem}") for changes, problem in BAD_ROWS],
+    *[(bad(reward=value), 3, "reward is .*must be a finite number") for value in (np.nan, np.inf, None, "good")],
+    (bad(correct=1), 3, "correct is 1: it must be True, False or None"),
+    (bad(metrics={"x": np.nan}), 3, "metric 'x' is nan"),
+    (bad(metrics={str(k): 0.0 for k in range(65)}), 3, "at most 64"),
+    (bad(metrics={1: 0.0}), 3, "metrics has the name 1"),
+    (bad(metrics={"x" * 101: 0.0}), 3, "1 to 100 printable"),
+    (bad(metrics={"\udc80": 0.0}), 3, "1 to 100 printable"),
+    (bad(metrics=[("x", 0.0)]), 3, "metrics must be a dict"),
+    (bad(rows=[1]), 3, "row 0: is a int"),
+    (bad(rows=[{}]), 3, "row 0: is a dict"),
+    (bad(rows=[]), 3, "no rows"),
+    (bad(rows=[row_of([1] * 6, 3)]), 3, "row 0: 9 tokens, but train.microbatch_tokens is 8"),
+    (bad(rows=[row_of([9, 9], 0)]), 3, "3 tokens were sampled, but no row has a loss_mask"),
+]
 
 
-@pytest.mark.parametrize("reward", [np.nan, np.inf, None, "good"])
-def test_a_reward_that_is_no_number_is_refused(reward):
-    with pytest.raises(AgentError, match="reward is .*must be a finite number"):
-        check(Episode([row()], reward))
-
-
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"correct": 1}, "correct is 1: it must be True, False or None"),
-        ({"metrics": {"x": np.nan}}, "metric 'x' is nan"),
-        ({"metrics": {str(k): 0.0 for k in range(65)}}, "at most 64"),
-        ({"metrics": {1: 0.0}}, "metrics has the name 1"),
-        ({"metrics": {"x" * 101: 0.0}}, "1 to 100 printable"),
-        ({"metrics": {"\udc80": 0.0}}, "1 to 100 printable"),
-        ({"metrics": [("x", 0.0)]}, "metrics must be a dict"),
-        ({"rows": [1]}, "row 0: is a int"),
-        ({"rows": []}, "no rows"),
-    ],
-)
-def test_bad_fields_of_an_episode_are_refused(fields, problem):
+@pytest.mark.parametrize(("episode", "sampled", "problem"), BAD_EPISODES)
+def test_bad_episode_is_named_with_its_problem(episode, sampled, problem):
     with pytest.raises(AgentError, match=problem):
-        check(Episode(**{"rows": [row()], "reward": 1.0} | fields))
+        check(episode, sampled)
 
 
-def test_a_row_beyond_the_limit_is_refused():
-    long = RowBuilder([1] * 6)
-    long.completion(completion())
-    with pytest.raises(AgentError, match="row 0: 9 tokens, but train.microbatch_tokens is 8"):
-        check(Episode([long.row()], 1.0))
+def test_rows_together_may_exceed_the_limit():
     check(Episode([row()] * 3, 1.0), sampled=9)
 
 
-def test_an_episode_without_trained_tokens_needs_empty_completions():
-    empty = RowBuilder([9, 9])
-    empty.completion(completion(0))
-    check(Episode([empty.row()], 0.0), sampled=0)
-    with pytest.raises(AgentError, match="3 tokens were sampled, but no row has a loss_mask"):
-        check(Episode([empty.row()], 0.0), sampled=3)
-
-
-def test_a_row_of_another_type_is_refused():
-    assert isinstance(row(), Row)
-    with pytest.raises(AgentError, match="row 0: is a dict"):
-        check(Episode([{}], 1.0))
+def test_empty_completions_need_no_trained_tokens():
+    check(Episode([row_of([9, 9], 0)], 0.0), sampled=0)

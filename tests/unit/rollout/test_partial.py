@@ -236,11 +236,21 @@ def test_busy_servers_are_waited_for(monkeypatch):
     assert not any(request.failed_server for request in scheduler.requests)
 
 
-def test_wait_for_busy_servers_is_bounded(monkeypatch):
-    monkeypatch.setattr(partial, "MAX_BUSY", 2)
-    monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.0)
-    with pytest.raises(GenerationError, match="3 trips without a token in 3 trips; last: queue full"):
-        run([ServerBusy("queue full")] * 10)
+@pytest.mark.parametrize(
+    ("limit", "most", "script", "problem"),
+    [
+        ("MAX_BUSY", 2, [ServerBusy("queue full")], "3 trips without a token in 3 trips; last: queue full"),
+        ("MAX_FAILURES", 2, [dead()], "ticket 17: cancelled after 3 failures .*connection failed"),
+        ("MAX_STALLED", 3, [[(0, 0, "abort")]], "4 trips without a token"),
+    ],
+)
+def test_trips_without_a_token_are_bounded(monkeypatch, limit, most, script, problem):
+    """Of servers that are busy, that fail, and that only abort."""
+    monkeypatch.setattr(partial, limit, most)
+    monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(partial, "LAST_DELAY_S", 0.001)
+    with pytest.raises(GenerationError, match=problem):
+        run(script * 10)
 
 
 def test_tokens_that_arrived_outlive_their_server():
@@ -254,21 +264,6 @@ def test_tokens_that_arrived_outlive_their_server():
 def test_request_rejected_by_server_is_not_repeated():
     with pytest.raises(GenerationError, match="too long"):
         run([GenerationError("status 400: too long")])
-
-
-def test_failures_are_bounded_and_the_last_is_named(monkeypatch):
-    monkeypatch.setattr(partial, "MAX_FAILURES", 2)
-    monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.001)
-    with pytest.raises(GenerationError, match="ticket 17: cancelled after 3 failures .*connection failed"):
-        run([dead()] * 10)
-
-
-def test_a_server_that_only_aborts_ends_the_rollout(monkeypatch):
-    monkeypatch.setattr(partial, "MAX_STALLED", 3)
-    monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.001)
-    monkeypatch.setattr(partial, "LAST_DELAY_S", 0.001)
-    with pytest.raises(GenerationError, match="4 trips without a token"):
-        run([[(0, 0, "abort")]] * 10)
 
 
 def test_completions_without_tokens_start_over():

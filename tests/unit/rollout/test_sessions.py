@@ -153,11 +153,6 @@ def test_group_needs_verdicts_to_compare(mean, least):
             asyncio.run(group.play(Ticket("t", 0, 0, n=4), PROMPT))
 
 
-def test_too_few_episodes_fail_ticket_with_first_error():
-    with pytest.raises(NoVerifierError, match="cannot be started"):
-        play(ScriptedAgent(errors={2: NoVerifierError("a verifier process cannot be started")}), FakeEngine())
-
-
 def test_episodes_without_hope_are_cancelled():
     """No group can come of it any more, so no further token is sampled for it."""
     engine = FakeEngine(held={"1.0"})
@@ -165,26 +160,6 @@ def test_episodes_without_hope_are_cancelled():
     with pytest.raises(GenerationError, match="refused"):
         play(agent, engine)
     assert engine.cancelled == ["1.0"] and engine.forgotten == ["17"]
-
-
-def test_refused_request_fails_all_sharing_episodes():
-    engine = FakeEngine(errors={"0.0": GenerationError("status 400: too long")})
-    with pytest.raises(GenerationError, match="too long"):
-        play(ScriptedAgent(), engine)
-
-
-def test_superseded_attempt_ends_although_agent_goes_on():
-    class Stubborn(ScriptedAgent):
-        async def run(self, task, session):
-            try:
-                return await super().run(task, session)
-            except Exception:
-                return Episode([RowBuilder([1]).row()], 0.0)
-
-    engine = FakeEngine(errors={"0.0": RolloutSuperseded("attempt 2 is not running")})
-    for agent in (ScriptedAgent(), Stubborn()):
-        with pytest.raises(RolloutSuperseded):
-            play(agent, engine)
 
 
 def test_agent_exception_names_file_and_line(caplog):
@@ -221,17 +196,44 @@ def test_an_agent_that_cancels_itself_fails_its_episode():
     assert len(played.episodes) == 3 and "cancelled by its own code" in played.errors[0]
 
 
-@pytest.mark.parametrize(
-    ("result", "problem"),
-    [(None, "run returned NoneType: it must return an Episode"), (Episode([], 1.0), "has no rows")],
-)
-def test_result_must_be_an_episode(result, problem):
-    class Wrong:
-        async def run(self, task, session):
-            return result
+class Stubborn(ScriptedAgent):
+    """It goes on when its call is refused."""
 
-    with pytest.raises(AgentError, match=problem):
-        play(Wrong(), FakeEngine())
+    async def run(self, task, session):
+        try:
+            return await super().run(task, session)
+        except Exception:
+            return Episode([RowBuilder([1]).row()], 0.0)
+
+
+class Returns:
+    def __init__(self, result):
+        self.result = result
+
+    async def run(self, task, session):
+        return self.result(session) if callable(self.result) else self.result
+
+
+NO_VERIFIER = NoVerifierError("a verifier process cannot be started")
+TOO_LONG = FakeEngine(errors={"0.0": GenerationError("status 400: too long")})
+REPLACED = [FakeEngine(errors={"0.0": RolloutSuperseded("attempt 2 is not running")}) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("agent", "engine", "error", "problem"),
+    [
+        (ScriptedAgent(errors={2: NO_VERIFIER}), FakeEngine(), NoVerifierError, "cannot be started"),
+        (ScriptedAgent(), TOO_LONG, GenerationError, "too long"),
+        (ScriptedAgent(), REPLACED[0], RolloutSuperseded, "attempt 2 is not running"),
+        (Stubborn(), REPLACED[1], RolloutSuperseded, "attempt 2 is not running"),
+        (Returns(None), FakeEngine(), AgentError, "run returned NoneType: it must return an Episode"),
+        (Returns(Episode([], 1.0)), FakeEngine(), AgentError, "has no rows"),
+        (Returns(lambda session: session.base_url), FakeEngine(), AgentError, "only a RolloutWorker has base_url"),
+    ],
+)
+def test_failed_ticket_has_its_first_error(agent, engine, error, problem):
+    with pytest.raises(error, match=problem):
+        play(agent, engine)
 
 
 def always(error):
@@ -438,12 +440,3 @@ def test_tokens_outside_of_rows_are_counted_as_lost():
         return group.take_lost_tokens()
 
     assert asyncio.run(body()) == {"not_in_rows": [3, 3]}
-
-
-def test_session_without_a_gateway_has_no_address():
-    class Wants:
-        async def run(self, task, session):
-            return session.base_url
-
-    with pytest.raises(AgentError, match="only a RolloutWorker has base_url"):
-        play(Wants(), FakeEngine(), n=1)

@@ -41,29 +41,26 @@ def test_plain_result_is_returned(link):
 
 
 @pytest.mark.parametrize(
-    ("frame", "reason"),
+    ("frames", "reason", "gone"),
     [
-        (plain.encode(("raised", ["MemoryError", "Exception"], "")), MEMORY),
-        (plain.encode(("raised", ["KeyError"], "x")), CRASHED),
-        (plain.encode(("raised", 5, "x")), CRASHED),
-        (plain.encode(("raised", [5], 10**5000)), CRASHED),
-        (plain.encode(("ok",)), CRASHED),
-        (plain.encode([]), CRASHED),
-        (b"", CRASHED),
-        (b"[" * 90_000, CRASHED),
-        (b" " * 100_000, OUTPUT),
+        ([LOADED, plain.encode(("raised", ["MemoryError", "Exception"], ""))], MEMORY, False),
+        ([LOADED, plain.encode(("raised", ["KeyError"], "x"))], CRASHED, False),
+        ([LOADED, plain.encode(("raised", 5, "x"))], CRASHED, True),
+        ([LOADED, plain.encode(("raised", [5], 10**5000))], CRASHED, True),
+        ([LOADED, plain.encode(("ok",))], CRASHED, True),
+        ([LOADED, plain.encode([])], CRASHED, True),
+        ([LOADED, b""], CRASHED, True),
+        ([LOADED, b"[" * 90_000], CRASHED, True),
+        ([LOADED, b" " * 100_000], OUTPUT, True),
+        # the program has ended, and one that could not be loaded
+        ([LOADED], CRASHED, True),
+        ([plain.encode(("raised", ["SyntaxError"], "x"))], CRASHED, True),
     ],
 )
-def test_other_answer_has_a_reason(link, frame, reason):
+def test_other_answer_has_a_reason(link, frames, reason, gone):
     with pytest.raises(ProgramRaised) as raised:
-        answer(link, LOADED, frame, most=99_999)
-    assert raised.value.reason == reason
-
-
-def test_end_of_the_program_has_a_reason(link):
-    with pytest.raises(ProgramRaised) as raised:
-        answer(link, LOADED)
-    assert (raised.value.reason, raised.value.gone) == (CRASHED, True)
+        answer(link, *frames, most=99_999)
+    assert (raised.value.reason, raised.value.gone) == (reason, gone)
 
 
 def test_time_without_a_processor_does_not_count(link):
@@ -75,9 +72,3 @@ def test_time_without_a_processor_does_not_count(link):
     with pytest.raises(ProgramRaised) as raised:
         program.call("f", [1])
     assert (raised.value.reason, killed, own_s) == (WALL, [WALL], [])
-
-
-def test_program_that_is_not_loaded_is_gone(link):
-    with pytest.raises(ProgramRaised) as raised:
-        answer(link, plain.encode(("raised", ["SyntaxError"], "x")))
-    assert raised.value.gone

@@ -101,20 +101,22 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
             NOTES.read(path.parent)
 
 
-def test_other_format_is_refused_by_number(tmp_path: Path) -> None:
-    folder = committed(tmp_path, "n1")
-    newer = dataclasses.replace(NOTES, number=4)
-    with pytest.raises(CheckpointError, match=r"has format 3, this realsys reads format 4: write it again"):
-        newer.read(folder)
-    (folder / "notes.json").write_text('{"author": "me"}')
-    with pytest.raises(CheckpointError, match="is corrupt or has an older format, this realsys reads format 3"):
-        NOTES.read(folder)
+NEWER = dataclasses.replace(NOTES, number=4).encode(Notes("me"))
+OUTSIDE = NOTES.encode(Notes("me", files={"../x": FileInfo(1, "")}))
 
 
-def test_manifest_cannot_name_files_outside(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("manifest", "problem"),
+    [
+        (NEWER, "has format 4, this realsys reads format 3: write it again"),
+        (b'{"author": "me"}', "is corrupt or has an older format, this realsys reads format 3"),
+        (OUTSIDE, "names a file outside its folder"),
+    ],
+)
+def test_other_manifest_is_refused(tmp_path: Path, manifest: bytes, problem: str) -> None:
     folder = committed(tmp_path, "n1")
-    (folder / "notes.json").write_bytes(NOTES.encode(Notes("me", files={"../x": FileInfo(1, "")})))
-    with pytest.raises(CheckpointError, match="names a file outside its folder"):
+    (folder / "notes.json").write_bytes(manifest)
+    with pytest.raises(CheckpointError, match=problem):
         NOTES.read(folder)
 
 

@@ -102,7 +102,7 @@ def test_short_lives_push_out_no_long_segment(tmp_path: Path) -> None:
     folder = tmp_path / "spans" / "worker-0"
     for incarnation in range(20):
         recorder = Recorder(folder, "worker/0", str(incarnation), 1 << 20)
-        recorder.record(("call", incarnation, 1, f"step/{incarnation}", None))
+        recorder.record(("call", incarnation * 10**9, 1, f"step/{incarnation}", None))  # each start reads its clocks
         recorder.stop()
     assert [read.unit for read in read_timeline(tmp_path / "spans").spans] == [f"step/{n}" for n in range(20)]
 

@@ -17,7 +17,7 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError
 from realsys.train.data_manager import DataManager, array_size
 from realsys.train.demonstrations import DemoSource
-from realsys.types import ARRAY_KEYS, Episode, Group, Ticket, register_key
+from realsys.types import ARRAY_KEYS, Episode, Group, Row, Ticket, register_key
 from tests.support.training.sample_records import make_ref, make_row
 
 
@@ -81,13 +81,29 @@ def test_temperatures_are_stored_if_read() -> None:
     assert not other.has("t1.0/0.0", "temperatures")
 
 
-def test_token_outside_vocabulary_is_refused() -> None:
-    """Looked up in the embedding it would end the training side."""
+def episodes_of(*rows: Row) -> Group:
+    return Group(Ticket("t2", 0, 0), [Episode(list(rows), 1.0)], "rollout_worker/0")
+
+
+ROW = make_row(np.arange(5, dtype=np.int32), np.full(3, -1, np.float32), np.full(3, 7, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "good", "bad", "problem"),
+    [
+        # looked up in the embedding it would end the training side
+        ("vocabulary", 8, make_group("t1", [5]), make_group("t2", [5, 6]), "rollout_worker/0 has token 8, .* has 8"),
+        ("row_limit", 7, make_group("t1", [4]), make_group("t2", [5]), "a row of 8 tokens, .*microbatch_tokens is 7"),
+        ("episode_limit", 9, episodes_of(ROW), episodes_of(ROW, ROW), "an episode of 10 tokens"),
+    ],
+)
+def test_group_beyond_a_bound_is_refused(bound: str, value: int, good: Group, bad: Group, problem: str) -> None:
     data = DataManager(3)
-    data.vocabulary = 8
-    assert data.add_group(make_group("t1", [5])) is not None
-    with pytest.raises(StreamError, match="model_worker/3: group t2 of rollout_worker/0 has token 8, .* has 8"):
-        data.add_group(make_group("t2", [5, 6]))
+    setattr(data, bound, value)
+    good.ticket = Ticket("t1", 0, 0)
+    assert data.add_group(good) is not None
+    with pytest.raises(StreamError, match=f"model_worker/3: group t2 .*{problem}"):
+        data.add_group(bad)
     assert len(data) == 1
 
 
@@ -255,22 +271,6 @@ def test_rows_of_episode_are_separate_samples() -> None:
     assert (first.reward, first.correct, first.metrics) == (second.reward, second.correct, second.metrics)
     assert data.get("t1.0/0.0", "token_rewards").tolist() == [0.5, 0.0, 1.0]
     assert data.get("t1.0/0.1", "token_rewards").tolist() == [0.0, 0.0]
-
-
-def test_row_that_fits_no_micro_batch_is_refused() -> None:
-    data = DataManager(0)
-    data.row_limit = 7
-    with pytest.raises(StreamError, match=r"has a row of 8 tokens, but train.microbatch_tokens is 7"):
-        data.add_group(make_group("t1", [5]))
-
-
-def test_episode_too_long_for_loss_is_refused() -> None:
-    data = DataManager(0)
-    data.episode_limit = 9
-    row = make_row(np.arange(5, dtype=np.int32), np.full(3, -1, np.float32), np.full(3, 7, np.int32))
-    assert data.add_group(Group(Ticket("t1", 0, 0), [Episode([row], 1.0), Episode([row], 1.0)], "w")) is not None
-    with pytest.raises(StreamError, match=r"has an episode of 10 tokens"):
-        data.add_group(Group(Ticket("t2", 0, 0), [Episode([row, row], 1.0)], "w"))
 
 
 def test_demonstrations_are_loaded_as_samples_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,6 +212,7 @@ WRONG = {
     "json:JSONDecoder": ("weights.transport", "the class lacks writer, publisher, reader"),
     "realsys.weights.base:Transport": ("weights.transport", "cannot be built: TypeError"),
     "transport:Mirror": ("weights.transport_args", "missing a required argument: 'folder'"),
+    "disk": ("weights.transport_args", "do not fit disk"),
 }
 
 
@@ -219,14 +220,9 @@ WRONG = {
 def test_wrong_transport_is_one_clear_line(value: str, mirrored: Config) -> None:
     field, problem = WRONG[value]
     with pytest.raises(ConfigError) as raised:
-        check(changed(f"weights.transport={value}"), MACHINE)
+        check(changed(f"weights.transport={value}", *["weights.transport_args={a: 1}"] * (value == "disk")), MACHINE)
     assert raised.value.field == field and problem in raised.value.problem
     assert raised.value.exit_code == 2 and "\n" not in str(raised.value)
-
-
-def test_disk_takes_no_arguments() -> None:
-    with pytest.raises(ConfigError, match="do not fit disk"):
-        check(changed("weights.transport_args={folder: /tmp}"), MACHINE)
 
 
 def test_transport_checks_itself_in_the_launcher(

@@ -217,25 +217,21 @@ def test_interpreter_without_realsys_plays(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("agent", "arguments", "problem"),
+    ("agent", "python", "arguments", "problem"),
     [
-        ("mine:Missing", {}, "has no attribute 'Missing'"),
-        ("mine:Mine", {"turns": 3}, "'turns'"),
-        ("mine:Native", {}, "unset rollout.agent_python"),
-        ("broken:Mine", {}, "SyntaxError"),
-        ("absent:Mine", {}, "No module named 'absent'"),
+        ("mine:Missing", OUTER, {}, "has no attribute 'Missing'"),
+        ("mine:Mine", OUTER, {"turns": 3}, "'turns'"),
+        ("mine:Native", OUTER, {}, "unset rollout.agent_python"),
+        ("broken:Mine", OUTER, {}, "SyntaxError"),
+        ("absent:Mine", OUTER, {}, "No module named 'absent'"),
+        ("mine:Mine", "/bin/false", {}, "it must be Python 3.9 or later"),
     ],
 )
-def test_launcher_refuses_what_interpreter_cannot_run(tmp_path, monkeypatch, agent, arguments, problem):
+def test_launcher_refuses_what_interpreter_cannot_run(tmp_path, monkeypatch, agent, python, arguments, problem):
     write_agent(tmp_path, monkeypatch)
     with pytest.raises(ConfigError) as raised:
-        check_interpreter(settings(agent, agent_python=OUTER, agent_args=arguments))
+        check_interpreter(settings(agent, agent_python=python, agent_args=arguments))
     assert problem in str(raised.value) and "\n" not in str(raised.value)
-
-
-def test_program_that_is_no_python_is_refused():
-    with pytest.raises(ConfigError, match="it must be Python 3.9 or later"):
-        check_interpreter(settings("mine:Mine", agent_python="/bin/false"))
 
 
 def test_killed_zygote_is_replaced():

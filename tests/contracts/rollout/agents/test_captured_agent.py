@@ -76,12 +76,6 @@ def test_rewritten_history_is_a_further_row(server, tokenizer):
     assert episode.metrics["gateway/branches"] == 1.0
 
 
-def test_error_of_the_engine_is_the_error_of_the_episode(tokenizer):
-    engine = Scripted(tokenizer, errors=[GenerationError("no server")])
-    with pytest.raises(GenerationError, match="no server"):
-        play(engine, tokenizer, "hides_errors")
-
-
 class Hangs:
     """An environment that hangs, until the limit on its episode or on this test."""
 
@@ -90,17 +84,24 @@ class Hangs:
             await asyncio.Event().wait()
 
 
+SHORT = "rollout.agent_limits.episode_timeout_s=2"
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("run", ["talks_for_the_judge", "talks_in_process"])
-def test_environment_that_hangs_costs_its_episode(tokenizer, run):
-    """The judgement has what the run has left of the episode's time."""
-    with pytest.raises(AgentError, match="episode_timeout_s=2"):
-        play(Scripted(tokenizer), tokenizer, run, "rollout.agent_limits.episode_timeout_s=2", judge=Hangs())
-
-
-def test_episode_without_a_call_is_an_error(tokenizer):
-    with pytest.raises(AgentError, match="received no completion"):
-        play(Scripted(tokenizer), tokenizer, "never_calls")
+@pytest.mark.parametrize(
+    ("run", "settings", "errors", "error", "problem"),
+    [
+        ("hides_errors", [], [GenerationError("no server")], GenerationError, "no server"),
+        # the judgement has what the run has left of the episode's time
+        ("talks_for_the_judge", [SHORT], [], AgentError, "episode_timeout_s=2"),
+        ("talks_in_process", [SHORT], [], AgentError, "episode_timeout_s=2"),
+        ("never_calls", [], [], AgentError, "received no completion"),
+    ],
+)
+def test_failed_episode_has_the_first_error(tokenizer, run, settings, errors, error, problem):
+    judge = Hangs() if settings else None
+    with pytest.raises(error, match=problem):
+        play(Scripted(tokenizer, errors=list(errors)), tokenizer, run, *settings, judge=judge)
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,8 @@ def test_pickled_call_does_not_run(tmp_path, protocol):
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("value", [b"x", 1, 2.5, None, True, ["a"], ("a",), {"a": "b"}, {"a"}, print, 1 << 9_000])
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_other_pickled_values_are_refused(value, protocol):
-    with pytest.raises(ValueError):
-        pickled_text(pickle.dumps(value, protocol))
+WHOLE = pickle.dumps("[1, 2]", 4)
+OTHERS = [b"x", 1, 2.5, None, True, ["a"], ("a",), {"a": "b"}, {"a"}, print, 1 << 9_000]
 
 
 @pytest.mark.parametrize(
@@ -77,21 +74,15 @@ def test_other_pickled_values_are_refused(value, protocol):
         b"\x8c\x01\xff.",  # not UTF-8
         b"I" + b"9" * 10_000 + b"\n.",
         bytes(range(256)),
+        *[pickle.dumps(value, protocol) for value in OTHERS for protocol in range(pickle.HIGHEST_PROTOCOL + 1)],
+        *[WHOLE[:end] for end in range(1, len(WHOLE))],
+        *[WHOLE + WHOLE[: end + 1] for end in range(len(WHOLE))],
     ],
+    ids=lambda pickled: repr(pickled)[:40],
 )
 def test_hostile_pickle_is_refused(pickled):
     with pytest.raises(ValueError, match=r"^is not a pickled text"):
         pickled_text(pickled)
-
-
-def test_every_cut_of_a_pickle_is_refused():
-    whole = pickle.dumps("[1, 2]", 4)
-    for end in range(len(whole)):
-        with pytest.raises(ValueError):
-            pickled_text(whole[:end])
-    for end in range(len(whole)):
-        with pytest.raises(ValueError):
-            pickled_text(whole + whole[: end + 1])
 
 
 def test_zip_bomb_stops_at_the_bound():
@@ -129,5 +120,5 @@ def test_damaged_stream_is_refused(data, problem):
 
 @pytest.mark.parametrize("text", ["é", "a b", "abc", "=", "YQ==YQ=="])
 def test_text_that_is_not_base64_is_refused(text):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="^is not base64"):
         packed_text(text, 100)

@@ -18,10 +18,7 @@ SOURCE = "verifiers:no_such_environment"
     [
         ({}, "source_args.env_python must be the path of an interpreter"),
         ({"env_python": "/no/python"}, "/no/python: not found or not a program"),
-        (
-            {"env_python": sys.executable, "sizes": 3},
-            "unknown data.source_args sizes: use args, env_python, eval_args, size",
-        ),
+        ({"env_python": sys.executable, "sizes": 3}, "source_args sizes: use args, env_python, eval_args, size"),
         ({"env_python": sys.executable}, "cannot list its tasks: ModuleNotFoundError: No module named 'verifiers'"),
     ],
 )

@@ -102,20 +102,25 @@ def test_sets_alone_are_enough(tmp_path):
     assert list(evaluation_sets(config)) == ["a"]
 
 
-def test_evaluation_of_nothing_is_refused(trial):
-    with pytest.raises(ConfigError, match="nothing is evaluated: set it"):
-        made(Target(Path("/m"), 4, trial), "evaluation.problems=0")
-
-
-def test_missing_data_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="data.eval=.*name the problems to evaluate on"):
-        made(Target(tmp_path))
-
-
-@pytest.mark.parametrize(("name", "problem"), [("a/b", "trial='a/b'"), ("models", "is the folder of exported weights")])
-def test_unusable_name_is_refused(trial, name, problem):
-    with pytest.raises(ConfigError, match=problem):
-        made(Target(Path("/m"), 4, trial), name=name)
+@pytest.mark.parametrize(
+    ("of_trial", "overrides", "name", "problem"),
+    [
+        (True, ["evaluation.problems=0"], None, "nothing is evaluated: set it"),
+        (True, ["experiment=math"], None, "the trial's own settings are used"),
+        (True, [], "a/b", "trial='a/b'"),
+        (True, [], "models", "is the folder of exported weights"),
+        (False, [], None, "data.eval=.*name the problems to evaluate on"),
+        *[
+            (False, ["data.eval=/e.jsonl", override], None, "TARGET, --step and --name say what is evaluated")
+            for override in ("model.path=/x", "trial=a", "resume=b", "evaluate_only=false")
+        ],
+    ],
+)
+def test_wrong_setting_of_an_evaluation_is_named(trial, tmp_path, of_trial, overrides, name, problem):
+    target = Target(Path("/m"), 4, trial) if of_trial else Target(tmp_path)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        made(target, *overrides, name=name)
+    assert caught.value.exit_code == 2
 
 
 def test_trial_may_be_evaluated_in_another_folder(trial):
@@ -137,17 +142,6 @@ def test_second_evaluation_of_a_second_gets_a_number(trial):
 
 def test_allocation_of_servers_alone_is_enough(trial):
     assert made(Target(Path("/m"), 4, trial), "allocation=serve.d2").allocation == "serve.d2+d1"
-
-
-@pytest.mark.parametrize("override", ["model.path=/x", "trial=a", "resume=b", "evaluate_only=false"])
-def test_settings_of_training_are_refused(tmp_path, override):
-    with pytest.raises(ConfigError, match="TARGET, --step and --name say what is evaluated"):
-        made(Target(tmp_path), "data.eval=/e.jsonl", override)
-
-
-def test_group_is_refused_for_a_trial(trial):
-    with pytest.raises(ConfigError, match="the trial's own settings are used"):
-        made(Target(Path("/m"), 4, trial), "experiment=math")
 
 
 def test_plan_has_an_evaluator_and_no_trainer():

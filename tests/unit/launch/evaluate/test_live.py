@@ -82,15 +82,18 @@ def test_settings_of_workers_are_refused(trial, override):
         live_sets(trial, Choices([override]))
 
 
-def test_trial_that_does_not_run_is_named(trial):
-    with pytest.raises(ConfigError, match="does not run: leave --live out"):
-        client_of(Config(), trial, MemoryNameStore())
-
-
-def test_trial_of_another_user_is_named(trial):
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("", "does not run: leave --live out"),
+        ("http://127.0.0.1:1", "only the user who runs the trial can ask its servers"),
+    ],
+)
+def test_trial_that_cannot_be_asked_is_named(trial, address, problem):
     store = MemoryNameStore()
-    store.add(trial_names(Config()).gserver_manager, "http://127.0.0.1:1")
-    with pytest.raises(ConfigError, match="only the user who runs the trial can ask its servers"):
+    if address:
+        store.add(trial_names(Config()).gserver_manager, address)
+    with pytest.raises(ConfigError, match=problem):
         client_of(Config(), trial, store)
 
 

@@ -48,12 +48,27 @@ async def environment_of(node: Node, order: Order) -> dict[str, str]:
     return shown
 
 
-def test_machine_without_the_gpus_is_refused(tmp_path: Path) -> None:
-    """Before anything is started, with both numbers."""
+LOOPBACK = replace(TERMS, agents=("127.0.0.1", "", 2))
+ENDED = replace(TERMS, problem=lambda: "srun ended with code 1: invalid partition")
+
+
+@pytest.mark.parametrize(
+    ("needs", "agents", "terms", "error", "problem"),
+    [
+        (Needs(1, 8, 0), ["hosta"], TERMS, ConfigError, "hosta cannot be node0: .* need 8 GPUs, 0 are there"),
+        (NO_NEEDS, ["hosta"], LOOPBACK, ConfigError, "hosta: .*cluster.interface='': other hosts cannot reach 127"),
+        (NO_NEEDS, [], ENDED, RealsysError, "^srun ended with code 1: invalid partition$"),
+    ],
+    ids=["GPUs", "loopback", "launcher"],
+)
+def test_node_that_cannot_begin_is_named(
+    tmp_path: Path, needs: Needs, agents: list[str], terms: Terms, error: type[RealsysError], problem: str
+) -> None:
+    """Before anything is started."""
 
     async def body() -> None:
-        async with nodes_with_agents(tmp_path, {"node0": Needs(1, 8, 0)}, ["hosta"]) as nodes:
-            with pytest.raises(ConfigError, match="hosta cannot be node0: its processes need 8 GPUs, 0 are there"):
+        async with nodes_with_agents(tmp_path, {"node0": needs}, agents, terms) as nodes:
+            with pytest.raises(error, match=problem):
                 await nodes["node0"].ready(60.0)
 
     asyncio.run(body())
@@ -73,26 +88,6 @@ def test_machine_with_smaller_gpus_is_refused(tmp_path: Path, monkeypatch: pytes
     asyncio.run(body("0"))
     with pytest.raises(ConfigError, match=r"its GPUs have 40.0 GiB, and the plan is for cluster.gpu_memory_gb=79"):
         asyncio.run(body("0,1"))
-
-
-def test_agent_on_loopback_is_refused_among_several_nodes(tmp_path: Path) -> None:
-    async def body() -> None:
-        terms = replace(TERMS, agents=("127.0.0.1", "", 2))
-        async with nodes_with_agents(tmp_path, {"node0": NO_NEEDS}, ["hosta"], terms) as nodes:
-            with pytest.raises(ConfigError, match="hosta: config: cluster.interface='': other hosts cannot reach 127"):
-                await nodes["node0"].ready(60.0)
-
-    asyncio.run(body())
-
-
-def test_failed_launcher_ends_the_wait(tmp_path: Path) -> None:
-    async def body() -> None:
-        terms = replace(TERMS, problem=lambda: "srun ended with code 1: invalid partition")
-        async with nodes_with_agents(tmp_path, {"node0": NO_NEEDS}, [], terms) as nodes:
-            with pytest.raises(RealsysError, match="^srun ended with code 1: invalid partition$"):
-                await nodes["node0"].ready(60.0)
-
-    asyncio.run(body())
 
 
 @pytest.mark.processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,32 +25,28 @@ def test_defaults_are_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slurm", "text"),
+    ("slurm", "nodes", "text"),
     [
-        (SlurmConfig(partition="a b"), "cluster.slurm.partition='a b': must be one word"),
-        (SlurmConfig(setup=["a\nb"]), "cluster.slurm.setup='a\\nb': must be one line"),
-        (SlurmConfig(container=ContainerConfig(mounts=["a\nb"])), "cluster.slurm.container.mounts"),
-        (SlurmConfig(options=["mail=END"]), "must begin with -"),
-        (SlurmConfig(cpu_options=["constraint=a"]), "must begin with -"),
-        (SlurmConfig(cpu_options=["--a\nb"]), "cluster.slurm.cpu_options="),
-        (SlurmConfig(cpu_partition="cpu"), "cluster.slurm.cpu_partition='cpu': has no effect"),
-        (SlurmConfig(gpu_type="h100"), "cluster.slurm.gpu_type='h100': has no effect"),
-        (SlurmConfig(exclusive=False), "cluster.slurm.exclusive=False: gives one core of each node: set cluster.cpus_"),
-        (SlurmConfig(cpu_partition="a b"), "cluster.slurm.cpu_partition='a b': must be one word"),
-        (SlurmConfig(time="soon"), "cluster.slurm.time='soon': cannot be read"),
-        (SlurmConfig(time="4"), "leaves no time to train: the run stops 300 s before it"),
-        (SlurmConfig(signal_s=70_000), "must be at most 65535"),
+        (SlurmConfig(), 0, "cluster.nodes=0"),
+        (SlurmConfig(partition="a b"), 1, "cluster.slurm.partition='a b': must be one word"),
+        (SlurmConfig(setup=["a\nb"]), 1, "cluster.slurm.setup='a\\nb': must be one line"),
+        (SlurmConfig(container=ContainerConfig(mounts=["a\nb"])), 1, "cluster.slurm.container.mounts"),
+        (SlurmConfig(options=["mail=END"]), 1, "must begin with -"),
+        (SlurmConfig(cpu_options=["constraint=a"]), 1, "must begin with -"),
+        (SlurmConfig(cpu_options=["--a\nb"]), 1, "cluster.slurm.cpu_options="),
+        (SlurmConfig(cpu_partition="cpu"), 1, "cluster.slurm.cpu_partition='cpu': has no effect"),
+        (SlurmConfig(gpu_type="h100"), 1, "cluster.slurm.gpu_type='h100': has no effect"),
+        (SlurmConfig(exclusive=False), 1, "slurm.exclusive=False: gives one core of each node: set cluster.cpus_"),
+        (SlurmConfig(cpu_partition="a b"), 1, "cluster.slurm.cpu_partition='a b': must be one word"),
+        (SlurmConfig(time="soon"), 1, "cluster.slurm.time='soon': cannot be read"),
+        (SlurmConfig(time="4"), 1, "leaves no time to train: the run stops 300 s before it"),
+        (SlurmConfig(signal_s=70_000), 1, "must be at most 65535"),
     ],
 )
-def test_wrong_setting_is_one_line(slurm: SlurmConfig, text: str) -> None:
+def test_wrong_setting_is_one_line(slurm: SlurmConfig, nodes: int, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        checked(slurm)
+        checked(slurm, nodes)
     assert text in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_job_needs_a_number_of_nodes() -> None:
-    with pytest.raises(ConfigError, match="cluster.nodes=0"):
-        checked(SlurmConfig(), nodes=0)
 
 
 @pytest.mark.parametrize(
@@ -98,27 +95,36 @@ def test_time_limit_in_a_file_needs_quotes(text: str, tmp_path: Path) -> None:
     assert compose(["experiment=arith", "cluster=own"], config_dir=tmp_path).cluster.slurm.time == text
 
 
-def test_nodes_of_a_job_need_a_common_network() -> None:
-    with pytest.raises(ConfigError, match="cluster.interface=''.* cannot reach each other on loopback"):
-        check_network(Config(cluster=ClusterConfig(nodes=1, spare_nodes=1)), {})
-    check_network(Config(cluster=ClusterConfig(nodes=1)), {})
-    check_network(Config(cluster=ClusterConfig(nodes=2, interface="ib0")), {})
+HOST = {"REALSYS_HOST": "10.0.0.1"}
+SETUP = SlurmConfig(setup=["module load x", "export REALSYS_HOST=$(hostname -i)"])
+HANDED = "REALSYS_HOST=.* is handed to all 2 nodes.* set cluster.interface"
+NO_SUBNET = "cluster.interface='10.1.0.0/99': cannot be read as a subnet"
 
 
-@pytest.mark.parametrize("interface", ["", "ib0"])
 @pytest.mark.parametrize(
-    ("environment", "setup"),
-    [({"REALSYS_HOST": "10.0.0.1"}, []), ({}, ["module load x", "export REALSYS_HOST=$(hostname -i)"])],
+    ("cluster", "environment", "problem"),
+    [
+        ({"nodes": 1, "spare_nodes": 1}, {}, "cluster.interface=''.* cannot reach each other on loopback"),
+        ({"nodes": 1}, {}, ""),
+        ({"nodes": 2, "interface": "ib0"}, {}, ""),
+        ({"nodes": 1, "interface": "10.1.0.0/99"}, {}, NO_SUBNET),
+        ({"nodes": 2, "interface": "10.1.0.0/99"}, {}, NO_SUBNET),
+        # the batch script runs on the first node, and srun hands its variables to all
+        ({"nodes": 2}, HOST, HANDED),
+        ({"nodes": 2, "interface": "ib0"}, HOST, HANDED),
+        ({"nodes": 2, "slurm": SETUP}, {}, HANDED),
+        ({"nodes": 2, "slurm": SETUP, "interface": "ib0"}, {}, HANDED),
+        ({"nodes": 1}, HOST, ""),
+        ({"nodes": 1, "interface": "ib0"}, HOST, ""),
+        ({"nodes": 1, "slurm": SETUP}, {}, ""),
+        ({"nodes": 1, "slurm": SETUP, "interface": "ib0"}, {}, ""),
+        ({"nodes": 2, "interface": "ib0"}, {"REALSYS_HOST": ""}, ""),
+    ],
 )
-def test_one_address_is_refused_for_several_nodes(
-    environment: dict[str, str], setup: list[str], interface: str
-) -> None:
-    """The batch script runs on the first node, and srun hands its variables to all."""
-    slurm = SlurmConfig(setup=setup)
-    with pytest.raises(ConfigError, match="REALSYS_HOST=.* is handed to all 2 nodes.* set cluster.interface"):
-        check_network(Config(cluster=ClusterConfig(nodes=2, interface=interface, slurm=slurm)), environment)
-    check_network(Config(cluster=ClusterConfig(nodes=1, interface=interface, slurm=slurm)), environment)
-    check_network(Config(cluster=ClusterConfig(nodes=2, interface="ib0")), {"REALSYS_HOST": ""})
+def test_nodes_of_a_job_need_a_network(cluster: dict[str, Any], environment: dict[str, str], problem: str) -> None:
+    refused = pytest.raises(ConfigError, match=problem) if problem else contextlib.nullcontext()
+    with refused:
+        check_network(Config(cluster=ClusterConfig(**cluster)), environment)
 
 
 def test_request_for_cores_of_two_kinds_is_accepted() -> None:
@@ -127,9 +133,3 @@ def test_request_for_cores_of_two_kinds_is_accepted() -> None:
     check_slurm(Config(cluster=cluster))
     with pytest.raises(ConfigError, match="gives one core of each node: set cluster.cpus_per_cpu_node=N"):
         check_slurm(Config(cluster=cluster.model_copy(update={"cpus_per_cpu_node": 0})))
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_subnet_in_a_wrong_form_is_refused(nodes: int) -> None:
-    with pytest.raises(ConfigError, match="cluster.interface='10.1.0.0/99': cannot be read as a subnet"):
-        check_network(Config(cluster=ClusterConfig(nodes=nodes, interface="10.1.0.0/99")), {})

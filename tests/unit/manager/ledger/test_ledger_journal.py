@@ -77,21 +77,18 @@ def test_any_flipped_bit_is_noticed() -> None:
         assert decode_record(bytes(damaged)) in (None, EVENTS[0])  # the checksum's own letter case may change
 
 
-def test_damage_before_good_records_names_the_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        (b"failed", b"fooled", r"ledger\.jsonl: line 2 is damaged"),
+        # the last line is whole: a write that was torn has no end, and cut off it would be lost without a word
+        (b'"length":12', b'"length":13', "line 7 was changed, or records before it are missing"),
+    ],
+)
+def test_changed_record_names_its_line(tmp_path: Path, old: bytes, new: bytes, problem: str) -> None:
     path = tmp_path / "ledger.jsonl"
-    lines = written(path).splitlines(keepends=True)
-    lines[1] = lines[1].replace(b"failed", b"fooled")
-    path.write_bytes(b"".join(lines))
-    with pytest.raises(LedgerError, match=r"ledger\.jsonl: line 2 is damaged"):
-        Journal(path)
-
-
-def test_whole_wrong_last_record_is_no_torn_tail(tmp_path: Path) -> None:
-    """Cut off, it would be lost without a word: a write that was torn has no end."""
-    path = tmp_path / "ledger.jsonl"
-    content = written(path)
-    path.write_bytes(content.replace(b'"length":12', b'"length":13'))
-    with pytest.raises(LedgerError, match=r"line 7 was changed, or records before it are missing"):
+    path.write_bytes(written(path).replace(old, new, 1))
+    with pytest.raises(LedgerError, match=problem):
         Journal(path)
 
 

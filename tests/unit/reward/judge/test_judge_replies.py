@@ -36,39 +36,27 @@ def test_verdict_is_read(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("8/10", "no object scores|no JSON"),
-        ("", "no JSON: \\(empty\\)"),
-        (None, "no JSON"),
-        (GOOD[:-1], "no JSON"),
-        (f"{GOOD} {GOOD}", "no JSON"),
-        (f"```\n{GOOD}\n``` and so on", "no JSON"),
-        ("[1, 2]", "no object scores"),
-        ('{"scores": [7, 0]}', "no object scores"),
-        ('{"style": 7, "truth": 0}', "no object scores"),
-        ('{"scores": {"style": 7}}', "lacks a score for truth"),
-        ('{"scores": {"style": 7, "truth": 0, "wit": 3}}', "no criterion: wit"),
-        ('{"scores": {"style": "7", "truth": 0}}', "score of style is 7: it must be a number"),
-        ('{"scores": {"style": true, "truth": 0}}', "must be a number"),
-        ('{"scores": {"style": null, "truth": 0}}', "must be a number"),
-        ('{"scores": {"style": NaN, "truth": 0}}', "no JSON"),
-        ('{"scores": {"style": 1e999, "truth": 0}}', "no JSON|must be from 0 to 10"),
-        ('{"scores": {"style": 10.01, "truth": 0}}', "style is 10.01: it must be from 0 to 10"),
-        ('{"scores": {"style": 5, "truth": -1.5}}', "truth is -1.5: it must be from -1 to 1"),
-    ],
-)
-def test_malformed_verdict_is_trouble(text, problem):
-    with pytest.raises(Trouble, match=problem) as caught:
-        read_reply(body(text), CRITERIA)
-    trouble = caught.value
-    assert (trouble.cause, trouble.again, trouble.fatal, trouble.busy) == ("no_verdict", True, False, False)
-    assert "\n" not in str(trouble)
-
-
-@pytest.mark.parametrize(
     ("raw", "problem"),
     [
+        (body("8/10"), "no object scores|no JSON"),
+        (body(""), "no JSON: \\(empty\\)"),
+        (body(None), "no JSON"),
+        (body(GOOD[:-1]), "no JSON"),
+        (body(f"{GOOD} {GOOD}"), "no JSON"),
+        (body(f"```\n{GOOD}\n``` and so on"), "no JSON"),
+        (body("[1, 2]"), "no object scores"),
+        (body('{"scores": [7, 0]}'), "no object scores"),
+        (body('{"style": 7, "truth": 0}'), "no object scores"),
+        (body('{"scores": {"style": 7}}'), "lacks a score for truth"),
+        (body('{"scores": {"style": 7, "truth": 0, "wit": 3}}'), "no criterion: wit"),
+        (body('{"scores": {"style": "7", "truth": 0}}'), "score of style is 7: it must be a number"),
+        (body('{"scores": {"style": true, "truth": 0}}'), "must be a number"),
+        (body('{"scores": {"style": null, "truth": 0}}'), "must be a number"),
+        (body('{"scores": {"style": NaN, "truth": 0}}'), "no JSON"),
+        (body('{"scores": {"style": 1e999, "truth": 0}}'), "no JSON|must be from 0 to 10"),
+        (body('{"scores": {"style": 10.01, "truth": 0}}'), "style is 10.01: it must be from 0 to 10"),
+        (body('{"scores": {"style": 5, "truth": -1.5}}'), "truth is -1.5: it must be from -1 to 1"),
+        # a reply that is not complete
         (body(GOOD, "length"), "cut off"),
         (body(GOOD, "content_filter"), "finish_reason content_filter"),
         (body(None, refusal="I will not"), "refused: I will not"),
@@ -78,9 +66,12 @@ def test_malformed_verdict_is_trouble(text, problem):
         (b"\xff\xfe", "no chat completion"),
     ],
 )
-def test_incomplete_reply_is_trouble(raw, problem):
-    with pytest.raises(Trouble, match=problem):
+def test_malformed_verdict_is_trouble(raw, problem):
+    with pytest.raises(Trouble, match=problem) as caught:
         read_reply(raw, CRITERIA)
+    trouble = caught.value
+    assert (trouble.cause, trouble.again, trouble.fatal, trouble.busy) == ("no_verdict", True, False, False)
+    assert "\n" not in str(trouble)
 
 
 @pytest.mark.parametrize(

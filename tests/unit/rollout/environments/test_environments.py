@@ -113,11 +113,7 @@ def test_undecidable_completion_has_no_judgement():
     [
         (["rollout.environment=nothing"], "rollout.environment", "use one of verifier, or package.module:name"),
         (["rollout.environment=nowhere:Judge"], "rollout.environment", "no module named 'nowhere'"),
-        (
-            ["rollout.environment=tests.unit.rollout.environments.test_environments:Answers"],
-            "rollout.environment",
-            "lacks judge",
-        ),
+        ([f"rollout.environment={__name__}:Answers"], "rollout.environment", "lacks judge"),
         (["rollout.environment_args={bonus: 1}"], "rollout.environment_args", "do not fit verifier"),
         (
             ["rollout.environment=environment:ShortAnswers", "rollout.environment_args={bonuss: 1}"],

@@ -42,22 +42,20 @@ def read(directory: Path, **changes: Any) -> HfModel:
 
 
 @pytest.mark.parametrize(
-    ("layout", "message"),
+    ("changes", "layout", "message"),
     [
-        (ParallelLayout(tensor=8), r"num_attention_heads=4 must divide by m8 of the training layout d1p1m8"),
-        (ParallelLayout(pipeline=5), r"num_hidden_layers=4 must be at least p5"),
+        ({}, ParallelLayout(tensor=8), "num_attention_heads=4 must divide by m8 of the training layout d1p1m8"),
+        ({}, ParallelLayout(pipeline=5), "num_hidden_layers=4 must be at least p5"),
+        # the last rank would have no row of the vocabulary
+        ({"num_key_value_heads": 4, "vocab_size": 9}, ParallelLayout(tensor=4), "vocab_size=9 .* the last of m4"),
     ],
 )
-def test_layout_that_does_not_divide_model_is_refused(tmp_path: Path, layout: ParallelLayout, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        check_layout(read(tmp_path), layout)
-
-
-def test_vocabulary_without_row_for_last_rank_is_refused(tmp_path: Path) -> None:
-    model = read(tmp_path, num_key_value_heads=4, vocab_size=9)
-    with pytest.raises(ModelError, match="vocab_size=9 leaves nothing for the last of m4"):
-        check_layout(model, ParallelLayout(tensor=4))
+def test_layout_that_does_not_fit_is_refused(
+    tmp_path: Path, changes: dict[str, int], layout: ParallelLayout, message: str
+) -> None:
     check_layout(read(tmp_path, num_key_value_heads=4, vocab_size=50), ParallelLayout(tensor=4))
+    with pytest.raises(ModelError, match=message):
+        check_layout(read(tmp_path, **changes), layout)
 
 
 def checkpoint(directory: Path, **changes: torch.Tensor | None) -> tuple[HfModel, Path]:

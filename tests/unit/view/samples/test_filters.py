@@ -74,6 +74,7 @@ def test_search_ends_in_time_and_says_so() -> None:
         {"verdict": "maybe"},
     ],
 )
-def test_bad_filter_is_refused(query: dict[str, str]) -> None:
-    with pytest.raises(ConfigError):
+def test_bad_filter_is_named(query: dict[str, str]) -> None:
+    [(field, value)] = query.items()
+    with pytest.raises(ConfigError, match=f"config: {field}='?{value}'?: "):
         Filter.of(query)

@@ -160,14 +160,18 @@ def test_completion_with_damaged_bytes_is_named(paths: TrialPaths) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["step:" + 5000 * "9", "step:7", "step:../x", "eval:../../etc", "eval:", "", "other", "step:"]
+    ("name", "problem"),
+    [
+        ("step:7", "step 7 is not recorded"),
+        ("step:" + 5000 * "9", "samples 'step:9+' not found"),
+        *[
+            (name, f"samples '{name}' not found")
+            for name in ("step:../x", "step:", "eval:../../etc", "eval:", "", "other")
+        ],
+        *[(name, "'nobody'") for name in (f"step:{STEPS}", f"eval:after-{STEPS}", "dropped")],
+    ],
+    ids=lambda text: text[:20],
 )
-def test_unknown_source_is_refused(paths: TrialPaths, name: str) -> None:
-    with pytest.raises(RecordError):
-        Catalogue(paths).open(name)
-
-
-@pytest.mark.parametrize("name", [f"step:{STEPS}", f"eval:after-{STEPS}", "dropped"])
-def test_unknown_sample_is_refused(paths: TrialPaths, name: str) -> None:
-    with pytest.raises(RecordError, match="'nobody'"):
+def test_unknown_source_or_sample_is_refused(paths: TrialPaths, name: str, problem: str) -> None:
+    with pytest.raises(RecordError, match=problem):
         Catalogue(paths).open(name).view("nobody")

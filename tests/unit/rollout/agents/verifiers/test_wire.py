@@ -54,39 +54,29 @@ def test_discarded_attempt_is_forgotten():
     assert result.reward == 1.0
 
 
+RIGHT = {"right": (0.0, 1.0)}
+BAD = {**trace("a", {}, ok=False), "errors": [{"type": "TaskError", "message": "bad"}]}
+LATE = trace("a", RIGHT, is_timeout=True, stop_condition="agent_timeout")
+NO_DISK = [{"type": "EnvError", "message": "no disk"}]
+LOST = {"success": True, "head": {"ok": True}, "traces": [{"id": "a", "nodes": 1, "calls": 1}]}
+
+
 @pytest.mark.parametrize(
-    ("deltas", "head", "problem"),
+    ("run", "problem"),
     [
-        ([trace("a", {})], {}, "gave no reward"),
-        ([trace("a", {"right": (math.nan, 1.0)})], {}, "must be finite"),
-        ([trace("a", {"right": (0.0, 1.0)}, ok=False)], {"ok": False}, "failed: no cause given"),
-        (
-            [trace("a", {"right": (0.0, 1.0)}, is_timeout=True, stop_condition="agent_timeout")],
-            {},
-            "timed out: agent_timeout",
-        ),
-        ([], {"ok": False, "errors": [{"type": "EnvError", "message": "no disk"}]}, "failed: EnvError: no disk"),
-        (
-            [{**trace("a", {}, ok=False), "errors": [{"type": "TaskError", "message": "bad"}]}],
-            {"ok": False},
-            "failed: TaskError: bad",
-        ),
+        (lambda: outcome(trace("a", {})), "gave no reward"),
+        (lambda: outcome(trace("a", {"right": (math.nan, 1.0)})), "must be finite"),
+        (lambda: outcome(trace("a", RIGHT, ok=False), ok=False), "failed: no cause given"),
+        (lambda: outcome(LATE), "timed out: agent_timeout"),
+        (lambda: outcome(ok=False, errors=NO_DISK), "failed: EnvError: no disk"),
+        (lambda: outcome(BAD, ok=False), "failed: TaskError: bad"),
+        (lambda: Assembly().outcome({"success": False, "error": "ValueError: no such field"}), "no such field"),
+        (lambda: Assembly().outcome(LOST), "no trace a"),
     ],
 )
-def test_failed_run_has_no_reward(deltas, head, problem):
+def test_failed_run_has_no_reward(run, problem):
     with pytest.raises(AgentError, match=problem):
-        outcome(*deltas, **head)
-
-
-def test_refused_request_names_the_cause():
-    with pytest.raises(AgentError, match="ValueError: no such field"):
-        Assembly().outcome({"success": False, "error": "ValueError: no such field"})
-
-
-def test_lost_trace_is_an_error():
-    reply = {"success": True, "head": {"ok": True}, "traces": [{"id": "a", "nodes": 1, "calls": 1}]}
-    with pytest.raises(AgentError, match="no trace a"):
-        Assembly().outcome(reply)
+        run()
 
 
 def test_client_names_the_episode():
