@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from realsys.launch.cli import main
+from tests.support.data.few_rows import FEW_ROWS
 
 MODULES = {
     "door_raises": "raise RuntimeError('first line\\nsecond line')\n",
@@ -108,7 +109,7 @@ def modules(tmp_path, monkeypatch):
 
 def refusal(folder, capsys, *overrides):
     """The line on stderr of a run that is refused."""
-    code = main(["run", "experiment=arith", f"fileroot={folder / 'runs'}", *overrides])
+    code = main(["run", "experiment=arith", *FEW_ROWS, f"fileroot={folder / 'runs'}", *overrides])
     output = capsys.readouterr()
     assert code == 2, output
     assert not (folder / "runs").exists()

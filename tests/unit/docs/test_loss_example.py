@@ -13,6 +13,7 @@ from realsys.algorithm.loss import actor_loss
 from realsys.algorithm.segments import Segments
 from realsys.config.sections.schema_train import PPOConfig
 from realsys.launch.cli import main
+from tests.support.data.few_rows import FEW_ROWS
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"
 
@@ -57,7 +58,7 @@ def test_episode_spo_has_one_ratio_per_episode() -> None:
 def test_launcher_takes_the_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = [f"train.ppo.loss=loss:{name}", "train.ppo.loss_args.eps=0.3"]
-    assert main(["run", "experiment=arith", *arguments, "--dry-run"]) == 0
+    assert main(["run", "experiment=arith", *FEW_ROWS, *arguments, "--dry-run"]) == 0
 
 
 def test_launcher_refuses_an_argument_it_does_not_take(
@@ -65,7 +66,7 @@ def test_launcher_refuses_an_argument_it_does_not_take(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["train.ppo.loss=loss:spo", "train.ppo.loss_args.epsilon=0.3"]
-    assert main(["run", "experiment=arith", *arguments]) == 2
+    assert main(["run", "experiment=arith", *FEW_ROWS, *arguments]) == 2
     error = capsys.readouterr().err
     assert "train.ppo.loss_args={'epsilon': 0.3}: do not fit loss:spo: got an unexpected" in error
     assert error.count("\n") == 1

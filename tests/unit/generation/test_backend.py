@@ -17,6 +17,7 @@ from realsys.config.rules.machine import Machine
 from realsys.errors import ConfigError
 from realsys.launch.cli import main
 from realsys.launch.fit import fit
+from tests.support.data.few_rows import FEW_ROWS
 from tests.support.processes.config_trees import changed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -101,7 +102,13 @@ def test_bad_backend_is_one_line(settings: list[str], problem: str) -> None:
 
 
 def test_bad_backend_ends_the_command_with_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["run", "experiment=arith", "generation.backend=own_backends:Unfinished", f"fileroot={tmp_path / 'runs'}"]
+    argv = [
+        "run",
+        "experiment=arith",
+        *FEW_ROWS,
+        "generation.backend=own_backends:Unfinished",
+        f"fileroot={tmp_path / 'runs'}",
+    ]
     assert main(argv) == 2
     printed = capsys.readouterr().err
     assert printed.splitlines() == [printed.strip()] and "the class lacks build" in printed

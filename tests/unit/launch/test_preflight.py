@@ -19,6 +19,7 @@ from realsys.data.char_model import make_tiny_model, write_char_tokenizer
 from realsys.errors import ConfigError
 from realsys.launch.cli import main
 from realsys.launch.preflight import check_disk, check_etcd, check_gpus_are_given
+from tests.support.data.few_rows import FEW_ROWS
 from tests.support.serving.qwen_models import write_qwen
 from tests.support.training.data_models import jsonl
 from tests.unit.config.memory.test_device_memory import math_config
@@ -113,7 +114,15 @@ def test_large_model_may_train_on_cpus(tmp_path: Path) -> None:
 def test_nodes_without_gpus_are_warned_of(
     more: list[str], warnings: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["run", "experiment=arith", "cluster.nodes=1", *more, "--dry-run", f"fileroot={tmp_path / 'runs'}"]
+    argv = [
+        "run",
+        "experiment=arith",
+        *FEW_ROWS,
+        "cluster.nodes=1",
+        *more,
+        "--dry-run",
+        f"fileroot={tmp_path / 'runs'}",
+    ]
     assert main(argv) == 0
     assert capsys.readouterr().out.count("warning: all processes run on CPUs: say how many GPUs a node has") == warnings
 
@@ -314,7 +323,7 @@ def test_users_own_packages_do_not_break_the_command(tmp_path: Path) -> None:
     for name in ("configs", "launch", "workers"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise RuntimeError('the user\\'s {name}')")
-    argv = [sys.executable, "-m", "realsys.launch.cli", "run", "experiment=arith", "--dry-run"]
+    argv = [sys.executable, "-m", "realsys.launch.cli", "run", "experiment=arith", *FEW_ROWS, "--dry-run"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

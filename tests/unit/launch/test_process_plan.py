@@ -24,6 +24,7 @@ from realsys.launch.cli import main
 from realsys.launch.prepare import prepare, resolve
 from realsys.launch.process_plan import ProcessSpec, on_this_machine, own_python_path, plan
 from realsys.launch.run import node_needs
+from tests.support.data.few_rows import FEW_ROWS
 
 CPU = Machine(cpus=4, memory_bytes=32 << 30)
 ROOT = Path(__file__).resolve().parents[3]
@@ -264,7 +265,14 @@ assert not heavy, heavy
 
 
 def test_dry_run_prints_every_process_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["run", "experiment=arith", "--dry-run", "allocation=sglang.d2+p2", f"fileroot={tmp_path / 'runs'}"]
+    argv = [
+        "run",
+        "experiment=arith",
+        *FEW_ROWS,
+        "--dry-run",
+        "allocation=sglang.d2+p2",
+        f"fileroot={tmp_path / 'runs'}",
+    ]
     assert main(argv) == 0
     out = capsys.readouterr().out
     for name in ("generation_server/1", "model_worker/1", "master_worker/0", "gserver_manager/0", "rollout_worker/1"):
@@ -288,7 +296,7 @@ def test_dry_run_for_other_machines_prints_the_placement(
 ) -> None:
     """This machine needs no etcd: the first node starts it."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["run", "experiment=arith", *LARGE, "--dry-run", f"fileroot={tmp_path / 'runs'}"]) == 0
+    assert main(["run", "experiment=arith", *FEW_ROWS, *LARGE, "--dry-run", f"fileroot={tmp_path / 'runs'}"]) == 0
     out = capsys.readouterr().out
     assert "nodes: 4, GPUs: 32, idle: 0\nnode0: model_worker 0-7 on gpu 0-7; name_store 0;" in out
     assert "node3: generation_server 16-23 on gpu 0-7" in out
@@ -312,7 +320,14 @@ def test_gpus_of_unknown_size_must_hold_a_rank() -> None:
 
 def test_dry_run_for_other_machines_warns_of_the_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The disk of this machine may not be theirs."""
-    argv = ["run", "experiment=arith", f"fileroot={tmp_path / 'runs'}", "checkpoint.keep=1000000000", "--dry-run"]
+    argv = [
+        "run",
+        "experiment=arith",
+        *FEW_ROWS,
+        f"fileroot={tmp_path / 'runs'}",
+        "checkpoint.keep=1000000000",
+        "--dry-run",
+    ]
     assert main(argv) == 2
     assert "weights and checkpoints need about" in capsys.readouterr().err
     assert main([*argv, *LARGE]) == 0
@@ -321,21 +336,28 @@ def test_dry_run_for_other_machines_warns_of_the_disk(tmp_path: Path, capsys: py
 
 
 def test_launcher_on_loopback_cannot_have_agents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "experiment=arith", *LARGE, f"fileroot={tmp_path / 'runs'}"]) == 2
+    assert main(["run", "experiment=arith", *FEW_ROWS, *LARGE, f"fileroot={tmp_path / 'runs'}"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "cluster.interface='': other hosts cannot reach 127.0.0.1, which this process of 4 nodes" in line
     assert not (tmp_path / "runs").exists()
 
 
 def test_start_warns_of_sampling_that_biases_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["run", "experiment=arith", "--dry-run", "generation.sampling.top_p=0.9", f"fileroot={tmp_path / 'runs'}"]
+    argv = [
+        "run",
+        "experiment=arith",
+        *FEW_ROWS,
+        "--dry-run",
+        "generation.sampling.top_p=0.9",
+        f"fileroot={tmp_path / 'runs'}",
+    ]
     assert main(argv) == 0
     assert capsys.readouterr().out.count("warning: generation.sampling.top_p=0.9: ") == 1
 
 
 def test_dry_run_prints_commands_that_can_be_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "my runs"
-    assert main(["run", "experiment=arith", "--dry-run", "--trial", "t", f"fileroot={root}"]) == 0
+    assert main(["run", "experiment=arith", *FEW_ROWS, "--dry-run", "--trial", "t", f"fileroot={root}"]) == 0
     lines = capsys.readouterr().out.split("commands:\n")[1].splitlines()
     exports, words = shlex.split(lines[0]), [shlex.split(line) for line in lines[1:-1]]
     assert exports[0] == "export" and any(word.startswith("REALSYS_RUN_ID=arith-t-") for word in exports)
@@ -376,6 +398,15 @@ def test_bad_input_prints_one_line_and_exits_two(
 
 
 def test_overrides_may_precede_or_follow_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["run", "experiment=arith", "--trial", "x", "rollout.workers=3", "--dry-run", f"fileroot={tmp_path}"]
+    argv = [
+        "run",
+        "experiment=arith",
+        *FEW_ROWS,
+        "--trial",
+        "x",
+        "rollout.workers=3",
+        "--dry-run",
+        f"fileroot={tmp_path}",
+    ]
     assert main(argv) == 0
     assert "rollout_worker/2" in capsys.readouterr().out

@@ -31,6 +31,7 @@ from realsys.weights.disk.publisher import DiskPublisher
 from realsys.weights.disk.stage import DiskReader
 from realsys.weights.folder import FolderWriter
 from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
+from tests.support.data.few_rows import FEW_ROWS
 from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_models import make_model
 from tests.support.streams.weight_ranks import WeightRanks
@@ -229,7 +230,7 @@ def test_transport_checks_itself_in_the_launcher(
     mirrored: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = ["run", "experiment=arith", "weights.transport=transport:Mirror"]
+    run = ["run", "experiment=arith", *FEW_ROWS, "weights.transport=transport:Mirror"]
     assert main([*run, f"weights.transport_args.folder={tmp_path / 'copies'}", "--dry-run"]) == 0
     capsys.readouterr()
     assert main([*run, f"weights.transport_args.folder={tmp_path / 'nowhere'}"]) == 2

@@ -15,6 +15,7 @@ from realsys.config.dataflow import dataflow_of
 from realsys.config.schema import Config
 from realsys.launch.cli import main
 from realsys.train.megatron.device import Device
+from tests.support.data.few_rows import FEW_ROWS
 from tests.support.training.ppo_batch import Worker, make_batch, whole
 from tests.support.training.train_ranks import run_ranks
 
@@ -89,4 +90,4 @@ def test_launcher_takes_the_algorithm(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     arguments = ["train.ppo.algorithm=distill:distill", "train.ppo.skip_zero_advantage=false"]
     arguments += ["roles.custom.teacher={}", "allocation=sglang.d1+actor.d1+teacher.d1"]
-    assert main(["run", "experiment=arith", *arguments, "--dry-run"]) == 0
+    assert main(["run", "experiment=arith", *FEW_ROWS, *arguments, "--dry-run"]) == 0

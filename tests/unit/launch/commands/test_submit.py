@@ -9,9 +9,17 @@ import pytest
 
 from realsys.launch.cli import main
 from realsys.launch.slurm import slurm_client
+from tests.support.data.few_rows import FEW_ROWS
 
 SETTINGS = [
-    *("experiment=arith", "cluster=slurm", "cluster.nodes=2", "cluster.interface=lo", "allocation=serve.d1+d1"),
+    *(
+        "experiment=arith",
+        *FEW_ROWS,
+        "cluster=slurm",
+        "cluster.nodes=2",
+        "cluster.interface=lo",
+        "allocation=serve.d1+d1",
+    ),
     *("name_store=etcd", "cluster.name_store.start=true"),
 ]
 Submit = Callable[[str], int]

@@ -13,6 +13,7 @@ import pytest
 from realsys.config.compose import compose
 from realsys.launch.cli import main
 from realsys.launch.trackers import check
+from tests.support.data.few_rows import FEW_ROWS
 
 MODULE = """
 from realsys.telemetry.trackers.base import Tracker
@@ -68,7 +69,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def refusal(folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
-    code = main(["run", "experiment=arith", f"fileroot={folder / 'runs'}", *overrides])
+    code = main(["run", "experiment=arith", *FEW_ROWS, f"fileroot={folder / 'runs'}", *overrides])
     assert code == 2 and not (folder / "runs").exists()
     (line,) = capsys.readouterr().err.splitlines()
     return line
