@@ -30,7 +30,8 @@ JOBS     := tests/chaos tests/system
 CORES    := $(shell nproc)
 COMPUTE  := -n $(CORES) --dist worksteal
 WAIT     := -n $(shell expr 2 '*' $(CORES)) --dist worksteal
-TESTS_WITHOUT_TORCH := $(addprefix tests/unit/,buffer config data hf rollout storage telemetry)
+# About 200 tests for `make python-test`.
+TESTS_WITHOUT_TORCH := tests/unit/storage tests/unit/telemetry tests/unit/config/test_compose.py
 TESTS  ?=
 ARGS   ?=
 # For `make pictures`: folder of a trial to make them from.

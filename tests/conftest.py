@@ -53,11 +53,16 @@ def pytest_configure() -> None:
 
 # ---- needs(...)
 
+#: programs that .ci/run has hidden; then only the tests that need one of them run, and each must be skipped by name
+HIDDEN = set(os.environ.get("REALSYS_HIDDEN", "").split())
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark in item.iter_markers("needs"):
         for program in mark.args:
             need_program(program)
+            if program in HIDDEN:
+                pytest.fail(f"{program} is hidden, and the test would run", pytrace=False)
         if "package" in mark.kwargs:
             need_package(mark.kwargs["package"])
 
@@ -117,6 +122,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = "/".join(item.path.relative_to(tests).parts[:2])
         if folder in FOLDER_MARKS:
             item.add_marker(FOLDER_MARKS[folder])
+    if HIDDEN:
+        items[:] = [item for item in items if any(HIDDEN & {*mark.args} for mark in item.iter_markers("needs"))]
 
 
 def _record_starts() -> None:
