@@ -38,7 +38,7 @@ from realsys.cluster.process import end, flush
 log = logging.getLogger(__name__)
 
 _READY = b"ready"
-_MAX_ORDER = 1 << 17  # bytes of a message: one environment
+_MAX_MESSAGE = 4096  # bytes
 _MAX_DESCRIPTORS = 8
 _REPLY_S = 20.0  # bound on a fork, which takes milliseconds, on a machine that swaps
 _EXIT_S = 30.0  # bound on the exit handlers of a program
@@ -51,12 +51,6 @@ class Forked:
         self.pid = pid
         self.returncode: int | None = None
         self.stdin = self.stdout = None
-
-    def poll(self) -> int | None:
-        """Return the exit code, or minus the signal, of a process that has ended; None while it runs."""
-        if self.returncode is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            self.wait()
-        return self.returncode
 
     def wait(self) -> int:
         """Wait for the end, and return the exit code, or minus the signal."""
@@ -91,7 +85,7 @@ class ForkServer:
         if self._is_ready and os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             self._fail("it has ended")
         elif self._pid and not self._is_ready and select.select([self._channel], [], [], timeout_s)[0]:
-            reply = self._channel.recv(_MAX_ORDER)
+            reply = self._channel.recv(_MAX_MESSAGE)
             self._is_ready = reply == _READY
             if not self._is_ready:
                 self._fail(reply.decode() or "it has ended")
@@ -107,12 +101,13 @@ class ForkServer:
         """Fork a program. ``output`` and ``errors`` become its stdout and stderr; ``inherit`` stay open in it,
         under other numbers. Raises OSError if the server has failed.
         """
-        order = json.dumps({"argv": list(argv), "env": dict(env)}).encode()
         try:
-            with prctl.subreaper():
-                socket.send_fds(self._channel, [order], [output, errors, *inherit])
+            with prctl.subreaper(), os.fdopen(os.memfd_create("order"), "w+") as order:
+                json.dump({"argv": list(argv), "env": dict(env)}, order)  # an environment may exceed any message
+                order.flush()
+                socket.send_fds(self._channel, [b"start"], [order.fileno(), output, errors, *inherit])
                 self._channel.settimeout(_REPLY_S)
-                reply = self._channel.recv(_MAX_ORDER)
+                reply = self._channel.recv(_MAX_MESSAGE)
             return Forked(int(reply))
         except (OSError, ValueError) as exc:
             self._fail(str(exc))
@@ -149,9 +144,9 @@ def serve(channel: socket.socket, modules: Sequence[str], parent: int) -> NoRetu
         _close_all_but([channel.fileno()])
         prctl.show_as(["realsys-fork-server", *modules[-1:]], os.environ)
         problem = _import(modules)
-        channel.send(problem.encode() or _READY)
-        while not problem and (message := socket.recv_fds(channel, _MAX_ORDER, _MAX_DESCRIPTORS))[0]:
-            channel.send(str(_fork_program(*message[:2])).encode())
+        channel.send(problem.encode()[:_MAX_MESSAGE] or _READY)
+        while not problem and (message := socket.recv_fds(channel, _MAX_MESSAGE, _MAX_DESCRIPTORS))[0]:
+            channel.send(str(_fork_program(message[1])).encode())
     except ConnectionError:  # the parent has just ended
         pass
     except BaseException:
@@ -172,8 +167,8 @@ def _import(modules: Sequence[str]) -> str:
     return f"its modules have started {threads - 1} threads" if threads > 1 else ""
 
 
-def _fork_program(order: bytes, descriptors: Sequence[int]) -> int:
-    """Fork a program away from this process. Returns its pid."""
+def _fork_program(descriptors: Sequence[int]) -> int:
+    """Fork a program away from this process. Returns its pid. ``descriptors``: its order, stdout, stderr, others."""
     pids, gate = os.pipe(), os.pipe()
     first = os.fork()
     if not first:
@@ -181,7 +176,9 @@ def _fork_program(order: bytes, descriptors: Sequence[int]) -> int:
         if not program:
             os.close(gate[1])
             os.read(gate[0], 1)  # end of file: the first child has ended, and this one has its new parent
-            _run_program(json.loads(order), descriptors)
+            with open(descriptors[0], "rb") as order:
+                order.seek(0)
+                _run_program(json.load(order), descriptors[1:])
         os.write(pids[1], str(program).encode())
         os._exit(0)
     os.waitpid(first, 0)

@@ -55,6 +55,11 @@ class ForkedCommand(Forked):
         assert self.returncode is not None
         return self.returncode
 
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._pidfd], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             signal.pidfd_send_signal(self._pidfd, number)

@@ -22,7 +22,7 @@ from realsys.cluster.fork_server import ForkServer
 PROGRAM = {program!r}
 ARGV = [sys.executable, "-P", "-m", PROGRAM]
 server = ForkServer.fork([*{modules!r}, PROGRAM])
-def run(*words, env={{"MINE": "1"}}, inherit=()):
+def run(*words, env={{"MINE": "1", "LONG": "x" * 100_000, "LONGER": "y" * 100_000}}, inherit=()):
     return server.start([*ARGV, *words], env, 1, 2, inherit).wait()
 """
 
