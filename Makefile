@@ -27,9 +27,9 @@ ONE_JOB  := tests/system/commands/test_arith_job.py tests/system/commands/test_r
 RANKS    := tests/contracts/config tests/contracts/launch tests/contracts/master tests/contracts/train tests/unit/planner \
 	tests/unit/simulate
 JOBS     := tests/chaos tests/system
-CORES    := $(shell nproc)
+CORES    := $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 COMPUTE  := -n $(CORES) --dist worksteal
-WAIT     := -n $(shell expr 2 '*' $(CORES)) --dist worksteal
+WAIT     := -n $(shell echo $$((2 * $(CORES)))) --dist worksteal
 # About 200 tests for `make python-test`.
 TESTS_WITHOUT_TORCH := tests/unit/storage tests/unit/telemetry tests/unit/config/test_compose.py
 TESTS  ?=
@@ -191,11 +191,12 @@ format: setup  ## rewrite the code in the project's format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-docs: setup  ## rewrite the fields in docs/configuration.md and docs/metrics.md, the measured figures of the pages, the settings in docs/memory.md
+docs: setup  ## rewrite the generated parts of the pages (fields, metrics, figures, memory), and run the tests of the pages
 	$(PY) -m realsys.config.reference
 	$(PY) -m realsys.telemetry.reference
 	$(PY) -m tests.support.docs.figures
 	$(PY) -m tests.support.docs.memory_settings
+	$(PY) -m pytest tests/docs $(COMPUTE) $(ARGS)
 
 pictures: setup  ## make the README's pictures again, from a new run of experiment=arith or from TRIAL=DIR (needs Chromium)
 	$(PY) -m tests.support.docs.pictures $(TRIAL)

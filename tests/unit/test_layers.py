@@ -174,8 +174,8 @@ def test_folders_with_modules_are_packages() -> None:
 
 
 def test_folders_of_tests_mirror_the_packages() -> None:
-    """tests/unit has two more: tests of the chaos suite and of the pages."""
-    for top, more in (("unit", {"chaos", "docs"}), ("contracts", set())):
+    """tests/unit has one more: tests of the chaos suite."""
+    for top, more in (("unit", {"chaos"}), ("contracts", set())):
         base = ROOT / "tests" / top
         folders = {path.parent.relative_to(base) for path in base.rglob("test_*.py")} - {Path(), *map(Path, more)}
         assert sorted(f for f in folders if not (ROOT / "realsys" / f).is_dir()) == []

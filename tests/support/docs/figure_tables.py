@@ -91,6 +91,7 @@ TABLES: dict[str, Callable[[], str]] = {
         serving_tables.weights,
         serving_tables.router,
         serving_tables.streams,
+        serving_tables.targets,
         policy_tables.ledger_cost,
         policy_tables.agreement,
         policy_tables.simulate,

@@ -106,3 +106,12 @@ def streams() -> str:
         "of bare ZMQ (lowest - highest)": "**{of bare:.2f}** ({lowest:.2f} - {highest:.2f})",
     }
     return listing(columns, load("streams")["rows"])
+
+
+def targets() -> str:
+    return listing({"target": "`{target}`", "minutes": "{minutes}"}, [_minutes(row) for row in load("tests")["rows"]])
+
+
+def _minutes(row: dict[str, int]) -> dict[str, object]:
+    minutes, seconds = divmod(row["seconds"], 60)
+    return row | {"minutes": f"{minutes}:{seconds:02}"}

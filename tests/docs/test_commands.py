@@ -11,7 +11,7 @@ import pytest
 from realsys.config.compose import compose
 from realsys.launch.sweep.sweep_trials import sweep_trials
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: N is any number, and the experiments are files of the user, for which test_yaml_blocks.py is
 _SETTING = re.compile(r"(?!experiment=(?:math7b|mine)$)[a-z][\w.]*=(?!N$).+", re.DOTALL)

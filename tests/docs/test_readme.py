@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "README.md").read_text("utf-8")
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 
@@ -16,11 +15,6 @@ def test_code_is_that_of_the_examples() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 3
     assert [line for block in blocks for line in block.splitlines() if line.strip() not in shown] == []
-
-
-def test_links_lead_to_files() -> None:
-    links = re.findall(r"\]\(([^)#:]+)\)", PAGE)
-    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def test_every_page_is_linked() -> None:
@@ -44,13 +38,3 @@ def test_make_bench_runs_all_benchmarks_for_cpus() -> None:
         "math_verifier",
     }  # a second checkout; a file of cases
     assert sorted(listed) == sorted(every - special)
-
-
-def test_lines_of_the_drawing_meet() -> None:
-    """Each vertical piece of a line continues in the row below and the row above."""
-    drawing = PAGE.split("```")[1].strip("\n").splitlines()
-    for upper, lower in pairwise(drawing):
-        up = {column for column, char in enumerate(upper) if char in "│┌┐┬▲"}
-        down = {column for column, char in enumerate(lower) if char in "│└┘┴▼"}
-        assert up - {column for column, char in enumerate(lower) if char in "│└┘┴▼"} == set()
-        assert down - {column for column, char in enumerate(upper) if char in "│┌┐┬▲"} == set()

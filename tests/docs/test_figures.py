@@ -35,12 +35,6 @@ def test_page_has_the_figures_of_the_results(path: Path) -> None:
     assert page == figures.rewrite(page), "run `make docs`"
 
 
-def test_pages_with_results_have_marks() -> None:
-    assert {README, PERFORMANCE} <= set(PAGES)
-    text = "".join(path.read_text("utf-8") for path in PAGES)
-    assert set(re.findall(r"<!-- figures: (\w+) -->", text)) == set(TABLES)
-
-
 @pytest.mark.parametrize("path", [README, PERFORMANCE], ids=lambda path: path.name)
 def test_every_measured_number_has_a_source(path: Path) -> None:
     page = without_given(path.read_text("utf-8"))
@@ -80,9 +74,3 @@ def test_number_without_source_is_found() -> None:
 def test_expression_without_figure_is_refused(expression: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         figures.figure(expression)
-
-
-def test_marks_do_not_begin_a_line() -> None:
-    """A line that begins with a comment is not Markdown any more on GitHub."""
-    for path in PAGES:
-        assert not re.search(r"^\s*<!--= ", path.read_text("utf-8"), re.MULTILINE), path

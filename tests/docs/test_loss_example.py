@@ -15,7 +15,7 @@ from realsys.config.sections.schema_train import PPOConfig
 from realsys.launch.cli import main
 from tests.support.data.few_rows import FEW_ROWS
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import yaml
 from realsys.config.compose import compose
 from realsys.launch.launchers.build import check_launcher
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 BLOCKS = [
     (page.name, block)
     for page in sorted(DOCS.glob("*.md"))

@@ -9,7 +9,7 @@ import pytest
 
 from realsys.config import doors
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "extending.md").read_text()
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 
