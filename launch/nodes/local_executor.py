@@ -76,8 +76,7 @@ class Executor(Node):
 
     async def ready(self, timeout_s: float) -> None:
         """Wait for the fork servers. Without them processes are slower to start, and no less right."""
-        if not await asyncio.to_thread(preload.ready, timeout_s):
-            log.warning("the imports took more than %g s; each process makes its own", timeout_s)
+        await asyncio.to_thread(preload.wait, timeout_s)
 
     def start(self, order: Order, on_exit: OnExit) -> Process:
         try:

@@ -62,10 +62,11 @@ def close() -> None:
         _servers.pop().close()
 
 
-def ready(timeout_s: float) -> bool:
-    """Wait for at most ``timeout_s`` until the servers have imported their modules. Return False if one has not."""
+def wait(timeout_s: float) -> None:
+    """Wait for at most ``timeout_s`` until the servers have imported their modules."""
     deadline = time.monotonic() + timeout_s
-    return all(server.ready(max(0.0, deadline - time.monotonic())) for server in _servers)
+    for server in _servers:
+        server.ready(max(0.0, deadline - time.monotonic()))
 
 
 def server_of(argv: Sequence[str]) -> ForkServer | None:

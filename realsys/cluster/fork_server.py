@@ -84,11 +84,14 @@ class ForkServer:
         """Return True once the server can fork; wait for that for at most ``timeout_s``. False if it has ended."""
         if self._is_ready and os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             self._fail("it has ended")
-        elif self._pid and not self._is_ready and select.select([self._channel], [], [], timeout_s)[0]:
-            reply = self._channel.recv(_MAX_MESSAGE)
-            self._is_ready = reply == _READY
-            if not self._is_ready:
-                self._fail(reply.decode() or "it has ended")
+        elif self._pid and not self._is_ready:
+            if select.select([self._channel], [], [], timeout_s)[0]:
+                reply = self._channel.recv(_MAX_MESSAGE)
+                self._is_ready = reply == _READY
+                if not self._is_ready:
+                    self._fail(reply.decode() or "it has ended")
+            elif timeout_s:
+                log.warning("the imports took more than %g s, so programs are executed until they are done", timeout_s)
         return self._is_ready
 
     def runs(self, argv: Sequence[str]) -> bool:
