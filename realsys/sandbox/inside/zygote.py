@@ -79,10 +79,11 @@ class _Running:
         self.peak_mb = max(self.peak_mb, memory_mb)
         if self.reached:
             return
-        if cpu_s > self.limits["cpu_s"]:
-            self.reached = "cpu"
-        elif memory_mb > self.limits["memory_mb"]:
+        # Memory first: CPU time grows until the end. A look that comes late would name it for both.
+        if memory_mb > self.limits["memory_mb"]:
             self.reached = "memory"
+        elif cpu_s > self.limits["cpu_s"]:
+            self.reached = "cpu"
         elif self.limits["watch_clock"] and self._own_s() > self.limits["wall_s"]:
             self.reached = "wall"
 
