@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import _shared_servers
+from tests.conftest import shared_servers
 from tests.support.slurm.cluster import VirtualSlurm
 
 
@@ -14,7 +14,7 @@ from tests.support.slurm.cluster import VirtualSlurm
 def shared_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualSlurm]:
     cluster = VirtualSlurm(tmp_path_factory.mktemp("slurm"))
     try:
-        _shared_servers.update(cluster.start())
+        shared_servers.update(cluster.start())
         yield cluster
     finally:
         cluster.stop()
@@ -26,4 +26,4 @@ def slurm(shared_slurm: VirtualSlurm, monkeypatch: pytest.MonkeyPatch) -> Iterat
     for name, value in shared_slurm.env.items():
         monkeypatch.setenv(name, value)
     yield shared_slurm
-    _shared_servers.update(shared_slurm.clear())
+    shared_servers.update(shared_slurm.clear())
