@@ -39,16 +39,23 @@ def test_waiting_job_shows_its_reason_and_stops(slurm: VirtualSlurm, tmp_path: P
     trial.until_state("CANCELLED")
 
 
+#: for launcher, agents and workers, whether these are executed or forked
 SITECUSTOMIZE = """
 import os, sys
 words = " ".join(sys.orig_argv)
 if "realsys.workers" in words or "realsys.launch.cli" in words:
+    import realsys.cluster.worker as worker
     import realsys.config.rules.machine as machine
     machine._present_gpus = lambda: 2
-if "realsys.workers" in words:
-    name = words.split("realsys.workers.")[1].split()[0] + "/" + words.split("--index ")[1].split()[0]
-    with open(os.environ["SHOWN"], "a") as file:
-        file.write(f"{name} {os.environ['SLURMD_NODENAME']} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
+    start = worker.worker_main
+
+    def shown(kind, body, argv=None):
+        name = kind + "/" + sys.argv[sys.argv.index("--index") + 1]
+        with open(os.environ["SHOWN"], "a") as file:
+            file.write(f"{name} {os.environ['SLURMD_NODENAME']} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
+        start(kind, body, argv)
+
+    worker.worker_main = shown
 """
 
 
