@@ -37,7 +37,7 @@ from realsys.config.rules.free_memory import free_host_bytes, gpu_bytes
 from realsys.config.rules.machine import own_gpus
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, DecodeError, Fenced, RealsysError, StreamError, WaitTimeout
-from realsys.launch.nodes import orders
+from realsys.launch.nodes import orders, preload
 from realsys.launch.nodes.base import Exit, Order, Process
 from realsys.launch.nodes.coordinator import PINGS_PER_LEASE
 from realsys.launch.nodes.local_executor import Executor, open_executor
@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.2  # seconds between two reads of the coordinator's file
 _KILL_TIMEOUT_S = 2.0
+_IMPORTS_S = 60.0  # bound on the wait for the imports of the fork servers
 
 
 class AgentEndpoint(WorkerEndpoint):
@@ -304,10 +305,15 @@ async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignal
     ``wait_s``. Raises WaitTimeout, ConfigError if the folder of the trial is missing, and Fenced if another agent has
     the place.
     """
-    deadline, served = Lease.now() + wait_s, ""
     gpu_memory = await asyncio.to_thread(_gpu_memory)  # the driver may take seconds to answer
     async with open_executor() as executor:
-        await executor.ready(wait_s)
+        # Before it joins: processes that are executed meanwhile would make the same imports beside them.
+        imports_until = Lease.now() + _IMPORTS_S
+        while not signals.asked and Lease.now() < imports_until:
+            if not preload.is_importing():
+                break
+            await asyncio.sleep(_LOOK_S)
+        deadline, served = Lease.now() + wait_s, ""
         while (address := await _find(paths, deadline, signals, had_one=bool(served))) is not None:
             if once and served not in ("", address.coordinator):
                 raise Fenced("another coordinator runs the trial, with agents of its own")

@@ -69,6 +69,11 @@ def wait(timeout_s: float) -> None:
         server.ready(max(0.0, deadline - time.monotonic()))
 
 
+def is_importing() -> bool:
+    """Return True while a server makes its imports."""
+    return any(server.is_starting for server in _servers)
+
+
 def server_of(argv: Sequence[str]) -> ForkServer | None:
     """Return the server that is ready to fork this program."""
     return next((server for server in _servers if server.runs(argv)), None)

@@ -94,6 +94,11 @@ class ForkServer:
                 log.warning("the imports took more than %g s, so programs are executed until they are done", timeout_s)
         return self._is_ready
 
+    @property
+    def is_starting(self) -> bool:
+        """True while the server makes its imports."""
+        return not self.ready() and self._pid > 0
+
     def runs(self, argv: Sequence[str]) -> bool:
         """Return True if ``argv`` is a program of this server, and it is ready."""
         return module_of(argv) in self.modules and self.ready()
