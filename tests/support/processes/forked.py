@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ _MODULES = (
     *CONTROL,
     *COMPUTE,
 )
+_one_at_a_time = threading.Lock()  # the chaos suite starts runs from several threads
 _START_S = 300.0  # bound on the imports
 _SERVER = "import socket, sys; from realsys.cluster import fork_server as f; f.serve(socket.socket(fileno={}), {}, {})"
 
@@ -98,7 +100,8 @@ def start(
     if tuple(argv[:4]) == COMMAND and cwd is None:
         path = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])  # for doors in tests
         starts.append(" ".join(argv[4:]))
-        forked = server().start(argv, {**env, "PYTHONPATH": path}, stdout.fileno(), stderr.fileno())
+        with _one_at_a_time:
+            forked = server().start(argv, {**env, "PYTHONPATH": path}, stdout.fileno(), stderr.fileno())
         return ForkedCommand(forked.pid)
     return subprocess.Popen(
         argv,
