@@ -307,7 +307,7 @@ async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignal
     """
     gpu_memory = await asyncio.to_thread(_gpu_memory)  # the driver may take seconds to answer
     async with open_executor() as executor:
-        # Before it joins: processes that are executed meanwhile would make the same imports beside them.
+        # The agent joins after the imports: a process that is started before would make the same imports once more.
         imports_until = Lease.now() + _IMPORTS_S
         while not signals.asked and Lease.now() < imports_until:
             if not preload.is_importing():

@@ -1,18 +1,19 @@
 """Forks Python programs from a process that has imported their modules: milliseconds instead of seconds.
 
     this process ──fork──> server: imports the modules, "ready"
-                   argv, environment, descriptors ──> fork ──> the program, in a session of its own
+                   argv, environment, descriptors ──> fork ──> the program, which leads a new session
                                                 <── its pid
 
 A started program is a child of this process, as if this process had executed it: the server forks twice and its first
-child ends, so the kernel gives the program to the nearest subreaper above it, which is this process meanwhile. It goes
-on only then, so it finds its parent with ``os.getppid``.
+child ends, so the kernel gives the program to the nearest subreaper above it. During ``start`` that is this process.
+The program waits until then, so ``os.getppid`` returns this process.
 
 Rules:
 
 * A server is forked before this process has a second thread, an event loop or a CUDA context. Its modules must not
   start a thread either; a server with two threads does not become ready.
-* A server that is not ready, or fails, is no error: the caller executes the program instead.
+* A server that is not ready, or has ended, is no error: the caller executes the program instead. Only a server that
+  fails during a fork is one, because the program may have started.
 * No process outlives this one because of a server, and a server never outlives this process.
 """
 
@@ -197,7 +198,7 @@ def _fork_program(descriptors: Sequence[int]) -> int:
 
 
 def _run_program(order: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
-    """Be the program: in a session of its own, with its output, environment and paths, and its words in /proc."""
+    """Be the program: lead a new session, take its output, environment and paths, show its words in /proc, run it."""
     argv = order["argv"]
     code: object = 1
     try:
@@ -232,7 +233,7 @@ def _run_program(order: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
 def _close_all_but(kept: Sequence[int]) -> None:
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2 and number not in kept:
-            with contextlib.suppress(OSError):  # of the listing itself
+            with contextlib.suppress(OSError):  # the listing's descriptor is closed already
                 os.close(number)
 
 

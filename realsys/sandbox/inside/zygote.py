@@ -79,7 +79,7 @@ class _Running:
         self.peak_mb = max(self.peak_mb, memory_mb)
         if self.reached:
             return
-        # Memory first: CPU time grows until the end. A look that comes late would name it for both.
+        # Memory first: CPU time grows until the program ends, so a late look finds that limit reached as well.
         if memory_mb > self.limits["memory_mb"]:
             self.reached = "memory"
         elif cpu_s > self.limits["cpu_s"]:
