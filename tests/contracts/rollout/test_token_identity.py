@@ -1,8 +1,8 @@
 """Token identity over the chat templates of published models: rows are what the engine was sent and returned.
 
-REALSYS_CONVERSATIONS is the number of generated conversations; ``make data-test`` plays 100,000. Each template is
-played with and without tools, thinking and system messages, with retries, lost replies, rewritten histories, cut-off
-completions and wrong stop tokens.
+REALSYS_CONVERSATIONS is the number of generated conversations, of 100,000; ``make data-test`` plays all, and a part plays
+others each day. Each template is played with and without tools, thinking and system messages, with retries, lost
+replies, rewritten histories, cut-off completions and wrong stop tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from tests.support.conversations.play import Player, follow_template, mismatches
 from tests.support.conversations.template_models import TEMPLATES, model_with, published_templates
 
 PUBLISHED = published_templates()
+ALL = 100_000
 COUNT = int(os.environ.get("REALSYS_CONVERSATIONS", "2880"))
+PART = int(os.environ.get("REALSYS_DAY", "0")) % (ALL // COUNT)
 #: They print the thinking, or an empty one, of the last turn only, so no row equals a whole rendering.
 REWRITING = ("deepseek", "nemotron")
 #: They print the content of a reply with calls after the results of the tools; in a row it stays where it was sampled.
@@ -33,10 +35,10 @@ def tokenizer(tmp_path, name):
     return model_with(tmp_path, (TEMPLATES | PUBLISHED)[name])
 
 
-def play(tokenizer, name, count):
-    """Play ``count`` conversations; return the number of rows, drift, and what went wrong."""
+def play(tokenizer, name, numbers):
+    """Play the conversations with these numbers; return the number of rows, drift, and what went wrong."""
     drift, problems, rows = Counter(), [], []
-    for number in range(count):
+    for number in numbers:
         player = Player(tokenizer, Random(f"{name} {number}"))
         played = player.play()
         found = mismatches(played) + played.odd_tails
@@ -51,7 +53,7 @@ def play(tokenizer, name, count):
 
 @templates(TEMPLATES)
 def test_habits_of_templates_keep_rows_exact(tokenizer, name):
-    rows, drift, problems = play(tokenizer, name, 100)
+    rows, drift, problems = play(tokenizer, name, range(100))
     assert problems == []
     assert set(rows) == {1}
     assert min(drift[kind] for kind in ("first", "clean", "boundary_inserted", "branch")) > 0
@@ -60,7 +62,8 @@ def test_habits_of_templates_keep_rows_exact(tokenizer, name):
 @pytest.mark.needs(package="trl")
 @templates(PUBLISHED)
 def test_published_templates_keep_rows_exact(tokenizer, name):
-    rows, drift, problems = play(tokenizer, name, -(-COUNT // len(PUBLISHED)))
+    count = -(-COUNT // len(PUBLISHED))
+    rows, drift, problems = play(tokenizer, name, range(PART * count, (PART + 1) * count))
     assert problems == []
     assert set(rows) == {1}
     assert drift["clean"] and drift["boundary_inserted"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 from realsys.data.tokenizer import TextTokenizer
 from realsys.train.records import record_files
 from realsys.types import SampleMeta
-from tests.support.jobs.jobs import Job, run
+from tests.support.jobs.jobs import Job, command, run
 from tests.support.needs import lacks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,7 +27,7 @@ SMALL = [
     "data.arith.demo_noise=0.4",
     "data.arith.train_size=4000",
     "data.arith.eval_size=32",
-    "train.batch_groups=8",
+    "train.batch_groups=4",
     "rollout.group_size=4",
     "evaluation.problems=0",
     "checkpoint.at_end=false",
@@ -130,7 +129,7 @@ def needs_frameworks() -> None:
 def warm_up(folder: Path) -> Path:
     """Run the warm-up of the arith model in its chat form; return the model."""
     root = folder / "arith_agents" / "warm"
-    settings = ["warmup.steps=320", "warmup.batch=32", "train.total_steps=1"]
+    settings = ["warmup.steps=200", "warmup.batch=32", "train.total_steps=1"]
     run(root, _command(folder, "warm", *settings), BOUND_S).completed()
     return root / "model"
 
@@ -145,8 +144,7 @@ def train(folder: Path, model: Path, example: str, *overrides: str) -> Trained:
 
 
 def _command(folder: Path, trial: str, *overrides: str) -> list[str]:
-    call = [sys.executable, "-m", "realsys.launch.cli", "run", *SMALL]
-    return [*call, f"fileroot={folder}", f"trial={trial}", *overrides]
+    return command(*SMALL, f"fileroot={folder}", f"trial={trial}", *overrides)
 
 
 def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
