@@ -10,8 +10,7 @@
                                        (BackendRules.sharing)
     data.max_prompt_tokens,            the model's positions, if the defaults do not fit: a quarter for the prompt
     generation.sampling.max_new_tokens
-    evaluation.problems,               the held-out problems, if there are fewer
-    evaluation.every_problems
+    evaluation.problems                the held-out problems, if there are fewer
     rollout.workers                    with GPUs: as many as keep the servers busy
     weights.storage_readers            2, if servers run on four or more nodes
     backend's room for keys of turns   with an agent of several turns: for the episodes that wait, in a quarter of the
@@ -52,7 +51,7 @@ from realsys.launch.launchers.build import launcher_settings
 AUTO = "auto"
 _BACKEND, _GPU_BACKEND = "generation.backend", "sglang"
 _PROMPT, _ANSWER = "data.max_prompt_tokens", "generation.sampling.max_new_tokens"
-_EVALUATIONS = ("evaluation.problems", "evaluation.every_problems")
+_EVALUATION = "evaluation.problems"
 _WORKERS, _READERS = "rollout.workers", "weights.storage_readers"
 _EPISODES = 64  # that keep a server on a GPU busy
 _SPARE_PARTS = 4  # one of these equal parts of the free memory is for keys of episodes that wait
@@ -227,20 +226,18 @@ def _lengths(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str
 
 
 def _evaluations(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:
-    used = _EVALUATIONS if config.evaluation.every_steps else _EVALUATIONS[:1]
-    is_open = [field for field in used if _is_open(config, given, field)]
     sources = [config.data.train, config.data.eval, *(source.path for source in config.data.mixture)]
     named = [source for source in sources if source]
-    if config.data.kind != "jsonl" or not is_open or not named or config.evaluate_only:
+    if config.data.kind != "jsonl" or not _is_open(config, given, _EVALUATION) or not named or config.evaluate_only:
         return {}
     paths = TrialPaths.of(config)
     if not paths.data_sources.is_file() and any(map(source_problem, named)):
         return {}
     from realsys.data.conversion.held_out import count_held_out
 
-    held_out = count_held_out(config, paths, max(_at(config, field.split(".")) for field in is_open))
-    reason = f"{held_out} problems are held out"
-    return {field: (held_out, reason) for field in is_open if 0 < held_out < _at(config, field.split("."))}
+    wanted = config.evaluation.problems
+    held_out = count_held_out(config, paths, wanted)
+    return {_EVALUATION: (held_out, f"{held_out} problems are held out")} if 0 < held_out < wanted else {}
 
 
 def _storage_readers(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:

@@ -387,7 +387,6 @@ def _check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
             asked.append((f"evaluation.sets.{name}.problems", own.problems, made.split))
         elif made.split == HELD_OUT and not config.evaluate_only:  # else all problems are taken if they are fewer
             asked.append(("evaluation.problems", made.problems, HELD_OUT))
-            asked.append(("evaluation.every_problems", made.every_problems if made.every_steps else 0, HELD_OUT))
     for field, wanted, split in asked:
         if wanted > sizes[split]:
             problems = "problems are held out" if split == HELD_OUT else "problems are in the set"

@@ -46,17 +46,12 @@ class EvaluationSet:
     k: tuple[int, ...]
     sampling: SamplingConfig = field(repr=False)
 
-    @property
-    def most_problems(self) -> int:
-        """Return the problems of its largest evaluation."""
-        return max(self.problems, self.every_problems if self.every_steps else 0)
-
 
 def evaluation_sets(config: Config) -> dict[str, EvaluationSet]:
     """Return the sets that are evaluated, by name, the held-out problems first. Raises ConfigError."""
     given = {HELD_OUT: EvalSetConfig()} | config.evaluation.sets
     sets = {name: _filled(config, name, settings) for name, settings in given.items()}
-    return {name: made for name, made in sets.items() if made.most_problems}
+    return {name: made for name, made in sets.items() if made.problems}
 
 
 def sources_of_sets(config: Config) -> dict[str, EvalSetConfig]:
@@ -80,6 +75,7 @@ def _filled(config: Config, name: str, own: EvalSetConfig) -> EvaluationSet:
         raise ConfigError(field_name, name, "is the name of the prompts to train on: choose another name")
     if name == HELD_OUT and own.path:
         raise ConfigError(f"{field_name}.path", own.path, "the held-out problems are those of data.eval: set that")
+    problems = general.problems if own.problems is None else own.problems
     samples = general.samples if own.samples is None else own.samples
     k = general.k if own.k is None else own.k
     if k and max(k) > samples:
@@ -95,8 +91,8 @@ def _filled(config: Config, name: str, own: EvalSetConfig) -> EvaluationSet:
         source=own if own.path else None,
         verifier=own.verifier or config.data.verifier,
         verifier_args=_verifier_args(config, field_name, own),
-        problems=general.problems if own.problems is None else own.problems,
-        every_problems=general.every_problems if own.problems is None else own.problems,
+        problems=problems,
+        every_problems=min(problems, general.every_problems) if own.problems is None else problems,
         every_steps=general.every_steps if own.every_steps is None else own.every_steps,
         samples=samples,
         k=tuple(sorted(set(k))),

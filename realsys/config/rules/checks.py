@@ -206,7 +206,7 @@ def _check_data(config: Config) -> None:
         if arith.max_operands < arith.min_operands:
             problem = f"must be at least min_operands ({arith.min_operands})"
             raise ConfigError("data.arith.max_operands", arith.max_operands, problem)
-        wanted = max((made.most_problems for made in held_out), default=0)
+        wanted = max((made.problems for made in held_out), default=0)
         if wanted > arith.eval_size and not config.evaluate_only:
             raise ConfigError(
                 "evaluation.problems", wanted, f"only data.arith.eval_size={arith.eval_size} are held out"

@@ -47,7 +47,9 @@ class EvalConfig(Section):
 
     problems: NonNegative = Field(512, description="held-out problems before and after training; 0: no evaluation")
     every_steps: NonNegative = Field(0, description="train steps between evaluations during training; 0: none")
-    every_problems: Positive = Field(256, description="held-out problems of an evaluation during training")
+    every_problems: Positive = Field(
+        256, description="held-out problems of an evaluation during training, or problems, if fewer"
+    )
     samples: Samples = Field(1, description="completions of each problem (n)")
     k: list[Positive] = Field([], description="report pass@k for these k, none larger than samples")
     sampling: dict[str, Any] = Field(

@@ -1,8 +1,8 @@
 """Token identity over the chat templates of published models: rows are what the engine was sent and returned.
 
-REALSYS_CONVERSATIONS is the number of generated conversations, of 100,000; ``make data-test`` plays all, and a part plays
-others each day. Each template is played with and without tools, thinking and system messages, with retries, lost
-replies, rewritten histories, cut-off completions and wrong stop tokens.
+REALSYS_CONVERSATIONS of the 100,000 generated conversations are played, all by ``make data-test``; fewer are others
+each day. Each template is played with and without tools, thinking and system messages, with retries, lost replies,
+rewritten histories, cut-off completions and wrong stop tokens.
 """
 
 from __future__ import annotations

@@ -56,12 +56,12 @@ def _ended(trial: Path) -> tuple[TrialPaths, Progress]:
 
 @contextlib.contextmanager
 def _run() -> Iterator[tuple[TrialPaths, Progress]]:
-    """Run the experiment of the README, with evaluations to be marked. The progress is one from its middle."""
+    """Run the experiment of the README. The progress is one from its middle."""
     scratch = Path(tempfile.gettempdir()) / "realsys"
     paths, middle = TrialPaths(scratch / "runs" / "arith" / "readme"), Progress()
     words = ["run", "experiment=arith", f"fileroot={scratch / 'runs'}", "--trial", "readme", "--plain"]
     try:
-        with subprocess.Popen([sys.executable, "-m", "realsys", *words, "evaluation.every_steps=10"]) as run:
+        with subprocess.Popen([sys.executable, "-m", "realsys", *words]) as run:
 
             def look() -> None:
                 nonlocal middle

@@ -105,11 +105,12 @@ def test_each_evaluation_has_one_result_across_a_recovery(tmp_path):
 
     Training resumes from the checkpoint of step 4.
     """
-    settings = ["evaluation.every_steps=2", "evaluation.every_problems=32", "checkpoint.every_steps=4"]
+    settings = ["evaluation.every_steps=2", "evaluation.problems=32", "checkpoint.every_steps=4"]
     job = kill_and_recover(tmp_path, "evaluated", "master_worker/0", *settings, steps=10, after=5)
-    evaluations = job.records("eval")
-    assert sorted(record["eval_id"] for record in evaluations) == ["step-2", "step-4", "step-6", "step-8"]
-    for record in evaluations:
+    evaluations = {record["eval_id"]: record for record in job.records("eval")}
+    during = [f"step-{step}" for step in (2, 4, 6, 8)]
+    assert sorted(record["eval_id"] for record in job.records("eval")) == ["after", "before", *during]
+    for record in map(evaluations.get, during):
         due = int(record["eval_id"].removeprefix("step-"))
         assert record["step"] in {due, max(due, 4)} and record["version_min"] >= record["step"], record
 

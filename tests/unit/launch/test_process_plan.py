@@ -228,7 +228,6 @@ def test_prepared_folder_has_all_that_workers_read(tmp_path: Path) -> None:
     ("sections", "problem"),
     [
         ({"evaluation": {"problems": 21}}, "evaluation.problems=21: only 20 problems are held out"),
-        ({"evaluation": {"problems": 0, "every_steps": 1}}, "evaluation.every_problems=256: only 20"),
         ({"warmup": {"steps": 1, "batch": 71}}, "warmup.batch=71: there are only 70 demonstrations"),
         ({"train": {"total_epochs": 1, "batch_groups": 51}}, "train.batch_groups=51: 1 epochs of 50 prompts"),
         ({"data": {"max_prompt_tokens": 5}}, "data.max_prompt_tokens"),
