@@ -33,6 +33,7 @@ _MODULES = (
     "realsys.launch.commands.replay",
     "realsys.launch.evaluate.command",
     "realsys.launch.results.curves",
+    "tests.support.processes.late_imports",
     *CONTROL,
     *COMPUTE,
 )
