@@ -77,13 +77,18 @@ class ForkedCommand(Forked):
 Command = ForkedCommand | subprocess.Popen[str]
 
 
+def _with_tests(env: Mapping[str, str]) -> str:
+    """PYTHONPATH with this repository, for doors in tests."""
+    return os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+
+
 @functools.cache
 def server() -> ForkServer:
     """The server of this test process, ready. It is executed: a test process has several threads."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         program = _SERVER.format(theirs.fileno(), _MODULES, os.getpid())
-        env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": _with_tests(os.environ)}
         argv = [sys.executable, "-P", "-c", program]
         process = subprocess.Popen(argv, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     process.returncode = 0  # the server object collects it
@@ -99,10 +104,10 @@ def start(
 ) -> Command:
     """Start a command, in a session of its own, as in a terminal: the terminal's Ctrl-C must not reach us."""
     if tuple(argv[:4]) == COMMAND and cwd is None:
-        path = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])  # for doors in tests
         starts.append(" ".join(argv[4:]))
+        path = {"PYTHONPATH": _with_tests(env)}
         with _one_at_a_time:
-            forked = server().start(argv, {**env, "PYTHONPATH": path}, stdout.fileno(), stderr.fileno())
+            forked = server().start(argv, {**env, **path}, stdout.fileno(), stderr.fileno())
         return ForkedCommand(forked.pid)
     return subprocess.Popen(
         argv,

@@ -117,7 +117,8 @@ def test_run_continues_without_one_bad_worker(trial: Trial, kind: Kind, min_shar
     specs = [trial.spec(kind, 0, FOREVER), trial.spec(kind, 1, bad)]
     specs.append(trial.spec("master_worker", 0, waits_for("SIGUSR1")))
     outcome = trial.run(*specs, until=[spec.name for spec in specs], then=began, min_share=min_share)
-    assert outcome.status == status and outcome.given_up == ([f"{kind}/1"] if status == "done" else [])
+    assert outcome.status == status, outcome
+    assert outcome.given_up == ([f"{kind}/1"] if status == "done" else [])
     for note in ("given up after 2 restarts", "the run continues with 1 of 2"):
         assert (note in trial.notes[-1]) == (status == "done")
 
