@@ -271,11 +271,13 @@ class ServerAddress(msgspec.Struct, frozen=True):
 class TrainerAddress(msgspec.Struct, frozen=True):
     """The entry of a MasterWorker, and of the TCPStore of its ranks, in the name store.
 
-    ``incarnation`` is that of the MasterWorker in both, so that no rank uses a store of an earlier start.
+    ``incarnation`` is that of the MasterWorker in both, so that no rank uses a store of an earlier start. ``start`` tells
+    to which start of the trainer the MasterWorker belongs (``training_start``).
     """
 
     incarnation: str
     address: str
+    start: str = ""
 
 
 #: Extent of an array: the whole row, its tokens with loss_mask, or those and the state after the

@@ -9,6 +9,7 @@ import msgspec
 import uvloop
 
 from realsys.cluster.aio import run_until_stopped, stop_event
+from realsys.cluster.process import training_start
 from realsys.cluster.worker import EXIT_STOPPED, WorkerContext, worker_main
 from realsys.master.run.parts import Connections, build_parts
 from realsys.master.run.phases import MasterRun
@@ -32,7 +33,7 @@ async def serve(ctx: WorkerContext) -> None:
     keys = keys_for(cluster.host, ctx.paths.keys)
     stream = MasterStream(cluster.host, keys=keys, check_alive=ctx.check_alive)
     ctx.count(lambda: {"bad_messages": stream.bad_messages, "rejected_peers": stream.rejected})
-    address = TrainerAddress(ctx.incarnation, stream.address)
+    address = TrainerAddress(ctx.incarnation, stream.address, training_start())
     ctx.register(names.request_reply, msgspec.json.encode(address).decode())
     step_log = StepLog(ctx.paths.steps, ctx.check_alive)
     manager = ManagerClient(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from realsys.cluster.process import training_start
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.gpu.affinity import bind_to_gpus
 from realsys.gpu.environment import prepare_environment
@@ -87,6 +88,7 @@ def _seat(ctx: WorkerContext, world: int, keys: CurveKeys | None) -> Seat:
         ctx.register,
         answers=lambda address, timeout_s: answers(address, keys, timeout_s),
         on_stop=ctx.on_stop,
+        start=training_start(),
     )
 
 

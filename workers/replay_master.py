@@ -11,6 +11,7 @@ import msgspec
 import uvloop
 
 from realsys.cluster.aio import run_until_stopped
+from realsys.cluster.process import training_start
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.master.run.replay_run import replay
 from realsys.stream.request_reply import MasterStream
@@ -19,7 +20,7 @@ from realsys.types import TrainerAddress
 
 async def serve(ctx: WorkerContext) -> None:
     stream = MasterStream(ctx.config.cluster.host)
-    address = TrainerAddress(ctx.incarnation, stream.address)
+    address = TrainerAddress(ctx.incarnation, stream.address, training_start())
     ctx.register(ctx.names.request_reply, msgspec.json.encode(address).decode())
     try:
         await run_until_stopped(ctx, replay(ctx, stream))

@@ -36,6 +36,11 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SHIELDED_LOOKS = 25  # while the parent may be ending
 
 
+def training_start() -> str:
+    """Return which start of the trainer this process belongs to: the same in all of its processes."""
+    return f"{os.environ.get(RUN_ID, '')}.{os.environ.get(TRAINING_START, '')}"
+
+
 def configure_logging(worker: str) -> None:
     """Log to stderr, which the launcher writes to a file; dump all stacks there on SIGUSR1 and on a crash."""
     logging.basicConfig(

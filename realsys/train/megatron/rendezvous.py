@@ -8,7 +8,8 @@
 
 `same-start`: ranks meet only at a store that carries the incarnation of the present MasterWorker. Both keys are leased,
 and outlive a killed process by its lease. So rank 0 goes to no MasterWorker that does not answer, and the others to no
-store without rank 0 behind it.
+store without rank 0 behind it. The MasterWorker of a lost machine may still answer: its key has another start of the
+trainer, and no rank goes to it.
 
 torch waits in C++, where no signal reaches Python. So all of it runs on a thread, and the caller waits for that thread,
 for the request to stop, and for the deadline.
@@ -51,6 +52,7 @@ class Seat:
     register  publishes a key with this process's lease
     answers   returns True if the MasterWorker at an address completes a handshake within a time
     on_stop   calls its argument when the process gets a signal to stop
+    start     of the trainer that this rank belongs to
     """
 
     rank: int
@@ -61,6 +63,7 @@ class Seat:
     register: Callable[[str, str], None]
     answers: Callable[[str, float], bool]
     on_stop: Callable[[Callable[[], None]], None]
+    start: str = ""
 
 
 @contextlib.contextmanager
@@ -161,7 +164,7 @@ class _Meeting:
         """Return the store of the present start; None if it does not exist yet."""
         names = self._seat.names
         master = self._entry(names.request_reply)
-        if master is None:
+        if master is None or master.start != self._seat.start:
             self.waits_for = f"the address of the MasterWorker (name store key {names.request_reply}); see its log"
             return None
         self.master = master

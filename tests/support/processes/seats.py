@@ -31,9 +31,9 @@ def make_seat(config: Config, store: NameStore, rank: int, world: int, keys: Cur
     )
 
 
-def announce(store: NameStore, key: str, incarnation: str, address: str) -> None:
+def announce(store: NameStore, key: str, incarnation: str, address: str, start: str = "") -> None:
     """Write a key of the rendezvous."""
-    store.add(key, msgspec.json.encode(TrainerAddress(incarnation, address)).decode(), replace=True)
+    store.add(key, msgspec.json.encode(TrainerAddress(incarnation, address, start)).decode(), replace=True)
 
 
 def announced(store: NameStore, key: str) -> TrainerAddress:
@@ -42,11 +42,11 @@ def announced(store: NameStore, key: str) -> TrainerAddress:
 
 @contextlib.contextmanager
 def master_of(
-    store: NameStore, incarnation: str, host: str = "127.0.0.1", keys: CurveKeys | None = None
+    store: NameStore, incarnation: str, host: str = "127.0.0.1", keys: CurveKeys | None = None, start: str = ""
 ) -> Iterator[str]:
     """Answer handshakes as the MasterWorker of a start does, and register. Yields the address."""
     server = sockets.bind_server(host, keys)
-    announce(store, NAMES.request_reply, incarnation, server.address)
+    announce(store, NAMES.request_reply, incarnation, server.address, start)
     try:
         yield server.address
     finally:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,24 @@ def test_leftover_keys_lead_no_rank_astray(tmp_path: Path) -> None:
     assert first == second == address
     assert announced(store, NAMES.torch_store).incarnation == "2"
     store.close()
+
+
+def test_living_master_of_a_lost_machine_gets_no_rank(tmp_path: Path) -> None:
+    """It still answers when the ranks of the next start look for theirs."""
+    config = config_in(tmp_path)
+
+    def body(_: int, device: Device) -> bool:
+        store = make_name_store(config, TrialPaths.of(config))
+        seat = replace(make_seat(config, store, 0, 1), start="run.2")
+        with master_of(store, "2", start="run.2") as present, master_of(store, "1", start="run.1"):
+            late = threading.Timer(1.0, announce, (store, NAMES.request_reply, "2", present, "run.2"))
+            late.start()
+            with rendezvous(seat, device) as master:
+                late.join()
+        store.close()
+        return master == present
+
+    assert run_ranks(1, body, config, joined=False) == [True]
 
 
 @pytest.mark.parametrize(
