@@ -271,8 +271,8 @@ class ServerAddress(msgspec.Struct, frozen=True):
 class TrainerAddress(msgspec.Struct, frozen=True):
     """The entry of a MasterWorker, and of the TCPStore of its ranks, in the name store.
 
-    ``incarnation`` is that of the MasterWorker in both, so that no rank uses a store of an earlier start. ``start`` tells
-    to which start of the trainer the MasterWorker belongs (``training_start``).
+    ``incarnation`` is that of the MasterWorker in both, so that no rank uses a store of an earlier start.
+    ``start`` tells which start of the trainer the MasterWorker belongs to (``training_start``).
     """
 
     incarnation: str
