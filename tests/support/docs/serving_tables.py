@@ -109,9 +109,13 @@ def streams() -> str:
 
 
 def targets() -> str:
-    return listing({"target": "`{target}`", "minutes": "{minutes}"}, [_minutes(row) for row in load("tests")["rows"]])
+    columns = {"target": "`{target}`", "minutes": "{minutes}", "beside four busy loops": "{loaded}"}
+    rows = load("tests")["rows"]
+    return listing(
+        columns,
+        [row | {"minutes": _minutes(row["seconds"]), "loaded": _minutes(row["loaded_seconds"])} for row in rows],
+    )
 
 
-def _minutes(row: dict[str, int]) -> dict[str, object]:
-    minutes, seconds = divmod(row["seconds"], 60)
-    return row | {"minutes": f"{minutes}:{seconds:02}"}
+def _minutes(seconds: int | None) -> str:
+    return "" if seconds is None else f"{seconds // 60}:{seconds % 60:02}"
