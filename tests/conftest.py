@@ -117,7 +117,10 @@ starts: list[str] = []  # processes of Python that this one has started
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave files out that have no test of the target: to import all of them takes a quarter of a minute."""
+    """Leave files out that have no test of the target: to import all of them takes a quarter of a minute.
+
+    A mark of a target is written in the file itself, or is that of its folder.
+    """
     if not collection_path.name.startswith("test_"):
         return None
     wanted = config.option.markexpr

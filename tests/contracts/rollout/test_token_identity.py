@@ -19,7 +19,7 @@ from tests.support.conversations.template_models import TEMPLATES, model_with, p
 PUBLISHED = published_templates()
 ALL = 100_000
 COUNT = int(os.environ.get("REALSYS_CONVERSATIONS", "2880"))
-PART = int(os.environ.get("REALSYS_DAY", "0")) % (ALL // COUNT)
+PART = int(os.environ.get("REALSYS_DAY", "0")) % (ALL // COUNT) if "REALSYS_CONVERSATIONS" in os.environ else 0
 #: They print the thinking, or an empty one, of the last turn only, so no row equals a whole rendering.
 REWRITING = ("deepseek", "nemotron")
 #: They print the content of a reply with calls after the results of the tools; in a row it stays where it was sampled.

@@ -16,6 +16,12 @@ def test_one_set_needs_no_settings():
     assert evaluation_sets(changed("evaluation.problems=0")) == {}
 
 
+@pytest.mark.parametrize(("problems", "during"), [(16, [16]), (300, [256]), (0, [])])
+def test_evaluation_during_training_has_no_more_problems(problems, during):
+    sets = evaluation_sets(changed(f"evaluation.problems={problems}", "evaluation.every_steps=1"))
+    assert [made.every_problems for made in sets.values()] == during
+
+
 def test_set_takes_the_rest_from_evaluation():
     config = changed(
         "evaluation.samples=4",
