@@ -142,8 +142,8 @@ test-jobs: setup  ## run whole jobs, with and without faults, but for the job of
 
 test-all: test test-processes test-train test-jobs  ## run all four
 
-sglang-test: setup sglang-cpu  ## run the tests that need SGLang: the contract of a generation server, and a short job
-	REALSYS_PACKAGES=1 $(PY) -m pytest $(SGLANG_TESTS) -ra --durations=10 $(ARGS)
+sglang-test: setup sglang-cpu  ## run the tests that need SGLang: its part of the contract of a generation server, and short jobs
+	REALSYS_PACKAGES=1 $(PY) -m pytest $(SGLANG_TESTS) -k sglang -ra --durations=10 $(ARGS)
 
 agents-test: setup agents-env verifiers-env $(OPENENV_VENV)/.installed  ## train the agents of docs/examples/agents, each with its framework, on the arith task
 	REALSYS_PACKAGES=1 $(PY) -m pytest tests/agents -n 2 --dist worksteal -ra --durations=10 $(ARGS)

@@ -27,6 +27,7 @@ from tests.support.needs import need_package, need_program
 from tests.support.polling import poll
 from tests.support.processes.ports import lasting_ports
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the Makefile: processes share the cores
 SETTLE_S = 30.0  # a process or thread that ends within this time is no leftover
 SESSION_MARK = "REALSYS_TEST_SESSION"
 shared_servers: set[int] = set()  # pids that belong to session fixtures, which may start in the middle of a test
@@ -272,10 +273,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         os.environ[SESSION_MARK] = uuid.uuid4().hex
 
 
+def pytest_collection() -> None:
+    """Look for no garbage while modules are imported: there is hardly any, and the heap is large."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Leave modules and test items to no later collection: a full one would walk through millions of objects."""
+    """Leave modules and test items to no later collection."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
