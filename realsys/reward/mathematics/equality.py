@@ -38,6 +38,7 @@ _CONFIG = (_LATEX, ExprExtractionConfig())
 _NO_UNITS = (replace(_LATEX, normalization_config=replace(_LATEX.normalization_config, units=False)), _CONFIG[1])
 _TINY = 1e-3  # below it math-verify, which rounds to 6 decimals, compares too few digits
 _RELATIVE = 1e-6
+_DIGITS = 400  # with which exact numbers are compared
 _PLAIN = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?|-?\d{1,15}/0*[1-9]\d{0,14}|-?\\d?frac\{\d{1,15}\}\{0*[1-9]\d{0,14}\}")
 _VARIABLE = re.compile(r"[A-Za-z]")
 _NOT_VARIABLES = re.compile(r"\\[A-Za-z]+(?:\s*\{[A-Za-z ]*\})?")
@@ -71,6 +72,7 @@ class Value:
 class Reference:
     """A reference answer. ``config``: how math-verify must read it, and the answers to it."""
 
+    text: str
     values: tuple[Value, ...]
     time: ClockTime | None
     unit: Unit | None
@@ -120,7 +122,7 @@ def read_reference(text: str) -> Reference:
     usable = tuple(value for value in values if value.is_usable)
     if time is None and not usable:
         raise ValueError(f"reference answer {text[:100]!r} is no mathematical expression")
-    return Reference(usable, time, unit, config)
+    return Reference(text, usable, time, unit, config)
 
 
 def check_reference(text: str) -> str | None:
@@ -129,6 +131,8 @@ def check_reference(text: str) -> str | None:
     It must be an expression, and right as an answer to itself, as it stands and in a box. That is strict on purpose: a
     reference that fails here makes every completion wrong.
     """
+    if re.match(r"\[\s*[\"']", text.strip()):
+        return "it is a list of texts: give one answer"
     if _PLAIN.fullmatch(text.strip()):  # most references, and it saves 10 ms for each
         return None
     try:
@@ -182,13 +186,24 @@ def _same_answer(expected: Reference, final: FinalAnswer) -> bool | None:
     if expected.unit is not None and unit is not None and unit != expected.unit:
         return _same_quantity(expected, answer, unit)
     values = _read_answer(answer, expected.config)
+    if {_brackets(expected.text), _brackets(final.answer)} == {
+        "set",
+        "pair",
+    }:  # math-verify compares their elements only
+        return False
     if _any_equal(expected.values, values):
         return True
     if final.boxed:  # math-verify takes any other expression of the text if it cannot read the box
         return None if any(value.is_expression for value in values) else False
-    # "1, 2" is a list, and not the number behind its comma.
-    listed = any(value.is_collection for value in values) and not re.search(r"\d[,.]\d", answer)
-    return False if listed else None
+    # "1, 2" and "5 x 10" are more than their last number.
+    whole = any(value.is_expression for value in values) and not re.search(r"\d[,.]\d", answer)
+    return False if whole else None
+
+
+def _brackets(text: str) -> str | None:
+    """Return what the brackets around the elements of a text say: a set, or a pair (also an interval)."""
+    match = re.fullmatch(r"(?P<set>\\\{[^(){}\[\]]*\\\})|(?P<pair>\([^(){}\[\]]*,[^(){}\[\]]*\))", text.strip("$ "))
+    return match.lastgroup if match else None
 
 
 def _same_quantity(expected: Reference, answer: str, unit: Unit) -> bool:
@@ -246,9 +261,9 @@ def _equal_values(expected: Value, given: Value) -> bool:
 
 
 def _equal(expected: Any, given: Any) -> bool:
-    if _is_number(expected) and _is_number(given) and (verdict := _equal_tiny(expected, given)) is not None:
-        return verdict
     try:
+        if _is_number(expected) and _is_number(given) and (verdict := _equal_numbers(expected, given)) is not None:
+            return verdict
         return bool(verify([expected], [given], timeout_seconds=None, raise_on_error=True))
     except MemoryError:
         raise
@@ -257,14 +272,17 @@ def _equal(expected: Any, given: Any) -> bool:
         return False
 
 
-def _equal_tiny(expected: Any, given: Any) -> bool | None:
-    """Compare numbers close to 0 by their leading digits; None for other numbers."""
-    if not (isinstance(expected, sympy.Number) and isinstance(given, sympy.Number)):
+def _equal_numbers(expected: sympy.Expr, given: sympy.Expr) -> bool | None:
+    """Compare numbers that math-verify rounds to 6 decimals: exact ones, and those close to 0 by their leading digits.
+    None for others.
+    """
+    if not (expected.is_real and given.is_real):
         return None
-    first, second = float(expected), float(given)
-    if first == 0 or abs(first) >= _TINY:
-        return None
-    return abs(first - second) <= _RELATIVE * abs(first)
+    difference = abs((expected - given).evalf(15, maxn=_DIGITS))
+    if not (expected.has(sympy.Float) or given.has(sympy.Float)):
+        return bool(difference <= abs(expected.evalf(15)) * sympy.Float(10) ** (-_DIGITS // 2))
+    size = abs(expected.evalf(15))
+    return bool(difference <= _RELATIVE * size) if 0 < size < _TINY else None
 
 
 def _is_number(expression: Any) -> bool:

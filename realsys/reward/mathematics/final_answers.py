@@ -12,12 +12,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from realsys.reward.mathematics.notation import rewrite
+from realsys.reward.mathematics.notation import mixed_numbers, rewrite
 from realsys.reward.mathematics.units import split_unit
 
 THINK, END_OF_THINK = "<think>", "</think>"
 _TAIL = 400  # characters at the end that may hold the last statement
 
+_TAG = re.compile(r"<answer>(?P<content>(?:(?!<answer>).)*?)</answer>", re.S | re.I)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FINAL_ANSWER = re.compile(r"(?i)final answer\b.{0,100}?\bis\b", re.S)
 _DELIMITERS = re.compile(r"\\[()\[\]]|(?<!\\)\$|\*\*|\\(?:quad|qquad|,|;)|\\!\s*|\\text\s*\{([^{}]*)\}")
@@ -29,13 +30,15 @@ _BETWEEN = re.compile(rf"\W*{_OR}\W*", re.I)
 #: a word with a digit; its parts are possessive, so that a long one takes no quadratic time
 _TOKEN = r"(?<![\w.])(?:[A-Za-z]\s*=\s*)?(?=\S*\d)[\w\\{}^/.,:%+*()\[\]-]++"
 _TWO = re.compile(
-    rf"(?P<first>{_TOKEN})\s*[,;.?!(]*\s*(?:{_OR}|and)\s+(?P<second>{_TOKEN})"
+    rf"(?P<first>{_TOKEN})\s*[,;.?!(]*\s*(?:{_OR}|and|by)\s+(?P<second>{_TOKEN})"
     r"(?:\s+[A-Za-z]+(?:\^\d)?){0,3}[\s.!?)]*$",
     re.I,
 )
 _NEXT = re.compile(rf"^[\s.,;(\\$)\]*]*{_OR}[\s$\\(]+(?P<second>\\boxed\s*\{{[^{{}}]*\}}|{_TOKEN})", re.I)
 _NOT = re.compile(rf",?\s+(?:and\s+|but\s+)?not\s+{_TOKEN}[\s.!]*$", re.I)
-_QUANTITY = re.compile(r"(?<![\w.])[-+]?\d[\d.,]*\s+[A-Za-z][A-Za-z^\d/]*(?:\s+per\s+[A-Za-z]+)?$")
+#: several numbers that are one value or several, but not the last of them
+_COMPOSITE = re.compile(r"(?<![\w.,])[-+]?\d[\d.,]*(?:\s*(?:\\times|\\cdot|[*x:/^])\s*\d[\d.,]*)+$")
+_QUANTITY = re.compile(r"(?<![\w./])[-+]?\d[\d.,]*(?:/\d+)?\s+[A-Za-z][A-Za-z^\d/]*(?:\s+per\s+[A-Za-z]+)?$")
 _ANCHOR = re.compile(r"(?i)\banswers?\b(?:\s+(?:is|are)|\s*[:=])")
 _VERB = re.compile(
     r"(?i).*\b(?:is|are|be|equals?|gives?|get|answers?\s*:|solutions?\s*:|answer\s*=)(?![A-Za-z])[\s:]*", re.S
@@ -94,15 +97,24 @@ def final_answer(completion: str) -> FinalAnswer | None:
     text = after_thinking(completion)
     if text is None or not text.strip():
         return None
-    text = rewrite(text)
+    text = _without_tag(rewrite(text))
     found = boxes(text)
     if not found:
         return _unboxed(text)
     last = found[-1]
     if _FINAL_ANSWER.search(text, last.end):
         return FinalAnswer(text, None, boxed=False)
-    answer = last.content + _suffix(text[last.end :]) if len(last.content) <= _LONGEST else None
+    answer = last.content.strip("* ") + _suffix(text[last.end :]) if len(last.content) <= _LONGEST else None
     return FinalAnswer(text, answer, True, _boxed_alternatives(text, found))
+
+
+def _without_tag(text: str) -> str:
+    """Return the content of the last ``<answer>`` tag, in a box if it is an answer alone; else the text as it is."""
+    tags = list(_TAG.finditer(text))
+    if not tags or _BOX.search(text, tags[-1].end()):
+        return text
+    content = tags[-1]["content"].strip()
+    return rf"\boxed{{{content}}}" if not boxes(content) and _is_bare(split_unit(content.strip("$"))[0]) else content
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +182,7 @@ def _boxed_alternatives(text: str, found: list[Box]) -> list[str]:
 
 
 def _unboxed(text: str) -> FinalAnswer:
+    text = mixed_numbers(text)
     tail = _DELIMITERS.sub(_plain, text[-_TAIL:].strip())
     sentences = [sentence for sentence in _SENTENCE.split(tail) if sentence.strip()]
     if not sentences:
@@ -207,7 +220,10 @@ def _bare(sentence: str) -> str | None:
         answer = text.strip().rstrip(".!").strip()
         if answer and _is_bare(split_unit(answer)[0]):
             return answer
-    quantity = _QUANTITY.search(sentence.strip().rstrip(".!").strip())
+    sentence = sentence.strip().rstrip(".!").strip()
+    if composite := _COMPOSITE.search(sentence):
+        return composite[0]
+    quantity = _QUANTITY.search(sentence)
     return quantity[0] if quantity and split_unit(quantity[0])[1] is not None else None
 
 

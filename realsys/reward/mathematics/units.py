@@ -19,7 +19,7 @@ _SAME = {
     ("mass", "1"): "kg kilogram kilograms",
     ("mass", "1/1000"): "g gram grams",
     ("mass", "1/1000000"): "mg milligram milligrams",
-    ("mass", "0.45359237"): "lb lbs pound pounds",
+    ("mass", "0.45359237"): "lb lbs pound pounds £ GBP",  # a pound is either
     ("mass", "0.028349523125"): "oz ounce ounces",
     ("time", "1"): "s sec secs second seconds",
     ("time", "1/1000"): "ms millisecond milliseconds",
@@ -32,8 +32,11 @@ _SAME = {
     ("volume", "0.003785411784"): "gal gallon gallons",
     ("volume", "0.000946352946"): "qt quart quarts",
     ("volume", "0.000473176473"): "pt pint pints",
-    ("money", "1"): "dollar dollars USD",
-    ("money", "1/100"): "cent cents",
+    ("money", "1"): "dollar dollars USD $",
+    ("money", "1/100"): "cent cents ¢",
+    ("euro", "1"): "euro euros EUR €",
+    ("yen", "1"): "yen yuan JPY CNY RMB ¥",  # the sign means both
+    ("rupee", "1"): "rupee rupees INR ₹",
     ("force", "1"): "N newton newtons",
     ("energy", "1"): "J joule joules",
     ("power", "1"): "W watt watts",
@@ -50,7 +53,9 @@ _SPACE = r"(?:\\[ ,;:!]|~|\s)"
 _IN_TEXT = re.compile(rf"(?<=[\d)\]}}]){_SPACE}*(?P<unit>{_WRAPPED}(?:{_SPACE}*(?:/|\\cdot)?{_SPACE}*{_WRAPPED})*)\.?$")
 _IN_WORDS = re.compile(rf"(?<=[\d)\]}}]){_SPACE}+(?P<unit>[A-Za-z][A-Za-z^\d/*. ]*?)\.?$")
 _GLUED = re.compile(r"(?<=\d)(?P<unit>[A-Za-z]{2,}[A-Za-z^\d/]*|m/s(?:\^2)?)$")
-_FACTOR = re.compile(r"(?P<name>[A-Za-z]+)(?:\^(?P<power>-?\d))?$")
+_SIGN = re.compile(r"^(?P<minus>[-+]?)\s*(?:\\text\s*\{\s*)?\\?(?P<unit>[$£€¥₹])\s*\}?\s*(?=[-\d.\\(])")
+_SIGN_BEHIND = re.compile(r"(?<=[\d)}])\s*(?:\\text\s*\{\s*)?\\?(?P<unit>[$£€¥₹¢])\s*\}?$")
+_FACTOR = re.compile(r"(?P<name>[A-Za-z]+|[$£€¥₹¢])(?:\^(?P<power>-?\d))?$")
 _AREA = re.compile(r"^(?:square|sq\.?|cubic|cu\.?)\s+", re.I)
 
 
@@ -69,6 +74,10 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
     that follows a digit directly is a variable.
     """
     text = text.strip()
+    if match := _SIGN.match(text):
+        return match["minus"] + text[match.end() :], read_unit(match["unit"])
+    if match := _SIGN_BEHIND.search(text):
+        return text[: match.start()], read_unit(match["unit"])
     if match := _IN_TEXT.search(text):
         unit = read_unit(match["unit"])
     elif (match := _IN_WORDS.search(text) or _GLUED.search(text)) is None or (unit := read_unit(match["unit"])) is None:

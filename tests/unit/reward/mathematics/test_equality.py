@@ -149,6 +149,8 @@ COLLECTIONS = [
     (r"\boxed{x=2, y=1}", "x=1, y=2", False),
     ("[1,2]", "(1,2]", False),
     (r"\boxed{(2,1)}", "(1,2)", False),
+    (r"\boxed{\{1,2\}}", "(1,2)", False),
+    (r"\boxed{(1,2)}", r"\{1,2\}", False),
 ]
 THINKING = [
     (r"<think>\boxed{3}</think>The answer is \boxed{4}", "4", True),
@@ -163,6 +165,7 @@ NUMBERS_AND_NAMES = [
     (r"\boxed{3/2}", "1 1/2", True),
     ("7,425,000", "7425000", True),
     ("**42**", "42", True),
+    (r"\boxed{**42**}", "42", True),
     ("x^2+1", "x^2 + 1", True),
     ("The answer is A.", "A", True),
     (r"\boxed{\text{(C)}}", "C", True),
@@ -172,7 +175,85 @@ NUMBERS_AND_NAMES = [
     ("", "4", False),
     ("I do not know", "4", False),
 ]
+TAGS = [
+    ("<answer>5</answer>", "5", True),
+    (r"<think>7</think><answer>$\frac{1}{2}$</answer>", "0.5", True),
+    ("The answer is 5.\n<answer>6</answer>", "6", True),
+    ("The answer is 5.\n<answer>6</answer>", "5", False),
+    ("<answer>So it is 5.</answer>", "5", True),
+    (r"<answer>\boxed{5}</answer> It took 6 steps.", "5", True),
+    (r"<answer>5</answer> No: \boxed{6}", "6", True),
+    ("<answer>6 or 7</answer>", "7", False),
+    ("<answer></answer>", "5", False),
+]
+MONEY = [
+    (r"\boxed{£3}", "3", True),
+    (r"\boxed{12.50€}", "12.5", True),
+    (r"\boxed{3 \text{ €}}", "€3", True),
+    (r"\boxed{-₹12}", "-12", True),
+    ("It costs $3.50.", "3.5", True),
+    (r"\boxed{3 pounds}", "£3", True),
+    (r"\boxed{300\text{ cents}}", r"\$3", True),
+    (r"\boxed{3\text{ cents}}", r"\$3", False),
+    (r"\boxed{€3}", r"\$3", False),
+]
+LONG_NUMBERS = [
+    (r"\boxed{1\,234}", "1234", True),
+    (r"\boxed{1000}", r"1\,000", True),
+    (r"\boxed{12~345\;678}", "12345678", True),
+    ("The answer is 1\u202f000.", "1000", True),
+    ("The answer is 1 234 567.", "1234567", True),
+    ("The answer is 1.234,56.", "1234.56", True),
+    ("The answer is 1.234,56.", "1.234", False),
+    ("The answer is 1\u202f000.", "1", False),
+    (r"\boxed{(1.234,5)}", "(1.234,5)", True),
+    (r"\boxed{12\text{ thousand}}", "12000", True),
+    (r"\boxed{12{,}000{,}000}", r"12\text{ million}", True),
+    (r"\boxed{\$2.5\text{ million dollars}}", "2500000", True),
+    ("He has 3 dozen eggs.", "36", True),
+    (r"\boxed{12\text{ thousand}}", r"12\text{ million}", False),
+    (r"\boxed{2.5\text{ billion}}", "2.5", False),
+    ("The answer is 5 million.", "5", False),
+]
+REPEATING = [
+    (r"\boxed{0.\overline{3}}", r"\frac13", True),
+    (r"\boxed{\frac{4}{11}}", r"0.\overline{36}", True),
+    (r"\boxed{-0.1\bar 6}", "-1/6", True),
+    (r"\boxed{2.\dot{9}}", "3", True),
+    (r"\boxed{0.1666\ldots}", "1/6", True),
+    ("The answer is 0.333...", "1/3", True),
+    (r"\boxed{0.36}", r"0.\overline{36}", False),
+    (r"\boxed{0.\overline{37}}", r"\frac{4}{11}", False),
+    (r"\boxed{3.14159\ldots}", r"\pi", False),
+]
+EXACT = [
+    (r"\boxed{\frac{1}{2006!}}", r"\frac{1}{2004!}", False),
+    (r"\boxed{\frac{5}{6^{30}}}", r"\frac{1}{6^{30}}", False),
+    (r"\boxed{1-\frac{1}{2^{60}}}", r"1-\frac{1}{2^{61}}", False),
+    (r"\boxed{\frac{1}{12345678}}", r"\frac{1}{12345679}", False),
+    (r"\boxed{2^{100}}", r"2^{100}+1", False),
+    (r"\boxed{\sqrt{2}+\sqrt{3}}", r"\sqrt{5+2\sqrt{6}}", True),
+    (r"\boxed{(\frac12)^{60}}", r"\frac{4}{2^{62}}", True),
+    (r"\boxed{0.00000008100000664}", r"\frac{1}{12345678}", True),
+]
+#: what must not count is the last number of the answer
+PARTS = [
+    ("The answer is 2 2/3.", "2", False),
+    ("The answer is 2 2/3.", "8/3", True),
+    ("It takes 2 1/2 hours.", "2", False),
+    ("It takes 2 1/2 hours.", "2.5", True),
+    ("The answer is 3 1/4%.", "3", False),
+    ("The answer is 4 10/3.", "10", False),
+    ("The time is 5:30.", "5", False),
+    ("The ratio is 3:4.", "3", False),
+    ("The answer is 5 × 10.", "5", False),
+    ("The grid has size 5 x 10.", "10", False),
+    ("The grid has size 5 × 10.", "50", True),
+    ("The grid is 5 by 10.", "10", False),
+    ("So 5 × 10 = 50.", "50", True),
+]
 TABLES = [PERCENT, SCIENTIFIC, TIME, BOXES, HEDGED, UNITS, COLLECTIONS, THINKING, NUMBERS_AND_NAMES]
+TABLES += [TAGS, MONEY, LONG_NUMBERS, REPEATING, EXACT, PARTS]
 
 
 @pytest.mark.parametrize(("completion", "reference", "right"), [case for table in TABLES for case in table])
@@ -218,3 +299,7 @@ def test_unreadable_reference_is_named(reference):
 def test_reference_in_words_is_refused(reference):
     """In a box it would be a product of variables; without one it would never be found in a completion."""
     assert "it is a text" in (check_reference(reference) or "")
+
+
+def test_reference_that_was_a_list_is_refused():
+    assert "list" in (check_reference('["1","2"]') or "")

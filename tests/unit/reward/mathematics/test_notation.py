@@ -26,11 +26,12 @@ def test_scientific_notation_is_written_out(text, written):
 @pytest.mark.parametrize(
     ("text", "tidied"),
     [
-        ("1 3/4", r"1\frac{3}{4}"),
+        ("1 3/4", "7/4"),
         ("2 5/4", "2 5/4"),
         ("{1,2}", r"\{1,2\}"),
         ("x in [0,1]", r"x \in [0,1]"),
         ("5.", "5"),
+        ("1 000", "1000"),
     ],
 )
 def test_answer_is_tidied(text, tidied):
