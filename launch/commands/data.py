@@ -12,10 +12,12 @@ from realsys.config.compose import compose, quoted
 from realsys.config.rules.checks import check_sources, check_verifiers
 from realsys.config.schema import Config
 from realsys.config.sections.schema_data import absolute_source
+from realsys.data.check import MARKED
 from realsys.data.layouts.base import Row
 from realsys.data.prompts import plain_text
 from realsys.data.report.examine import Examiner, Report
 from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import DataError
 from realsys.reward.judge.rubric_file import read_rubric
 from realsys.reward.verifiers.base import Item
 from realsys.rollout.references import ReferenceChecker
@@ -42,6 +44,8 @@ def check_data_set(source: str, overrides: Sequence[str]) -> int:
     check_verifiers(config)
     with ReferenceChecker(config) as checker:
         report = Examiner(data, tokenizer, lambda rows: checker.problems(reference_items(rows))).examine()
+    if not (report.bad_count or report.long_count or sum(report.rows.values())):
+        raise DataError(f"{source}: no prompts found: add rows")
     for line in describe(report, config, has_tokens=tokenizer is not None):
         print(line)
     sys.stdout.flush()
@@ -76,6 +80,9 @@ def describe(report: Report, config: Config, *, has_tokens: bool) -> Iterator[st
     elif data.long_prompts == "drop":
         yield f"long        {report.long_count:,} rows have more than {data.max_prompt_tokens} tokens and are left out"
     yield f"duplicates  {_counted(report.repeated_count, report.repeated, 'rows repeat the prompt of an earlier row')}"
+    if report.marked_count:
+        text = f"prompts have a mark, and {MARKED}"
+        yield f"formatted   {_counted(report.marked_count, report.marked, text)}"
     if report.leaked_count:
         text = "train rows have a held-out prompt and are left out of training"
         yield f"leaks       {_counted(report.leaked_count, report.leaked, text)}"

@@ -58,7 +58,10 @@ class ChatTemplate:
         content             a text, a list of one text part if the template prints no text (``takes_parts``)
     """
 
-    def __init__(self, source: str, origin: Path, special: dict[str, str]) -> None:
+    def __init__(
+        self, source: str, origin: Path, special: dict[str, str], with_tools: ChatTemplate | None = None
+    ) -> None:
+        self.with_tools = with_tools  # renders chats that have tools
         self.name = f"chat template of {origin}"
         self.source = source
         self._special = special
@@ -87,6 +90,8 @@ class ChatTemplate:
         ``options`` are further variables of the template, such as enable_thinking. Without ``prompt`` the text ends
         after the last message, without the opening of a completion.
         """
+        if tools and self.with_tools is not None:
+            return self.with_tools.render(messages, tools, options, prompt=prompt)
         plain = [_plain(message) for message in messages]
         values = {
             **options,
@@ -105,7 +110,8 @@ class ChatTemplate:
 
     def clock(self) -> tuple[str, ...]:
         """Return the date and time as the template prints them: renderings at another one may differ."""
-        return tuple(self._now(form) for form in self._clock_forms)
+        own = tuple(self._now(form) for form in self._clock_forms)
+        return own + (self.with_tools.clock() if self.with_tools is not None else ())
 
     @cached_property
     def takes_parts(self) -> bool:
@@ -148,7 +154,7 @@ def text_of(content: Any) -> str | None:
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
     """Return a message as templates read it: text contents, no empty keys, arguments of calls as objects."""
-    value = msgspec.to_builtins(message) if isinstance(message, Message) else message
+    value = message.as_object() if isinstance(message, Message) else message
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise DataError("a message must be an object with a role")
     plain = {key: item for key, item in value.items() if item is not None and item != []}
@@ -195,20 +201,28 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_chat_template(model: Path, tokenizer_config: dict[str, Any], special: dict[str, str]) -> ChatTemplate | None:
-    """Read ``chat_template.jinja``, else tokenizer_config.json; None if neither has a template. Raises ModelError."""
-    file = model / "chat_template.jinja"
-    if file.is_file():
-        return ChatTemplate(file.read_text("utf-8"), file, special)
+    """Read ``chat_template.jinja`` and ``additional_chat_templates``, else tokenizer_config.json; None if no file has a
+    template. As in transformers, the one that is named ``tool_use`` renders chats with tools. Raises ModelError.
+    """
     origin = model / "tokenizer_config.json"
     value = tokenizer_config.get("chat_template")
+    named: dict[str, Any] = {"default": value}
     if isinstance(value, list):  # several templates with names
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    if value is None:
+        named = {str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, dict)}
+    if (file := model / "chat_template.jinja").is_file():
+        origin, named = file, {"default": file.read_text("utf-8")}
+    for file in sorted(model.glob("additional_chat_templates/*.jinja")):
+        named[file.stem] = file.read_text("utf-8")
+    named = {name: source for name, source in named.items() if source is not None}
+    if not named:
         return None
-    if not isinstance(value, str):
-        raise ModelError(f"{origin}: chat_template must be a string")
-    return ChatTemplate(value, origin, special)
+    if "default" not in named:
+        raise ModelError(f"{origin}: no chat template is named default; there is {', '.join(named)}")
+    for source in named.values():
+        if not isinstance(source, str):
+            raise ModelError(f"{origin}: chat_template must be a string")
+    with_tools = ChatTemplate(named["tool_use"], origin, special) if "tool_use" in named else None
+    return ChatTemplate(named["default"], origin, special, with_tools)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

@@ -15,6 +15,7 @@ from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 
 _SHOWN = 10
+MARKED = "the chat template writes it again: give the text alone, or set data.chat_template=false"
 
 
 class DataCheck(NamedTuple):
@@ -38,6 +39,8 @@ def check_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> D
     prompts = PromptDataset(config, paths, tokenizer)
     checked = prompts.check()
     warnings = _warnings(checked.unknown, prompts.size("train"), config)
+    if checked.marked:
+        warnings.append(f"{checked.marked} is in the prompt, and {MARKED}")
     if prompts.leaked:
         where = "in data.eval or in a set of evaluations" if sources_of_sets(config) else "in data.eval"
         warnings.append(f"left out {prompts.leaked} rows of data.train: their prompts are {where}")

@@ -5,8 +5,9 @@ Every problem is a DataError that starts with ``file:line:`` and ends with an ex
 
 from __future__ import annotations
 
+import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -21,13 +22,14 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ORIGIN = "data_origin"  # key of a converted row: file and row that it was read from
 
 
-class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+class Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One message of a chat, in the form of OpenAI's API.
 
     content       None only for an assistant that calls tools
     tool_calls    calls of an assistant; ``function.arguments`` is an object
     tool_call_id  the call that a message of role tool answers
     name          the tool, or the speaker
+    other         further keys, such as reasoning_content: the chat template gets them as keys of the message
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -35,6 +37,29 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: list[dict[str, Any]] = []
     tool_call_id: str = ""
     name: str = ""
+    other: dict[str, Any] = {}
+
+    @classmethod
+    def read(cls, value: dict[str, Any]) -> Message:
+        """Return a message of a data set. A key with null counts as absent. Raises msgspec.ValidationError."""
+        given = {key: entry for key, entry in value.items() if entry is not None}
+        own = {key: given.pop(key) for key in (*cls.__struct_fields__,) if key in given}
+        return msgspec.convert({"content": None, **own, "other": own.get("other", {}) | given}, cls)
+
+    def as_object(self) -> dict[str, Any]:
+        """Return the message as an API and a chat template have it."""
+        value: dict[str, Any] = msgspec.to_builtins(self)
+        return {**value.pop("other", {}), **value}
+
+
+def without_nulls(value: Any, keep: Collection[str] = ("default", "const")) -> Any:
+    """Copy a value without the null entries that a table adds to give every object the same keys.
+
+    In a JSON schema null means something as value of the keys ``keep``, or in a list.
+    """
+    if isinstance(value, dict):
+        return {k: without_nulls(entry, keep) for k, entry in value.items() if entry is not None or k in keep}
+    return [without_nulls(entry, keep) for entry in value] if isinstance(value, list) else value
 
 
 PromptText = str | list[Message]
@@ -73,6 +98,8 @@ class Demonstration(msgspec.Struct, frozen=True, omit_defaults=True):
 
 Record = TypeVar("Record", bound=Problem | Demonstration)
 
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_MEDIA_KEY = re.compile(rb'"(?:image|video|audio)s?"\s*:')
 _OBJECT: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -88,12 +115,26 @@ class RecordReader(Generic[Record]):
         try:
             if not line.isascii():
                 line.decode()  # the decoder does not check the characters of keys that it skips
-            record = self._decoder.decode(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
+            record = self._record(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
         except MALFORMED as error:
             raise self._error(path, number, str(error)) from None
         problem = problem_of(record)
+        if problem is None and _MEDIA_KEY.search(line):
+            problem = media_problem(_OBJECT.decode(line.removeprefix(BYTE_ORDER_MARK)))
         if problem:
             raise self._error(path, number, problem)
+        return record
+
+    def _record(self, line: bytes) -> Record:
+        try:
+            record = self._decoder.decode(line)
+        except msgspec.ValidationError:  # null for an absent key, or further keys of messages: rare, and takes longer
+            keys = {key: value for key, value in _OBJECT.decode(line).items() if value is not None}
+            if isinstance(prompt := keys.get("prompt"), list) and all(isinstance(one, dict) for one in prompt):
+                keys["prompt"] = [msgspec.to_builtins(Message.read(one)) for one in prompt]
+            record = msgspec.convert(keys, self.kind)
+        if record.tools:
+            return msgspec.structs.replace(record, tools=without_nulls(record.tools))
         return record
 
     def decode_extra(self, path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -113,6 +154,13 @@ class RecordReader(Generic[Record]):
 
     def _error(self, path: Path, number: int, problem: str) -> DataError:
         return DataError(f"{path}:{number}: {problem}; a line must be {self.kind.EXAMPLE}")
+
+
+def media_problem(row: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a row that has images, videos or sound: models get text only."""
+    if (key := next((key for key in _MEDIA if row.get(key)), None)) is None:
+        return None
+    return f"field {key!r}: models get text only: remove the row, or the field if the text is enough"
 
 
 def problem_of(record: Problem | Demonstration) -> str | None:

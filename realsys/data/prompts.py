@@ -74,11 +74,13 @@ class PromptCheck(NamedTuple):
     """Result of reading all prompts.
 
     unknown  characters that the tokenizer does not know
+    marked   first prompt that has marks of the chat template already, as ``place: mark``; "" without one
     digest   of the prompts to train on, in the order of their numbers; equal on any machine
     """
 
     unknown: list[str]
     digest: str
+    marked: str = ""
 
 
 class PromptDataset:
@@ -108,7 +110,7 @@ class PromptDataset:
         problem, extra = lines.read_whole(index)
         ids = self._encode(lines, index, problem)
         self._check_length(lines, index, ids)
-        messages = [] if isinstance(problem.prompt, str) else msgspec.to_builtins(problem.prompt)
+        messages = [] if isinstance(problem.prompt, str) else [message.as_object() for message in problem.prompt]
         return Prompt(plain_text(problem.prompt), problem.answer, ids, extra, messages)
 
     def check(self) -> PromptCheck:
@@ -116,14 +118,22 @@ class PromptDataset:
         characters: set[str] = set()
         ranks = np.unique(self._splits.train.numbers(), return_inverse=True)[1]  # blank lines change no prompt
         digest = hashlib.blake2b(ranks.astype("<i8").tobytes(), digest_size=16)
-        splits = self._splits.values()
+        splits, marked = self._splits.values(), ""
         for name, lines in splits.items():
             for indices, problems in lines.chunks():
                 self._check_chunk(lines, indices, problems)
                 characters.update(*(plain_text(problem.prompt) for problem in problems))
+                if self._chat and not marked:
+                    marked = self._first_mark(lines, indices, problems)
                 if name == "train":
                     digest.update(msgspec.json.encode([problem.prompt for problem in problems]))
-        return PromptCheck(self._tokenizer.unknown(characters), digest.hexdigest())
+        return PromptCheck(self._tokenizer.unknown(characters), digest.hexdigest(), marked)
+
+    def _first_mark(self, lines: Lines[Problem], indices: range, problems: list[Problem]) -> str:
+        for i, problem in zip(indices, problems, strict=True):
+            if mark := self._tokenizer.template_mark(problem.prompt):
+                return f"{lines.where(i)}: {mark}"
+        return ""
 
     def _check_chunk(self, lines: Lines[Problem], indices: range, problems: list[Problem]) -> None:
         prompts, tools = [problem.prompt for problem in problems], [problem.tools for problem in problems]

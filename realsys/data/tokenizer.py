@@ -48,6 +48,9 @@ class TextTokenizer:
         self._tails = Tails(self._chat) if self._chat is not None else None
         self._kept: OrderedDict[tuple[bytes, tuple[str, ...]], array[int]] = OrderedDict()
         self._added = {number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()}
+        vocabulary = read_json(self.path / "config.json").get("vocab_size")
+        tokens = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        self._limit = vocabulary if isinstance(vocabulary, int) and tokens >= vocabulary else None
         self.eos_token_ids = self._find_eos(special["eos_token"])
         self._ends = [self.decode([token]) for token in self.eos_token_ids]
         self._known: set[str] | None = None if _has_all_bytes(self._tokenizer) else set()
@@ -61,6 +64,11 @@ class TextTokenizer:
     def eos_warning(self) -> str:
         """A line about an end of text that tokenizer and model do not share; "" if they agree."""
         own, model = self.eos_token_ids[0], read_end_of_text(self.path)
+        if (mark := self._end_of_turn()) is not None and mark not in self.eos_token_ids:
+            return (
+                f"{self.path}: the chat template ends a turn with {self.token(mark)!r}, but completions end with "
+                f"{self.token(own)!r} only: most will run on to their limit; set eos_token to what the model writes"
+            )
         if not model or own in model:
             return ""
         ends = ", ".join(repr(self.decode([token])) for token in model)
@@ -69,6 +77,23 @@ class TextTokenizer:
             f"{ends}: completions end with any of them, demonstrations teach the first; set eos_token to what the "
             "model writes"
         )
+
+    def _end_of_turn(self) -> int | None:
+        """Return the special token that the chat template writes behind the text of an assistant, if it does."""
+        if self._chat is None:
+            return None
+        try:
+            turns = [Message("user", "a"), Message("assistant", "b")]
+            behind = self._chat.render(turns, prompt=False).rpartition("b")[2].strip()
+        except DataError:
+            return None
+        return next((number for number, token in self._added.items() if token and behind.startswith(token)), None)
+
+    def template_mark(self, prompt: PromptText) -> str | None:
+        """Return a special token of the chat template that a prompt of text has already; None if it has none."""
+        if self._chat is None or not isinstance(prompt, str):
+            return None
+        return next((token for token in self._added.values() if token in prompt and token in self._chat.source), None)
 
     @property
     def vocab_size(self) -> int:
@@ -252,16 +277,29 @@ class TextTokenizer:
 
     def _encode(self, text: str, special: bool) -> list[int]:
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+            # encode() would hold the interpreter's lock meanwhile, and with it every thread of this process.
+            ids = list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
         except Exception as error:  # the tokenizers package raises plain Exception
             raise DataError(f"cannot be tokenised with {self.path}: {error}") from None
+        return self._within([ids])[0]
+
+    def _within(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the tokens; DataError for one beyond the vocabulary of the model."""
+        if self._limit is not None:
+            for token in (max(ids, default=0) for ids in prompts):
+                if token >= self._limit:
+                    raise DataError(
+                        f"token {token} ({self.token(token)!r}) is beyond the vocabulary of the model ({self._limit}): "
+                        f"remove it from the text, or enlarge the embedding of {self.path}"
+                    )
+        return prompts
 
     def _encode_many(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception as error:  # the tokenizers package raises plain Exception
             raise DataError(f"cannot be tokenised with {self.path}: {error}") from None
-        return [list(encoding.ids) for encoding in encodings]
+        return self._within([list(encoding.ids) for encoding in encodings])
 
     def _find_eos(self, eos_token: str | None) -> tuple[int, ...]:
         """Return the ids that end a completion, the tokenizer's own first."""

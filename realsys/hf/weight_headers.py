@@ -11,6 +11,8 @@ from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_CHUNK = 1 << 24  # bytes
 _LFS = b"version https://git-lfs"
 _LONGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors package
 _DTYPES = ("F32", "BF16", "F16", "F64")
@@ -31,23 +33,40 @@ def check_weights(directory: Path, model: HfModel) -> None:
 
     Raises ModelError naming the file, and the tensor if it is about one.
     """
-    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    found: dict[str, tuple[Path, StoredTensor]] = {}
     for path, expected in weight_files(directory).items():
-        shapes = {name: tensor.shape for name, tensor in read_header(path).items()}
-        if missing := sorted(expected - shapes.keys()):
+        tensors = read_header(path)
+        if missing := sorted(expected - tensors.keys()):
             raise ModelError(f"{path}: tensor {missing[0]} is missing, which {INDEX} says is in it: download it again")
-        found.update({name: (path, shape) for name, shape in shapes.items()})
+        found.update({name: (path, tensor) for name, tensor in tensors.items()})
     wanted = model.tensor_shapes()
     for name, shape in wanted.items():
         if name not in found:
             raise ModelError(f"{directory}: tensor {name} is missing; config.json asks for one of shape {shape}")
         path, stored = found[name]
-        if stored != shape:
-            raise ModelError(f"{path}: tensor {name} has shape {stored}, config.json says {shape}")
-    optional = {"lm_head.weight"} if model.tied or model.head == "value" else set()
+        if stored.shape != shape:
+            raise ModelError(f"{path}: tensor {name} has shape {stored.shape}, config.json says {shape}")
+    if model.tied and model.head == "lm" and _HEAD in found and not _equal(found[_HEAD], found[_EMBEDDING]):
+        raise ModelError(
+            f"{found[_HEAD][0]}: {_HEAD} differs from {_EMBEDDING}, but tie_word_embeddings in config.json says that "
+            "they are one: transformers would load both; set it to false, or remove the tensor"
+        )
+    optional = {_HEAD} if model.tied or model.head == "value" else set()
     extra = [n for n in found.keys() - wanted.keys() - optional if not n.endswith(_NOT_READ)]
     if extra:
         raise ModelError(f"{directory}: tensor {min(extra)} is not part of the model that config.json describes")
+
+
+def _equal(*stored: tuple[Path, StoredTensor]) -> bool:
+    """Return True if two tensors have the same bytes."""
+    (path, tensor), (other_path, other) = stored
+    if (tensor.dtype, tensor.size) != (other.dtype, other.size):
+        return False
+    with path.open("rb") as file, other_path.open("rb") as other_file:
+        file.seek(tensor.start)
+        other_file.seek(other.start)
+        sizes = [min(_CHUNK, tensor.size - start) for start in range(0, tensor.size, _CHUNK)]
+        return all(file.read(size) == other_file.read(size) for size in sizes)
 
 
 def weight_files(directory: Path) -> dict[Path, set[str]]:

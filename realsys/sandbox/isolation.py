@@ -77,6 +77,7 @@ def zygote_command(settings: Settings, control: int, setup: str) -> list[str]:
             command += ["--symlink", os.readlink(path), path]
         else:
             command += ["--ro-bind", path, path]
+    command += ["--symlink", f"{confine.TMP}/.stdin", "/dev/stdin"]  # made for programs that name it
     for name in _DEVICES:
         command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     command += ["--ro-bind", str(_CODE), "/realsys/inside", "--proc", "/proc", "--remount-ro", "/", "--chdir", "/"]
@@ -103,6 +104,8 @@ def setup_of(settings: Settings) -> dict[str, Any]:
     user = 20000 + os.getpid() % 40000 if isolated and os.geteuid() == 0 else 0
     if settings.isolation == FULL and (missing := missing_parts()):
         raise SandboxError(f"isolation is full, and this machine lacks {missing[0]}")
+    if isolated and (hidden := next(filter(is_hidden, readable_paths(settings)), None)) is not None:
+        raise SandboxError(f"{hidden} is in a folder that programs do not see, because they have their own: move it")
     links = {path for path in _SYSTEM if os.path.islink(path)}
     return {
         "namespaces": isolated,
@@ -110,6 +113,19 @@ def setup_of(settings: Settings) -> dict[str, Any]:
         "landlock": isolated,
         "readable": _outermost([path for path in readable_paths(settings) if path not in links]),
     }
+
+
+def is_hidden(path: str) -> bool:
+    """Return True if a program has an empty folder of its own in the place of this path."""
+    return path.startswith((f"{confine.TMP}/", f"{confine.SHM}/", "/proc/"))
+
+
+def is_visible(path: str, settings: Settings) -> bool:
+    """Return True if a program can read what the path, with its links, leads to."""
+    if settings.isolation == NONE:
+        return True
+    folders = tuple(f"{folder}/" for folder in readable_paths(settings))
+    return all(f"{one}/".startswith(folders) and not is_hidden(one) for one in (path, os.path.realpath(path)))
 
 
 def _outermost(paths: list[str]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from realsys.errors import MALFORMED, ConfigError
+from realsys.sandbox.isolation import Settings, is_visible
 
 PATH = "/usr/local/bin:/usr/bin:/bin"  # the home of the user, where other programs may be, is not in the sandbox
 
@@ -95,12 +96,17 @@ def languages_of(settings: Mapping[str, Any]) -> dict[str, Language]:
     return languages
 
 
-def problem_of(languages: Mapping[str, Language], name: str) -> str | None:
+def problem_of(languages: Mapping[str, Language], name: str, settings: Settings) -> str | None:
     """Return why programs of a language cannot be run on this machine, or None."""
     if name not in languages:
         return f"language {name!r} is not known: set data.verifier_args.languages.{name}"
     if missing := languages[name].missing():
         return f"language {name!r} needs {missing}, which is not found in {PATH}: install it"
+    for command in (languages[name].compile, languages[name].run):
+        path = find_command(command[0]) if command and not command[0].startswith("./") else None
+        if path is not None and not is_visible(path, settings):
+            place = os.path.realpath(path)
+            return f"language {name!r} needs {place}, which programs cannot see: add its folder to readable, or move it"
     return None
 
 

@@ -25,7 +25,7 @@ from realsys.data.conversion.sources_file import Converted, Sources
 from realsys.data.dataset_files import set_file, write_atomically
 from realsys.data.layouts.base import Row, RowError
 from realsys.data.layouts.detect import OWN, Layout, detect, layout_of
-from realsys.data.lines import ORIGIN
+from realsys.data.lines import ORIGIN, media_problem
 from realsys.data.sources.open import source_files, source_rows
 from realsys.data.sources.source_row import SourceRow
 from realsys.data.tokenizer import TextTokenizer
@@ -106,6 +106,8 @@ def _read(layout: Layout, values: dict[str, Any]) -> tuple[Row | None, str]:
         if not isinstance(row, Row):
             return None, f"the layout returned {type(row).__name__}: it must return a Row"
         row.problem()
+        if problem := media_problem(values):
+            return None, problem
     except RowError as error:
         return None, str(error)
     except Exception as error:

@@ -8,14 +8,17 @@ out of the row and leaves the others in ``Row.extra``, which reaches agent, envi
 
 from __future__ import annotations
 
-import json
+import copy
+import math
 from collections.abc import Iterable, Mapping
+from datetime import date, time
+from decimal import Decimal
 from typing import Any
 
 import msgspec
 
 from realsys.data.layouts.code_tests import CodeTests
-from realsys.data.lines import Message, Problem, PromptText, problem_of
+from realsys.data.lines import Message, Problem, PromptText, problem_of, without_nulls
 from realsys.errors import MALFORMED, DataError
 
 Values = Mapping[str, Any]
@@ -80,14 +83,29 @@ def texts(row: Values, field: str) -> list[str]:
 
 
 def answer_text(value: Any, field: str) -> str:
-    """Return a reference answer as text: numbers as they are written, lists and objects as JSON. Raises RowError."""
+    """Return a reference answer as text: numbers as they are written, lists of several entries and objects as JSON.
+
+    A table has 7 as 7.0 if its column has floats; the answer is 7. Raises RowError.
+    """
+    if isinstance(value, list) and len(value) == 1:
+        return answer_text(value[0], field)
     if isinstance(value, str):
         if not value.strip():
             raise RowError(field, "is empty")
         return value
-    if isinstance(value, bool) or value is None:
-        raise RowError(field, f"must be a text or a number, not {json.dumps(value)}")
-    return str(value) if isinstance(value, int | float) else msgspec.json.encode(value).decode()
+    if isinstance(value, float | Decimal) and not math.isfinite(value):
+        raise RowError(field, f"is {value}, which is no answer")
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, list) and any(isinstance(one, int | float) for one in value):
+        raise RowError(field, f"has {len(value)} numbers, which read like an interval: write one answer as a text")
+    if isinstance(value, list | dict):
+        return msgspec.json.encode(value).decode()
+    if isinstance(value, date | time):
+        return value.isoformat()
+    raise RowError(field, f"must be a text or a number, not {type(value).__name__}")
 
 
 def parsed(value: str, field: str) -> Any:
@@ -123,22 +141,22 @@ def tools_of(value: Any, field: str) -> list[dict[str, Any]]:
         return []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise RowError(field, "must be a list of objects, one per tool")
-    return [_filled(tool) for tool in value]
+    filled: list[dict[str, Any]] = without_nulls(value)
+    return filled
 
 
 def _message(value: Any, field: str) -> Message:
     if not isinstance(value, dict):
         raise RowError(field, f"must be an object with role and content, not {type(value).__name__}")
-    message = {key: entry for key, entry in value.items() if entry is not None}
-    message["content"] = _content(value.get("content"), f"{field}.content")
-    calls = [_filled(call) if isinstance(call, dict) else call for call in message.get("tool_calls") or ()]
+    content = _content(value.get("content"), f"{field}.content")
+    calls = copy.deepcopy(value.get("tool_calls") or [])
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             # Templates write the arguments as JSON; a text would be written as JSON twice.
             function["arguments"] = parsed(function["arguments"], f"{field}.tool_calls.function.arguments")
     try:
-        return msgspec.convert({**message, "tool_calls": calls}, Message)
+        return Message.read({**value, "content": content, "tool_calls": calls})
     except MALFORMED as error:
         raise RowError(field, str(error)) from None
 
@@ -149,13 +167,6 @@ def _content(value: Any, field: str) -> str | None:
     if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
         return "".join(part["text"] for part in value)
     raise RowError(field, "must be a text, or a list of parts of type text: images and sound are not supported")
-
-
-def _filled(value: Any) -> Any:
-    """Copy a value without the null entries that a table adds to give every object the same keys."""
-    if isinstance(value, dict):
-        return {key: _filled(entry) for key, entry in value.items() if entry is not None}
-    return [_filled(entry) for entry in value] if isinstance(value, list) else value
 
 
 def has_keys(row: Values, keys: Iterable[str]) -> bool:

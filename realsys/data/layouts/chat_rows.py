@@ -24,14 +24,20 @@ from realsys.data.layouts.code_tests import CodeTests
 from realsys.data.lines import Message, Problem
 from realsys.errors import MALFORMED
 
+_TOOL_DEFS = "tool_defs"  # as verifiers names the tools of a row
 _ANSWERS = ("answer", "label", "ground_truth")
 
 
 def realsys(row: Values) -> Row:
     """The layout of realsys itself: ``prompt``, ``answer``, and any others. The answer must be text."""
     own = Problem.__struct_fields__
+    given = {key: row[key] for key in own if row.get(key) is not None}
+    if isinstance(given.get("prompt"), list):
+        given["prompt"] = msgspec.to_builtins(chat(given["prompt"], "prompt"))
+    if "tools" in given:
+        given["tools"] = tools_of(given["tools"], "tools")
     try:
-        problem = msgspec.convert({key: row[key] for key in own if row.get(key) is not None}, Problem)
+        problem = msgspec.convert(given, Problem)
     except MALFORMED as error:
         raise RowError(_named(str(error)), str(error)) from None
     extra = {key: value for key, value in row.items() if key not in own}
@@ -49,13 +55,14 @@ def verl(row: Values) -> Row:
     field = "reward_model.ground_truth"
     if (truth := model.get("ground_truth")) is None:
         raise RowError(field, "is missing")
-    prompt, extra = prompt_of(take(row, "prompt"), "prompt"), others(row, "prompt", "reward_model")
+    prompt, extra = prompt_of(take(row, "prompt"), "prompt"), others(row, "prompt", "reward_model", "tools")
+    tools = tools_of(row.get("tools"), "tools")
     tests = _tests_in(truth, field)
     if tests is not None:
-        return Row(prompt, "", extra, code_tests=tests)
+        return Row(prompt, "", extra, tools, tests)
     if style := model.get("style"):
         extra["reward_style"] = style
-    return Row(prompt, answer_text(truth, field), extra)
+    return Row(prompt, answer_text(truth, field), extra, tools)
 
 
 def slime(
@@ -74,7 +81,7 @@ def slime(
         prompt_of(take(row, prompt), prompt),
         answer_text(take(row, label), label),
         others(row, prompt, label, metadata, tools) | (extra or {}),
-        tools_of(row.get(tools), tools),
+        tools_of(row.get(tools) or row.get(_TOOL_DEFS), tools),
     )
 
 
@@ -85,7 +92,7 @@ def messages(row: Values, messages: str = "messages", answer: str = "", tools: s
     message, which must be the assistant's. That message is not part of the prompt.
     """
     turns = chat(take(row, messages), messages)
-    described = tools_of(row.get(tools), tools)
+    described = tools_of(row.get(tools) or row.get(_TOOL_DEFS), tools)
     fields = [answer] if answer else [field for field in _ANSWERS if row.get(field) is not None]
     if fields:
         reference = answer_text(take(row, fields[0]), fields[0])

@@ -87,17 +87,28 @@ def livecodebench(row: Values, max_tests_mb: int = 256) -> Row:
 
 
 def io_tests(value: dict[str, Any], field: str) -> CodeTests:
-    """Read ``inputs``, ``outputs`` and perhaps ``fn_name``, as APPS, TACO and verl's code data have them."""
+    """Read ``inputs``, ``outputs``, perhaps ``fn_name`` and ``assert_case``, as APPS, TACO and verl have them."""
     inputs, outputs, function = value.get("inputs"), value.get("outputs"), value.get("fn_name") or ""
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise RowError(field, "inputs and outputs must be lists of the same length")
-    if not inputs:
+    asserts = "\n".join(texts(value, "assert_case"))
+    if not inputs and not asserts:
         raise RowError(field, "has no tests: any program would pass")
     if function:
         if not all(isinstance(arguments, list) for arguments in inputs):
             raise RowError(f"{field}.inputs", "must be lists of arguments, because fn_name is set")
-        return CodeTests(function=function, calls=[CallTest(*pair) for pair in zip(inputs, outputs, strict=True)])
-    return CodeTests(stdio=[StdioTest(_io(i), _io(o)) for i, o in zip(inputs, outputs, strict=True)])
+        # Some sets have each result in a list; a list of one entry may also be the result itself.
+        wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
+        calls = [CallTest(*pair, wrapped) for pair in zip(inputs, outputs, strict=True)]
+        return CodeTests(function=function, calls=calls, source=asserts)
+    if None in inputs or None in outputs:
+        raise RowError(field, "has null among its inputs and outputs")
+    stdio = [StdioTest(_io(i), _io(o)) for i, o in zip(inputs, outputs, strict=True)]
+    if asserts:  # these sets have empty texts for programs without input and output
+        stdio = [test for test in stdio if test.stdin.strip() or test.stdout.strip()]
+        called = re.search(r"assert\b\W*(?:not\b\W*)?([A-Za-z_]\w*)\(", asserts)
+        return CodeTests(stdio=stdio, source=asserts, function=called[1] if called else "")
+    return CodeTests(stdio=stdio)
 
 
 def _io(value: Any) -> str:

@@ -31,11 +31,15 @@ class StdioTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stdout: str
 
 
-class CallTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One call of ``CodeTests.function``. ``args`` and ``result`` are JSON values."""
+class CallTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One call of ``CodeTests.function``. ``args`` and ``result`` are JSON values.
+
+    wrapped  the only entry of the list ``result`` is right, too
+    """
 
     args: list[Any]
     result: Any
+    wrapped: bool = False
 
 
 class CodeTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -43,9 +43,14 @@ def layout_of(name: str, arguments: Mapping[str, Any], first: Values, where: str
     """
     if name == AUTO_LAYOUT:
         found = detect(first)
+        by_name, keys = next(((name, keys) for name, keys in _KEYS if first.keys() >= set(keys)), (found, ()))
+        if by_name != found:
+            nulls = ", ".join(key for key in keys if first[key] is None)
+            problem = f"has the keys of layout {by_name}, but {nulls} is null"
+            raise DataError(f"{where}: {problem}: correct it, or set data.layout for all rows")
         if found is None:
-            keys, known = ", ".join(map(str, first)) or "none", ", ".join(sorted(LAYOUT.builtin))
-            raise DataError(f"{where}: no known layout has the keys {keys}: set data.layout to one of {known}")
+            given, known = ", ".join(map(str, first)) or "none", ", ".join(sorted(LAYOUT.builtin))
+            raise DataError(f"{where}: no known layout has the keys {given}: set data.layout to one of {known}")
         name = found
     LAYOUT.check(name, arguments)
     return functools.partial(LAYOUT.load(name), **arguments)

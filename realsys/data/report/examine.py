@@ -39,6 +39,7 @@ class Report:
     bad       (place, problem)            rows that cannot be used
     repeated  place                       rows with the prompt of an earlier row of their split
     leaked    place                       train rows with a held-out prompt; they are left out of training
+    marked    place: mark                 prompts that have marks of the chat template already
     near      (place, held-out prompt)    train rows that are like one, most similar first
     lengths   tokens of each prompt, characters without a tokenizer
     first     the first prompt as the model gets it
@@ -57,6 +58,8 @@ class Report:
     near_count: int = 0
     held_out_compared: int = 0
     code_tasks: int = 0
+    marked: list[str] = field(default_factory=list)
+    marked_count: int = 0
     lengths: array[int] = field(default_factory=lambda: array("q"))
     first: str | None = None
 
@@ -112,6 +115,9 @@ class Examiner:
                 self._add_bad(where, f"field 'answer': cannot be verified by {self._data.verifier}: {problem}")
                 continue
             self.report.lengths.append(length)
+            if self._tokenizer and self._data.chat_template and (mark := self._tokenizer.template_mark(row.prompt)):
+                self.report.marked_count += 1
+                _keep(self.report.marked, f"{where}: {mark}")
             self.report.code_tasks += row.code_tests is not None
             if self.report.first is None and split == "train":
                 self.report.first = self._rendered(row)

@@ -26,6 +26,9 @@ def json_rows(path: Path) -> Rows:
         if is_first and line.lstrip().startswith(b"["):
             yield from _array(path)
             return
+        if is_first and line.strip() == b"{":
+            problem = "an object over several lines: write one object per line, or an array of them"
+            raise DataError(f"{path}:{number}: {problem}")
         is_first = False
         try:
             values, problem = _OBJECT.decode(line), ""

@@ -22,6 +22,7 @@ from realsys.errors import DataError
 
 #: splits of a folder that are read for each split of realsys, the first that it has
 FOLDER_SPLITS = {"train": ("train",), "eval": ("test", "validation")}
+_NOT_READ = (".csv", ".tsv", ".xlsx", ".txt", ".gz", ".zst", ".zip")
 _READERS: dict[str, Callable[[Path], Rows]] = {".parquet": parquet_rows, ".arrow": arrow_rows}
 
 
@@ -48,4 +49,7 @@ def source_rows(source: str, split: str, arguments: Mapping[str, Any]) -> Rows:
         yield from task_rows(source.removeprefix(VERIFIERS), split, arguments)
         return
     for path in source_files(source, split):
+        if path.suffix.lower() in _NOT_READ:
+            problem = f"{path.suffix} files are not read: write it as lines of JSON (.jsonl) or as .parquet"
+            raise DataError(f"{path}: {problem}")
         yield from _READERS.get(path.suffix.lower(), json_rows)(path)

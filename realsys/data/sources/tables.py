@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from realsys.data.lines import without_nulls
 from realsys.data.sources.source_row import Rows, SourceRow, need
 from realsys.errors import DataError
 
@@ -57,7 +58,13 @@ def _rows(path: Path, batches: Iterator[Any], pyarrow: Any) -> Rows:
 def _values(batches: Iterator[Any]) -> Iterator[dict[str, Any]]:
     for batch in batches:
         for start in range(0, batch.num_rows, _BATCH):
-            yield from batch.slice(start, _BATCH).to_pylist()
+            for row in batch.slice(start, _BATCH).to_pylist():
+                yield {key: _without_nulls(value) for key, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the keys that a table adds to messages and tools, to give all objects of a list the same ones."""
+    return without_nulls(value, ()) if isinstance(value, list) else value
 
 
 def _pyarrow(path: Path) -> Any:

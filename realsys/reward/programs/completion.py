@@ -53,6 +53,13 @@ def reference_in(answer: str, tests: CodeTests) -> str | None:
     return source if any(isinstance(each, kinds) for each in ast.walk(ast.parse(source))) else None
 
 
+def callable_in(source: str, function: str) -> str:
+    """Return the name to call: that of a method if the program has the function in a ``class Solution`` only."""
+    if "class Solution" in source and not _defines(source, function.partition(".")[0]):
+        return f"Solution.{function}"
+    return function
+
+
 def whole_program(block: str, tests: CodeTests) -> str:
     """Put what the prompt gives before the block, unless the block has it."""
     if tests.stub and not _defines(block, tests.function.partition(".")[0]):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from realsys.data.layouts.code_tests import CallTest, CodeTests
 from realsys.reward.programs.comparison import same_output, same_value
-from realsys.reward.programs.completion import PYTHON
+from realsys.reward.programs.completion import PYTHON, callable_in
 from realsys.sandbox.languages import Language, find_command
 from realsys.sandbox.limits import CRASHED, MEMORY, WALL, WRONG, Limits
 from realsys.sandbox.sandbox import Command, Sandbox, UnitTests
@@ -135,7 +135,9 @@ class Judge:
                 yield from [WALL] * len(todo)
                 return
             with self._sandbox.serve(source, limits) as program:
-                yield from _calls_of_one(program, tests.function, todo, limits, self._total_s - score.time_s)
+                yield from _calls_of_one(
+                    program, callable_in(source, tests.function), todo, limits, self._total_s - score.time_s
+                )
             score.time_s += program.time_s
 
 
@@ -157,7 +159,8 @@ def _call(program: Program, function: str, test: CallTest, limits: Limits) -> tu
         result = program.call(function, test.args, most)
     except ProgramRaised as raised:
         return raised.reason, raised.gone
-    return "" if same_value(result, test.result) else WRONG, False
+    right = same_value(result, test.result) or (test.wrapped and same_value(result, test.result[0]))
+    return "" if right else WRONG, False
 
 
 def _most(expected: str) -> int:

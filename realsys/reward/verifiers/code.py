@@ -79,7 +79,7 @@ def check_answer(item: Item, **arguments: Any) -> str | None:
         return _python_problem(tests) or _reference_problem(item.answer, tests, given)
     if tests.calls or tests.source.strip():
         return f"tests of a program in {tests.language} must be stdio: calls and source are for python"
-    return language_problem(languages_of(given.languages), tests.language)
+    return language_problem(languages_of(given.languages), tests.language, given.settings())
 
 
 def _python_problem(tests: CodeTests) -> str | None:
@@ -108,8 +108,10 @@ def code(item: Item, **arguments: Any) -> Verdict:
     given = msgspec.convert(arguments, Arguments)
     tests = code_tests_of(item.extra)
     judge = given.judge()
-    if tests.language != PYTHON and (problem := language_problem(languages_of(given.languages), tests.language)):
-        raise SandboxError(problem)
+    if tests.language != PYTHON:
+        languages = languages_of(given.languages)
+        if problem := language_problem(languages, tests.language, given.settings()):
+            raise SandboxError(problem)
     source = program_in(item.completion, tests)
     if source is None:
         return _verdict(0.0, NO_PROGRAM, given.reward)

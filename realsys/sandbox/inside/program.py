@@ -18,9 +18,13 @@ from typing import Any, Literal
 
 from . import plain
 
+_STDIN = "/dev/stdin"
+
 
 def run(task: dict[str, Any], descriptors: list[int]) -> None:
     """Run the source with stdin, stdout and stderr; ends the process as Python would."""
+    if _STDIN in task["source"]:
+        _make_stdin(descriptors[0])
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -47,6 +51,9 @@ def command(task: dict[str, Any], channel: int, descriptors: list[int]) -> None:
         with open(name, "wb") as file:
             _copy(content, file.fileno())
         os.chmod(name, 0o700)
+        with open(name, "rb") as file:
+            if _STDIN.encode() in file.read():
+                _make_stdin(standard[0])
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(OSError):
@@ -68,6 +75,16 @@ def command(task: dict[str, Any], channel: int, descriptors: list[int]) -> None:
             made = True
     plain.send(channel, plain.encode({"code": code, "made": made}))
     os._exit(int(code != 0))  # the zygote looks why a program fails
+
+
+def _make_stdin(descriptor: int) -> None:
+    """Make the file to which /dev/stdin leads, unless it leads to something: programs see no /proc. Then the program
+    reads from there, so that both names have one position.
+    """
+    if os.path.islink(_STDIN) and not os.path.exists(_STDIN):
+        with open(os.readlink(_STDIN), "wb") as file:
+            _copy(descriptor, file.fileno())
+        os.dup2(os.open(_STDIN, os.O_RDONLY), descriptor)
 
 
 def _copy(source: int, target: int) -> None:

@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from realsys.config.schema import Config
+from realsys.data.layouts.chat_rows import verl
 from realsys.data.layouts.code_tests import KEY
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import Limits
@@ -33,6 +34,38 @@ def test_programs_are_right_or_wrong():
     right, wrong, slow = asyncio.run(verdicts(["return 2 * x", "return x", "while True: pass"]))
     assert [right.correct, wrong.correct, slow.correct] == [True, False, False]
     assert [right.metrics["program_cpu"], slow.metrics["program_cpu"]] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("truth", "program", "right"),
+    [
+        ({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]}, "def f(a, b): return a + b", True),
+        ({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]}, "def f(a, b): return [a + b]", True),
+        ({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[4]]}, "def f(a, b): return a + b", False),
+        ({"fn_name": "f", "inputs": [[2]], "outputs": [[0, 1]]}, "def f(n): return list(range(n))", True),
+        (
+            {"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]},
+            "class Solution:\n    def f(self, a, b): return a + b",
+            True,
+        ),
+        ({"inputs": [""], "outputs": [""], "assert_case": ["assert f(1) == 2"]}, "def f(a): return a + 1", True),
+        ({"inputs": [""], "outputs": [""], "assert_case": ["assert f(1) == 2"]}, "def f(a): return a", False),
+        ({"inputs": [""], "outputs": [""], "assert_case": ["assert f(1) == 2"]}, "pass", False),
+        ({"inputs": ["5\n"], "outputs": ["5\n"]}, "print(open('/dev/stdin').read())", True),
+        ({"inputs": ["5\n6\n"], "outputs": ["6\n"]}, "open('/dev/stdin')\nimport sys\ninput()\nprint(input())", True),
+    ],
+)
+def test_rows_of_verl_are_judged(truth, program, right):
+    row = verl({"prompt": "q", "reward_model": {"ground_truth": truth}})
+
+    async def judge():
+        pool = VerifierPool(1, Limits(10.0, 60.0))
+        try:
+            return await pool.verify("code", Item("", f"```python\n{program}\n```", row.answer, row.line()))
+        finally:
+            await pool.close()
+
+    assert asyncio.run(judge()).correct is right
 
 
 def test_share_of_tests_is_the_reward():

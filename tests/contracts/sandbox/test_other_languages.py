@@ -16,6 +16,13 @@ PROGRAMS = {
     "cpp": "#include <iostream>\nint main() { long n; std::cin >> n; std::cout << FACTOR * n << std::endl; }\n",
     "javascript": 'const n = parseInt(require("fs").readFileSync(0)); console.log(FACTOR * n);\n',
 }
+#: programs that name their input
+BY_NAME = {
+    "bash": "echo $((FACTOR * $(cat /dev/stdin)))\n",
+    "c": PROGRAMS["c"].replace("scanf(", 'fscanf(fopen("/dev/stdin", "r"), '),
+    "cpp": "#include <fstream>\n" + PROGRAMS["cpp"].replace("std::cin", 'std::ifstream("/dev/stdin")'),
+    "javascript": PROGRAMS["javascript"].replace("readFileSync(0)", 'readFileSync("/dev/stdin")'),
+}
 NEEDS = {"bash": "bash", "c": "gcc", "cpp": "g++", "javascript": "node"}
 LANGUAGES = [pytest.param(name, marks=pytest.mark.needs(command)) for name, command in NEEDS.items()]
 
@@ -47,7 +54,8 @@ def verdicts(language, *programs, **arguments):
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_right_program_passes_and_wrong_fails(language):
     right, wrong = (PROGRAMS[language].replace("FACTOR", factor) for factor in "23")
-    assert verdicts(language, right, wrong, "this is no program (", right) == [True, False, False, True]
+    by_name = BY_NAME[language].replace("FACTOR", "2")
+    assert verdicts(language, right, wrong, "this is no program (", by_name) == [True, False, False, True]
 
 
 @pytest.mark.needs("gcc")

@@ -163,6 +163,32 @@ def test_model_without_eos_is_refused(tmp_path):
         TextTokenizer(tmp_path)
 
 
+def test_template_that_ends_turns_otherwise_is_a_warning(tmp_path):
+    """A base model with the template of its instruct version: no completion would end where the template ends it."""
+    write_char_tokenizer(tmp_path, chat=True)
+    assert TextTokenizer(tmp_path).eos_warning == ""
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace('"eos_token": "<|im_end|>"', '"eos_token": "<eos>"'))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    assert "ends a turn with '<|im_end|>', but completions end with '<eos>'" in TextTokenizer(tmp_path).eos_warning
+
+
+def test_token_beyond_the_vocabulary_is_refused(tmp_path):
+    write_char_tokenizer(tmp_path)
+    (last,) = TextTokenizer(tmp_path).encode_text("a")
+    (tmp_path / "config.json").write_text(f'{{"vocab_size": {last}}}')
+    tokenizer = TextTokenizer(tmp_path)
+    assert tokenizer.encode_text("1") and tokenizer.encode_prompts(["1"])
+    for encode in (tokenizer.encode_text, tokenizer.encode_prompt, lambda text: tokenizer.encode_prompts([text])):
+        with pytest.raises(DataError, match=r"is beyond the vocabulary of the model"):
+            encode("1a")
+
+
+def test_marks_of_the_template_are_found(chat):
+    assert chat.template_mark("<|im_start|>user\n3+4?<|im_end|>") == "<|im_start|>"
+    assert chat.template_mark("3+4?") is None and chat.template_mark([Message("user", "<|im_end|>")]) is None
+
+
 def test_end_of_text_that_differs_is_a_warning(tmp_path):
     write_char_tokenizer(tmp_path)
     assert TextTokenizer(tmp_path).eos_warning == ""

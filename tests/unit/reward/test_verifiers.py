@@ -19,6 +19,11 @@ from tests.support.processes.config_trees import changed
 MACHINE = Machine(cpus=8, memory_bytes=64 << 30)
 
 
+@pytest.mark.parametrize(("reference", "problem"), [("7", None), ("a#b", "has a #"), ('["1","2"]', "is a list")])
+def test_reference_that_no_answer_of_exact_can_have(reference, problem):
+    assert (problem or "None") in str(answer_problem(exact, Item("", "", reference)))
+
+
 @pytest.mark.parametrize(
     ("answer", "reference", "right"),
     [

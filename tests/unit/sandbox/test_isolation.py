@@ -38,13 +38,19 @@ def test_full_isolation_refuses_missing_landlock(monkeypatch):
     assert isolation.setup_of(Settings("available"))["namespaces"]
 
 
+def test_readable_folder_that_is_hidden_is_refused(tmp_path):
+    with pytest.raises(SandboxError, match=f"{tmp_path} is in a folder that programs do not see"):
+        isolation.setup_of(isolation.Settings(readable=(str(tmp_path),)))
+
+
 def test_secrets_are_not_readable(tmp_path):
     paths = isolation.readable_paths(Settings(readable=(str(tmp_path),)))
     assert str(tmp_path.resolve()) in paths
     assert not {"/", "/home", "/root", "/run", "/var", "/proc", "/etc", "/etc/shadow", "/tmp"} & set(paths)
 
 
-def test_rules_name_outermost_folders(tmp_path):
+def test_rules_name_outermost_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(isolation, "is_hidden", lambda path: False)
     inner, other = tmp_path / "a" / "b", tmp_path / "ab"
     settings = Settings(readable=(str(inner), str(tmp_path / "a"), str(other)))
     paths = isolation.setup_of(settings)["readable"]

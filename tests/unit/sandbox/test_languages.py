@@ -3,6 +3,8 @@
 import pytest
 
 from realsys.errors import ConfigError
+from realsys.sandbox.inside import confine
+from realsys.sandbox.isolation import NONE, Settings
 from realsys.sandbox.languages import BUILTIN, Language, languages_of, problem_of
 
 PASCAL = {"source": "main.pas", "compile": ["fpc", "main.pas"], "makes": "main", "run": ["./main"]}
@@ -36,8 +38,20 @@ def test_built_in_languages_have_no_problem():
 
 def test_missing_compiler_is_named():
     languages = languages_of({"pascal": PASCAL | {"compile": ["no-such-compiler", "main.pas"]}})
-    assert "needs no-such-compiler, which is not found" in problem_of(languages, "pascal")
+    assert "needs no-such-compiler, which is not found" in problem_of(languages, "pascal", Settings())
+
+
+def test_command_that_programs_cannot_see_is_named(tmp_path, monkeypatch):
+    """Programs have a /tmp of their own, and no home of the user."""
+    tool = tmp_path / "pascal"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    languages = languages_of({"pascal": {"source": "main.pas", "run": [str(tool), "main.pas"]}})
+    assert f"needs {tool}, which programs cannot see" in problem_of(languages, "pascal", Settings())
+    assert problem_of(languages, "pascal", Settings(isolation=NONE)) is None
+    monkeypatch.setattr(confine, "TMP", "/no/folder")
+    assert problem_of(languages, "pascal", Settings(readable=(str(tmp_path),))) is None
 
 
 def test_unknown_language_is_named():
-    assert "set data.verifier_args.languages.cobol" in problem_of({}, "cobol")
+    assert "set data.verifier_args.languages.cobol" in problem_of({}, "cobol", Settings())

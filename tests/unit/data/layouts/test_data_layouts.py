@@ -2,6 +2,8 @@
 
 import copy
 import json
+from datetime import date
+from decimal import Decimal
 
 import pytest
 
@@ -191,6 +193,7 @@ BAD = [
     (rows.VERL, "reward_model.ground_truth", " ", "reward_model.ground_truth"),
     (rows.VERL, "reward_model.ground_truth", {"inputs": [1], "outputs": []}, "reward_model.ground_truth"),
     (rows.VERL, "reward_model.ground_truth", {"inputs": [], "outputs": []}, "reward_model.ground_truth"),
+    (rows.VERL, "reward_model.ground_truth", {"inputs": ["1"], "outputs": [None]}, "reward_model.ground_truth"),
     (rows.VERL, "prompt", [], "prompt"),
     (rows.VERL, "prompt", 5, "prompt"),
     (rows.VERL, "prompt", [{"role": "robot", "content": "a"}], "prompt[0]"),
@@ -243,6 +246,59 @@ def test_bad_row_names_its_field(row, path, value, field):
     with pytest.raises(RowError) as caught:
         read(changed(row, path, value), name).problem()
     assert caught.value.field == field and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        (7.0, "7"),
+        (7.5, "7.5"),
+        (["42"], "42"),
+        ([42], "42"),
+        (Decimal("12.50"), "12.50"),
+        (date(2026, 1, 2), "2026-01-02"),
+    ],
+)
+def test_answer_of_a_table_is_written_as_people_write_it(value, answer):
+    assert read(changed(rows.SLIME, "label", value)).answer == answer
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), [1, 2], b"42", [], {"a": 1}])
+def test_answer_that_no_completion_has(value):
+    """Lists of texts and objects are JSON, which verifiers that compare answers refuse."""
+    if value in ([], {"a": 1}):
+        assert read(changed(rows.SLIME, "label", value)).answer in ("[]", '{"a":1}')
+        return
+    with pytest.raises(RowError, match="label"):
+        read(changed(rows.SLIME, "label", value))
+
+
+def test_first_row_with_null_decides_no_layout():
+    with pytest.raises(DataError, match="keys of layout realsys, but answer is null"):
+        read({"prompt": "a?", "answer": None, "label": "1"})
+
+
+def test_tools_of_verifiers_and_of_verl_are_described():
+    tools = [{"type": "function", "function": {"name": "add", "parameters": None}}]
+    filled = [{"type": "function", "function": {"name": "add"}}]
+    assert read({**rows.VERL, "tools": tools}).tools == filled
+    for row in (rows.SLIME, rows.MESSAGES):
+        assert read({**row, "tools": None, "tool_defs": tools}).tools == filled
+
+
+def test_calls_of_verl_may_have_wrapped_results():
+    def calls(outputs):
+        truth = {"fn_name": "f", "inputs": [[1], [2]], "outputs": outputs}
+        return read(changed(rows.VERL, "reward_model.ground_truth", truth)).code_tests.calls
+
+    assert calls([[3], [4]]) == [CallTest([1], [3], True), CallTest([2], [4], True)]
+    assert not any(call.wrapped for call in calls([[3], [4, 5]]) + calls([3, 4]))
+
+
+def test_asserts_of_verl_are_tests():
+    truth = {"inputs": [""], "outputs": [""], "assert_case": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]}
+    tests = read(changed(rows.VERL, "reward_model.ground_truth", truth)).code_tests
+    assert (tests.stdio, tests.function) == ([], "add") and tests.source.count("assert") == 2
 
 
 def test_unknown_keys_list_the_layouts():

@@ -53,6 +53,29 @@ def test_json_lines_have_their_numbers(tmp_path):
     assert [row.where for row in found if row.problem] == [f"{path}:{n}" for n in (4, 5, 6)]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("rows.csv", "prompt,answer\n", r"\.csv files are not read"),
+        ("rows.json", '{\n  "data": []\n}\n', "rows.json:1: an object over several lines"),
+    ],
+)
+def test_other_format_is_named_once(tmp_path, name, content, problem):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=problem):
+        read(tmp_path / name)
+
+
+def test_null_keys_of_messages_and_tools_are_left_out(tmp_path, arrow):
+    """A table gives all objects of a column the same keys."""
+    import pyarrow.parquet
+
+    tools = [{"name": "add", "of": {"a": 1}}, {"name": "find", "of": {"city": 2}}]
+    rows = [{"tools": [tool], "info": tool["of"]} for tool in tools]
+    pyarrow.parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "t.parquet")
+    assert read(tmp_path / "t.parquet")[0].values == {"tools": [tools[0]], "info": {"a": 1, "city": None}}
+
+
 def test_json_array_is_read(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"a": 1}, 5], indent=1))

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from realsys.data.char_model import write_char_tokenizer
 from realsys.launch.cli import main
 from tests.support.data.data_rows import DAPO, GSM8K, HUMANEVAL, ROWS
 from tests.support.training.data_models import TEMPLATE, char_tokenizer, jsonl
@@ -43,6 +44,28 @@ def test_bad_rows_are_named_by_line_and_field(tmp_path, capsys):
         f"realsys: {path}:3: field 'question': is empty",
         f"realsys: {path}:5: JSON is malformed: invalid character (byte 4)",
     ]
+
+
+def test_rows_that_a_model_would_see_otherwise_are_named(tmp_path, capsys):
+    rows = [
+        {"prompt": "<image>a", "answer": "1", "images": [{"path": "a.png"}]},
+        {"prompt": "b", "answer": "1", "images": []},
+    ]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    code, _, err = run(capsys, path, "data.eval_fraction=0", "data.verifier=exact")
+    assert code == 2 and err == (
+        f"realsys: {path}:1: field 'images': models get text only: remove the row, or the field if the text is enough\n"
+    )
+    path.write_text("")
+    assert run(capsys, path) == (2, "", f"realsys: {path}: no prompts found: add rows\n")
+
+
+def test_marks_of_the_chat_template_are_reported(tmp_path, capsys):
+    write_char_tokenizer(tmp_path / "model", chat=True)
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "<|im_start|>user\na<|im_end|>", "answer": "1"}])
+    argv = (path, f"model.path={tmp_path / 'model'}", "data.verifier=exact", "data.eval_fraction=0")
+    code, out, _ = run(capsys, *argv)
+    assert code == 0 and "formatted   1 prompts have a mark, and the chat template writes it again" in out
 
 
 def test_many_bad_rows_are_counted(tmp_path, capsys):

@@ -203,3 +203,18 @@ def test_files_that_contradict_model_are_named(case: str, tmp_path: Path) -> Non
     with pytest.raises(ModelError, match=problem) as caught:
         load(tmp_path)
     assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)
+
+
+def test_head_beside_a_tied_embedding_must_equal_it(tmp_path: Path) -> None:
+    """transformers would load both, so a model that takes one of them is another model."""
+    path = directory(tmp_path, tie_word_embeddings=True)
+    config = changed(f"model.path={path}", *SHORT)
+    tensors = load_file(path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    for change, problem in ((0.0, None), (1e-3, "lm_head.weight differs from model.embed_tokens.weight")):
+        save_file({**tensors, "lm_head.weight": embedding + change}, path / "model.safetensors", {"format": "pt"})
+        if problem is None:
+            check(config, MACHINE)
+            continue
+        with pytest.raises(ModelError, match=problem):
+            check(config, MACHINE)
