@@ -10,6 +10,7 @@ import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,15 @@ class TextTokenizer:
         except Exception as error:  # the tokenizers package raises plain Exception
             raise DataError(f"cannot be tokenised with {self.path}: {error}") from None
         return self._within([ids])[0]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token; a text has at most as many for each of its tokens."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a text. Other threads run meanwhile, so this one may be used by another."""
+        return len(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def _within(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the tokens; DataError for one beyond the vocabulary of the model."""

@@ -327,11 +327,23 @@ def _acquire(descriptor: int, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise NameStoreError(
-                    f"name store: {path} was held for {LOCK_TIMEOUT_S:g} s by another process; "
-                    "is one of the trial's processes stopped (SIGSTOP)? kill it"
+                    f"name store: {path} was held for {LOCK_TIMEOUT_S:g} s by {_holder(descriptor)}; "
+                    "is it stopped (SIGSTOP), or busy in a library that lets no other thread run? kill it"
                 ) from None
         time.sleep(delay_s)
         delay_s = min(delay_s * 2, 0.01)
+
+
+def _holder(descriptor: int) -> str:
+    """Return who holds the lock of a file, as far as this host knows."""
+    inode = str(os.fstat(descriptor).st_ino)
+    for line in Path("/proc/locks").read_text().splitlines():
+        words = line.split()  # number, FLOCK, ADVISORY, WRITE, pid, device:device:inode, ...
+        if len(words) > 5 and words[1] == "FLOCK" and words[5].rpartition(":")[2] == inode:
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{words[4]}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                return f"process {words[4]} ({command.strip()[:200]})"
+    return "a process of another host"
 
 
 def _pause(closed: threading.Event) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import MALFORMED, AgentError, DataError
 from realsys.generation.client import Generated, SamplingSpec
+from realsys.reward.verifiers.base import is_metric_name
 from realsys.rollout.conversation import Conversation, Node, Plan
 from realsys.rollout.gateway.echoes import Echoes
 from realsys.rollout.gateway.formats.choices import read_choice
@@ -43,7 +44,9 @@ ENDED = "the episode has ended"
 COUNTS = ("calls", "retries", "undelivered", "branches")
 NO_REWARDS: Mapping[str, float] = MappingProxyType({})
 #: bounds on the failures and names of the model that are kept of one episode: agents can make any number of both
-MOST_FAILURES, MOST_MODELS, _LONGEST_NAME = 64, 64, 200
+MOST_FAILURES, MOST_MODELS, MOST_IGNORED, _LONGEST_NAME = 64, 64, 16, 200
+LONG_TEXT = 50_000  # characters; tokenising more would keep other episodes waiting
+UNSEEN = 2  # times the row limit is what a request may have: templates leave out parts, such as earlier reasoning
 #: errors that are no failure of the engine: mistakes of the agent, and the end of the attempt
 _NO_FAILURE = (BadRequest, DataError, AgentError, RolloutSuperseded)
 
@@ -72,6 +75,7 @@ class Shared:
     chat: bool = True
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     wishes: Wishes = field(default_factory=Wishes)
+    counting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # of the tokens of long texts
 
 
 @dataclass(slots=True)
@@ -114,6 +118,7 @@ class Capture:
         self._failures: dict[bytes, Exception] = {}  # requests whose last reply was an error of the engine
         self._models = {MODEL: None}  # names that the agent gave to the model, in order
         self._asked: dict[str, float] = {}  # sampling settings that the agent sent last
+        self._ignored: dict[str, int] = {}  # fields without effect, and how often the agent sent them
         self._running = 0  # completions that are sampled now
         self._reserved = 0  # tokens that the running calls may sample
         self._turns = 0
@@ -179,10 +184,11 @@ class Capture:
             "gateway/malformed_calls": self._malformed,
             "gateway/boundary_inserted": drift["boundary_inserted"],
         }
-        return {name: float(value) for name, value in (numbers | self._asked).items()}
+        return {name: float(value) for name, value in (numbers | self._ignored | self._asked).items()}
 
-    def tokens_of(self, call: Call) -> list[int]:
-        """Return the tokens that the engine would receive for ``call``. Raises DataError."""
+    async def tokens_of(self, call: Call) -> list[int]:
+        """Return the tokens that the engine would receive for ``call``. Raises BadRequest, DataError."""
+        await self._check_size(call)
         return self._plan(call).tokens
 
     def begin(self, dialect: Dialect, body: bytes, headers: Mapping[str, str]) -> Exchange:
@@ -243,13 +249,18 @@ class Capture:
         self._turns += 1
         self._shared.counts["calls"] += 1
         call.ignored += ignored(call, self.sampling)
+        self._shared.wishes.note_ignored(call.ignored)
+        for name in (f"gateway/ignored_{name}" for name in call.ignored):
+            if name in self._ignored or (len(self._ignored) < MOST_IGNORED and is_metric_name(name)):
+                self._ignored[name] = self._ignored.get(name, 0) + 1
         self._asked |= self._shared.wishes.note(call, self.sampling)
         if len(self._models) < MOST_MODELS and len(call.model) <= _LONGEST_NAME:
             self._models.setdefault(call.model or MODEL)
         head = Head(f"{self._name}{entry.number}", int(time.time()), call.model or MODEL)
         exchange = Exchange(entry, call, head, session, asyncio.create_task(self._complete(entry.number)))
         # Without a connection no coroutine reads the error of a call, and asyncio would log that.
-        exchange.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        exchange.task.add_done_callback(lambda task: self._end(call, task))
+        self._running += call.n  # now, not when the task begins: requests may arrive before it
         self._exchanges[entry.number] = exchange
         return exchange
 
@@ -257,9 +268,9 @@ class Capture:
         """Sample the completions of an exchange and record them."""
         exchange = self._exchanges[number]
         call, entry, session = exchange.call, exchange.entry, self._session
-        self._running += call.n
         reserved = 0
         try:
+            await self._check_size(call)
             plan = self._plan(call)
             room = self._shared.limits.room(len(plan.tokens), session.sampled, call.n, self._reserved)
             spec = spec_of(call, session.spec, self.sampling, room)
@@ -273,12 +284,33 @@ class Capture:
             self._note_failure(entry, error)
             raise
         finally:
-            self._running -= call.n
             self._reserved -= reserved
         self._requests.complete(entry)
         self._failures.pop(entry.digest, None)
         head = exchange.head
         return Reply(head.id, head.created, head.model, plan.tokens, choices, self._shared.vocabulary)
+
+    def _end(self, call: Call, task: asyncio.Task[Reply]) -> None:
+        self._running -= call.n
+        if not task.cancelled():
+            task.exception()
+
+    async def _check_size(self, call: Call) -> None:
+        """Refuse texts that fit in no row: by their size, before any work, then by their tokens, which another thread
+        counts. What is left takes no time that other episodes would notice. Raises BadRequest.
+        """
+        limits, tokenizer = self._shared.limits, self._shared.tokenizer
+        most = UNSEEN * limits.row  # tokens
+        if len(call.token_ids) >= limits.row:
+            raise limits.too_long(f"the request has {len(call.token_ids)} tokens")
+        if (size := sum(map(len, call.texts()))) > most * tokenizer.longest_token:
+            raise limits.too_long(f"the request has {size} characters")
+        if size <= LONG_TEXT:
+            return
+        async with self._shared.counting:
+            tokens = await asyncio.to_thread(tokenizer.count, "\n".join(call.texts()))
+        if tokens > most:
+            raise limits.too_long(f"the request has {tokens} tokens")
 
     def _note_failure(self, entry: Entry, error: Exception) -> None:
         """Keep a failure of the engine. A call that may be repeated does not use up a turn."""

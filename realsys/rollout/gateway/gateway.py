@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from realsys.rollout.gateway.formats.parser import Parser
 
 MOST_CLOSED = 10_000  # keys of ended episodes that are kept: their calls get 410, those with a wrong key 401
+LEAST_BODY = 1 << 20
 _STOP_S = 5.0
 
 
@@ -108,7 +109,9 @@ def gateway_of(config: Config, tokenizer: TextTokenizer, index: int = 0, check_a
         chat=config.data.chat_template,
     )
     port = settings.port + index if settings.port else 0
-    return Gateway(shared, settings.host, port, max_body=settings.max_body, check_alive=check_alive)
+    # A character takes up to 6 bytes in JSON; clients also send fields that the model does not get.
+    useful = max(LEAST_BODY, 8 * shared.limits.row * tokenizer.longest_token)
+    return Gateway(shared, settings.host, port, max_body=min(settings.max_body, useful), check_alive=check_alive)
 
 
 def check(config: Config, tokenizer: TextTokenizer) -> None:

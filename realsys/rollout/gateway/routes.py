@@ -74,7 +74,7 @@ class _Tokens:
     async def answer(self, capture: Capture, body: bytes, connection: Connection) -> None:
         call = self._parse(body, connection.headers)
         connection.ignored = call.ignored
-        tokens = capture.tokens_of(call)
+        tokens = await capture.tokens_of(call)
         await send_body(connection.send, 200, self._reply(tokens, capture.context_length), [*connection.facts(), *JSON])
 
 

@@ -7,6 +7,7 @@ max_tokens, stop of the agent; room of the row, tokens left to the episode â”€â”
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,12 +67,7 @@ class Limits:
         ``reserved``: tokens that running calls may still sample.
         """
         if prompt >= self.row:
-            raise BadRequest(
-                400,
-                f"This model's maximum context length is {self.row} tokens, but the request has {prompt} tokens: "
-                "shorten the messages",
-                code=TOO_LONG,
-            )
+            raise self.too_long(f"the request has {prompt} tokens")
         room = self.row - prompt
         if not self.sampled:
             return room
@@ -79,6 +75,11 @@ class Limits:
         if share < 1:
             raise self._used_up(reserved)
         return min(room, share)
+
+    def too_long(self, found: str) -> BadRequest:
+        """Return the refusal of a prompt that leaves no room in a row."""
+        problem = f"This model's maximum context length is {self.row} tokens, but {found}: shorten the messages"
+        return BadRequest(400, problem, code=TOO_LONG)
 
     def _used_up(self, reserved: int = 0) -> BadRequest:
         """Return the refusal of a call that may sample no token. Running calls may leave some of ``reserved``."""
@@ -134,10 +135,11 @@ def _wishes(call: Call) -> dict[str, Any]:
 
 
 class Wishes:
-    """Sampling settings that agents ask for; each new combination is logged once."""
+    """Sampling settings that agents ask for, and fields without effect; each new one is logged once."""
 
     def __init__(self) -> None:
         self._noted: set[tuple[tuple[str, float], ...]] = set()
+        self._ignored: set[str] = set()
 
     def note(self, call: Call, mode: Mode) -> dict[str, float]:
         """Return the settings of ``call`` as metrics of its episode."""
@@ -151,3 +153,10 @@ class Wishes:
             used = "used" if mode == "request" else "replaced by those of the trial"
             log.info("an agent asks for %s: %s (rollout.gateway.sampling=%s)", text, used, mode)
         return {f"gateway/asked_{name}": float(value) for name, value in asked.items()}
+
+    def note_ignored(self, names: Iterable[str]) -> None:
+        """Log a field without effect the first time that an agent sends it."""
+        for name in names:
+            if name not in self._ignored and len(self._ignored) < MOST_NOTED:
+                self._ignored.add(name)
+                log.warning("an agent sends %.100r, which has no effect: its completions are sampled without it", name)

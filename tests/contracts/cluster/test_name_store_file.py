@@ -210,13 +210,13 @@ def test_owner_of_a_removed_lease_is_fenced(tmp_path):
 
 
 def test_lock_of_a_stopped_process_is_reported(tmp_path, monkeypatch):
-    """The error names the lock file."""
+    """The error names the lock file and who holds it."""
     monkeypatch.setattr(file_store, "LOCK_TIMEOUT_S", 0.2)
     store = FileNameStore(tmp_path)
     store.add("k", "v")
     with (tmp_path / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(NameStoreError, match=r"lock was held for 0\.2 s.*SIGSTOP"):
+        with pytest.raises(NameStoreError, match=rf"lock was held for 0\.2 s by process {os.getpid()} \(.*python.*SIGSTOP"):
             store.add("k", "w", replace=True)
         assert store.get("k") == "v"
     store.add("k", "w", replace=True)

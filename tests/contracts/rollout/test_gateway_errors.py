@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import threading
+from collections import Counter
 
 import httpx
 import openai
 import pytest
 
+from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import GenerationError, ServerBusy
 from realsys.rollout.gateway import capture, delivery
 from tests.contracts.rollout.test_gateway_delivery import BODY, with_script
@@ -244,6 +247,61 @@ def test_call_beyond_those_in_flight_waits_and_retries(tokenizer):
         await asyncio.gather(first, second)
 
     with_script(tokenizer, body, "rollout.gateway.max_in_flight=1", gate=asyncio.Event)
+
+
+def test_burst_is_bounded_too(tokenizer):
+    """Requests that arrive together are counted before their tasks begin."""
+
+    async def body(episode, engine):
+        replies = [asyncio.create_task(post(episode, "chat/completions", BODY)) for _ in range(30)]
+        await until(lambda: sum(reply.done() for reply in replies) == 26)
+        engine.gate.set()
+        codes = Counter(reply.status_code for reply in await asyncio.gather(*replies))
+        assert codes == {200: 4, 429: 26} and len(episode.engine.calls) == 4
+
+    with_script(tokenizer, body, "rollout.gateway.max_in_flight=4", gate=asyncio.Event)
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "tokenize", "messages/count_tokens"])
+def test_text_that_fits_in_no_row_costs_no_other_episode(tokenizer, monkeypatch, route):
+    """The size of a huge one is enough to refuse it. Another thread counts a long one, and nothing encodes it."""
+    encoded, threads = [], []
+    encode, count = TextTokenizer._encode, TextTokenizer.count
+
+    def noting_size(self, text, special):
+        encoded.append(len(text))
+        return encode(self, text, special)
+
+    def noting_thread(self, text):
+        threads.append(threading.current_thread())
+        return count(self, text)
+
+    monkeypatch.setattr(TextTokenizer, "_encode", noting_size)
+    monkeypatch.setattr(TextTokenizer, "count", noting_thread)
+    monkeypatch.setattr(capture, "LONG_TEXT", 5000)
+
+    async def body(episode, engine):
+        size = capture.UNSEEN * episode.session.capture.context_length * tokenizer.longest_token
+        for length, counted in ((size + 1, 0), (5001, 1)):
+            messages = [{"role": "user", "content": "1" * length}]
+            reply = await post(episode, route, {"model": "m", "max_tokens": 5, "messages": messages})
+            assert reply.status_code == 400 and "maximum context length is 424 tokens" in reply.text
+            assert len(threads) == counted
+        assert threading.main_thread() not in threads and max(encoded, default=0) < 5000
+        assert episode.engine.calls == []
+
+    with_script(tokenizer, body)
+
+
+def test_ignored_field_is_logged_once_and_counted(tokenizer, caplog):
+    async def body(episode, engine):
+        for _ in range(2):
+            await chat(episode, response_format={"type": "json_object"}, logit_bias={"1": 2}, temperature=_)
+        metrics = episode.session.capture.metrics()
+        assert metrics["gateway/ignored_response_format"] == metrics["gateway/ignored_logit_bias"] == 2.0
+        assert caplog.text.count("'response_format', which has no effect") == 1
+
+    with_script(tokenizer, body)
 
 
 def test_error_in_a_stream_reaches_the_sdk(tokenizer, monkeypatch):

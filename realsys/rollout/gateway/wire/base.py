@@ -76,6 +76,16 @@ class Call:
     options: dict[str, Any] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
 
+    def texts(self) -> Iterator[str]:
+        """Yield all texts that the model may get."""
+        todo: list[Any] = [self.text, self.messages, self.tools]
+        while todo:
+            value = todo.pop()
+            if isinstance(value, str):
+                yield value
+            elif isinstance(value, (list, dict)):
+                todo += value.values() if isinstance(value, dict) else value
+
 
 @dataclass(slots=True)
 class Choice:

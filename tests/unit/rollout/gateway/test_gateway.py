@@ -15,9 +15,11 @@ class Session:
     sampled = 0
 
 
-def test_server_starts_with_the_first_address():
+def test_server_starts_with_the_first_address(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path, [])
+
     async def body():
-        gateway = gateway_of(changed(), None)
+        gateway = gateway_of(changed(), tokenizer)
         assert gateway.counts() == dict.fromkeys(gateway.counts(), 0)
         await gateway.close()  # it has no server
         first, second = gateway.open(Session()), gateway.open(Session())
@@ -28,9 +30,9 @@ def test_server_starts_with_the_first_address():
     asyncio.run(body())
 
 
-def test_taken_port_ends_the_worker_at_its_start():
+def test_taken_port_ends_the_worker_at_its_start(tmp_path):
     async def body(port):
-        gateway_of(changed(f"rollout.gateway.port={port - 1}"), None, index=1)
+        gateway_of(changed(f"rollout.gateway.port={port - 1}"), byte_tokenizer(tmp_path, []), index=1)
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
