@@ -216,7 +216,9 @@ def test_lock_of_a_stopped_process_is_reported(tmp_path, monkeypatch):
     store.add("k", "v")
     with (tmp_path / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(NameStoreError, match=rf"lock was held for 0\.2 s by process {os.getpid()} \(.*python.*SIGSTOP"):
+        with pytest.raises(
+            NameStoreError, match=rf"lock was held for 0\.2 s by process {os.getpid()} \(.*python.*SIGSTOP"
+        ):
             store.add("k", "w", replace=True)
         assert store.get("k") == "v"
     store.add("k", "w", replace=True)
