@@ -367,9 +367,9 @@ def _read_inputs(config: Config, paths: TrialPaths) -> DataCheck:
     agents.check(config, tokenizer)
     check_gateway(config, tokenizer)
     checked = check_data(config, paths, tokenizer)
-    check_references(config, paths)
+    judging = check_references(config, paths)
     _check_sizes(config, checked.sizes)
-    warnings = [f"warning: {text}" for text in (tokenizer.eos_warning, *checked.warnings) if text]
+    warnings = [f"warning: {text}" for text in (tokenizer.eos_warning, *checked.warnings, *judging) if text]
     return checked._replace(warnings=warnings)
 
 

@@ -15,6 +15,14 @@ from typing import Any
 NATIVE, CAPTURED = "native", "captured"
 OFFERED = ("base_url", "api_key", "http_client")  # arguments of run, besides the row of the dataset
 _MESSAGE = 500  # characters of an exception
+_HERE = os.path.dirname(os.path.realpath(__file__))
+_PACKAGE = os.path.dirname(_HERE) if os.path.basename(os.path.dirname(_HERE)) == "realsys" else _HERE
+#: beginnings of paths that are not the user's code
+NOT_OF_THE_USER = tuple(
+    os.path.realpath(folder) + os.sep
+    for folder in (_PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+    if folder
+)
 _CONTRACT = "it must take (data, base_url, api_key, http_client), or (task, session) in a class built with parts"
 
 
@@ -161,7 +169,7 @@ def described(error: BaseException) -> Failed:
         text = " ".join(str(error).split())[:_MESSAGE]
     except Exception:  # the user's class may do anything
         text = "its message cannot be printed"
-    place = place_of(error, _libraries())
+    place = place_of(error, NOT_OF_THE_USER)
     file, _, number = place.rpartition(":")
     line = linecache.getline(file, int(number)).strip()[:_MESSAGE] if number.isdigit() else ""
     told = {"type": type(error).__name__, "message": text, "place": place, "line": line}
@@ -176,9 +184,3 @@ def place_of(error: BaseException, skipped: tuple[str, ...]) -> str:
         return "no traceback"
     frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"
-
-
-def _libraries() -> tuple[str, ...]:
-    """Return the beginnings of paths that are not the user's code."""
-    folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    return tuple(os.path.realpath(folder) + os.sep for folder in [os.path.dirname(__file__), *folders] if folder)

@@ -9,6 +9,7 @@ Only needed modules are imported, so that the process is small and starts fast.
 from __future__ import annotations
 
 import errno
+import linecache
 import os
 import resource
 import signal
@@ -23,6 +24,7 @@ import msgspec
 from realsys.cluster import failpoint
 from realsys.cluster.prctl import die_with_parent
 from realsys.config.doors import VERIFIER
+from realsys.harness.contract import NOT_OF_THE_USER, place_of
 from realsys.reward.frames import (
     LENGTH,
     NO_VERDICT,
@@ -157,12 +159,17 @@ def _is_spent(error: BaseException | None) -> bool:
 
 
 def describe(error: Exception) -> str:
-    """One line; an exception may carry something huge or fail to print."""
+    """One line with the place in the user's code; an exception may carry something huge or fail to print."""
     try:
         text = str(error)
     except Exception:
         text = "its message cannot be printed"
-    return f"{type(error).__name__}: {one_line(text)}"
+    told = f"{type(error).__name__}: {one_line(text)}"
+    place = place_of(error, NOT_OF_THE_USER)
+    file, _, number = place.rpartition(":")
+    if os.path.realpath(file).startswith(NOT_OF_THE_USER) or not number.isdigit():
+        return told
+    return f"{told} ({place}: {one_line(linecache.getline(file, int(number)))})"
 
 
 def one_line(text: str) -> str:

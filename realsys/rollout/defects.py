@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from realsys.errors import AgentError, RealsysError
-from realsys.harness.contract import place_of
+from realsys.harness.contract import NOT_OF_THE_USER, place_of
 from realsys.rollout.manager_client import RolloutSuperseded
 
 MOST_FAILED = 128  # episodes in a row; an agent that fails 90 % of all reaches it with a probability of 1e-6
 MAX_LOGGED = 1000  # distinct messages that are logged
 MAX_MESSAGE = 500  # characters of an exception's text
 MAX_LINE = 2000  # characters of an error in a report to the manager, and in the record of a group
-
-_LIBRARIES = (
-    f"{Path(__file__).resolve().parents[1]}{os.sep}",
-    *(f"{Path(sysconfig.get_path(name)).resolve()}{os.sep}" for name in ("stdlib", "purelib", "platlib")),
-)
 
 
 def one_line(text: str, limit: int = MAX_LINE) -> str:
@@ -41,7 +33,7 @@ def explain(error: BaseException) -> RealsysError:
     if isinstance(first, RealsysError):
         return first
     kind, text = type(first).__name__, one_line(str(first), MAX_MESSAGE)
-    place = place_of(first, _LIBRARIES)
+    place = place_of(first, NOT_OF_THE_USER)
     return AgentError(f"{kind}: {text} ({place})", defect=f"{kind} at {place}")
 
 

@@ -19,12 +19,14 @@ from realsys.config.schema import Config
 from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.data.lines import ORIGIN, Lines, Problem
 from realsys.data.prompts import open_splits, plain_text
-from realsys.errors import ConfigError, DataError, NoVerifierError
+from realsys.errors import ConfigError, DataError, NoVerifierError, RewardError
 from realsys.reward.build import own_verifiers
-from realsys.reward.verifiers.base import Item
+from realsys.reward.frames import NO_VERDICT
+from realsys.reward.verifiers.base import Item, Verdict
 
 CHUNK = 1024  # references that are checked together
 MAX_PROCESSES = 8
+TRIED = 3  # rows on which a verifier of the user is tried
 
 
 class ReferenceChecker:
@@ -37,6 +39,7 @@ class ReferenceChecker:
     def __init__(self, config: Config, verifier: str = "") -> None:
         """``verifier``: one of the trial's verifiers, ``data.verifier`` by default."""
         self._name = verifier or config.data.verifier
+        self._cut_reward = config.rollout.reward.wrong
         self.field = verifier_field(config, self._name)
         self.has_check = _has_check(self._name)
         processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
@@ -62,6 +65,35 @@ class ReferenceChecker:
         except NoVerifierError as error:
             raise ConfigError(self.field, self._name, str(error)) from error
 
+    def try_on(self, lines: Lines[Problem]) -> list[str]:
+        """Judge the references of the first rows, and empty completions. Returns warnings.
+
+        Raises ConfigError if the verifier returns no verdict, or decides nothing.
+        """
+        return self._runner.run(self._try_on(lines))
+
+    async def _try_on(self, lines: Lines[Problem]) -> list[str]:
+        rows = [lines.read_whole(index) for index in range(min(TRIED, len(lines)))]
+        items = [Item(plain_text(p.prompt), text, p.answer, extra) for p, extra in rows for text in (p.answer, "")]
+        judged = await asyncio.gather(*(self._verifiers.verify(self._name, i) for i in items), return_exceptions=True)
+        failures = [one for one in judged if isinstance(one, BaseException)]
+        misused = [one for one in failures if not isinstance(one, RewardError) or one.cause == NO_VERDICT]
+        if misused or len(failures) == len(judged):
+            problem = str((misused or failures)[0]).removeprefix(f"verifier {self._name}: ")
+            raise ConfigError(self.field, self._name, f"tried on {lines.where(0)}: {problem}")
+        warnings = []
+        if failures:
+            warnings.append(f"has no verdict on {len(failures)} of {len(judged)} trials: {failures[0]}")
+        elif not any(isinstance(one, Verdict) and one.correct is not False for one in judged[::2]):
+            warnings.append(f"judges no reference right that stands alone, as in {lines.where(0)}")
+        rewards = [one.reward for one in judged if isinstance(one, Verdict) and one.reward is not None]
+        if rewards and not min(0.0, *rewards) <= self._cut_reward <= max(1.0, *rewards):
+            cut = f"rollout.reward.wrong={self._cut_reward:g}"
+            warnings.append(
+                f"gives rewards such as {rewards[0]:g}, but a completion that is cut off gets {cut}: set it, too"
+            )
+        return [f"{self.field}={self._name} {warning}" for warning in warnings]
+
     async def _problems(self, items: Sequence[Item]) -> list[str | None]:
         keys = [_key(item) for item in items]
         distinct = dict(zip(keys, items, strict=True))  # many rows have the same answer
@@ -70,17 +102,28 @@ class ReferenceChecker:
         return [problems[key] for key in keys]
 
 
-def check_references(config: Config, paths: TrialPaths) -> None:
-    """Raise DataError for the first reference that its verifier cannot use. The arith task fits all functions.
+def check_references(config: Config, paths: TrialPaths) -> list[str]:
+    """Check the references with their verifiers, and try the verifiers of the user on some rows. Returns warnings.
 
-    Raises ConfigError if the verifier cannot be loaded.
+    Raises DataError for the first reference that its verifier cannot use; the arith task fits all functions. Raises
+    ConfigError if a verifier cannot be loaded, or judges nothing.
     """
-    checked = {name: splits for name, splits in _splits_of_verifiers(config).items() if _has_check(name)}
+    warnings = []
+    checked = {
+        name: splits
+        for name, splits in _splits_of_verifiers(config).items()
+        if _has_check(name) or name not in VERIFIER.builtin
+    }
     records = open_splits(config, paths).values() if checked else {}
     for verifier, splits in checked.items():
         with ReferenceChecker(config, verifier) as checker:
-            for split in (split for split in splits if split in records):
-                _check_lines(checker, records[split])
+            lines = [records[split] for split in splits if split in records]
+            if checker.has_check:
+                for each in lines:
+                    _check_lines(checker, each)
+            if verifier not in VERIFIER.builtin and lines:
+                warnings += checker.try_on(lines[0])
+    return warnings
 
 
 def _splits_of_verifiers(config: Config) -> dict[str, list[str]]:

@@ -198,10 +198,19 @@ def _check_lengths(config: Config) -> None:
         raise ConfigError("train.inference_microbatch_tokens", config.train.inference_microbatch_tokens, problem)
 
 
+#: fields of ``data`` that kind=arith does not read
+_OF_FILES = ("train", "eval", "mixture", "layout", "layout_args", "source_args", "demos")
+
+
 def _check_data(config: Config) -> None:
     data = config.data
     held_out = [made for made in evaluation_sets(config).values() if made.split == HELD_OUT]
     if data.kind == "arith":
+        for name in _OF_FILES:
+            if (value := getattr(data, name)) != DataConfig.model_fields[name].default:
+                problem = "is not read, because data.kind=arith makes its own data: set data.kind=jsonl"
+                remedy = "and model.path, or experiment=math in place of experiment=arith"
+                raise ConfigError(f"data.{name}", value, f"{problem}, {remedy}")
         arith = data.arith
         if arith.max_operands < arith.min_operands:
             problem = f"must be at least min_operands ({arith.min_operands})"

@@ -97,8 +97,8 @@ def test_bad_line_ends_the_command_with_its_number(tmp_path, problems, line, pro
 
 
 BROKEN_VERIFIER = """
-import sys
-if "verifier" in str(getattr(sys.modules["__main__"], "__spec__", None)):
+import pathlib
+if list(pathlib.Path(__file__).parent.glob("runs/*/*/logs/rollout_worker-*")):  # not when the launcher tries it
     raise ImportError("no module named sympathy")
 def judge(item):
     return True

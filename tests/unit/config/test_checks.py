@@ -67,6 +67,8 @@ WRONG = [
     ([*ETCD, "cluster.name_store.address=a:1,b:2"], "cluster.name_store.start", "name one address only"),
     (["cluster.gpus_per_node=8"], "cluster.gpus_per_node", "=8: describes other machines: set cluster.nodes too"),
     (["fileroot=/dev/null/runs"], "fileroot", "cannot write"),
+    (["data.kind=arith", "data.train=/dev"], "data.train", "data.kind=arith makes its own data"),
+    (["data.kind=arith", "data.eval=reasoning_gym:chain_sum"], "data.eval", "data.kind=arith makes its own data"),
     (["data.kind=jsonl"], "data.train", "JSONL"),
     (["data.kind=jsonl", "data.train=/no/such.jsonl"], "data.train", "not a readable file"),
     (["data.kind=jsonl", "data.train=/dev", "data.layout=gsm"], "data.layout", "unknown layout"),

@@ -1,5 +1,6 @@
 """References that the verifier cannot use, found before anything starts."""
 
+import os
 import sys
 
 import pytest
@@ -97,3 +98,37 @@ def test_process_that_cannot_start_is_a_config_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/python")
     with pytest.raises(ConfigError, match="cannot be started"):
         check_references(config_of(path), trial(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (
+            'word = item.extra["word"]',
+            r"tried on .*t:1: KeyError: 'word' \(.*mine_{}.py:2: word = item.extra\[\"word\"\]\)",
+        ),
+        ('return "yes"', "tried on .*t:1: TypeError: returned 'yes': return a bool, a finite number or a Verdict"),
+    ],
+)
+def test_verifier_of_the_user_is_tried(tmp_path, monkeypatch, body, problem):
+    """One line with the place in the user's file, before anything starts."""
+    name = f"mine_{len(body)}"  # a module is imported once
+    (tmp_path / f"{name}.py").write_text(f"def judge(item):\n    {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    path = jsonl(tmp_path / "t", rows("1", "2"))
+    with pytest.raises(ConfigError, match=problem.format(len(body))):
+        check_references(config_of(path, f"{name}:judge"), trial(tmp_path))
+
+
+def test_verifier_that_judges_some_is_warned_of(tmp_path, monkeypatch):
+    (tmp_path / "half.py").write_text("def judge(item):\n    return 1.0 / len(item.completion)\n")
+    (tmp_path / "never.py").write_text("def judge(item):\n    return item.completion == '#' + item.answer\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    path = jsonl(tmp_path / "t", rows("1", "2"))
+    half, cut = check_references(config_of(path, "half:judge"), trial(tmp_path))
+    assert "no verdict on 2 of 4 trials: verifier half:judge: ZeroDivisionError" in half and "half.py:2" in half
+    assert "gives rewards such as 1, but a completion that is cut off gets rollout.reward.wrong=-5" in cut
+    (never,) = check_references(config_of(path, "never:judge"), trial(tmp_path))
+    assert "judges no reference right that stands alone" in never
