@@ -68,7 +68,7 @@ def measure(trial: Path, arm: str, eta: int, seed: int) -> dict[str, Any]:
         "train_last": statistics.fmean(s["accuracy"] for s in steps[-LAST:]),
         "staleness": statistics.fmean(s["staleness"]["mean"] for s in steps),
         "staleness_max": max(s["staleness"]["max"] for s in steps),
-        "w_mean": statistics.fmean(s["stats"]["w_mean"] for s in steps),
+        "w_mean": statistics.fmean(s["stats"]["w_mean"] for s in steps if s["stats"]["w_mean"] is not None),
         "w_max": max(s["stats"]["w_max"] for s in steps),
         "clip_fraction": statistics.fmean(s["stats"]["clip_fraction"] for s in steps),
         "curve": [round(s["accuracy"], 4) for s in steps],

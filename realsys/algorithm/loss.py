@@ -14,6 +14,7 @@ Statistics are sums, counts and maxima, so that they can be reduced over micro-b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -214,12 +215,13 @@ def finish_stats(totals: Mapping[str, float]) -> dict[str, float]:
     """Divide fully reduced statistics by ``tokens``.
 
     ``x_sum`` becomes ``x_mean`` (``loss_sum`` becomes ``loss``), and ``x_count`` becomes ``x_fraction``.
-    Maxima and ``tokens`` stay. Without tokens the means are 0. ``w_ess`` is the effective sample size of w over
+    Maxima and ``tokens`` stay. Without tokens the means are NaN, which the step log
+    writes as null. ``w_ess`` is the effective sample size of w over
     the number of tokens: E[w]^2 / E[w^2]. If the loss is not a token mean (see
     aggregation), the caller divides ``loss_sum`` by the denominator instead.
     """
     tokens = totals["tokens"]
-    scale = 1.0 / tokens if tokens else 0.0
+    scale = 1.0 / tokens if tokens else math.nan
     finished: dict[str, float] = {}
     for name, value in totals.items():
         if name == "loss_sum":
@@ -230,7 +232,7 @@ def finish_stats(totals: Mapping[str, float]) -> dict[str, float]:
             finished[name.removesuffix("_count") + "_fraction"] = value * scale
         else:
             finished[name] = value
-    if squares := finished.get("w_squared_mean"):
+    if tokens and (squares := finished.get("w_squared_mean")):
         finished["w_ess"] = finished["w_mean"] ** 2 / squares
     return finished
 

@@ -108,7 +108,8 @@ class OptimizerSteps:
         if self.role.groups.last_stage and self.merged:
             totals = reduce_stats(self.merged, self.role)
             stats |= finish_stats(totals)
-            stats["loss"] = totals["loss_sum"] / max(1.0, self.denominator)
+            if totals["tokens"]:
+                stats["loss"] = totals["loss_sum"] / max(1.0, self.denominator)
         elif not norms:
             stats["loss"] = math.nan
         return stats

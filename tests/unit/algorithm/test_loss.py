@@ -280,4 +280,7 @@ def test_effective_sample_size_falls_with_one_weight() -> None:
 def test_finish_stats_divides_by_tokens_and_renames() -> None:
     totals = {"tokens": 4.0, "loss_sum": 2.0, "u_sum": 6.0, "u_max": 9.0, "clip_count": 1.0}
     assert finish_stats(totals) == {"tokens": 4.0, "loss": 0.5, "u_mean": 1.5, "u_max": 9.0, "clip_fraction": 0.25}
-    assert finish_stats({"tokens": 0.0, "u_sum": 0.0}) == {"tokens": 0.0, "u_mean": 0.0}
+    empty = finish_stats({"tokens": 0.0, "u_sum": 0.0, "entropy_sum": 0.0, "u_max": 0.0})
+    assert math.isnan(empty["u_mean"]) and math.isnan(empty["entropy_mean"]), (
+        "an entropy of 0 would look like a collapse"
+    )
