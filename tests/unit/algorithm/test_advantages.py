@@ -51,6 +51,11 @@ def test_batch_norm_weighs_completions_by_their_tokens() -> None:
     assert found.tolist() == pytest.approx([1.7320508, -0.5773503], rel=1e-5)
 
 
+def test_batch_norm_weighs_episode_by_all_of_its_rows() -> None:
+    rows = [SequenceRef(f"t/{k}", 9, tokens, 5.0, False, 0, 7, 4) for k, tokens in enumerate((1, 3))]
+    assert outcome([*rows, ref(-5.0, answer=4)], ppo(PAPER)).tolist() == pytest.approx([1.0, 1.0, -1.0], rel=1e-5)
+
+
 def test_batch_norm_ignores_groups() -> None:
     together = [ref(5.0), ref(-5.0), ref(5.0)]
     apart = [ref(5.0, group=0), ref(-5.0, group=1), ref(5.0, group=2)]
@@ -143,6 +148,13 @@ def test_overlong_punishment_grows_over_the_buffer() -> None:
     cfg = ppo(RAW, overlong={"buffer": 20, "penalty": 2.0})
     refs = [ref(1.0, answer=a) for a in (5, 80, 85, 95, 100)] + [ref(-1.0, answer=90)]
     assert shape_rewards(refs, cfg, 100).tolist() == pytest.approx([1.0, 1.0, 0.5, -0.5, -1.0, -2.0])
+
+
+def test_overlong_punishment_counts_masked_tokens() -> None:
+    """Tokens that are too old to be trained were sampled all the same."""
+    long = SequenceRef("t/0", 30, 10, 1.0, False, 0, 0, 10, sampled_tokens=95)
+    cfg = ppo(RAW, overlong={"buffer": 10, "penalty": 1.0})
+    assert shape_rewards([long], cfg, 100).tolist() == [0.5]
 
 
 def test_overlong_punishment_falls_on_truncated_answers_too() -> None:

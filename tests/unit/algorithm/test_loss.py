@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realsys.algorithm.loss import actor_loss, finish_stats, merge_stats, sft_loss
+from realsys.algorithm.loss import actor_loss, finish_stats, loss_denominator, merge_stats, sft_loss
 from realsys.config.sections.schema_train import PPOConfig
+from realsys.types import SequenceRef
 
 # Four tokens: clipped above with w > 1, clipped below with A < 0, unclipped with w = 1, unbounded with A < 0.
 # u = e^0.2, e^-0.5, e^-0.5, e^1;  w = e^0.3, e^-0.1, 1, e^-0.2
@@ -275,6 +276,12 @@ def test_effective_sample_size_falls_with_one_weight() -> None:
     one = finish_stats({"tokens": 4.0, "w_sum": 8.0, "w_squared_sum": 64.0})
     assert (equal["w_ess"], one["w_ess"]) == (1.0, 0.25)
     assert "w_ess" not in finish_stats({"tokens": 0.0, "w_sum": 0.0, "w_squared_sum": 0.0})
+
+
+def test_denominator_counts_episodes_not_their_rows() -> None:
+    rows = [SequenceRef(f"t/{k}", 9, tokens, 1.0, False, 0, k // 2, 7) for k, tokens in enumerate((3, 4, 7))]
+    found = [loss_denominator(rows, PPOConfig(aggregation=how), 100) for how in ("token", "sequence", "constant")]
+    assert found == [14.0, 2.0, 200.0]
 
 
 def test_finish_stats_divides_by_tokens_and_renames() -> None:

@@ -123,6 +123,13 @@ def test_group_too_old_at_its_turn_is_reissued() -> None:
     assert state.depart().stale == [("0000000002", 0)]
 
 
+def test_one_token_that_is_too_old_reissues_its_group() -> None:
+    state = intake()
+    state.propose(4)
+    state.add(mixed(0, 0, 5))
+    assert state.depart().stale == [("0000000000", 0)]
+
+
 def test_prompt_is_issued_at_most_three_times() -> None:
     """After two reissues its old tokens are masked instead, and nothing is left to train."""
     state = intake()

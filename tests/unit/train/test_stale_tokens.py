@@ -25,6 +25,16 @@ def test_masked_tokens_leave_loss_and_stay_in_context() -> None:
     assert data.get("a", "token_rewards").tolist() == [2, 4], "the reward before all that is left is lost"
 
 
+def test_reward_of_masked_token_moves_to_the_one_before() -> None:
+    """A later turn may be sampled by an older server."""
+    arrays = {
+        "loss_mask": np.ones(3, bool),
+        "versions": np.array([2, 1, 2], np.int32),
+        "token_rewards": np.array([1, 5, 2], np.float32),
+    }
+    assert without_older(arrays, 2)["token_rewards"].tolist() == [6, 2]
+
+
 @given(
     versions=st.lists(st.integers(0, 5), min_size=1, max_size=12),
     context=st.lists(st.booleans(), max_size=12),

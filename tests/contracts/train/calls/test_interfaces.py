@@ -20,6 +20,7 @@ from realsys.model_calls import MfcRequest
 from realsys.train.calls import CallOutcome, Role, find_handler
 from realsys.train.hooks import find_hook
 from realsys.train.megatron.device import Device
+from realsys.train.step_gate import SettleRequest, StepAbandoned, StepGate
 from realsys.types import SequenceRef
 from tests.support.training.ppo_batch import Worker, make_batch, whole
 from tests.support.training.train_ranks import run_ranks
@@ -132,6 +133,30 @@ def test_nan_of_the_critic_stays_with_its_sample(folders: dict[str, Path]) -> No
         assert named == [[bad.sample_id], [bad.sample_id]]
         assert running == (0.0, 1.0)
         assert steps == 1
+
+
+def test_abandoned_critic_step_takes_its_returns_back(folders: dict[str, Path]) -> None:
+    """The step is trained again, and its returns must enter the running statistics once."""
+    config = make_config(critic={"enabled": True, "value_norm": "moving"})
+
+    def body(rank: int, device: Device) -> Any:
+        worker = Worker(rank, device, config, whole("d1", "critic"), folders)
+        worker.fill(ARRAYS)
+        for ref in REFS:
+            values = {
+                "values": np.zeros(ref.loss_tokens + 1, np.float32),
+                "returns": np.ones(ref.loss_tokens, np.float32),
+            }
+            worker.data.put(ref.sample_id, values)
+        role = worker.roles["critic"]
+        gate = role.engine.gate = StepGate()
+        gate.settle(SettleRequest(abandon=True, limits={"critic_train": 1}))
+        gate.begin(0, "critic_train")
+        with pytest.raises(StepAbandoned):
+            worker.call("critic_train", "critic", [REFS], lr=1e-3)
+        return role.running_values.mean, role.running_values.std
+
+    assert run_ranks(1, body, config) == [(0.0, 1.0)]
 
 
 def test_a_role_keeps_its_state_over_a_checkpoint(folders: dict[str, Path]) -> None:

@@ -17,8 +17,12 @@ from realsys.config.schema import Config
 from realsys.data.char_model import make_tiny_model
 from realsys.model_calls import MfcRequest
 from realsys.train.calls import Role, find_handler
+from realsys.train.calls.train_steps import OptimizerSteps
 from realsys.train.megatron.device import Device
+from realsys.train.megatron.layers.heads import Outputs
 from realsys.train.megatron.optimizer import optimizer_tensors
+from realsys.train.megatron.train_engine import Stats
+from realsys.train.packing import MicroBatch
 from realsys.types import SequenceRef
 from tests.support.training.sample_records import make_mask, make_ref
 from tests.support.training.train_ranks import build_role, run_ranks
@@ -67,6 +71,27 @@ def fill(role: Role, arrays: dict[str, dict[str, Any]]) -> None:
 
 def weights(role: Role) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in role.engine.export()}
+
+
+def test_loss_that_is_not_finite_skips_the_step_on_all_stages(model: Path) -> None:
+    """Only the last stage sees the loss. The gradients are finite, so their norm would not tell the others."""
+    refs, arrays = make_batch()
+    layout, config = ParallelLayout(pipeline=2), make_config()
+
+    def body(rank: int, device: Device) -> tuple[int, int]:
+        role = build_role(config, layout, rank, device, model)
+        fill(role, arrays)
+        role.engine.use_optimizer("train", role.settings.optimizer)
+        steps = OptimizerSteps(role, 1e-3)
+
+        def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
+            assert outputs.logprobs is not None
+            return outputs.logprobs.mean(), {"loss_sum": torch.tensor(math.nan), "tokens": torch.tensor(1.0)}
+
+        steps.take([refs], role.microbatches([refs]), loss, 1.0)
+        return steps.skipped, steps.taken
+
+    assert run_ranks(2, body, config, layout) == [(1, 0), (1, 0)]
 
 
 def test_skipping_zero_advantages_changes_no_gradient(model: Path) -> None:
