@@ -76,16 +76,14 @@ def replay_job(config: Config, paths: TrialPaths, step: int) -> ReplayJob:
         starts.setdefault(read_state(begun).step, str(begun))
     if not config.resume and not config.warmup.steps:
         starts.setdefault(0, "")
-    before = [saved for saved in starts if saved < step]
-    if not before:
-        there = ", ".join(map(str, sorted(starts))) or "none at all"
-        problem = f"no complete checkpoint of a step before {step}; there is: {there}"
-        raise RecordError(f"{paths.checkpoints}: {problem} (checkpoint.keep, checkpoint.every_steps)")
-    start = max(before)
     recorded = files.recorded_steps(paths.records)
-    if missing := [s for s in range(start + 1, step + 1) if s not in recorded]:
-        problem = f"step {missing[0]}, between the checkpoint of step {start} and step {step}, is not recorded"
-        raise RecordError(f"{paths.records}: {problem}; there is {files.ranges(recorded)}")
+    possible = {end: max((s for s in starts if s < end), default=-1) for end in recorded}
+    possible = {e: s for e, s in possible.items() if s >= 0 and all(n in recorded for n in range(s + 1, e))}
+    if step not in possible:
+        problem = f"step {step} cannot be replayed: that needs a checkpoint before it, and records of the steps between"
+        there = files.ranges(possible) if possible else "no step"
+        raise RecordError(f"{paths.checkpoints}: {problem}; {there} can be (checkpoint.keep, checkpoint.every_steps)")
+    start = possible[step]
     return ReplayJob(str(paths.root), starts[start], start, step)
 
 

@@ -138,6 +138,9 @@ def test_replay_needs_a_checkpoint_with_equal_settings(copy):
     assert done.returncode == 2 and problem in done.stderr and "train.ppo.minibatches=7" in done.stderr
 
 
+CANNOT = "cannot be replayed: that needs a checkpoint before it, and records of the steps between"
+
+
 def test_bad_arguments_are_one_line_and_code_2(job, tmp_path):
     records, checkpoints = job.paths.records, job.paths.checkpoints
     nowhere = f"realsys: config: TRIAL_DIR='{tmp_path}': is not the folder of a trial: correct the path\n"
@@ -145,8 +148,7 @@ def test_bad_arguments_are_one_line_and_code_2(job, tmp_path):
         (["replay", job.root, "--step", 9], f"realsys: {records}: step 9 is not recorded; there is 1-5\n"),
         (
             ["replay", job.root, "--step", 2],
-            f"realsys: {checkpoints}: no complete checkpoint of a step before 2; there is: 2, 4 "
-            "(checkpoint.keep, checkpoint.every_steps)\n",
+            f"realsys: {checkpoints}: step 2 {CANNOT}; 3-5 can be (checkpoint.keep, checkpoint.every_steps)\n",
         ),
         (["replay", tmp_path], nowhere),
         (["samples", tmp_path], nowhere),
@@ -161,5 +163,5 @@ def test_bad_arguments_are_one_line_and_code_2(job, tmp_path):
 def test_missing_record_is_named(copy):
     shutil.rmtree(files.record_of_step(copy.records, 3))
     done = realsys("replay", copy.root, "--step", 4)
-    problem = "step 3, between the checkpoint of step 2 and step 4, is not recorded; there is 1-2, 4-5"
-    assert (done.returncode, done.stderr) == (2, f"realsys: {copy.records}: {problem}\n")
+    problem = f"step 4 {CANNOT}; 5 can be (checkpoint.keep, checkpoint.every_steps)"
+    assert (done.returncode, done.stderr) == (2, f"realsys: {copy.checkpoints}: {problem}\n")
