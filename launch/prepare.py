@@ -320,7 +320,7 @@ def _continue(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[st
         folder.mkdir(exist_ok=True)
     tidy(paths)
     write_digest(paths, examined.digest)
-    if not paths.token.exists():
+    if not paths.token.exists() or paths.token.stat().st_mode & 0o077:  # others may have read it
         _write_token(paths.token)
     write_start(examined.start, paths.start)
     write_config(config, paths.config)

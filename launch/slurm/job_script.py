@@ -77,11 +77,11 @@ def _directives(config: Config, job: Job) -> Iterator[str]:
         yield from _sizes(*light, exclusive=slurm.exclusive)
         if partition := slurm.cpu_partition or slurm.partition:
             yield f"--partition={partition}"
-        yield from [*_common(config), *slurm.cpu_options, *_of_the_script(config, job)]
+        yield from [*_common(config), *map(_directive, slurm.cpu_options), *_of_the_script(config, job)]
         yield "hetjob"
-        yield from [*own, *_common(config), *slurm.options]
+        yield from [*own, *_common(config), *map(_directive, slurm.options)]
     else:
-        yield from [*own, *_common(config), *_of_the_script(config, job), *slurm.options]
+        yield from [*own, *_common(config), *_of_the_script(config, job), *map(_directive, slurm.options)]
 
 
 def _sizes(nodes: int, cpus: int, memory_gb: float, *, exclusive: bool) -> Iterator[str]:
@@ -118,6 +118,12 @@ def _of_the_script(config: Config, job: Job) -> Iterator[str]:
 def escaped(folder: Path) -> str:
     """Return the folder of an output file without what SLURM would replace."""
     return str(folder).replace("%", "%%")
+
+
+def _directive(option: str) -> str:
+    """Quote the value of an option of the user, unless it has quotes of its own."""
+    name, equals, value = option.partition("=")
+    return f"{name}={_quoted(value)}" if equals and '"' not in value and "'" not in value else option
 
 
 def _quoted(text: str) -> str:

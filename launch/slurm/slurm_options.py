@@ -34,6 +34,10 @@ def check_slurm(config: Config) -> None:
     for option in (*slurm.options, *slurm.cpu_options, *slurm.srun):
         if not option.startswith("-"):
             raise ConfigError(f"{SECTION}.options", option, "must begin with -: write --name=value")
+        if re.match(r"--array\b|-a", option):
+            raise ConfigError(
+                f"{SECTION}.options", option, "would run one trial several times: submit one job for each"
+            )
     if slurm.time and seconds_of(slurm.time) <= slurm.signal_s:
         problem = f"leaves no time to train: the run stops {slurm.signal_s} s before it (cluster.slurm.signal_s)"
         raise ConfigError(f"{SECTION}.time", slurm.time, f"{problem}: raise it, or lower signal_s")

@@ -72,6 +72,13 @@ def test_script_is_that_of_the_file(name: str, tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=True, timeout=60)
 
 
+def test_value_with_a_space_is_quoted() -> None:
+    slurm = SlurmConfig(options=["--comment=two words", '--licenses="a b"', "--mail-type=END", "--overcommit"])
+    text = render(Config(cluster=ClusterConfig(nodes=1, slurm=slurm)), JOB)
+    for line in ('--comment="two words"', '--licenses="a b"', "--mail-type=END", "--overcommit"):
+        assert f"#SBATCH {line}\n" in text
+
+
 def run_script(tmp_path: Path, program: str) -> tuple[int, str]:
     """Run a batch script whose run is ``program``, with stand-ins for SLURM; returns its exit code and its requeues."""
     (tmp_path / "job.sh").write_text(

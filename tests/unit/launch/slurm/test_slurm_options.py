@@ -33,6 +33,12 @@ def test_defaults_are_accepted() -> None:
         (SlurmConfig(container=ContainerConfig(mounts=["a\nb"])), 1, "cluster.slurm.container.mounts"),
         (SlurmConfig(options=["mail=END"]), 1, "must begin with -"),
         (SlurmConfig(cpu_options=["constraint=a"]), 1, "must begin with -"),
+        (
+            SlurmConfig(options=["--array=0-3"]),
+            1,
+            "cluster.slurm.options='--array=0-3': would run one trial several times",
+        ),
+        (SlurmConfig(options=["-a0-3"]), 1, "would run one trial several times"),
         (SlurmConfig(cpu_options=["--a\nb"]), 1, "cluster.slurm.cpu_options="),
         (SlurmConfig(cpu_partition="cpu"), 1, "cluster.slurm.cpu_partition='cpu': has no effect"),
         (SlurmConfig(gpu_type="h100"), 1, "cluster.slurm.gpu_type='h100': has no effect"),
