@@ -49,7 +49,7 @@ def summarise(
     before = number(totals.evals.get("before", {}), "accuracy")
     after = number(totals.evals.get("after", {}), "accuracy")
     seconds = totals.phase_seconds(ended)
-    ends = averaged_ends(totals.steps)
+    ends = averaged_ends(totals.unbiased or totals.steps)
     training_seconds, tokens_now = seconds.get("train"), totals.answer_tokens_now
     return {
         "experiment": config.experiment,
@@ -67,6 +67,7 @@ def summarise(
             "problems": number(totals.evals.get("after", totals.evals.get("before", {})), "problems"),
             "train_first": mean((totals.first_unbiased or totals.first)[:ends], "accuracy"),
             "train_last": mean(list(totals.last_unbiased or totals.last)[-ends:], "accuracy"),
+            "train_averaged": 0 if totals.unbiased == 1 else ends,  # steps at either end; 0: there are not two ends
         },
         "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in totals.evals.values()],
         "seconds": {"total": ended - started, **seconds},
@@ -150,9 +151,10 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "held-out metrics", metrics
     if summary["steps"]:
         course = f"{fmt(accuracy['train_first'], '.1%')} -> {fmt(accuracy['train_last'], '.1%')}"
-        ends = averaged_ends(summary["steps"])
+        ends = accuracy.get("train_averaged", averaged_ends(summary["steps"]))  # older summaries have no number
         averaged = f" (means of {ends} steps)" if ends > 1 else ""
-        yield "accuracy in training", f"{course} in {summary['steps']} steps{averaged}"
+        if ends:
+            yield "accuracy in training", f"{course} in {summary['steps']} steps{averaged}"
     phases = ", ".join(f"{name} {_clock(value)}" for name, value in seconds.items() if name != "total" and value >= 1)
     yield "wall time", f"{_clock(seconds['total'])}  ({phases})" if phases else _clock(seconds["total"])
     if summary["steps"]:

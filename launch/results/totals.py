@@ -64,6 +64,7 @@ class Totals:
     steps: int = 0  # trained
     first: list[Record] = field(default_factory=list)
     last: deque[Record] = field(default_factory=lambda: deque(maxlen=END_STEPS))
+    unbiased: int = 0
     first_unbiased: list[Record] = field(default_factory=list)
     last_unbiased: deque[Record] = field(default_factory=lambda: deque(maxlen=END_STEPS))
     evals: dict[str, Record] = field(default_factory=dict)
@@ -112,6 +113,7 @@ class Totals:
             self.first.append(record)
         self.last.append(record)
         if not is_length_biased(record):
+            self.unbiased += 1
             if len(self.first_unbiased) < END_STEPS:
                 self.first_unbiased.append(record)
             self.last_unbiased.append(record)

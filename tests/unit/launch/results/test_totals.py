@@ -105,7 +105,7 @@ def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
     held = what_holds(records)
     train: list[Record] = [record for record in held if record["kind"] == "train"]
     usual = [record for record in train if not record.get("length_biased")]
-    ends = max(1, min(END_STEPS, len(train) // 2))
+    ends = max(1, min(END_STEPS, len(usual or train) // 2))
     too_old = [sum(record.get("untrained", {}).get(reason, 0) for reason in ("stale", "masked")) for record in train]
     evals = {record["eval_id"]: record for record in held if record["kind"] == "eval"}
     phases = [(r["phase"], r["time"]) for r in held if r["kind"] == "phase" and r["time"] >= STARTED]
@@ -128,6 +128,7 @@ def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
             "problems": number(evals.get("after", evals.get("before", {})), "problems"),
             "train_first": mean((usual or train)[:ends], "accuracy"),
             "train_last": mean((usual or train)[-ends:], "accuracy"),
+            "train_averaged": 0 if len(usual) == 1 else ends,
         },
         "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in evals.values()],
         "seconds": seconds,
