@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.evaluation.eval_records import is_held_out
 from realsys.launch.screen.progress import Progress, number
@@ -24,6 +25,9 @@ _RIGHT = ("reward", "held out", "changed")
 
 def list_trials(fileroot: Path, *, as_json: bool = False) -> int:
     """Print one row per trial, the newest first. Raises ConfigError."""
+    if not fileroot.exists() and fileroot == Path(Config().fileroot):
+        print("[]" if as_json else f"no trials yet in {fileroot}: realsys run experiment=arith makes one")
+        return 0
     if not fileroot.is_dir():
         raise ConfigError("FILEROOT", str(fileroot), "is not a directory: name the folder of the trials")
     trials = trials_in(fileroot.resolve())

@@ -71,3 +71,9 @@ def test_reader_that_ends_first_is_no_error() -> None:
         process.stdout.close()
         errors = process.stderr.read().decode()
         assert process.wait(60) == 0 and "Broken pipe" not in errors and "Traceback" not in errors
+
+
+def test_list_before_the_first_trial_says_how_to_make_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["list"]) == 0 and "no trials yet in runs: realsys run experiment=arith" in capsys.readouterr().out
+    assert main(["list", "elsewhere"]) == 2 and "is not a directory" in capsys.readouterr().err
