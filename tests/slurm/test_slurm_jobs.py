@@ -30,6 +30,13 @@ HELD_EVALUATION = (
 )
 
 
+#: The same after the second batch, until the file "seen": the run is looked at while it trains.
+HELD_TRAINING = (
+    Fault("second-batch", "master_worker/0", "master.batch", "slow", at=2),
+    Fault("held-training", "rollout_worker/*", "rollout.running", "hold", gate="fired-second-batch", until="seen"),
+)
+
+
 @dataclass(frozen=True)
 class SideBySide:
     """Two trials that have ended. ``small`` got the signal of its time limit during the final evaluation.
@@ -55,10 +62,11 @@ def side_by_side(shared_slurm: VirtualSlurm, tmp_path_factory: pytest.TempPathFa
         kinds = ("cluster.nodes=3", "cluster.cpu_nodes=1", "cluster.slurm.cpu_partition=cpu")
         wide = SlurmTrial(slurm, folder, "wide", *kinds, "allocation=serve.d2+d2", "train.total_steps=12")
         small = SlurmTrial(slurm, folder, "small", "cluster.nodes=1")
-        wide.submit()
+        wide.submit(env=environment(HELD_TRAINING, folder))
         small.submit(env=environment(HELD_EVALUATION, folder))
         wide.until_steps(1)
         live, listed = realsys("status", str(wide.root)).stdout, realsys("list", str(folder)).stdout
+        (folder / "seen").touch()
         small.until(lambda: small.log.count("phase evaluate") == 2, "the final evaluation")
         slurm.call("scancel", "--batch", "--signal=USR1", small.job)  # SLURM does the same near the time limit
         master = small.paths.logs / "master_worker-0.log"
