@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import resource
 import select
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -33,6 +34,11 @@ log = logging.getLogger(__name__)
 MAX_HEAD = 64 << 10  # bytes of request line and headers
 REQUEST_S = 60.0  # bound on the time from the beginning of a connection or request to the end of its body
 SAFE = ("GET", "HEAD", "OPTIONS")
+
+
+def most_connections() -> int:
+    """Return the bound on the open connections of a server."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 class Refused(Exception):
@@ -173,7 +179,10 @@ class Guard:
 
 
 class BoundedRequest(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with bounds on the size of the headers and on the wait for them; uvicorn has neither."""
+    """uvicorn's HTTP protocol with bounds on the size of the headers, on the wait for them, and on the connections that
+    wait; uvicorn has none. Connections may have half of the descriptors of the process, so that there is always one for
+    its lease: beyond that, the connection that has waited longest for its request is closed.
+    """
 
     _head: int | None = None  # bytes of the head so far; None: in a body, or between messages
     _deadline: asyncio.TimerHandle | None = None  # deadline of the request that is being received
@@ -181,6 +190,13 @@ class BoundedRequest(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._begin_wait()
+        if len(self.connections) > most_connections():
+            longest = next(iter(self._waiting))
+            longest._end_wait()
+            longest.transport.close()
+            if not self.server_state.__dict__.setdefault("was_full", False):
+                self.server_state.__dict__["was_full"] = True
+                log.warning("over %d connections: those that wait longest for a request are closed", most_connections())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_wait()
@@ -220,11 +236,19 @@ class BoundedRequest(HttpToolsProtocol):
         poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
         return not poll.poll(0)
 
+    @property
+    def _waiting(self) -> dict[BoundedRequest, None]:
+        """The connections of this server that wait for a request, the longest first."""
+        waiting: dict[BoundedRequest, None] = self.server_state.__dict__.setdefault("waiting", {})
+        return waiting
+
     def _begin_wait(self) -> None:
         self._end_wait()
         self._deadline = self.loop.call_later(REQUEST_S, self._give_up)
+        self._waiting[self] = None
 
     def _end_wait(self) -> None:
+        self._waiting.pop(self, None)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

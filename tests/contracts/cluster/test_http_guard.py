@@ -161,6 +161,22 @@ def test_request_that_never_ends_is_closed(
     talk(served[1], sent)  # returns when the other side closes
 
 
+def test_flood_of_half_requests_leaves_room_for_others(
+    served: tuple[Guard, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Callers without a token must not take the descriptors with which a process renews its lease."""
+    monkeypatch.setattr(http_guard, "most_connections", lambda: 10)
+    where = urlsplit(served[1])
+    with contextlib.ExitStack() as stack:
+        flood = []
+        for _ in range(30):
+            flood.append(stack.enter_context(socket.create_connection((where.hostname, where.port), timeout=BOUND_S)))
+            flood[-1].sendall(b"POST /echo HTTP/1.1\r\nHost: x\r\n")
+        assert talk(served[1], head(10) + bytes(10)).endswith(b"10")
+        assert all(connection.recv(1) == b"" for connection in flood[:20]), "the longest wait ends first"
+    assert caplog.text.count("over 10 connections") == 1
+
+
 def test_connection_whose_next_request_never_begins_is_closed(
     served: tuple[Guard, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
