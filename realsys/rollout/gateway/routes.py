@@ -127,7 +127,7 @@ class Routes:
         handler = ROUTES.get(name)
         connection = Connection(scope, receive, send, headers, route)
         capture = self._find(key or _key_of(headers))
-        problem = _problem(capture, handler, scope["method"], route)
+        problem = _problem(capture, handler, scope["method"], route, headers)
         if problem is not None:
             await connection.refuse(handler.error if handler is not None else _CHAT.error, problem)
             return
@@ -153,7 +153,7 @@ def _too_large(error: Errors, message: str) -> object:
 
 def _place(path: str) -> tuple[str, str]:
     """Return the key in the path ("" if it has none) and the route, without its leading v1."""
-    key, rest = "", path.lstrip("/")
+    key, rest = "", path.strip("/")
     if rest.startswith("e/"):
         _, key, rest = (*rest.split("/", 2), "", "")[:3]
     for _ in range(2):
@@ -166,7 +166,9 @@ def _key_of(headers: Mapping[str, str]) -> str:
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
-def _problem(capture: Capture | str | None, handler: Handler | None, method: str, route: str) -> Problem | None:
+def _problem(
+    capture: Capture | str | None, handler: Handler | None, method: str, route: str, headers: Mapping[str, str]
+) -> Problem | None:
     """Return why a request is refused before its body is read; None if it is not."""
     if capture is None:
         return Problem(401, "wrong key: use the base_url and the api_key of the episode", code="invalid_api_key")
@@ -176,4 +178,6 @@ def _problem(capture: Capture | str | None, handler: Handler | None, method: str
         return Problem(404, f"no route {route!r}: use one of {', '.join(ROUTES)}", code="not_found")
     if handler.method != method:
         return Problem(405, f"{route} takes {handler.method}, not {method}", code="method_not_allowed")
+    if (encoding := headers.get("content-encoding", "identity")) != "identity":
+        return Problem(415, f"the body is encoded as {encoding}: send it as plain JSON", code="unsupported_encoding")
     return None

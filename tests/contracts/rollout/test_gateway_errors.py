@@ -56,6 +56,17 @@ def test_malformed_body_is_refused_with_its_field(tokenizer, request_body, field
     with_script(tokenizer, body)
 
 
+def test_compressed_body_is_named(tokenizer):
+    async def body(episode, engine):
+        reply = await post(episode, "chat/completions", b"\x1f\x8b", headers={"content-encoding": "gzip"})
+        assert reply.status_code == 415 and "send it as plain JSON" in reply.json()["error"]["message"]
+        assert (await post(episode, "chat/completions/", BODY)).status_code == 200, (
+            "a slash at the end is no other route"
+        )
+
+    with_script(tokenizer, body)
+
+
 def test_too_large_body_is_refused(tokenizer):
     async def body(episode, engine):
         reply = await post(episode, "chat/completions", b" " * 1001)
