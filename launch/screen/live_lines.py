@@ -120,7 +120,7 @@ def _head(progress: Progress, frame: Frame, width: int) -> list[Text]:
     clock = _clock(frame.elapsed_s)
     name = f"realsys  {frame.name}"
     title = Text(set_cell_size(name, max(0, width - len(clock) - 1)) + " " + clock, "bold")
-    address = f"status page  {progress.address}/" if progress.address else f"folder  {frame.folder}"
+    address = f"status page  {progress.page}" if progress.address else f"folder  {frame.folder}"
     waits = []
     if progress.phase in _BEFORE and (missing := _missing(progress.status, frame.expected)):
         waits = _wrapped(Text(f"waits for {', '.join(missing)}", "dim"), width, 2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -99,6 +101,9 @@ class Monitor:
             progress.address = await asyncio.to_thread(_lookup, store, trial_names(self._config))
             if progress.address is None:
                 return
+            if sys.stdout.isatty():
+                with contextlib.suppress(OSError):
+                    progress.key = self._paths.token.read_text("ascii")
         try:
             async with session.get(f"{progress.address}/status") as response:
                 response.raise_for_status()

@@ -32,7 +32,7 @@ class PlainView:
     def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
         if progress.address and progress.address != self._address:
             self._address = progress.address
-            self._print(f"status page: {self._address}/")
+            self._print(f"status page: {progress.page}")
         for record in new:
             if line := _line(record):
                 self._print(line)

@@ -36,8 +36,14 @@ class Progress:
     evals: dict[str, Record] = field(default_factory=dict)
     status: Record = field(default_factory=dict)  # GET /status of the manager
     address: str | None = None  # address of the manager
+    key: str = ""  # what the manager's pages ask for; shown on a terminal only
     _trained: tuple[int, int] | None = None  # (steps done, all steps) after the first step; for the warm-up:
     _warmed_up: tuple[int, int] = (0, 0)
+
+    @property
+    def page(self) -> str:
+        """Address of the status page."""
+        return f"{self.address}/" + (f"#key={self.key}" if self.key else "")
 
     def read(self, steps: Path) -> None:
         """Add all records of a step log that may not exist."""
