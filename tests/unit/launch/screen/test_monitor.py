@@ -81,3 +81,10 @@ def test_warnings_go_to_the_given_function(tmp_path: Path, monkeypatch: pytest.M
     screen = SimpleNamespace(refresh=lambda *_: None, note=shown.append)
     Monitor(config, paths, Progress(), screen, StepTail(paths.steps), noted.append).check_disk()
     assert len(noted) == 1 and shown == []
+
+
+def test_address_of_the_page_has_its_key_on_a_terminal() -> None:
+    progress = Progress(address="http://127.0.0.1:8000")
+    assert progress.page == "http://127.0.0.1:8000/"
+    progress.key = "secret"
+    assert progress.page == "http://127.0.0.1:8000/#key=secret"
