@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import torch
 
 from realsys.algorithm.losses import load_loss
 from realsys.cluster.process import resident_bytes
@@ -293,7 +294,9 @@ class ModelWorkerService:
             return MfcReply(self._worker, not_finite=(error.role, error.skipped, error.sample_ids))
         for hook in after:
             hook(role, request)
-        if not self._device.is_cuda:
+        if self._device.is_cuda:
+            torch.cuda.synchronize(self._device.device)  # else the optimizer's kernels would count in the next call
+        else:
             trim_heap()
         reply = MfcReply(self._worker)
         # The other ranks hold partial statistics, which must not reach the step log.

@@ -81,6 +81,9 @@ class Launch:
         if not self.gpus:
             # The copy of this realsys, even if `make sglang-cpu` installed an older one.
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(CPU_SUPPORT)}
+        else:
+            # The GPUs of one server may be shared with ranks of the trainer, and differ in what is free.
+            env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         return env
 
     def _own_options(self) -> dict[str, Any]:
