@@ -12,6 +12,16 @@ setup(
     long_description_content_type="text/markdown",
     author="The realsys authors",
     license="Apache-2.0",
+    keywords="reinforcement learning, language models, RLHF, GRPO, PPO, agents, Megatron-Core, SGLang",
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     python_requires=">=3.11,<3.14",
     # realsys/configs, realsys/launch, realsys/slurm and realsys/workers are links to folders at the top.
     packages=find_packages(include=["realsys", "realsys.*"]),
