@@ -21,7 +21,7 @@ from realsys.config.compose import compose, quoted
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.errors import RealsysError
+from realsys.errors import ConfigError, RealsysError
 from realsys.launch.arguments.words import own_words, words_again
 from realsys.launch.commands.replay import last_recorded
 from realsys.launch.commands.trials.finding import find_trial
@@ -89,6 +89,8 @@ def run(
     Raises ConfigError for settings that cannot be read; RealsysError with the message of the run, and its exit code in
     ``exit_code``, if it is refused, fails or is stopped; KeyboardInterrupt.
     """
+    if isinstance(overrides, str):
+        raise ConfigError("overrides", overrides, 'must be a list of texts: ["experiment=arith", ...]')
     given = [*overrides, *([] if trial is None else [f"trial={quoted(trial)}"])]
     options = RunOptions(trial, None if config_dir is None else Path(config_dir), plain=True)
     config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())

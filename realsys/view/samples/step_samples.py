@@ -30,7 +30,7 @@ VERDICTS = {True: "correct", False: "wrong", None: "not judged"}
 
 class Sample(msgspec.Struct, frozen=True):
     """One row as it was trained. ``reward``, ``correct`` and ``metrics`` are of its episode; ``advantage`` is the mean
-    over its loss tokens if they differ. ``answer``: everything after the first prompt, with feedback. ``reference``:
+    over its loss tokens if they differ. ``completion``: everything after the first prompt, with feedback. ``reference``:
     None if it is unknown.
     """
 
@@ -46,7 +46,7 @@ class Sample(msgspec.Struct, frozen=True):
     worker: str
     seconds: float  # duration of its group's rollout
     prompt: str
-    answer: str
+    completion: str
     spans: list[Span]
     route: list[tuple[str, int]]  # (server, tokens)
     finish_reason: str
@@ -166,7 +166,7 @@ class StepSource:
             worker=origin.worker,
             seconds=origin.finished - origin.started,
             prompt=self._tokenizer.decode(tokens[:prompt_len]),
-            answer=self._tokenizer.decode(tokens[prompt_len:]),
+            completion=self._tokenizer.decode(tokens[prompt_len:]),
             spans=list(version_spans(tokens[prompt_len:], versions[prompt_len:], self._tokenizer)),
             route=list(row.route),
             finish_reason=row.finish_reason,

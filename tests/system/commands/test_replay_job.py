@@ -93,7 +93,7 @@ def test_samples_shows_texts_versions_and_origins(job):
         f"{row['ticket_id']}.{row['attempt']}/{k % 4}.0" for k, row in enumerate(rows)
     ]
     for row in rows:
-        assert row["prompt"].endswith("=") and row["answer"] == "".join(span["text"] for span in row["spans"])
+        assert row["prompt"].endswith("=") and row["completion"] == "".join(span["text"] for span in row["spans"])
         assert all(0 <= span["version"] <= 2 for span in row["spans"])
         assert row["staleness"] == 2 - min(span["version"] for span in row["spans"])
         tokens = sum(span["tokens"] for span in row["spans"])

@@ -13,7 +13,7 @@ def make_sample(**fields: object) -> Sample:
     values: dict[str, object] = {
         "step": 3, "sample_id": "0007/1", "ticket_id": "0007", "attempt": 1, "episode": 0, "row": 0,
         "prompt_index": 12, "seed": 99,
-        "granted_version": 2, "worker": "rollout_worker/0", "seconds": 1.5, "prompt": "1+1=", "answer": "2.",
+        "granted_version": 2, "worker": "rollout_worker/0", "seconds": 1.5, "prompt": "1+1=", "completion": "2.",
         "spans": [Span(2, 1, "2"), Span(3, 1, ".")],
         "route": [("generation_server/0", 1), ("generation_server/1", 1)], "finish_reason": "stop", "reward": 5.0,
         "rewards": [], "score": None, "correct": True, "metrics": {}, "truncated": False,
