@@ -30,8 +30,8 @@ VERDICTS = {True: "correct", False: "wrong", None: "not judged"}
 
 class Sample(msgspec.Struct, frozen=True):
     """One row as it was trained. ``reward``, ``correct`` and ``metrics`` are of its episode; ``advantage`` is the mean
-    over its loss tokens if they differ. ``completion``: everything after the first prompt, with feedback. ``reference``:
-    None if it is unknown.
+    over its loss tokens if they differ. ``completion``: all that follows the first prompt, with feedback.
+    ``reference``: None if it is unknown.
     """
 
     step: int
