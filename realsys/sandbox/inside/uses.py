@@ -65,6 +65,12 @@ def last_pid() -> int:
     return int(_read("/proc/loadavg").split()[-1])
 
 
+def stolen() -> tuple[float, ...]:
+    """Return for each processor the seconds for which the host of this virtual machine has taken it away."""
+    lines = [line.split() for line in _read("/proc/stat").splitlines() if line.startswith(b"cpu")]
+    return tuple(int(fields[8]) / _TICKS for fields in lines[1:])  # the first line has the sum
+
+
 def oom_kills() -> int:
     """Return the number of processes that the kernel has ended because the machine had no memory left."""
     match = _OOM_KILLS.search(_read("/proc/vmstat"))

@@ -88,7 +88,7 @@ class _Running:
             self.reached = "wall"
 
     def _look_at_waiting(self, tree: dict[int, uses.Use]) -> None:
-        self.waiting.look(time.monotonic(), uses.tasks_of(tree), uses.last_pid())
+        self.waiting.look(time.monotonic(), uses.tasks_of(tree), uses.last_pid(), uses.stolen())
 
     def _own_s(self) -> float:
         """Return the time of this run, without the time in which it or its partner had no processor."""

@@ -43,7 +43,7 @@ def command(source) -> Command:
 def test_program_gets_its_time(sandbox):
     for program in (SPIN, CHILD, THREAD, command(SPIN)):
         output = sandbox.run(program, b"", LIMITS)
-        assert (output.ended.reason, output.stdout) == ("", b"1\n"), program
+        assert (output.ended.reason, output.stdout) == ("", b"1\n"), (program, output.ended)
         assert output.ended.wall_s > output.ended.own_s
 
 

@@ -43,3 +43,14 @@ def test_each_run_has_its_own_waiting():
     found = waiting([Task(True, 0.0, 1.0)])
     found.begin()
     assert (found.run_s, found.waited_s) == (0.0, 1.0)
+
+
+def test_time_that_the_host_takes_away_is_free():
+    """The thread that ran for 0.4 s had a processor for no longer; on another processor nothing was missing."""
+    found = Waiting(0.0)
+    found.look(1.0, {0: Task(True, 0.5, 0.25)}, 7, (10.0, 20.0))
+    assert found.waited_s == 0.25
+    found.look(2.0, {0: Task(True, 0.9, 0.25)}, 7, (10.5, 20.0))
+    assert found.waited_s == 0.75
+    found.look(3.0, {0: Task(True, 1.8, 0.25)}, 7, (11.5, 20.0))
+    assert round(found.waited_s, 9) == 0.85, "no more than the time in which it did not run"
