@@ -131,7 +131,7 @@ class RecordReader(Generic[Record]):
         except msgspec.ValidationError:  # null for an absent key, or further keys of messages: rare, and takes longer
             keys = {key: value for key, value in _OBJECT.decode(line).items() if value is not None}
             if isinstance(prompt := keys.get("prompt"), list) and all(isinstance(one, dict) for one in prompt):
-                keys["prompt"] = [msgspec.to_builtins(Message.read(one)) for one in prompt]
+                keys["prompt"] = [msgspec.to_builtins(_read_message(number, one)) for number, one in enumerate(prompt)]
             record = msgspec.convert(keys, self.kind)
         if record.tools:
             return msgspec.structs.replace(record, tools=without_nulls(record.tools))
@@ -154,6 +154,13 @@ class RecordReader(Generic[Record]):
 
     def _error(self, path: Path, number: int, problem: str) -> DataError:
         return DataError(f"{path}:{number}: {problem}; a line must be {self.kind.EXAMPLE}")
+
+
+def _read_message(number: int, value: dict[str, Any]) -> Message:
+    try:
+        return Message.read(value)
+    except msgspec.ValidationError as error:
+        raise msgspec.ValidationError(str(error).replace("`$", f"`$.prompt[{number}]")) from None
 
 
 def media_problem(row: Mapping[str, Any]) -> str | None:
