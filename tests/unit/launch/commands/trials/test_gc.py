@@ -44,6 +44,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def etcd(etcd_server) -> Iterator[EtcdNameStore]:
     store = EtcdNameStore(etcd_server.address, call_timeout_s=60.0)
+    store.clear_subtree("realsys")  # keys that other tests have left
     yield store
     store.close()
 
