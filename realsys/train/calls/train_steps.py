@@ -108,8 +108,7 @@ class OptimizerSteps:
         if self.role.groups.last_stage and self.merged:
             totals = reduce_stats(self.merged, self.role)
             stats |= finish_stats(totals)
-            if totals["tokens"]:
-                stats["loss"] = totals["loss_sum"] / max(1.0, self.denominator)
+            stats["loss"] = totals["loss_sum"] / max(1.0, self.denominator)
         elif not norms:
             stats["loss"] = math.nan
         return stats
