@@ -43,8 +43,12 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     def read(cls, value: dict[str, Any]) -> Message:
         """Return a message of a data set. A key with null counts as absent. Raises msgspec.ValidationError."""
         given = {key: entry for key, entry in value.items() if entry is not None}
-        own = {key: given.pop(key) for key in (*cls.__struct_fields__,) if key in given}
-        return msgspec.convert({"content": None, **own, "other": own.get("other", {}) | given}, cls)
+        own = {key: given.pop(key) for key in cls.__struct_fields__ if key in given}
+        if isinstance(other := own.pop("other", {}), dict):  # as a trial's own copy of the row has it
+            given = other | given
+        else:
+            given["other"] = other
+        return msgspec.convert({"content": None, **own, "other": given}, cls)
 
     def as_object(self) -> dict[str, Any]:
         """Return the message as an API and a chat template have it."""

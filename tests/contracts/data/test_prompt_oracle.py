@@ -30,7 +30,7 @@ def draw(random_: random.Random) -> dict:
             arguments = {"a": random_.randrange(9), "of": ["x", {"y": None}]}
             one["tool_calls"] = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}]
         if random_.random() < 0.3:
-            one |= {"name": None, "tool_calls": one.get("tool_calls"), "refusal": None, "weight": 1}
+            one |= {"name": None, "tool_calls": one.get("tool_calls"), "refusal": None, "weight": 1, "other": "x"}
         return one
 
     turns = [message(role) for _ in range(random_.randrange(3)) for role in ("user", "assistant")]
