@@ -22,7 +22,7 @@ from realsys.errors import DataError
 
 #: splits of a folder that are read for each split of realsys, the first that it has
 FOLDER_SPLITS = {"train": ("train",), "eval": ("test", "validation")}
-_NOT_READ = (".csv", ".tsv", ".xlsx", ".txt", ".gz", ".zst", ".zip")
+_NOT_READ = (".csv", ".tsv", ".xlsx", ".gz", ".zst", ".zip")
 _READERS: dict[str, Callable[[Path], Rows]] = {".parquet": parquet_rows, ".arrow": arrow_rows}
 
 
