@@ -186,10 +186,8 @@ def _same_answer(expected: Reference, final: FinalAnswer) -> bool | None:
     if expected.unit is not None and unit is not None and unit != expected.unit:
         return _same_quantity(expected, answer, unit)
     values = _read_answer(answer, expected.config)
-    if {_brackets(expected.text), _brackets(final.answer)} == {
-        "set",
-        "pair",
-    }:  # math-verify compares their elements only
+    brackets = {_brackets(expected.text), _brackets(final.answer)}
+    if brackets == {"set", "pair"}:  # math-verify compares their elements only
         return False
     if _any_equal(expected.values, values):
         return True
@@ -279,6 +277,8 @@ def _equal_numbers(expected: sympy.Expr, given: sympy.Expr) -> bool | None:
     if not (expected.is_real and given.is_real):
         return None
     difference = abs((expected - given).evalf(15, maxn=_DIGITS))
+    if not isinstance(difference, sympy.Number) or expected == 0:  # what is 0 in another form is a matter of algebra
+        return None
     if not (expected.has(sympy.Float) or given.has(sympy.Float)):
         return bool(difference <= abs(expected.evalf(15)) * sympy.Float(10) ** (-_DIGITS // 2))
     size = abs(expected.evalf(15))

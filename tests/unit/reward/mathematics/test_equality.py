@@ -233,6 +233,8 @@ EXACT = [
     (r"\boxed{\frac{1}{12345678}}", r"\frac{1}{12345679}", False),
     (r"\boxed{2^{100}}", r"2^{100}+1", False),
     (r"\boxed{\sqrt{2}+\sqrt{3}}", r"\sqrt{5+2\sqrt{6}}", True),
+    (r"\boxed{\sqrt{2}\sqrt{3}-\sqrt{6}}", "0", True),
+    (r"\boxed{0.5}", "0", False),
     (r"\boxed{(\frac12)^{60}}", r"\frac{4}{2^{62}}", True),
     (r"\boxed{0.00000008100000664}", r"\frac{1}{12345678}", True),
 ]
