@@ -64,7 +64,7 @@ DAMAGES: dict[tuple[str, str], dict[str, tuple[int, str]]] = {
     ("record/*/worker-00000.safetensors", "missing"): {"samples": (2, "cannot be"), "replay": (2, "cannot be")},
     ("checkpoints/*/state.json", "truncated"): {**FINE, "replay": (2, "state.json is corrupt")},
     ("checkpoints/*/state.json", "garbage"): {**FINE, "replay": (2, "state.json is corrupt")},
-    ("checkpoints/*/state.json", "missing"): {**FINE, "replay": (2, "there is: none at all")},
+    ("checkpoints/*/state.json", "missing"): {**FINE, "replay": (2, "; no step can be")},
     ("checkpoints/*/*-of-00001.json", "garbage"): {**FINE, "replay": (2, "corrupt")},
     ("checkpoints/*/*-of-00001.json", "missing"): {**FINE, "replay": (2, "cannot be read")},
 }
