@@ -55,18 +55,18 @@ class SideBySide:
 @pytest.fixture(scope="module")
 def side_by_side(shared_slurm: VirtualSlurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SideBySide]:
     """One is heterogeneous, with one light node and two others; the other one has the fourth node."""
-    folder, slurm = tmp_path_factory.mktemp("side_by_side"), shared_slurm
+    folder, held, slurm = tmp_path_factory.mktemp("side_by_side"), tmp_path_factory.mktemp("held"), shared_slurm
     with pytest.MonkeyPatch.context() as patch:
         for name, value in slurm.env.items():
             patch.setenv(name, value)
         kinds = ("cluster.nodes=3", "cluster.cpu_nodes=1", "cluster.slurm.cpu_partition=cpu")
         wide = SlurmTrial(slurm, folder, "wide", *kinds, "allocation=serve.d2+d2", "train.total_steps=12")
         small = SlurmTrial(slurm, folder, "small", "cluster.nodes=1")
-        wide.submit(env=environment(HELD_TRAINING, folder))
+        wide.submit(env=environment(HELD_TRAINING, held))
         small.submit(env=environment(HELD_EVALUATION, folder))
         wide.until_steps(1)
         live, listed = realsys("status", str(wide.root)).stdout, realsys("list", str(folder)).stdout
-        (folder / "seen").touch()
+        (held / "seen").touch()
         small.until(lambda: small.log.count("phase evaluate") == 2, "the final evaluation")
         slurm.call("scancel", "--batch", "--signal=USR1", small.job)  # SLURM does the same near the time limit
         master = small.paths.logs / "master_worker-0.log"
