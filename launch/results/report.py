@@ -67,7 +67,7 @@ def summarise(
             "problems": number(totals.evals.get("after", totals.evals.get("before", {})), "problems"),
             "train_first": mean((totals.first_unbiased or totals.first)[:ends], "accuracy"),
             "train_last": mean(list(totals.last_unbiased or totals.last)[-ends:], "accuracy"),
-            "train_averaged": 0 if totals.unbiased == 1 else ends,  # steps at either end; 0: there are not two ends
+            "train_averaged": 0 if totals.unbiased == 1 else ends,  # steps at either end; 0: one step has no two ends
         },
         "evaluations": [{key: record.get(key) for key in EVALUATION_KEYS} for record in totals.evals.values()],
         "seconds": {"total": ended - started, **seconds},

@@ -44,7 +44,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
         """Return a message of a data set. A key with null counts as absent. Raises msgspec.ValidationError."""
         given = {key: entry for key, entry in value.items() if entry is not None}
         own = {key: given.pop(key) for key in cls.__struct_fields__ if key in given}
-        if isinstance(other := own.pop("other", {}), dict):  # as a trial's own copy of the row has it
+        if isinstance(other := own.pop("other", {}), dict):  # a trial's own copy of the row has it so
             given = other | given
         else:
             given["other"] = other
@@ -168,7 +168,7 @@ def _read_message(number: int, value: dict[str, Any]) -> Message:
 
 
 def media_problem(row: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a row that has images, videos or sound: models get text only."""
+    """Return the problem of a row that has images, videos or sound, or None: models get text only."""
     if (key := next((key for key in _MEDIA if row.get(key)), None)) is None:
         return None
     return f"field {key!r}: models get text only: remove the row, or the field if the text is enough"

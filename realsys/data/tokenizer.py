@@ -278,7 +278,7 @@ class TextTokenizer:
 
     def _encode(self, text: str, special: bool) -> list[int]:
         try:
-            # encode() would hold the interpreter's lock meanwhile, and with it every thread of this process.
+            # encode() would hold the interpreter's lock, and so stop every other thread of this process.
             ids = list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
         except Exception as error:  # the tokenizers package raises plain Exception
             raise DataError(f"cannot be tokenised with {self.path}: {error}") from None
@@ -290,7 +290,7 @@ class TextTokenizer:
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of a text. Other threads run meanwhile, so this one may be used by another."""
+        """Return the number of tokens of a text, without the interpreter's lock: other threads run on."""
         return len(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def _within(self, prompts: list[list[int]]) -> list[list[int]]:

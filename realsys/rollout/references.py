@@ -73,14 +73,17 @@ class ReferenceChecker:
         return self._runner.run(self._try_on(lines))
 
     async def _try_on(self, lines: Lines[Problem]) -> list[str]:
-        rows = [lines.read_whole(index) for index in range(min(TRIED, len(lines)))]
+        tried = range(min(TRIED, len(lines)))
+        rows = [lines.read_whole(index) for index in tried]
         items = [Item(plain_text(p.prompt), text, p.answer, extra) for p, extra in rows for text in (p.answer, "")]
         judged = await asyncio.gather(*(self._verifiers.verify(self._name, i) for i in items), return_exceptions=True)
         failures = [one for one in judged if isinstance(one, BaseException)]
         misused = [one for one in failures if not isinstance(one, RewardError) or one.cause == NO_VERDICT]
         if misused or len(failures) == len(judged):
-            problem = str((misused or failures)[0]).removeprefix(f"verifier {self._name}: ")
-            raise ConfigError(self.field, self._name, f"tried on {lines.where(0)}: {problem}")
+            first = (misused or failures)[0]
+            where = lines.where(tried[judged.index(first) // 2])
+            problem = str(first).removeprefix(f"verifier {self._name}: ")
+            raise ConfigError(self.field, self._name, f"tried on {where}: {problem}")
         warnings = []
         if failures:
             warnings.append(f"has no verdict on {len(failures)} of {len(judged)} trials: {failures[0]}")
@@ -109,19 +112,14 @@ def check_references(config: Config, paths: TrialPaths) -> list[str]:
     ConfigError if a verifier cannot be loaded, or judges nothing.
     """
     warnings = []
-    checked = {
-        name: splits
-        for name, splits in _splits_of_verifiers(config).items()
-        if _has_check(name) or name not in VERIFIER.builtin
-    }
+    checked = _splits_of_verifiers(config)
     records = open_splits(config, paths).values() if checked else {}
     for verifier, splits in checked.items():
+        lines = [records[split] for split in splits if split in records]
         with ReferenceChecker(config, verifier) as checker:
-            lines = [records[split] for split in splits if split in records]
-            if checker.has_check:
-                for each in lines:
-                    _check_lines(checker, each)
-            if verifier not in VERIFIER.builtin and lines:
+            for each in lines if checker.has_check else ():
+                _check_lines(checker, each)
+            if lines and verifier not in VERIFIER.builtin:
                 warnings += checker.try_on(lines[0])
     return warnings
 

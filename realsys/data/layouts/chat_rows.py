@@ -24,7 +24,7 @@ from realsys.data.layouts.code_tests import CodeTests
 from realsys.data.lines import Message, Problem
 from realsys.errors import MALFORMED
 
-_TOOL_DEFS = "tool_defs"  # as verifiers names the tools of a row
+_TOOL_DEFS = "tool_defs"  # the name that the package verifiers gives to the tools of a row
 _ANSWERS = ("answer", "label", "ground_truth")
 
 

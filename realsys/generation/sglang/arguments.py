@@ -82,7 +82,7 @@ class Launch:
             # The copy of this realsys, even if `make sglang-cpu` installed an older one.
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(CPU_SUPPORT)}
         else:
-            # The GPUs of one server may be shared with ranks of the trainer, and differ in what is free.
+            # The GPUs of one server may be shared with ranks of the trainer, and have different amounts of free memory.
             env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         return env
 

@@ -38,7 +38,7 @@ _CONFIG = (_LATEX, ExprExtractionConfig())
 _NO_UNITS = (replace(_LATEX, normalization_config=replace(_LATEX.normalization_config, units=False)), _CONFIG[1])
 _TINY = 1e-3  # below it math-verify, which rounds to 6 decimals, compares too few digits
 _RELATIVE = 1e-6
-_DIGITS = 400  # with which exact numbers are compared
+_DIGITS = 400  # precision of the comparison of exact numbers
 _PLAIN = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?|-?\d{1,15}/0*[1-9]\d{0,14}|-?\\d?frac\{\d{1,15}\}\{0*[1-9]\d{0,14}\}")
 _VARIABLE = re.compile(r"[A-Za-z]")
 _NOT_VARIABLES = re.compile(r"\\[A-Za-z]+(?:\s*\{[A-Za-z ]*\})?")
@@ -277,7 +277,7 @@ def _equal_numbers(expected: sympy.Expr, given: sympy.Expr) -> bool | None:
     if not (expected.is_real and given.is_real):
         return None
     difference = abs((expected - given).evalf(15, maxn=_DIGITS))
-    if not isinstance(difference, sympy.Number) or expected == 0:  # what is 0 in another form is a matter of algebra
+    if not isinstance(difference, sympy.Number) or expected == 0:  # math-verify simplifies other forms of 0
         return None
     if not (expected.has(sympy.Float) or given.has(sympy.Float)):
         return bool(difference <= abs(expected.evalf(15)) * sympy.Float(10) ** (-_DIGITS // 2))

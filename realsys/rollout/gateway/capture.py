@@ -75,7 +75,9 @@ class Shared:
     chat: bool = True
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     wishes: Wishes = field(default_factory=Wishes)
-    counting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # of the tokens of long texts
+    counting: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(1)
+    )  # one long text is counted at a time
 
 
 @dataclass(slots=True)
