@@ -36,6 +36,7 @@ setup(
     install_requires=[
         "aiohttp>=3.10",  # HTTP client of masters, managers and rollout workers
         "argcomplete>=3",  # completion in a shell
+        "cryptography>=42",  # certificate of an etcd that a run starts
         "etcd3>=0.12",  # name store in production
         "fastapi>=0.110",
         "httptools>=0.6",

@@ -43,7 +43,6 @@ from realsys.launch.preflight import check_gpus_are_given, disk_warnings
 from realsys.launch.prepare import Ready, examine, prepare, resolve
 from realsys.launch.process_plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
 from realsys.launch.processes.failures import full_disk
-from realsys.launch.processes.own_etcd import etcd_answers
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.processes.run_hooks import Bounds, Hooks, Say
 from realsys.launch.processes.stop_request import watch_requests
@@ -298,6 +297,11 @@ async def _own_store_answers(config: Config, paths: TrialPaths, spec: ProcessSpe
     address = config.cluster.name_store.address
     if at := spec.addresses.get(STORE_ADDRESS):
         address = join_host_port(host, at.port)
-    await etcd_answers(address, spec.env[RUN_ID], config.cluster.connect_timeout_s)
+    # Imported here: grpc takes time to load and is needed for etcd only.
+    from realsys.cluster.store.etcd_members import EtcdAccess
+    from realsys.launch.processes.own_etcd import etcd_answers
+
+    access = EtcdAccess.by_one_file(paths.etcd_certificate)
+    await etcd_answers(address, access, spec.env[RUN_ID], config.cluster.connect_timeout_s)
     if at:
         paths.store_address.write_text(address, "utf-8")

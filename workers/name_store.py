@@ -22,8 +22,9 @@ from typing import NoReturn
 
 from realsys.cluster import prctl
 from realsys.cluster.failure import record_of, write_error
-from realsys.cluster.network import PORTS, free_ports
+from realsys.cluster.network import PORTS, free_ports, split_host_port
 from realsys.cluster.process import RUN_ID, SHIELDED, StopSignals, configure_logging, die_with_parent
+from realsys.cluster.store.certificate import ensure_certificate
 from realsys.cluster.store.connect import check_own_etcd, store_address
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
@@ -48,9 +49,9 @@ def keep(argv: list[str]) -> int:
         log.info("etcd was ended by a signal to all processes of the job; it is started again")
 
 
-def command(address: str, peer: str, data: Path, member: str) -> list[str]:
+def command(address: str, peer: str, data: Path, certificate: Path, authority: Path, member: str) -> list[str]:
     """Return argv of etcd with one member of this name. ``peer`` is unused, but etcd does not start without it."""
-    client, peer = f"http://{address}", f"http://{peer}"
+    client, peer = f"https://{address}", f"https://{peer}"
     return [
         "etcd",
         f"--name={member}",
@@ -60,6 +61,10 @@ def command(address: str, peer: str, data: Path, member: str) -> list[str]:
         f"--listen-peer-urls={peer}",
         f"--listen-client-urls={client}",
         f"--advertise-client-urls={client}",
+        *(f"--{side}{kind}-file={certificate}" for side in ("", "peer-") for kind in ("cert", "key")),
+        *(f"--{side}trusted-ca-file={authority}" for side in ("", "peer-")),
+        "--client-cert-auth",
+        "--peer-client-cert-auth",
         "--logger=zap",
         "--log-level=warn",
         "--log-outputs=stderr",
@@ -86,12 +91,13 @@ def main() -> NoReturn:
     address = store_address(config, paths)
     try:
         check_own_etcd(address)
+        authority = ensure_certificate(paths.etcd_certificate, split_host_port(address)[0])
     except ConfigError as error:
         log.critical("%s", error)
         write_error(paths.errors, record_of("name_store", arguments.index, error))
         sys.exit(error.exit_code)
     peer = f"127.0.0.1:{free_ports(1)[0]}"
-    argv = command(address, peer, paths.own_etcd, os.environ.get(RUN_ID, "realsys"))
+    argv = command(address, peer, paths.own_etcd, paths.etcd_certificate, authority, os.environ.get(RUN_ID, "realsys"))
     if SHIELDED in os.environ:
         sys.exit(keep(argv))
     os.execvp(argv[0], argv)

@@ -71,6 +71,11 @@ class TrialPaths:
         return self.root / "keys"
 
     @property
+    def etcd_certificate(self) -> Path:
+        """Certificate of the own etcd and of its clients, with its key; mode 0600."""
+        return self.keys / "etcd.pem"
+
+    @property
     def token(self) -> Path:
         """Token of the trial for calls that change the manager's state; mode 0600."""
         return self.root / "token"

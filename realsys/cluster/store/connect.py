@@ -38,7 +38,10 @@ def make_name_store(
     from realsys.cluster.store.etcd_store import EtcdNameStore
 
     lease_s = config.cluster.lease_s
-    access = EtcdAccess(settings.ca, settings.cert, settings.key, settings.user, etcd_password(settings))
+    if settings.start:
+        access = EtcdAccess.by_one_file(paths.etcd_certificate)
+    else:
+        access = EtcdAccess(settings.ca, settings.cert, settings.key, settings.user, etcd_password(settings))
     return EtcdNameStore(store_address(config, paths), min(call_timeout_s, lease_s / 3), lease_s, access, known=known)
 
 

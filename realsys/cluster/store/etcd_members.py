@@ -55,6 +55,11 @@ class EtcdAccess:
     user: str = ""
     password: str = field(default="", repr=False)
 
+    @classmethod
+    def by_one_file(cls, certificate: Path) -> EtcdAccess:
+        """Return the access to an etcd that has the same certificate as its clients, in one file with its key."""
+        return cls(str(certificate), str(certificate), str(certificate))
+
     def channel(self, address: str) -> grpc.Channel:
         """Return a channel to one member. Raises NameStoreError if a file cannot be read."""
         if not self.ca:

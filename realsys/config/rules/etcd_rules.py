@@ -20,7 +20,7 @@ def check_etcd(store: NameStoreConfig) -> None:
             problem = "cannot be read: write host:port, and several with commas between them"
             raise ConfigError(f"{SECTION}.address", store.address, problem)
     if store.start and ("," in store.address or store.ca or store.user):
-        problem = "starts one etcd without TLS and users: name one address only, and set neither ca nor user"
+        problem = "starts one etcd with a certificate of its own: name one address only, and set neither ca nor user"
         raise ConfigError(f"{SECTION}.start", True, problem)
     if not store.ca and (store.cert or store.key):
         raise ConfigError(f"{SECTION}.ca", "", "must be set for TLS: name the file of etcd's authority")

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -16,11 +17,13 @@ import pytest
 
 from realsys.cluster.failure import read_errors
 from realsys.cluster.process import RUN_ID, SHIELDED
+from realsys.cluster.store.certificate import ensure_certificate
+from realsys.cluster.store.etcd_members import EtcdAccess
 from realsys.cluster.store.etcd_store import EtcdNameStore
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.errors import WaitTimeout
+from realsys.errors import NameStoreError, WaitTimeout
 from realsys.launch.processes.own_etcd import etcd_answers
 from tests.support.processes.ports import lasting_ports
 
@@ -52,9 +55,11 @@ def worker(tmp_path: Path, config: Config) -> Iterator[subprocess.Popen[bytes]]:
     process.wait(BOUND_S)
 
 
-def test_etcd_of_a_job_outlives_sigterm(worker: subprocess.Popen[bytes], config: Config) -> None:
+def test_etcd_of_a_job_outlives_sigterm(worker: subprocess.Popen[bytes], config: Config, tmp_path: Path) -> None:
     """scancel sends SIGTERM to every process. The last checkpoint needs the leases of the workers."""
-    store = EtcdNameStore(config.cluster.name_store.address, BOUND_S, BOUND_S, known=True)
+    access = EtcdAccess.by_one_file(TrialPaths(tmp_path).etcd_certificate)
+    asyncio.run(etcd_answers(config.cluster.name_store.address, access, RUN, BOUND_S))  # the certificate is there
+    store = EtcdNameStore(config.cluster.name_store.address, BOUND_S, BOUND_S, access, known=True)
     try:
         lease = store.lease(30.0)
         store.add("r/key", "1", lease=lease)
@@ -93,9 +98,51 @@ def test_machine_without_etcd_is_named(tmp_path: Path, config: Config) -> None:
     assert f"there is no program named etcd on the PATH of {socket.gethostname()}: install etcd-server" in message
 
 
-def test_etcd_of_another_run_is_not_used(worker: subprocess.Popen[bytes], config: Config) -> None:
+def test_etcd_of_another_run_is_not_used(worker: subprocess.Popen[bytes], config: Config, tmp_path: Path) -> None:
     """It answers at the port that this run's etcd could not take."""
     address = config.cluster.name_store.address
-    asyncio.run(etcd_answers(address, RUN, BOUND_S))
+    access = EtcdAccess.by_one_file(TrialPaths(tmp_path).etcd_certificate)
+    asyncio.run(etcd_answers(address, access, RUN, BOUND_S))
     with pytest.raises(WaitTimeout, match=f"etcd at {address} did not answer"):
-        asyncio.run(etcd_answers(address, "arith-other-0123abcd", 0.2))
+        asyncio.run(etcd_answers(address, access, "arith-other-0123abcd", 0.2))
+
+
+def test_only_members_of_the_trial_reach_its_etcd(
+    worker: subprocess.Popen[bytes], config: Config, tmp_path: Path
+) -> None:
+    """A stranger could register a false server, and would get the token of the trial."""
+    address, certificate = config.cluster.name_store.address, TrialPaths(tmp_path).etcd_certificate
+    member = EtcdAccess.by_one_file(certificate)
+    asyncio.run(etcd_answers(address, member, RUN, BOUND_S))
+    assert certificate.stat().st_mode & 0o077 == 0
+    other = tmp_path / "other" / "etcd.pem"
+    ensure_certificate(other, "127.0.0.1")
+    store = EtcdNameStore(address, BOUND_S, BOUND_S, member)
+    store.add("r/key", "1")
+    strangers = {
+        "without TLS": EtcdAccess(),
+        "without a certificate": EtcdAccess(ca=str(certificate)),
+        "with that of another trial": replace(EtcdAccess.by_one_file(other), ca=str(certificate)),
+    }
+    for who, access in strangers.items():
+        with pytest.raises(NameStoreError):
+            EtcdNameStore(address, 1.0, 1.0, access).add("r/key2", who)
+    # A client does not speak to an etcd with another certificate, which may have taken the port.
+    with pytest.raises(NameStoreError, match="CERTIFICATE_VERIFY_FAILED"):
+        EtcdNameStore(address, 1.0, 1.0, EtcdAccess.by_one_file(other)).get("r/key")
+    assert store.get_subtree("r") == {"r/key": "1"}
+    store.close()
+
+
+def test_certificate_is_kept_for_its_host(tmp_path: Path) -> None:
+    """Running clients hold the old one. It is made anew for another host, or if it cannot be read."""
+    path = tmp_path / "keys" / "etcd.pem"
+    made = []
+    for host in ("10.0.0.7", "10.0.0.7", "node-3", "node-3", "fd00::7"):
+        ensure_certificate(path, host)
+        made.append(path.read_bytes())
+    assert [made[i] == made[i + 1] for i in range(4)] == [True, False, True, False]
+    path.write_bytes(b"damaged")
+    ensure_certificate(path, "fd00::7")
+    assert path.read_bytes().startswith(b"-----BEGIN CERTIFICATE")
+    assert sorted(file.name for file in path.parent.iterdir()) == ["etcd.ca.pem", "etcd.pem"]
