@@ -169,7 +169,7 @@ def examine(config: Config, paths: TrialPaths, *, other_disk: bool = False) -> E
         inputs = TrialPaths(Path(scratch))
         inputs.data.mkdir()
         check_here(config, paths, other_disk=other_disk)
-        _make_inputs(config, inputs)
+        make_inputs(config, inputs)
         return _examine(config, inputs, trial)
 
 
@@ -267,7 +267,7 @@ def _make(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[str], 
             folder.mkdir()
         _write_token(paths.token)
         say(_SET_UP)
-        _make_inputs(config, paths)
+        make_inputs(config, paths)
         examined = _examine(config, paths, trial)
         write_digest(paths, examined.digest)
         if trial.state is not None:
@@ -337,7 +337,7 @@ def _write_token(path: Path) -> None:
     staged.replace(path)
 
 
-def _make_inputs(config: Config, paths: TrialPaths) -> None:
+def make_inputs(config: Config, paths: TrialPaths) -> None:
     """Make the tiny model, and generated or converted data, if the trial uses them."""
     from realsys.data.arith import write_dataset
     from realsys.data.char_model import make_tiny_model, write_char_tokenizer

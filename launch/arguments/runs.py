@@ -1,4 +1,4 @@
-"""Commands that start processes: run, sweep, resume, submit, eval, and the agent of another machine."""
+"""Commands that start processes: run, sweep, resume, submit, eval, play, and the agent of another machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realsys.launch.arguments.base import Command, add_config_dir, add_newest_trial, preload_workers, seconds
+from realsys.launch.arguments.base import Command, add_config_dir, add_newest_trial, count, preload_workers, seconds
 
 if TYPE_CHECKING:
     from realsys.launch.run import RunOptions
@@ -98,6 +98,22 @@ def _evaluate(args: Namespace) -> int:
     return evaluate(args.target, Choices(args.overrides, args.config_dir, args.name), args.step, live=args.live)
 
 
+def _add_play(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", nargs="+", metavar="WORD", help="folder of a model or trial, or model.path=DIR; and overrides"
+    )
+    parser.add_argument("--tasks", type=count, metavar="N", default=4, help="held-out tasks (default: %(default)s)")
+    parser.add_argument("--step", type=int, metavar="N", help="weights of this step of the trial (default: the last)")
+    add_config_dir(parser, "your configuration files, as for run")
+
+
+def _play(args: Namespace) -> int:
+    from realsys.launch.evaluate.eval_settings import Choices
+    from realsys.launch.evaluate.play import play
+
+    return play(args.overrides, args.tasks, Choices(config_dir=args.config_dir), args.step)
+
+
 def _add_node_agent(parser: ArgumentParser) -> None:
     parser.add_argument("--trial-dir", type=Path, metavar="DIR", required=True, help="folder of the trial, shared")
     parser.add_argument(
@@ -168,6 +184,15 @@ COMMANDS = (
         _evaluate,
         "Evaluate on the data sets of the configuration and print a table (docs/evaluation.md). A model or a trial "
         "gets servers and RolloutWorkers of its own; nothing of them is left at the end.",
+        takes_overrides=True,
+    ),
+    Command(
+        "play",
+        "play some tasks with your agent and verifier, without training",
+        _add_play,
+        _play,
+        "Play held-out tasks one after the other, in one process. Print each conversation as it goes, the rows that "
+        "would be trained, the reward, and errors with file and line. Exit code 1 if a task failed.",
         takes_overrides=True,
     ),
 )

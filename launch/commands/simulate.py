@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realsys.launch.results.simulation_picture import draw_simulation
+from realsys.launch.screen.terminal import WorkLine
 from realsys.simulate.invariants import Broken
 from realsys.simulate.scenarios import plan
 from realsys.simulate.simulation import Simulation
@@ -28,14 +29,15 @@ def simulate(scenario: str, overrides: Sequence[str], out: Path | None, *, as_js
     ``out``: folder for results.json and simulation.png. Raises ConfigError for bad input.
     """
     simulation = Simulation(plan(scenario, overrides))
-    began = time.perf_counter()
+    began, line = time.perf_counter(), WorkLine("simulate")
     logging.disable(logging.WARNING)  # the machines warn of each fault; here faults are the normal case
     try:
-        simulation.run(_progress)
+        simulation.run(lambda so_far: _show(line, so_far))
     except Broken as broken:
         print(f"realsys: {broken}", file=sys.stderr)
         return _BROKEN
     finally:
+        line.clear()
         logging.disable(logging.NOTSET)
     found = results(simulation, time.perf_counter() - began)
     if as_json:
@@ -49,10 +51,12 @@ def simulate(scenario: str, overrides: Sequence[str], out: Path | None, *, as_js
     return 0
 
 
-def _progress(simulation: Simulation) -> None:
-    if sys.stderr.isatty():
-        hours, steps = simulation.clock.now / 3600, simulation.trainer.logged
-        print(f"\r{hours:.1f} h, {steps} steps, {simulation.clock.events} events ", end="", file=sys.stderr)
+def _show(line: WorkLine, simulation: Simulation) -> None:
+    hours, steps, sim = simulation.clock.now / 3600, simulation.trainer.logged, simulation.sim
+    limits = [(steps, sim.steps), (hours, sim.hours)]  # the first that is reached ends the simulation
+    done, total = max((limit for limit in limits if limit[1]), key=lambda limit: limit[0] / limit[1], default=(0, 1))
+    of_steps, of_hours = (f" of {limit:g}" if limit else "" for limit in (sim.steps, sim.hours))
+    line.show(done, total, f"{steps}{of_steps} steps, {hours:.1f}{of_hours} h")
 
 
 def print_results(console: Console, found: Mapping[str, Any]) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from realsys.config.compose import compose, given_fields, with_overrides
 from realsys.config.rules.machine import Machine
@@ -20,9 +18,10 @@ from realsys.errors import ConfigError
 from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.fit import fit as fit_config
 from realsys.launch.prepare import resolve
-from realsys.planner.cost_fit import MEMBERS, fit, recorded_outcome
+from realsys.launch.screen.terminal import Terminal, WorkLine
+from realsys.planner.cost_fit import FIT_SIMULATIONS, MEMBERS, fit, recorded_outcome
 from realsys.planner.parameters import Fit
-from realsys.planner.predict import Prediction, predict
+from realsys.planner.predict import PREDICT_SIMULATIONS, Prediction, predict
 from realsys.planner.recorded_run import Recording, read_recording
 from realsys.planner.splits import devices_of, recommend
 from realsys.planner.variants import Variant, given, split_variants, what_ifs
@@ -48,17 +47,19 @@ def show_predictions(overrides: Sequence[str], options: PlanOptions) -> int:
     cores = _shared_cores(recording) if options.cores is None else options.cores
     devices = options.devices or (round(cores) if cores else devices_of(config))
     variants = split_variants(config, devices, cores)
-    fitted = fit(recording, cores, _progress("fit"))
-    splits = _predicted(fitted, variants)
+    tries = given(config, options.tries) if options.tries else what_ifs(config)  # as many as of the best split
+    work = _Work(variants, tries, as_json=options.as_json)
+    work.say(_recorded(recording, cores))
+    fitted = fit(recording, cores, work.simulated)
+    splits = work.predict(fitted, variants)
     best = recommend(splits, devices=0 if cores else devices)
-    others = _predicted(fitted, given(best.config, options.tries) if options.tries else what_ifs(best.config))
-    if sys.stderr.isatty():
-        print("\r", end="\033[K", file=sys.stderr)
+    others = work.predict(fitted, given(best.config, options.tries) if options.tries else what_ifs(best.config))
+    work.line.clear()
     if options.as_json:
         found = {"splits": list(map(_plain, splits)), "recommended": best.label, "others": list(map(_plain, others))}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
         return 0
-    _print(Console(highlight=False, markup=False), fitted, [splits, others], best)
+    work.say(f"recommended: {best.label} ({best.bound}-bound)")
     return 0
 
 
@@ -80,48 +81,57 @@ def _shared_cores(recording: Recording) -> float:
     return 0.0 if recording.gpus else float(Machine.here().planned(recording.config.cluster).cpus)
 
 
-def _predicted(fitted: Fit, variants: Sequence[Variant]) -> list[Prediction]:
-    return [
-        predict(fitted, variant.config, variant.label, scale=variant.scale, progress=_progress(variant.label))
-        for variant in variants
-    ]
+class _Work:
+    """Simulations of the command: their progress on stderr, and a line on stdout as soon as a setting is predicted."""
+
+    def __init__(self, variants: Sequence[Variant], tries: Sequence[Variant], *, as_json: bool) -> None:
+        self.line = WorkLine("plan")
+        self._total = FIT_SIMULATIONS + PREDICT_SIMULATIONS * (len(variants) + len(tries))
+        self._done = 0
+        self._doing = "fit"
+        self._width = 0  # of the column of settings
+        self._console = Terminal(highlight=False, markup=False, quiet=as_json)
+        longest = max(len(variant.label) for variant in (*variants, *tries))
+        self._width = min(longest, max(0, self._console.width - len(self._row(*[""] * 5))))
+
+    def say(self, text: str) -> None:
+        """Print a result."""
+        self.line.clear()
+        self._console.print(text)
+        self._console.file.flush()
+
+    def simulated(self) -> None:
+        """Count a simulation."""
+        self._done += 1
+        self.line.show(self._done, self._total, f"{self._done} of {self._total} simulations, {self._doing}")
+
+    def predict(self, fitted: Fit, variants: Sequence[Variant]) -> list[Prediction]:
+        """Predict the settings and print a table of them, one line after the other."""
+        self.say(self._row("setting", "steps/h", "90 %", "tokens/s", "trainer waits"))
+        return list(self._predicted(fitted, variants))
+
+    def _predicted(self, fitted: Fit, variants: Sequence[Variant]) -> Iterator[Prediction]:
+        for variant in variants:
+            self._doing = variant.label
+            found = predict(fitted, variant.config, variant.label, scale=variant.scale, progress=self.simulated)
+            steps, tokens = found.steps_per_h, found.tokens_per_s.mid
+            interval = f"{steps.low:,.0f} - {steps.high:,.0f}"
+            self.say(self._row(found.label, f"{steps.mid:,.0f}", interval, f"{tokens:,.0f}", f"{found.waits:.0%}"))
+            yield found
+
+    def _row(self, label: str, steps: str, interval: str, tokens: str, waits: str) -> str:
+        first = label if len(label) <= self._width else f"{label}\n{'':{self._width}}"
+        return f"{first:<{self._width}}  {steps:>8}  {interval:>15}  {tokens:>9}  {waits:>13}"
 
 
-def _progress(label: str) -> Callable[[], None]:
-    done = 0
-
-    def show() -> None:
-        nonlocal done
-        done += 1
-        if sys.stderr.isatty():
-            print(f"\r{label[:60]}: {done} simulations\033[K", end="", file=sys.stderr, flush=True)
-
-    return show
-
-
-def _print(console: Console, fitted: Fit, tables: Sequence[Sequence[Prediction]], best: Prediction) -> None:
-    measured = recorded_outcome(fitted.recording)
-    shared = f"{fitted.cores:g} shared cores" if fitted.cores else "a device for each process"
-    console.print(
-        f"fitted to {fitted.recording.folder}, {len(fitted.recording.steps)} steps, {shared}: "
+def _recorded(recording: Recording, cores: float) -> str:
+    measured = recorded_outcome(recording)
+    shared = f"{cores:g} shared cores" if cores else "a device for each process"
+    return (
+        f"recorded in {recording.folder}, {len(recording.steps)} steps, {shared}: "
         f"{measured.steps_per_h:,.0f} steps/h, {measured.tokens_per_s:,.0f} tokens/s, "
-        f"trainer waits {measured.waits:.0%}; {1 + MEMBERS} sets of costs"
+        f"trainer waits {measured.waits:.0%}; predictions with {1 + MEMBERS} sets of costs"
     )
-    for predictions in tables:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in ("setting", "steps/h", "90 %", "tokens/s", "trainer waits"):
-            table.add_column(name, justify="left" if name == "setting" else "right", overflow="fold")
-        for found in predictions:
-            steps = found.steps_per_h
-            table.add_row(
-                found.label,
-                f"{steps.mid:,.0f}",
-                f"{steps.low:,.0f} - {steps.high:,.0f}",
-                f"{found.tokens_per_s.mid:,.0f}",
-                f"{found.waits:.0%}",
-            )
-        console.print(table)
-    console.print(f"recommended: {best.label} ({best.bound}-bound)")
 
 
 def _plain(found: Prediction) -> dict[str, Any]:

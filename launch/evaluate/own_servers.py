@@ -25,10 +25,7 @@ from realsys.weights.host.places import sweep
 
 def evaluate_model(target: Target, choices: Choices) -> int:
     """Start servers for a model, evaluate it, and return the exit code. Raises RealsysError for bad input."""
-    config, given = evaluation_config(target, choices, datetime.now())
-    if target.form != "model":  # before the checks, which read the model's files
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(exported(target))})})
-    planned = plan_of(resolve(config, now=datetime.now()), given)
+    planned = planned_evaluation(target, choices)
     check_start(planned.config)
     console = Terminal()
     say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
@@ -42,6 +39,14 @@ def evaluate_model(target: Target, choices: Choices) -> int:
             raise outcome.refused
         sweep()  # a server that was killed leaves its copy of the weights in /dev/shm
         return _conclude(planned, target, outcome, started)
+
+
+def planned_evaluation(target: Target, choices: Choices) -> Planned:
+    """Return the checked configuration of an evaluation. Raises RealsysError for bad input."""
+    config, given = evaluation_config(target, choices, datetime.now())
+    if target.form != "model":  # before the checks, which read the model's files
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(exported(target))})})
+    return plan_of(resolve(config, now=datetime.now()), given)
 
 
 def _conclude(planned: Planned, target: Target, outcome: Outcome, started: float) -> int:

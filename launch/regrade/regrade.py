@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +29,7 @@ from realsys.launch.commands.samples.lines import printable
 from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.regrade.disagreement import Different, Disagreement, verdict_name
 from realsys.launch.regrade.recorded import LeftOut, Recorded, RecordReader
+from realsys.launch.screen.terminal import WorkLine
 from realsys.reward.build import own_verifiers
 from realsys.reward.judge.rubric_file import read_rubric
 from realsys.rollout import environments
@@ -38,8 +37,7 @@ from realsys.rollout.defects import explain
 from realsys.rollout.environments.base import Environment
 from realsys.train.records import record_files as files
 
-CHUNK = 512  # completions that are judged together
-_PROGRESS_S = 5.0
+CHUNK = 128  # completions that are judged together
 _CAUSE = "environment"  # cause of an error that an environment raised
 #: settings that decide a verdict, and sections of them
 _CHANGEABLE = ("data.verifier_args", "rollout.environment", "rollout.environment_args", "rollout.reward")
@@ -112,17 +110,16 @@ def regrade_config(config: Config, options: RegradeOptions) -> Config:
 async def _judge_steps(
     config: Config, tokenizer: TextTokenizer, reader: RecordReader, steps: dict[int, Path], counts: Disagreement
 ) -> None:
-    verifiers = own_verifiers(config)
+    verifiers, line = own_verifiers(config), WorkLine("regrade")
     try:
         environment = environments.build(config, tokenizer, verifiers)
-        told = time.monotonic()
+        places = {step: place for place, step in enumerate(steps)}
         for step, chunk in _chunks(reader, steps):
+            seen = f"{counts.samples:,} samples judged, {counts.different:,} differ; now step {step}"
+            line.show(places[step], len(steps), f"{seen}, {places[step]} of {len(steps)} steps done")
             await judge_chunk(environment, chunk, counts)
-            if time.monotonic() - told > _PROGRESS_S:
-                told = time.monotonic()
-                progress = f"{counts.samples:,} samples, step {step} of {max(steps)}, {counts.different:,} differ"
-                print(f"realsys: regrade: {progress}", file=sys.stderr)
     finally:
+        line.clear()
         await verifiers.close()
 
 

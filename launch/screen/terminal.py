@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 
@@ -21,6 +22,42 @@ class Terminal(Console):
 def tell(text: str) -> None:
     """Print a line to stderr."""
     Terminal(stderr=True, emoji=False).print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+class WorkLine:
+    """Progress of a long command on stderr: one line that is redrawn on a terminal, else a line every ten seconds."""
+
+    REDRAW_S, PIPED_S = 0.2, 10.0
+
+    def __init__(
+        self, command: str, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._command = command
+        self._console = console or Terminal(stderr=True, emoji=False)
+        self._clock = clock
+        self._began = clock()
+        self._shown = self._began - self.PIPED_S
+
+    def show(self, done: float, total: float, text: str) -> None:
+        """Show ``text``, the share that is done, and the time left, if the last line is old enough."""
+        now, share = self._clock(), min(1.0, done / total) if total else 1.0
+        if now - self._shown < (self.REDRAW_S if self._console.is_terminal else self.PIPED_S):
+            return
+        self._shown = now
+        minutes, seconds = divmod(round((now - self._began) * (1.0 - share) / share) if share else 0, 60)
+        left = f", {minutes}:{seconds:02} left" if share else ""
+        line = f"realsys: {self._command}: {text}, {share:.0%}{left}"
+        if self._console.is_terminal:
+            self.clear()
+            self._console.print(line[: self._console.width - 1], end="", highlight=False, markup=False)
+        else:
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def clear(self) -> None:
+        """Remove the line from a terminal, so that results can follow."""
+        if self._console.is_terminal:
+            self._console.file.write("\r\033[K")
+            self._console.file.flush()
 
 
 @contextlib.contextmanager

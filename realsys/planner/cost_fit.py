@@ -29,6 +29,7 @@ from realsys.planner.steady_state import SHORT, STEPS, Lengths, Outcome, simulat
 
 MEMBERS = 10  # further sets of costs
 _CORRECTIONS, _SHORT_CORRECTIONS = 6, 3  # simulations of the recorded run that correct the best costs, and others
+FIT_SIMULATIONS = _CORRECTIONS + MEMBERS * _SHORT_CORRECTIONS
 _GROWTHS, _NO_CHANGE = (0.5, 4.0), 1e-3  # bounds of the measured growth; logarithm of a change that measures none
 _QUANTILES = 2000  # lengths that represent all recorded ones
 _WAITS = 0.05  # share of the time; a trainer that waits longer is bound by the servers

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from statistics import mean, variance
 
 from realsys.config.schema import Config
+from realsys.planner.cost_fit import MEMBERS
 from realsys.planner.parameters import Fit, Parameters
 from realsys.planner.steady_state import SHORT, STEPS, Outcome, check_layouts, simulate
 
 SEEDS = (1, 2, 3)
+PREDICT_SIMULATIONS = len(SEEDS) + 1 + MEMBERS
 #: relative error of the model itself, where the costs are exact. The errors in benchmarks/results/planner.json have a
 #: root mean square of 8 %, and the costs cause a part of it.
 MODEL_ERROR = 0.07

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
@@ -78,15 +77,14 @@ class Simulation:
             raise Broken(f"{type(error).__name__}: {error}", self) from error
 
     def _loop(self, progress: Callable[[Simulation], None]) -> None:
-        every, shown = self.sim.check_every, time.monotonic()
+        every = self.sim.check_every
         while not self._over():
             if not self.clock.step():
                 raise Broken("nothing is left to happen", self)
             self._watch_routes()
             if every and self.clock.events % every == 0:
                 check_cheap(self)
-            if not self.clock.events % 65536 and time.monotonic() - shown > 1.0:
-                shown = time.monotonic()
+            if not self.clock.events % 1024:
                 progress(self)
         check_all(self)
 

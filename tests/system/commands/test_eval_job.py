@@ -75,6 +75,14 @@ def test_trial_repeats_its_last_evaluation(greedy, tmp_path):
     assert processes_of(greedy.root / "eval" / "last") == []
 
 
+def test_play_shows_a_task_of_a_trial_and_changes_nothing(greedy):
+    before = everything(greedy.root)
+    done = realsys("play", greedy.root, "--tasks", 1)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert "\n  sampled    " in done.stdout and "\n  reward     " in done.stdout
+    assert everything(greedy.root) == before
+
+
 def test_step_of_a_trial_has_its_own_weights(greedy):
     done = evaluate(greedy.root, "--step", "1", "--name", "first")
     assert done.returncode == 0, done.stdout + done.stderr
