@@ -49,7 +49,8 @@ def half_written(paths: TrialPaths) -> list[Path]:
 
 def own_stores(paths: TrialPaths) -> list[Path]:
     """Return what the name stores of a run have in its folder. It is of use only while the trial runs."""
-    return [path for path in (paths.name_store, paths.own_etcd, paths.store_address) if path.exists()]
+    own = (paths.name_store, paths.own_etcd, paths.store_address, paths.etcd_certificate)
+    return [path for path in own if path.exists()]
 
 
 def remove_path(path: Path) -> None:

@@ -154,7 +154,7 @@ class Finder:
             return None
         name = str(place) if settings.backend == "file" else f"etcd at {store_address(config, paths)}"
         if not is_known(config, paths):
-            problem = "its etcd has not told its address"
+            problem = "its etcd has not told its address, or has no certificate"
         else:
             problem = self._ask(name, config, paths)
         if problem and settings.start:

@@ -15,6 +15,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _LIFETIME = datetime.timedelta(days=3650)
 #: etcd is its only peer, on loopback
@@ -47,10 +48,10 @@ def _write(path: Path, content: bytes) -> None:
 
 def _signed(names: set[x509.GeneralName]) -> bytes:
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "etcd of a realsys trial")])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "etcd of a realsys trial")])
     now = datetime.datetime.now(datetime.UTC)
     # etcd answers HTTP through a client of its own, which shows etcd's certificate.
-    usage = [x509.ExtendedKeyUsageOID.SERVER_AUTH, x509.ExtendedKeyUsageOID.CLIENT_AUTH]
+    usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     certificate = (
         x509.CertificateBuilder()
         .subject_name(subject)

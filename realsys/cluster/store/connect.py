@@ -61,7 +61,9 @@ def is_elsewhere(config: Config) -> bool:
 
 
 def is_known(config: Config, paths: TrialPaths) -> bool:
-    """Return True if the name store can be asked: its address is known."""
+    """Return True if the name store can be asked: its address is known, and an own etcd has its certificate."""
+    if config.cluster.name_store.start and not paths.etcd_certificate.exists():
+        return False
     return not is_elsewhere(config) or paths.store_address.exists()
 
 

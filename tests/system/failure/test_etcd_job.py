@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from realsys.cluster.store.connect import trial_names
+from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.cluster.store.etcd_store import EtcdNameStore
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
@@ -51,8 +51,9 @@ def test_job_on_ipv6_keeps_to_its_ports(tmp_path):
     root, argv = arith(tmp_path, "ipv6", *settings)
     with running(root, argv) as live:
         live.until_step(1)
-        names = trial_names(read_config(TrialPaths(root).config))
-        store = EtcdNameStore(f"[::1]:{own}", call_timeout_s=60.0)
+        config = read_config(TrialPaths(root).config)
+        names = trial_names(config)
+        store = make_name_store(config, TrialPaths(root), call_timeout_s=60.0)
         advertised = {key.removeprefix(f"{names.root}/"): text for key, text in store.get_subtree(names.root).items()}
         store.close()
         job = live.wait().completed()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,22 +15,28 @@ from pathlib import Path
 import pytest
 
 from realsys.cluster.heartbeat import Heartbeat, LeaseTerms
-from realsys.cluster.store.connect import trial_names
+from realsys.cluster.process import RUN_ID
+from realsys.cluster.store.base import NameStore
+from realsys.cluster.store.certificate import ensure_certificate
+from realsys.cluster.store.connect import make_name_store, trial_names
+from realsys.cluster.store.etcd_members import EtcdAccess
 from realsys.cluster.store.etcd_store import EtcdNameStore
 from realsys.cluster.store.file_store import FileNameStore
 from realsys.cluster.store.names import Names
 from realsys.config.compose import compose
-from realsys.config.dump import write_config
+from realsys.config.dump import read_config, write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.cli import main
 from realsys.launch.commands.trials import leftovers
 from realsys.launch.commands.trials.leftovers import Finder, Leftover, Trial, remove
 from realsys.launch.lock import TrialLock
+from realsys.launch.processes.own_etcd import etcd_answers
 from realsys.launch.slurm.slurm_client import JobState, SlurmError
 from realsys.launch.trial_job import TrialJob
 from realsys.launch.trial_keys import claim_keys, remove_keys
 from realsys.storage.scratch import occupy
+from tests.support.processes.ports import lasting_ports
 
 LEASE_S = 0.4  # etcd rounds it up to 2 s
 
@@ -68,7 +77,7 @@ def unique() -> str:
     return f"t{uuid.uuid4().hex[:12]}"
 
 
-def worker(store: EtcdNameStore, names: Names) -> Heartbeat:
+def worker(store: NameStore, names: Names) -> Heartbeat:
     key = names.heartbeat("rollout_worker/0")
     return Heartbeat(store, key, "rollout_worker", 0, LeaseTerms(LEASE_S, 0.1), lambda error: None)
 
@@ -181,6 +190,7 @@ def on_own_etcd(root: Path, trial: str, address: str = "127.0.0.1:1", *overrides
     _, paths = make(root, *OWN_ETCD, *overrides, trial=trial)
     paths.store_address.write_text(address)
     paths.own_etcd.mkdir()
+    ensure_certificate(paths.etcd_certificate, "127.0.0.1")
     return paths
 
 
@@ -192,17 +202,26 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, JobState]:
     return jobs
 
 
+@pytest.mark.processes
 @pytest.mark.needs("etcd")
-def test_each_own_etcd_is_asked(root, etcd, etcd_server, capsys):
+def test_each_own_etcd_is_asked(root, capsys):
     """Both have the default address in their configuration. The etcd of the first one has ended."""
-    ended, living = on_own_etcd(root, "a"), on_own_etcd(root, unique(), etcd_server.address)
+    address = f"127.0.0.1:{lasting_ports(1)[0]}"
+    ended, living = on_own_etcd(root, "a"), on_own_etcd(root, "b", address)
     ended.summary.write_text("{}")
-    beating = worker(etcd, Names(trial_names(compose(["experiment=arith"])).user, "arith", living.root.name))
-    beating.start()
-    try:
-        assert main(["gc", str(root), "--yes"]) == 0
-    finally:
-        beating.stop()
+    argv = [sys.executable, "-m", "realsys.workers.name_store", "--trial-dir", str(living.root), "--index", "0"]
+    with subprocess.Popen(argv, env={**os.environ, RUN_ID: "b-1"}) as etcd:
+        try:
+            asyncio.run(etcd_answers(address, EtcdAccess.by_one_file(living.etcd_certificate), "b-1", 60.0))
+            config = read_config(living.config)
+            store = make_name_store(config, living)
+            beating = worker(store, trial_names(config))
+            beating.start()
+            assert main(["gc", str(root), "--yes"]) == 0
+            beating.stop()
+            store.close()
+        finally:
+            etcd.terminate()
     assert f"{living.root}: left alone: it runs: " in capsys.readouterr().out
     assert living.own_etcd.exists() and not ended.own_etcd.exists()
 
@@ -216,7 +235,7 @@ def test_silent_own_etcd_without_summary_is_doubt(root, capsys):
     assert main(["gc", str(root), "--yes"]) == 0
     out = capsys.readouterr().out
     assert f"{paths.root}: left alone: it may run: name store: cannot" in out and "machine of its launcher" in out
-    assert f"{unknown.root}: left alone: it may run: its etcd has not told its address" in out
+    assert f"{unknown.root}: left alone: it may run: its etcd has not told its address, or has no certificate" in out
     assert paths.own_etcd.exists() and unknown.own_etcd.exists()
 
 
