@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,9 +50,13 @@ def keep(argv: list[str]) -> int:
         log.info("etcd was ended by a signal to all processes of the job; it is started again")
 
 
-def command(address: str, peer: str, data: Path, certificate: Path, authority: Path, member: str) -> list[str]:
-    """Return argv of etcd with one member of this name. ``peer`` is unused, but etcd does not start without it."""
-    client, peer = f"https://{address}", f"https://{peer}"
+def command(address: str, peer: str, data: Path, member: str, tls: Sequence[str] = ()) -> list[str]:
+    """Return argv of etcd with one member of this name. ``peer`` is unused, but etcd does not start without it.
+
+    ``tls``: flags with its certificates.
+    """
+    scheme = "https" if tls else "http"
+    client, peer = f"{scheme}://{address}", f"{scheme}://{peer}"
     return [
         "etcd",
         f"--name={member}",
@@ -61,10 +66,7 @@ def command(address: str, peer: str, data: Path, certificate: Path, authority: P
         f"--listen-peer-urls={peer}",
         f"--listen-client-urls={client}",
         f"--advertise-client-urls={client}",
-        *(f"--{side}{kind}-file={certificate}" for side in ("", "peer-") for kind in ("cert", "key")),
-        *(f"--{side}trusted-ca-file={authority}" for side in ("", "peer-")),
-        "--client-cert-auth",
-        "--peer-client-cert-auth",
+        *tls,
         "--logger=zap",
         "--log-level=warn",
         "--log-outputs=stderr",
@@ -74,6 +76,13 @@ def command(address: str, peer: str, data: Path, certificate: Path, authority: P
         "--heartbeat-interval=50",
         "--election-timeout=500",
     ]
+
+
+def members_only(certificate: Path, authority: Path) -> list[str]:
+    """Return the flags of an etcd that has this certificate, and takes only clients and peers with it."""
+    files = {"cert": certificate, "key": certificate, "trusted-ca": authority}
+    flags = [flag for kind, path in files.items() for flag in (f"--{kind}-file={path}", f"--peer-{kind}-file={path}")]
+    return [*flags, "--client-cert-auth", "--peer-client-cert-auth"]
 
 
 def main() -> NoReturn:
@@ -97,7 +106,8 @@ def main() -> NoReturn:
         write_error(paths.errors, record_of("name_store", arguments.index, error))
         sys.exit(error.exit_code)
     peer = f"127.0.0.1:{free_ports(1)[0]}"
-    argv = command(address, peer, paths.own_etcd, paths.etcd_certificate, authority, os.environ.get(RUN_ID, "realsys"))
+    tls = members_only(paths.etcd_certificate, authority)
+    argv = command(address, peer, paths.own_etcd, os.environ.get(RUN_ID, "realsys"), tls)
     if SHIELDED in os.environ:
         sys.exit(keep(argv))
     os.execvp(argv[0], argv)
