@@ -45,6 +45,7 @@ from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
 from realsys.master.run.trial_start import TrialStart, write_start
 from realsys.reward.judge.rubric_file import read_rubric
+from realsys.storage.files import write_secret
 
 Role = TypeVar("Role", bound=RoleConfig)
 
@@ -265,7 +266,7 @@ def _make(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[str], 
         _empty(paths)
         for folder in (paths.logs, paths.errors, paths.data):
             folder.mkdir()
-        _write_token(paths.token)
+        write_secret(paths.token, secrets.token_urlsafe(32).encode())
         say(_SET_UP)
         make_inputs(config, paths)
         examined = _examine(config, paths, trial)
@@ -321,20 +322,11 @@ def _continue(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[st
     tidy(paths)
     write_digest(paths, examined.digest)
     if not paths.token.exists() or paths.token.stat().st_mode & 0o077:  # others may have read it
-        _write_token(paths.token)
+        write_secret(paths.token, secrets.token_urlsafe(32).encode())
     write_start(examined.start, paths.start)
     write_config(config, paths.config)
     for line in examined.lines:
         say(line)
-
-
-def _write_token(path: Path) -> None:
-    """Write a new secret that only this user can read: the mode is set at creation, not after it. Atomic."""
-    staged = path.with_suffix(".tmp")
-    fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "w", encoding="ascii") as file:
-        file.write(secrets.token_urlsafe(32))
-    staged.replace(path)
 
 
 def make_inputs(config: Config, paths: TrialPaths) -> None:

@@ -10,6 +10,7 @@ from realsys.config.paths import TrialPaths
 _KEPT_ERRORS = 50  # files of earlier starts
 _HALF_WRITTEN = (
     "*.tmp",
+    "keys/*.tmp",
     "weights/*/*.tmp",
     "checkpoints/*.tmp",
     "hf/*.tmp",
@@ -49,8 +50,8 @@ def half_written(paths: TrialPaths) -> list[Path]:
 
 def own_stores(paths: TrialPaths) -> list[Path]:
     """Return what the name stores of a run have in its folder. It is of use only while the trial runs."""
-    own = (paths.name_store, paths.own_etcd, paths.store_address, paths.etcd_certificate)
-    return [path for path in own if path.exists()]
+    own = (paths.name_store, paths.own_etcd, paths.store_address)
+    return [*(path for path in own if path.exists()), *sorted(paths.keys.glob("etcd*.pem"))]
 
 
 def remove_path(path: Path) -> None:

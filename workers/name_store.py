@@ -6,11 +6,17 @@ Where a batch system sends SIGTERM to every process of a job, etcd ends with it,
 needs etcd. There this process stays, and starts etcd again until its agent stops it. The keys are in etcd's data.
 
 Only here is it known whether this machine can run etcd: with several machines the launcher may be on another one.
+
+etcd and all of its clients have one certificate, which is also its own authority. etcd takes a client only with it, and
+a client trusts only an etcd that has it. A process that can read the file is a member of the trial; no other process
+reads or writes a key of etcd.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import ipaddress
 import logging
 import os
 import signal
@@ -21,17 +27,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
 from realsys.cluster import prctl
 from realsys.cluster.failure import record_of, write_error
 from realsys.cluster.network import PORTS, free_ports, split_host_port
 from realsys.cluster.process import RUN_ID, SHIELDED, StopSignals, configure_logging, die_with_parent
-from realsys.cluster.store.certificate import ensure_certificate
 from realsys.cluster.store.connect import check_own_etcd, store_address
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
+from realsys.storage.files import write_secret
 
 log = logging.getLogger(__name__)
+
+_LIFETIME = datetime.timedelta(days=3650)
+#: address of etcd as its only peer
+_LOOPBACK = "127.0.0.1"
 
 
 def keep(argv: list[str]) -> int:
@@ -83,6 +98,52 @@ def members_only(certificate: Path, authority: Path) -> list[str]:
     files = {"cert": certificate, "key": certificate, "trusted-ca": authority}
     flags = [flag for kind, path in files.items() for flag in (f"--{kind}-file={path}", f"--peer-{kind}-file={path}")]
     return [*flags, "--client-cert-auth", "--peer-client-cert-auth"]
+
+
+def ensure_certificate(path: Path, host: str) -> Path:
+    """Make the certificate and its key for ``host``, in one PEM file that only this user can read, if it is missing.
+
+    The launcher removes the file before a run. When etcd starts again in a run, the certificate stays, because running
+    clients have read it. Returns a file with the certificate alone: etcd refuses one that also has a key as that of
+    its authority.
+    """
+    if not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_secret(path, _signed({_name(host), _name(_LOOPBACK)}))
+    authority = path.with_suffix(".ca.pem")
+    write_secret(authority, x509.load_pem_x509_certificate(path.read_bytes()).public_bytes(serialization.Encoding.PEM))
+    return authority
+
+
+def _signed(names: set[x509.GeneralName]) -> bytes:
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "etcd of a realsys trial")])
+    now = datetime.datetime.now(datetime.UTC)
+    # etcd passes requests over HTTP to itself, as a client with its own certificate.
+    usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))  # the clocks of two hosts may differ
+        .not_valid_after(now + _LIFETIME)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return certificate.public_bytes(pem) + private
+
+
+def _name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 def main() -> NoReturn:

@@ -47,7 +47,7 @@ def show_predictions(overrides: Sequence[str], options: PlanOptions) -> int:
     cores = _shared_cores(recording) if options.cores is None else options.cores
     devices = options.devices or (round(cores) if cores else devices_of(config))
     variants = split_variants(config, devices, cores)
-    tries = given(config, options.tries) if options.tries else what_ifs(config)  # as many as of the best split
+    tries = given(config, options.tries) if options.tries else what_ifs(config)  # only their number counts yet
     work = _Work(variants, tries, as_json=options.as_json)
     work.say(_recorded(recording, cores))
     fitted = fit(recording, cores, work.simulated)
@@ -89,7 +89,7 @@ class _Work:
         self._total = FIT_SIMULATIONS + PREDICT_SIMULATIONS * (len(variants) + len(tries))
         self._done = 0
         self._doing = "fit"
-        self._width = 0  # of the column of settings
+        self._width = 0  # of the first column; the other columns are measured before it is known
         self._console = Terminal(highlight=False, markup=False, quiet=as_json)
         longest = max(len(variant.label) for variant in (*variants, *tries))
         self._width = min(longest, max(0, self._console.width - len(self._row(*[""] * 5))))

@@ -14,10 +14,10 @@ import asyncio
 import contextlib
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from rich.text import Text
@@ -29,8 +29,7 @@ from realsys.data.prompts import Prompt, PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError, RealsysError, WeightsError
 from realsys.generation.backend import EngineParts, make_backend
-from realsys.generation.client import Generated, GenerationClient, SamplingSpec
-from realsys.generation.received import Received
+from realsys.generation.client import Generated, GenerationClient
 from realsys.launch.commands.samples.lines import printable
 from realsys.launch.evaluate.eval_settings import Choices
 from realsys.launch.evaluate.own_servers import planned_evaluation
@@ -110,7 +109,7 @@ async def _play_tasks(config: Config, paths: TrialPaths, tasks: int, say: Say) -
 
 
 async def _played(player: GroupPlayer, ticket: Ticket, prompt: Prompt, say: Say) -> Episode | None:
-    """Play one task and print what came of it; None if it failed."""
+    """Play one task, print its episode and return it; None if it failed."""
     try:
         [episode] = (await player.play(ticket, prompt)).ended
     except RealsysError as error:
@@ -140,7 +139,7 @@ def _row(row: Row) -> str:
     starts = [place for place, kind in enumerate(kinds) if not place or kind != kinds[place - 1]]
     names = {"sampled": "trained"}
     runs = [
-        f"{names.get(kinds[start], kinds[start])} {start}-{end - 1}"
+        f"{names.get(kinds[start], kinds[start])} {start}" + (f"-{end - 1}" if end - 1 > start else "")
         for start, end in zip(starts, [*starts[1:], len(kinds)], strict=True)
     ]
     return f"{len(kinds)} tokens, {row.loss_tokens} trained: {', '.join(runs)}; {row.finish_reason}"
@@ -174,19 +173,10 @@ class Shown:
 
 
 class _Client(GenerationClient):
-    """A client of a server whose weights were never updated: what it samples counts as version 0."""
+    """A client of a server whose weights were never updated: its tokens get version 0, so that rows can be made."""
 
-    async def generate(
-        self,
-        url: str,
-        input_ids: Sequence[int],
-        spec: SamplingSpec,
-        *,
-        rid: str,
-        seed: int,
-        received: Received | None = None,
-    ) -> list[Generated]:
-        made = await super().generate(url, input_ids, spec, rid=rid, seed=seed, received=received)
+    async def generate(self, *args: Any, **named: Any) -> list[Generated]:
+        made = await super().generate(*args, **named)
         return [replace(each, versions=np.zeros_like(each.versions), kv_versions=None) for each in made]
 
 

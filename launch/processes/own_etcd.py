@@ -20,18 +20,24 @@ async def etcd_answers(address: str, access: EtcdAccess, member: str, timeout_s:
 
     The etcd of another run may have taken the port. It is not used.
     """
+    problem = ""
     async for _ in attempts(timeout_s, _PERIOD_S, _PERIOD_S):
-        if member in await asyncio.to_thread(_members, address, access, min(_ATTEMPT_S, timeout_s)):
+        problem = await asyncio.to_thread(_problem, address, access, member, min(_ATTEMPT_S, timeout_s))
+        if not problem:
             return
-    raise WaitTimeout(f"etcd at {address} did not answer within {timeout_s:g} s (cluster.connect_timeout_s)")
+    limit = f"{timeout_s:g} s (cluster.connect_timeout_s)"
+    raise WaitTimeout(f"etcd at {address} did not answer within {limit}: {problem}")
 
 
-def _members(address: str, access: EtcdAccess, timeout_s: float) -> list[str]:
-    """Return the names of the members of etcd at ``address``; [] if it does not answer, or has no certificate yet."""
+def _problem(address: str, access: EtcdAccess, member: str, timeout_s: float) -> str:
+    """Return why etcd at ``address`` cannot be used yet; "" if it lists ``member``."""
     rpc = import_etcd3().etcdrpc
     try:
         with access.channel(address) as channel:
             members = rpc.ClusterStub(channel).MemberList(rpc.MemberListRequest(), timeout=timeout_s).members
-    except (grpc.RpcError, NameStoreError):
-        return []
-    return [each.name for each in members]
+    except grpc.RpcError as error:
+        return str(error.details())
+    except NameStoreError as error:
+        return str(error)
+    names = [each.name for each in members]
+    return "" if member in names else f"it is the etcd of another run ({', '.join(names)})"

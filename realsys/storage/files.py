@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -51,6 +52,18 @@ def write_durably(path: Path, data: bytes) -> None:
     """Write and fsync one file. Raises OSError with its path."""
     with durable_file(path) as file:
         file.write(data)
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """Replace a file by one that only this user can read: its mode is set when it is created. Raises OSError."""
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 def fsync_directory(path: Path) -> None:

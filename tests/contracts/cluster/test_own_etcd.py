@@ -17,7 +17,6 @@ import pytest
 
 from realsys.cluster.failure import read_errors
 from realsys.cluster.process import RUN_ID, SHIELDED
-from realsys.cluster.store.certificate import ensure_certificate
 from realsys.cluster.store.etcd_members import EtcdAccess
 from realsys.cluster.store.etcd_store import EtcdNameStore
 from realsys.config.dump import write_config
@@ -25,6 +24,8 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import NameStoreError, WaitTimeout
 from realsys.launch.processes.own_etcd import etcd_answers
+from realsys.launch.recover import tidy
+from realsys.workers.name_store import ensure_certificate
 from tests.support.processes.ports import lasting_ports
 
 BOUND_S = 60.0
@@ -103,7 +104,7 @@ def test_etcd_of_another_run_is_not_used(worker: subprocess.Popen[bytes], config
     address = config.cluster.name_store.address
     access = EtcdAccess.by_one_file(TrialPaths(tmp_path).etcd_certificate)
     asyncio.run(etcd_answers(address, access, RUN, BOUND_S))
-    with pytest.raises(WaitTimeout, match=f"etcd at {address} did not answer"):
+    with pytest.raises(WaitTimeout, match=f"etcd at {address} did not answer .* it is the etcd of another run .{RUN}"):
         asyncio.run(etcd_answers(address, access, "arith-other-0123abcd", 0.2))
 
 
@@ -134,15 +135,14 @@ def test_only_members_of_the_trial_reach_its_etcd(
     store.close()
 
 
-def test_certificate_is_kept_for_its_host(tmp_path: Path) -> None:
-    """Running clients hold the old one. It is made anew for another host, or if it cannot be read."""
-    path = tmp_path / "keys" / "etcd.pem"
-    made = []
-    for host in ("10.0.0.7", "10.0.0.7", "node-3", "node-3", "fd00::7"):
-        ensure_certificate(path, host)
-        made.append(path.read_bytes())
-    assert [made[i] == made[i + 1] for i in range(4)] == [True, False, True, False]
-    path.write_bytes(b"damaged")
-    ensure_certificate(path, "fd00::7")
-    assert path.read_bytes().startswith(b"-----BEGIN CERTIFICATE")
-    assert sorted(file.name for file in path.parent.iterdir()) == ["etcd.ca.pem", "etcd.pem"]
+def test_certificate_stays_for_running_clients(tmp_path: Path) -> None:
+    """etcd that starts again in a run has the certificate that they have read; a new run makes another one."""
+    path = TrialPaths(tmp_path).etcd_certificate
+    authority = ensure_certificate(path, "fd00::7")
+    first = path.read_bytes()
+    assert ensure_certificate(path, "fd00::7") == authority
+    assert path.read_bytes() == first and first.startswith(authority.read_bytes())
+    tidy(TrialPaths(tmp_path))
+    assert list(path.parent.iterdir()) == []
+    ensure_certificate(path, "node-3")
+    assert path.read_bytes() != first and path.stat().st_mode & 0o077 == 0

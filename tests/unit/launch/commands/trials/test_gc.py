@@ -17,7 +17,6 @@ import pytest
 from realsys.cluster.heartbeat import Heartbeat, LeaseTerms
 from realsys.cluster.process import RUN_ID
 from realsys.cluster.store.base import NameStore
-from realsys.cluster.store.certificate import ensure_certificate
 from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.cluster.store.etcd_members import EtcdAccess
 from realsys.cluster.store.etcd_store import EtcdNameStore
@@ -36,6 +35,7 @@ from realsys.launch.slurm.slurm_client import JobState, SlurmError
 from realsys.launch.trial_job import TrialJob
 from realsys.launch.trial_keys import claim_keys, remove_keys
 from realsys.storage.scratch import occupy
+from realsys.workers.name_store import ensure_certificate
 from tests.support.processes.ports import lasting_ports
 
 LEASE_S = 0.4  # etcd rounds it up to 2 s
