@@ -89,7 +89,8 @@ class Heartbeat:
         self._shown: dict[str, int] = {}  # counters in the value
         self._state = "starting"
         self._written = ""
-        self._incarnation = self._next_incarnation(terms.last)
+        self._last = terms.last
+        self._incarnation = self._next_incarnation()
         self._due = threading.Event()
         self._condition = threading.Condition()
         self._stopping = False
@@ -154,13 +155,16 @@ class Heartbeat:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(self.lease.ttl_s)
 
-    def _next_incarnation(self, last: Path | None) -> int:
+    def _next_incarnation(self) -> int:
         """Return the wall clock in nanoseconds, or one more than a predecessor's if the clock was set back."""
-        previous = max(self._holder() or 0, 0 if last is None else _read_last(last))
-        incarnation = max(time.time_ns(), previous + 1)
-        if last is not None:
-            _write_last(last, incarnation)
+        incarnation = max(time.time_ns(), self._newest(self._holder()) + 1)
+        if self._last is not None:
+            _write_last(self._last, incarnation)
         return incarnation
+
+    def _newest(self, holder: int | None) -> int:
+        """Return the greatest incarnation so far: that of the key, or of a process that has not written it yet."""
+        return max(holder or 0, 0 if self._last is None else _read_last(self._last))
 
     def _holder(self) -> int | None:
         """Return the incarnation that holds the key, or None."""
@@ -211,7 +215,8 @@ class Heartbeat:
         try:
             self.lease.keep_alive()
         except Fenced:
-            self._refuse_successor(self._holder())
+            # A successor ends this lease before it writes the key.
+            self._refuse_successor(self._newest(self._holder()))
             raise
         self._read_counters(began)
         if (value := self._value()) != self._written or began >= self._look_at:
@@ -221,14 +226,15 @@ class Heartbeat:
             self._deadline = began + self.lease.ttl_s
             self._condition.notify_all()
 
-    def _refuse_successor(self, holder: int | None) -> None:
-        if holder is not None and holder > self._incarnation:
-            raise Fenced(f"{self._key} was taken over by incarnation {holder}; this one ({self.incarnation}) must stop")
+    def _refuse_successor(self, newest: int) -> None:
+        if newest > self._incarnation:
+            raise Fenced(f"{self._key} was taken over by incarnation {newest}; this one ({self.incarnation}) must stop")
 
     def _look(self, value: str) -> None:
         """Read the key and write ``value`` if it has changed. Raises Fenced if the key is no longer ours."""
         holder = self._holder()
         if holder is None:
+            self._refuse_successor(self._newest(holder))
             raise Fenced(f"{self._key} was removed: this worker was declared dead; it must stop")
         self._refuse_successor(holder)
         if value != self._written:

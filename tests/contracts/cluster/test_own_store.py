@@ -10,6 +10,7 @@ from realsys.cluster.process import STORE_ADDRESS
 from realsys.cluster.store.connect import is_known, store_address
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.workers.name_store import ensure_certificate
 
 OWN = {"backend": "etcd", "start": True, "address": "127.0.0.1:2379"}
 
@@ -23,11 +24,14 @@ def test_address_is_in_the_folder_once_its_machine_joined(tmp_path: Path) -> Non
     paths = TrialPaths(tmp_path)
     assert not is_known(config(2), paths)
     paths.store_address.write_text("10.1.0.7:2379")
+    assert not is_known(config(2), paths), "etcd has made no certificate yet"
+    ensure_certificate(paths.etcd_certificate, "10.1.0.7")
     assert is_known(config(2), paths) and store_address(config(2), paths) == "10.1.0.7:2379"
 
 
 def test_address_of_one_machine_or_of_a_site_is_configured(tmp_path: Path) -> None:
     paths = TrialPaths(tmp_path)
+    ensure_certificate(paths.etcd_certificate, "127.0.0.1")
     for each, expected in ((config(0), "127.0.0.1:2379"), (config(2, "10.1.0.9:2379"), "10.1.0.9:2379")):
         assert is_known(each, paths) and store_address(each, paths) == expected
 

@@ -254,3 +254,15 @@ def test_suspension_counts_unless_all_is_on_one_machine(monkeypatch):
 
     assert now(0, "file") == now(1, "file") == 1.0
     assert now(2, "file") == now(1, "file", spares=1) == now(0, "etcd") == 1000.0
+
+
+def test_successor_is_named_before_it_has_written_its_key(store, losses, tmp_path):
+    """It ends the lease of the older process first; a beat may come in between."""
+    last = tmp_path / "incarnations" / "rollout_worker-1"
+    older = heartbeat(store, losses, last=last)
+    successor = int(older.incarnation) + 1
+    last.write_text(str(successor))
+    store.end_lease_of(KEY)
+    older.start()
+    assert f"taken over by incarnation {successor}" in str(losses.get(timeout=BOUND_S))
+    older.stop()
