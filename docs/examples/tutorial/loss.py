@@ -1,8 +1,9 @@
-"""The loss of the tutorial: train.ppo.loss=loss:capped"""
+"""The loss of the tutorial: train.ppo.loss=loss:good_only"""
 
 from realsys.algorithm.losses import LossInputs, Surrogate
 
 
-def capped(inputs: LossInputs, cap: float = 1.2) -> Surrogate:
-    """``-min(u, cap) * A``: a token that has become ``cap`` times as probable gets no further gradient."""
-    return Surrogate(-inputs.u.clamp(max=cap) * inputs.advantages, clipped=inputs.u > cap)
+def good_only(inputs: LossInputs, cap: float = 1.2) -> Surrogate:
+    """``-min(u, cap) * max(A, 0)``: learn from completions that are better than the others of their group."""
+    good = inputs.advantages.clamp(min=0)
+    return Surrogate(-inputs.u.clamp(max=cap) * good, clipped=(inputs.u > cap) & (good > 0))
