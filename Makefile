@@ -15,6 +15,8 @@ VERIFIERS_VENV := .venv-verifiers
 VERIFIERS := docs/examples/verifiers
 TRACKERS_VENV := .venv-trackers
 TRACKERS := tests/trackers
+DOCS_VENV := .venv-docs
+SITE := docs/site
 OPENENV_VENV := .venv-openenv
 OPENENV := tests/agents/openenv
 SMOL := .smol
@@ -53,7 +55,7 @@ export REALSYS_DAY ?= $(shell date +%-j)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-cpu agents-env verifiers-env run smol test test-processes test-train test-jobs test-all agents-test trackers-test sglang-test multihost-test slurm-test ray-test data-test python-test gpu-test chaos lint format docs pictures bench clean
+.PHONY: help setup sglang-cpu agents-env verifiers-env run smol test test-processes test-train test-jobs test-all agents-test trackers-test sglang-test multihost-test slurm-test ray-test data-test python-test gpu-test chaos lint format docs site pictures bench clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -105,6 +107,11 @@ $(OPENENV_VENV)/.installed: $(OPENENV)/requirements.txt $(OPENENV)/no-deps.txt
 	test -x $(OPENENV_VENV)/bin/python || $(PYTHON) -m venv $(OPENENV_VENV)
 	@.ci/install $(OPENENV_VENV) -r $(OPENENV)/requirements.txt
 	@.ci/install $(OPENENV_VENV) --no-deps -r $(OPENENV)/no-deps.txt
+	touch $@
+
+$(DOCS_VENV)/.installed: $(SITE)/requirements.txt $(SITE)/constraints.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	@.ci/install $(DOCS_VENV) -c $(SITE)/constraints.txt -r $(SITE)/requirements.txt
 	touch $@
 
 run: setup  ## train the small model of experiment=arith on this machine; ARGS="train.total_steps=10" changes it
@@ -199,6 +206,10 @@ docs: setup  ## rewrite the generated parts of the pages (fields, metrics, figur
 	$(PY) -m tests.support.docs.figures
 	$(PY) -m tests.support.docs.memory_settings
 	$(PY) -m pytest tests/docs $(COMPUTE) $(ARGS)
+
+site: $(DOCS_VENV)/.installed  ## make a site with a search from the pages in .site; a link without a target fails
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --config-file $(SITE)/mkdocs.yml
+	@echo "to read it: python3 -m http.server --bind 127.0.0.1 --directory .site"
 
 pictures: setup  ## make the README's pictures again, from a new run of experiment=arith or from TRIAL=DIR (needs Chromium)
 	$(PY) -m tests.support.docs.pictures $(TRIAL)

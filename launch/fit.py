@@ -209,14 +209,20 @@ def _held_episodes(config: Config, given: Collection[str], machine: Machine) -> 
 
 
 def _lengths(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str]]:
-    """Fit prompt and completion into the model's positions. The row of another agent is not theirs to choose."""
+    """Fit the longest row into the model's positions. Of another agent's row only the prompt is shortened."""
+    if not (Path(config.model.path) / "config.json").is_file():
+        return {}
     prompt, answer = config.data.max_prompt_tokens, config.generation.sampling.max_new_tokens
-    if not (Path(config.model.path) / "config.json").is_file() or longest_sequence(config) != prompt + answer:
-        return {}
-    positions = read_model(Path(config.model.path)).positions
+    positions, longest = read_model(Path(config.model.path)).positions, longest_sequence(config)
     is_open = [_is_open(config, given, field) for field in (_PROMPT, _ANSWER)]
-    if prompt + answer <= positions or not any(is_open):
+    if longest <= positions or not any(is_open):
         return {}
+    reason = f"the model has {positions} positions"
+    if longest != prompt + answer:
+        shorter = prompt - (longest - positions)
+        fits = shorter > 0 and longest_sequence(replaced(config, _PROMPT.split("."), shorter)) <= positions
+        reason += f", and {config.rollout.agent} needs {longest - prompt} of them after the prompt"
+        return {_PROMPT: (shorter, reason)} if is_open[0] and fits else {}
     if all(is_open):
         prompt, answer = lengths_that_fit(positions, prompt)
     elif is_open[0]:
@@ -225,7 +231,6 @@ def _lengths(config: Config, given: Collection[str]) -> dict[str, tuple[Any, str
         answer = positions - prompt
     if prompt < 1 or answer < 1:
         return {}  # the user's limit alone is too large, and the check refuses it
-    reason = f"the model has {positions} positions"
     values = {_PROMPT: prompt, _ANSWER: answer}
     return {field: (value, reason) for field, value in values.items() if value != _at(config, field.split("."))}
 

@@ -7,6 +7,7 @@ A panel whose numbers were not measured is left out.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,7 +175,9 @@ def _staleness(axis: Axes, run: _Run) -> None:
     if steps and len(lowest) == len(highest):
         axis.fill_between(steps, lowest, highest, color=_BAND, alpha=0.5, linewidth=0, label="min to max")
     _line(axis, run, "lag_mean", label="mean")
-    axis.axhline(run.eta, color=_POINT, linewidth=1.2, linestyle="--", label=f"bound (eta = {run.eta})")
+    axis.axhline(
+        run.eta, color=_POINT, linewidth=1.2, linestyle="--", label=f"bound when a group starts (eta = {run.eta})"
+    )
     axis.set_ylim(bottom=0, top=max([run.eta, *highest]) * 1.35 + 0.1)  # room for the legend above the data
 
 
@@ -232,24 +235,45 @@ def _series(points: Sequence[Point], name: str) -> tuple[list[float], list[float
 
 
 def _line(axis: Axes, run: _Run, name: str, *, label: str | None = None, color: str = _LINE, style: str = "-") -> None:
-    """Draw one field. A long curve is drawn thin, with its running mean; biased steps are hollow points."""
-    steps, values = _series([point for point in run.points if "length_biased" not in point], name)
-    if len(values) >= _SMOOTHED:
-        axis.plot(steps, values, color=color, linestyle=style, linewidth=0.7, alpha=0.4)
-        values = _running_mean(values, max(3, len(values) // _WINDOW))
-    if values:
-        marker = "o" if len(values) < 3 else None  # a single step has no line to see
-        axis.plot(steps, values, color=color, linestyle=style, linewidth=1.8, label=label, marker=marker, markersize=4)
-    steps, values = _series([point for point in run.points if "length_biased" in point], name)
-    if values:  # the first batches and the last one: shown, but not as a part of the curve
-        axis.plot(steps, values, "o", color=color, fillstyle="none", alpha=0.4, markersize=4)
+    """Draw one field. A long curve is drawn thin, with its running mean.
+
+    Biased steps, the first ones of each start and the last one, are hollow points and no part of the line.
+    """
+    steps, values = _series(run.points, name)
+    biased = ["length_biased" in point for point in run.points if name in point]
+    usual = _where([not each for each in biased], values)
+    if biased.count(False) >= _SMOOTHED:
+        axis.plot(steps, usual, color=color, linestyle=style, linewidth=0.7, alpha=0.4)
+        usual = _running_mean(usual, max(3, biased.count(False) // _WINDOW))
+    if not all(biased):
+        axis.plot(steps, usual, color=color, linestyle=style, linewidth=1.8, label=label)
+        alone = [not each and _near(biased, i).count(False) == 1 for i, each in enumerate(biased)]
+        if any(alone):  # a single step has no line to see
+            axis.plot(steps, _where(alone, values), "o", color=color, markersize=4)
+    if any(biased):
+        joined = _where([any(_near(biased, i)) for i in range(len(biased))], values)
+        axis.plot(steps, joined, color=color, linestyle="--", linewidth=0.7, alpha=0.4)
+        shown = label if all(biased) else None
+        axis.plot(
+            steps, _where(biased, values), "o", color=color, fillstyle="none", alpha=0.4, markersize=4, label=shown
+        )
+
+
+def _where(kept: Sequence[bool], values: Sequence[float]) -> list[float]:
+    """Return the values with NaN, which is not drawn, in place of those that are not kept."""
+    return [value if keep else math.nan for keep, value in zip(kept, values, strict=True)]
+
+
+def _near(flags: Sequence[bool], place: int) -> Sequence[bool]:
+    """Return a flag with its neighbours."""
+    return flags[max(0, place - 1) : place + 2]
 
 
 def _running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Return the mean of up to ``width`` values around each."""
+    """Return the mean of up to ``width`` values around each; NaN for NaN."""
     half = width // 2
-    parts = (values[max(0, place - half) : place + half + 1] for place in range(len(values)))
-    return [sum(part) / len(part) for part in parts]
+    parts = ([v for v in values[max(0, i - half) : i + half + 1] if not math.isnan(v)] for i in range(len(values)))
+    return [math.nan if math.isnan(value) else sum(part) / len(part) for value, part in zip(values, parts, strict=True)]
 
 
 def _mark(axis: Axes, run: _Run) -> None:

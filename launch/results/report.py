@@ -60,6 +60,7 @@ def summarise(
         "failure": None if failure is None else {"process": failure.process, "problem": failure.problem},
         "allocation": config.allocation,
         "steps": totals.steps,
+        "steps_since_start": totals.steps_now,  # as ``seconds``; the other numbers are of the whole trial
         "accuracy": {
             "before": before,
             "after": after,
@@ -156,7 +157,9 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         if ends:
             yield "accuracy in training", f"{course} in {summary['steps']} steps{averaged}"
     phases = ", ".join(f"{name} {_clock(value)}" for name, value in seconds.items() if name != "total" and value >= 1)
-    yield "wall time", f"{_clock(seconds['total'])}  ({phases})" if phases else _clock(seconds["total"])
+    now = summary.get("steps_since_start", summary["steps"])  # older summaries have none
+    scope = f" since the last start, with {now} of the {summary['steps']} steps" if now < summary["steps"] else ""
+    yield "wall time", f"{_clock(seconds['total'])}{scope}" + (f"  ({phases})" if phases else "")
     if summary["steps"]:
         tokens = summary["tokens"]
         yield "step time", _split(summary["step_seconds"])
@@ -164,7 +167,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
             "tokens/s",
             f"{fmt(tokens['end_to_end_per_s'], ',.0f')} end to end, {fmt(tokens['train_per_s'], ',.0f')} in training",
         )
-        lag = f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}, bound {staleness['eta']}"
+        lag = f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}"
+        lag += f", bound {staleness['eta']} when a group starts"
         filtered = f", {staleness['filtered']} filtered out" if staleness["filtered"] else ""
         wasted = f", {percent(share)} of the sampled tokens" if (share := staleness.get("tokens_too_old")) else ""
         yield "staleness", f"{lag}; {staleness['dropped']} groups dropped as too old{wasted}{filtered}"

@@ -73,6 +73,7 @@ class Totals:
     phases: list[tuple[str, float]] = field(default_factory=list)  # (phase, unix seconds it began)
     answer_tokens: float = 0.0
     answer_tokens_now: float = 0.0  # since ``since``
+    steps_now: int = 0  # trained since ``since``
     seconds: dict[str, Mean] = field(default_factory=lambda: {part: Mean() for part in (*TIME_PARTS, "total")})
     tokens_per_s: Mean = field(default_factory=Mean)
     lag: Mean = field(default_factory=Mean)
@@ -121,6 +122,7 @@ class Totals:
         self.answer_tokens += tokens
         if (number(record, "time") or 0.0) >= self.since:
             self.answer_tokens_now += tokens
+            self.steps_now += 1
         for part, seconds in self.seconds.items():
             seconds.add(number(record, "seconds", part))
         self.tokens_per_s.add(number(record, "train_tokens_per_s"))

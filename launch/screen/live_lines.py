@@ -29,7 +29,7 @@ from realsys.launch.screen.text_figures import (
     curve_text,
     failures_text,
     fmt,
-    memory_text,
+    memory_briefly,
     rate,
     time_split,
     untrained_shares,
@@ -139,6 +139,8 @@ def _phase(progress: Progress, frame: Frame) -> Text:
     if progress.phase == "evaluate" and (counts := evaluation_counts(progress.status)):
         done, total = counts
         return text.append_text(_bar(done, total, 30)).append(f" {done:,}/{total:,} completions")
+    if progress.phase == "train" and not progress.train:
+        return text.append(f"the first batch, for {_clock(frame.phase_s)}")
     if progress.phase in ("warmup", "train"):
         left = _remaining(progress)
         text.append_text(_bar(done, total, 30)).append(f" {done}/{total} steps")
@@ -235,8 +237,10 @@ def _training(progress: Progress) -> list[Text]:
         return [*_fields("warm-up", [("loss", loss), ("speed", f"{pace} tokens/s")]), *_evaluated(progress)]
     last = progress.train[-1]
     stats = [("gradient", "grad_norm", ".3f"), ("entropy", "entropy_mean", ".3f")]
+    reward = f"{fmt(number(last, 'reward_mean'), '+.3f')} {curve_text(progress.train, 'reward_mean')}"
+    same = all(number(record, "reward_mean") == number(record, "accuracy") for record in progress.train)
     rows: list[Row] = [
-        ("reward", f"{fmt(number(last, 'reward_mean'), '+.3f')} {curve_text(progress.train, 'reward_mean')}"),
+        *([] if same else [("reward", reward)]),  # a reward of 0 and 1 is the accuracy
         ("accuracy", f"{fmt(number(last, 'accuracy'), '.1%')} {curve_text(progress.train, 'accuracy')}"),
         ("length", _length(last)),
         ("signal", f"{fmt(_with_signal(last), '.0%')} of the groups"),
@@ -286,7 +290,7 @@ def _asynchrony(progress: Progress, eta: int) -> list[Text]:
     rows.append(("sampled", f"{fmt(number(status, 'throughput', 'generated_tokens_per_s'), ',.0f')} tokens/s"))
     if recent:
         rows.append(("trained", f"{fmt(mean(recent, 'consumed_tokens_per_s'), ',.0f')} tokens/s"))
-    if memory := memory_text(status):
+    if memory := memory_briefly(status):
         rows.append(("memory", memory))
     admission = status.get("admission")
     if isinstance(admission, Mapping):

@@ -33,6 +33,13 @@ def memory_of(status: Record) -> dict[str, float]:
     return {str(row.get("name")): size for row in rows if (size := number(row, "memory_bytes")) is not None}
 
 
+def memory_briefly(status: Record) -> str:
+    """Return the memory of servers and of RolloutWorkers in less than 30 cells; "" if none is known."""
+    sums = memory_sums(memory_of(status))
+    sizes = [(name, sums[f"{name}_bytes"] / 2**30) for name in ("servers", "workers") if sums.get(f"{name}_bytes")]
+    return ", ".join(f"{name} {size:.{1 if size >= 0.1 else 2}f}" for name, size in sizes) + (" GiB" if sizes else "")
+
+
 def memory_text(status: Record) -> str:
     """Return the memory of servers and of RolloutWorkers: their sum and the largest; "" if none is known."""
     sums, parts = memory_sums(memory_of(status)), []

@@ -67,7 +67,7 @@ class Report:
 
 
 def bottleneck(paths: TrialPaths) -> str:
-    """Return one sentence about the last train steps: "generation-bound: the trainer waits 47 % of the time".
+    """Return one sentence about the last train steps: "generation-bound: the trainer waits 47 % of ...".
 
     "" before the first step. It reads the end of the step log only, so it may be called every few seconds.
     """
@@ -91,7 +91,7 @@ def sentence(time: StepTime) -> str:
     if most > max(wait, trained):
         return f"{name}: {what} {most} % of the time"
     if wait >= SLOWER:
-        return f"generation-bound: the trainer waits {wait} % of the time for batches"
+        return f"generation-bound: the trainer waits {wait} % of the time for batches, and computes {trained} %"
     return f"training-bound: calls take {trained} % of the time, and the trainer waits {wait} %"
 
 

@@ -12,6 +12,7 @@ from realsys.config.compose import compose
 from realsys.launch.sweep.sweep_trials import sweep_trials
 
 ROOT = Path(__file__).resolve().parents[2]
+TUTORIAL = ROOT / "docs" / "examples" / "tutorial"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: N is any number, and the experiments are files of the user, for which test_yaml_blocks.py is
 _SETTING = re.compile(r"(?!experiment=(?:math7b|mine)$)[a-z][\w.]*=(?!N$).+", re.DOTALL)
@@ -60,7 +61,7 @@ def test_pages_have_commands() -> None:
 @pytest.mark.parametrize(("page", "settings"), sorted(COMMANDS))
 def test_settings_of_command_compose(page: str, settings: tuple[str, ...]) -> None:
     has_one = any(setting.startswith("experiment=") for setting in settings)
-    compose([*settings, *([] if has_one else ["experiment=math"])])
+    compose([*settings, *([] if has_one else ["experiment=math"])], config_dir=TUTORIAL)
 
 
 @pytest.mark.parametrize(("page", "settings"), SWEEPS)

@@ -1,4 +1,4 @@
-"""The code on docs/extending.md is the code of docs/examples, and every example has its section."""
+"""Code on docs/extending.md and docs/tutorial.md is the code of docs/examples, and every example has its section."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from realsys.config import doors
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "extending.md").read_text()
+TUTORIAL = (DOCS / "tutorial.md").read_text()
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+OF_TUTORIAL = sorted(path for path in (DOCS / "examples" / "tutorial").rglob("*.*") if path.suffix in (".py", ".yaml"))
 
 
-def test_code_of_the_page_stands_in_an_example() -> None:
-    shown = {line.strip() for example in EXAMPLES for line in example.read_text().splitlines()} | {"", "..."}
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 6
+@pytest.mark.parametrize(("page", "files", "least"), [(PAGE, EXAMPLES, 6), (TUTORIAL, OF_TUTORIAL, 3)])
+def test_code_of_the_page_stands_in_an_example(page: str, files: list[Path], least: int) -> None:
+    shown = {line.strip() for example in files for line in example.read_text().splitlines()} | {"", "..."}
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= least
     assert [line for block in blocks for line in block.splitlines() if line.strip() not in shown] == []
+
+
+@pytest.mark.parametrize("path", OF_TUTORIAL, ids=lambda path: path.stem)
+def test_file_of_the_tutorial_is_linked(path: Path) -> None:
+    assert f"({path.relative_to(DOCS)})" in TUTORIAL
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

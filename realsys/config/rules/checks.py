@@ -398,8 +398,15 @@ def _check_positions(positions: int, config: Config, model: str) -> None:
     longest = longest_sequence(config)
     if longest <= positions:
         return
-    problem = f"{model} has {positions} positions, prompt + answer may have {longest} tokens"
-    prompt, answer = lengths_that_fit(positions)
-    if longest == config.data.max_prompt_tokens + config.generation.sampling.max_new_tokens:
-        problem += f": set data.max_prompt_tokens={prompt} generation.sampling.max_new_tokens={answer}, for example"
-    raise ConfigError("generation.sampling.max_new_tokens", config.generation.sampling.max_new_tokens, problem)
+    tokens, limit = config.generation.sampling.max_new_tokens, config.rollout.agent_limits.max_tokens
+    fields = {"data.max_prompt_tokens": config.data.max_prompt_tokens, "generation.sampling.max_new_tokens": tokens}
+    if longest == sum(fields.values()):
+        prompt, answer = lengths_that_fit(positions)
+        problem = f"prompt + answer may have {longest} tokens: set data.max_prompt_tokens={prompt}"
+        problem += f" generation.sampling.max_new_tokens={answer}, for example"
+        field = "generation.sampling.max_new_tokens"
+    else:
+        fields = {"rollout.agent_limits.max_tokens": limit} if longest == limit else fields
+        problem = f"the longest row of rollout.agent {config.rollout.agent} has {longest} tokens: lower this"
+        field = max(fields, key=lambda name: fields[name])
+    raise ConfigError(field, fields[field], f"{model} has {positions} positions, {problem}")

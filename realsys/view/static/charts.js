@@ -118,15 +118,13 @@ class Chart {
       this.svg.append(line, flag);
     }
   }
-  path(values, close = false) {
-    let made = "", open = false, alone = [];
+  path(values) {
+    let made = "", open = false;
     values.forEach((value, i) => {
-      if (!isNumber(value)) { open = close && open; return; }
-      made += (open ? "L" : "M") + this.x(this.steps[i]).toFixed(1) + " " + this.y(value).toFixed(1);
-      if (!open && !isNumber(values[i + 1])) alone.push(i);
-      open = true;
+      if (isNumber(value)) made += (open ? "L" : "M") + this.x(this.steps[i]).toFixed(1) + " " + this.y(value).toFixed(1);
+      open = isNumber(value);
     });
-    return made + alone.map(i => `M${this.x(this.steps[i]).toFixed(1)} ${this.y(values[i]).toFixed(1)}h.01`).join("");
+    return made;
   }
   lines() {
     if (this.spec.band) {
@@ -140,6 +138,11 @@ class Chart {
       const values = this.usual(this.column(series.column));
       this.column(series.column).forEach((value, i) => {
         if (this.biased(i) && isNumber(value)) this.svg.append(paint(shape("circle", {cx: this.x(this.steps[i]), cy: this.y(value), r: 2.5}, "hollow"), "stroke", series.colour));
+      });
+      const joined = this.column(series.column).map((value, i) => [i - 1, i, i + 1].some(near => this.biased(near)) ? value : null);
+      this.svg.append(paint(shape("path", {d: this.path(joined)}, "joined"), "stroke", series.colour));
+      values.forEach((value, i) => { // a point without neighbours has no line to see
+        if (isNumber(value) && !isNumber(values[i - 1]) && !isNumber(values[i + 1])) this.svg.append(paint(shape("circle", {cx: this.x(this.steps[i]), cy: this.y(value), r: 2.5}), "fill", series.colour));
       });
       if (this.width > 1) this.svg.append(paint(shape("path", {d: this.path(values)}, "raw"), "stroke", series.colour));
       this.svg.append(paint(shape("path", {d: this.path(smooth(values, this.width))}, "line"), "stroke", series.colour));

@@ -75,7 +75,7 @@ function showTiles(live) {
     tile("Length", brief(lastUnbiased("length", 10)), "tokens, " + over),
     tile("Entropy", brief(lastOf("entropy", 10)), `nats per token; KL ${brief(lastOf("kl_step", 10))}`),
     tile("Tokens/s", brief(tps), running === null ? "trained, end to end" : `trained; ${brief(running)} sampled`),
-    tile("Staleness", brief(lastOf("stale_mean", 10)), `mean; most ${brief(lastOf("stale_max"))}, bound ${run.eta}`));
+    tile("Staleness", brief(lastOf("stale_mean", 10)), `mean; most ${brief(lastOf("stale_max"))}; bound ${run.eta} when a group starts`));
 }
 const SPLIT = {wait: ["waits for batches", S3], inference: ["inference", S4], train: ["training", S1], copy: ["copies weights", S5], publish: ["publishes", S2], checkpoint: ["checkpoints", S6], other: ["plans, transfers", S6], between: ["evaluations and other pauses", S5]};
 function showSplit() {

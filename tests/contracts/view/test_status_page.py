@@ -95,6 +95,16 @@ def test_tiles_leave_out_biased_batches(page: Browser) -> None:
     assert page.texts(".tile")[1].split("\n")[1] == shown
 
 
+def test_biased_batches_are_joined_and_lone_steps_are_dots(page: Browser) -> None:
+    """Steps 1, 2 and 40 are biased; here 4 and 5, too: step 3 has no neighbours on the line."""
+    page.open(page.status_page)
+    page.js("drawn.columns.biased[3] = drawn.columns.biased[4] = 1; charts.draw(drawn)")
+    reward = "document.querySelector('[data-chart=\"Reward\"]')"
+    assert page.js(f"{reward}.querySelectorAll('circle.hollow').length") == 5
+    assert page.js(f"{reward}.querySelectorAll('circle:not(.hollow)').length") == 1
+    assert page.js(f"{reward}.querySelector('path.joined').getAttribute('d').match(/[ML]/g).join('')") == "MLLLLLML"
+
+
 def test_failed_request_names_its_status(page: Browser) -> None:
     page.open(page.status_page)
     answer = "new Response('Internal Server Error', {status: 500})"

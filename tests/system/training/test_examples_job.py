@@ -12,9 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from realsys.config.compose import compose
+from realsys.data.char_model import make_tiny_model, write_char_tokenizer
 from realsys.weights.disk import manifest
 from realsys.weights.disk.stage import stage
 from tests.support.jobs.job_models import make_qwen3
+from tests.support.jobs.jobs import SMALL as SMALL_ARITH
 from tests.support.jobs.jobs import Job, arith, command, processes_of, running
 from tests.support.jobs.ledgers import check_ledger, check_staleness
 from tests.system.training.test_math_job import SMALL
@@ -90,6 +93,30 @@ def test_loss_agent_environment_and_transport_train_together(outside: Path, tmp_
     assert f" published: {copies}/" in log
     assert (job.paths.final_model / "config.json").exists()
     assert processes_of(job.root) == []
+
+
+def test_files_of_the_tutorial_train_together(tmp_path: Path) -> None:
+    """Rows, verifier, agent and loss in one job, with the settings of its file, on a model that knows nothing yet."""
+    files = ROOT / "docs" / "examples" / "tutorial"
+    rows = subprocess.run([sys.executable, files / "rows.py"], capture_output=True, text=True, check=True).stdout
+    (tmp_path / "rows.jsonl").write_text("".join(rows.splitlines(keepends=True)[:60]))
+    write_char_tokenizer(tmp_path / "model")
+    make_tiny_model(compose(["experiment=arith"]).model.tiny, tmp_path / "model", seed=1)
+    settings = [text for text in SMALL_ARITH if not text.startswith(("experiment=", "data.", "warmup."))]
+    argv = command(
+        *("--config-dir", str(files), "experiment=sums", *settings, f"fileroot={tmp_path}", "trial=mine"),
+        *(f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'rows.jsonl'}"),
+        *("rollout.agent=agent:run", "train.ppo.loss=loss:good_only", "train.ppo.loss_args.cap=1.1"),
+        *("generation.embedded.context_length=0", "train.total_steps=2", "evaluation.problems=4"),
+        "train.ppo.advantage.mean=batch",  # some completions are cut off: others are better than the mean
+    )
+    with running(tmp_path / "sums" / "mine", argv, env={"PYTHONPATH": str(files)}) as live:
+        live.wait()
+    steps = live.job.completed().records("train")
+    assert [step["version"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["stats"]["grad_norm"] > 0
+        assert 1 <= step["metrics"]["tries"] <= 2 and 0 <= step["metrics"]["right_sums"] <= 1
 
 
 def test_backend_that_echoes_serves_a_whole_job(outside: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ import pytest
 
 from realsys.config.allocation import parse_allocation
 from realsys.config.compose import compose, given_fields
+from realsys.config.dataflow import dataflow_of
 from realsys.config.memory.memory_check import place_of, spare_bytes
 from realsys.config.memory.sharing import largest_rank
 from realsys.config.rules.backend_rules import backend_rules
+from realsys.config.rules.checks import check_models
 from realsys.config.rules.machine import Machine
-from realsys.config.schema import Config, GenerationConfig, SglangConfig
+from realsys.config.schema import Config, GenerationConfig, SglangConfig, TinyModelConfig
 from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+from realsys.errors import ConfigError
 from realsys.launch.fit import fit
 from tests.support.serving.qwen_models import write_qwen
 
@@ -86,6 +91,31 @@ def test_rollout_workers_keep_many_servers_busy(
     assert len(chosen) == bool(reason) and all(
         line.startswith(f"set rollout.workers={workers}: {reason}") for line in chosen
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt", "blamed"),
+    [
+        (["generation.sampling.max_new_tokens=24"], 399, None),
+        (["generation.sampling.max_new_tokens=24", "data.max_prompt_tokens=500"], 500, "data.max_prompt_tokens=500"),
+        (["generation.sampling.max_new_tokens=400"], 1024, "data.max_prompt_tokens=1024"),
+        ([], 1024, "generation.sampling.max_new_tokens=27648"),
+    ],
+)
+def test_prompt_leaves_room_for_rows_of_an_agent(
+    settings: list[str], prompt: int, blamed: str | None, tmp_path: Path
+) -> None:
+    """Two completions, and 65 tokens of feedback, in one row of a model with 512 positions."""
+    make_tiny_model(TinyModelConfig(), tmp_path, seed=1)
+    write_char_tokenizer(tmp_path)
+    words = ["experiment=math", f"model.path={tmp_path}", "rollout.agent=multi_turn", *settings]
+    words += ["rollout.agent_args.feedback_tokens=65", "data.train=none.jsonl"]
+    config, lines = fit(compose(words), given_fields(words), machine(0))
+    assert config.data.max_prompt_tokens == prompt
+    said = f"set data.max_prompt_tokens={prompt}: the model has 512 positions, and multi_turn needs 113 of them"
+    assert any(line.startswith(said) for line in lines) == (blamed is None)
+    with pytest.raises(ConfigError, match=blamed) if blamed else contextlib.nullcontext():
+        check_models(config, parse_allocation(config.allocation), dataflow_of(config))
 
 
 @pytest.mark.parametrize("gpus_here", [0, 1, 8])

@@ -30,7 +30,10 @@ def _facts(waits: Mapping[str, int], **parts: float) -> Facts:
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
-        ({"wait": 47.0, "train": 53.0}, "generation-bound: the trainer waits 47 % of the time for batches"),
+        (
+            {"wait": 47.0, "train": 53.0},
+            "generation-bound: the trainer waits 47 % of the time for batches, and computes 53 %",
+        ),
         (
             {"wait": 2.0, "train": 80.0, "inference": 18.0},
             "training-bound: calls take 98 % of the time, and the trainer waits 2 %",

@@ -170,6 +170,9 @@ def test_times_of_earlier_starts_do_not_count(paths: TrialPaths) -> None:
     summary = summary_of(paths, records, started=START + 1000, ended=began + 5)
     assert summary["seconds"] == {"total": 15.0, "train": 5.0}
     assert summary["tokens"]["end_to_end_per_s"] is None and summary["tokens"]["trained_answer_tokens"] == 80000
+    out = io.StringIO()
+    print_summary(Console(file=out, width=200), summary)
+    assert "0:15 since the last start, with 0 of the 4 steps  (train 0:05)" in out.getvalue()
 
 
 def test_view_is_plain_where_there_is_no_terminal(paths: TrialPaths) -> None:
@@ -196,6 +199,7 @@ def test_summary_says_gain_times_and_tokens(paths: TrialPaths) -> None:
     print_summary(Console(file=out, width=200), summary)
     assert "41.0% -> 83.5% (+42.5 points) on 512 problems" in out.getvalue()
     assert "rollout_worker/0 was killed by SIGKILL" in out.getvalue()
+    assert "max 2, bound 4 when a group starts" in out.getvalue() and "since the last start" not in out.getvalue()
 
 
 def test_shown_parts_of_a_step_add_up(paths: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,15 +184,24 @@ def test_length_biased_steps_are_marked_and_not_averaged() -> None:
 
 
 def test_biased_steps_are_points_beside_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 1, 4 and 7 are biased, as after two starts; step 8 has no neighbour, so it is a point."""
     paths = TrialPaths(tmp_path)
-    append(paths, [trained(step) | {"length_biased": step in (1, 6)} for step in range(1, 7)])
+    append(paths, [trained(step) | {"length_biased": step in (1, 4, 7)} for step in range(1, 9)])
     with monkeypatch.context() as patch:
         patch.setattr(pyplot, "close", lambda figure: None)
         draw_curves(Config(), paths)
     reward, *_ = pyplot.gcf().axes
     pyplot.close()
-    drawn = [(line.get_linestyle(), list(line.get_xdata())) for line in reward.lines]
-    assert drawn == [("-", [2, 3, 4, 5]), ("None", [1, 6])]
+    drawn = [
+        (line.get_linestyle(), line.get_fillstyle(), [int(x) for x, y in line.get_xydata() if y == y])
+        for line in reward.lines
+    ]
+    assert drawn == [
+        ("-", "full", [2, 3, 5, 6, 8]),
+        ("None", "full", [8]),
+        ("--", "full", [1, 2, 3, 4, 5, 6, 7, 8]),
+        ("None", "none", [1, 4, 7]),
+    ]
 
 
 def test_run_without_signal_is_warned_of_once(tmp_path: Path) -> None:

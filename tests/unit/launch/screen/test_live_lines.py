@@ -96,6 +96,25 @@ def test_values_of_the_last_steps_are_shown() -> None:
     assert "waits for the trainer (eta)" in text
 
 
+def test_memory_fits_beside_the_training() -> None:
+    progress = running()
+    sizes = {"generation_server/0": 3 << 30, "rollout_worker/0": 200 << 20, "rollout_worker/1": 210 << 20}
+    progress.status["workers"] = [{"name": name, "memory_bytes": size} for name, size in sizes.items()]
+    assert any(line.endswith("memory     servers 3.0, workers 0.4 GiB") for line in shown(progress))
+
+
+def test_first_step_has_no_bar_of_the_warm_up() -> None:
+    progress = Progress()
+    progress.add([{"kind": "warmup", "step": 420, "total": 420}, {"kind": "phase", "phase": "train", "time": 1.0}])
+    assert shown(progress)[1] == "train    the first batch, for 0:00:00"
+
+
+@pytest.mark.parametrize(("reward", "rows"), [(0.7, 1), (0.8, 0)])
+def test_reward_that_is_the_accuracy_has_no_row(reward: float, rows: int) -> None:
+    text = shown(running(1, [train(step, reward_mean=reward) for step in (1, 2)]))
+    assert sum(line.startswith("reward ") for line in text) == rows
+
+
 def test_tokens_that_were_not_trained_are_named() -> None:
     untrained = {"stale": 0.0625, "zero_advantage": 0.5}
     text = "\n".join(shown(running(1, [train(1, untrained=untrained, too_old=0.0625)])))
