@@ -172,6 +172,7 @@ def ledger(state: ManagerState) -> dict[str, Any]:
         "attempts": counts.attempts,
         **counts.by_state(),
         "dropped_by_reason": {reason: n for reason, n in counts.dropped_by_reason.items() if n},
+        "last_failure": state.throughput.last_failure,
         "reissued_by_cause": dict(counts.reissued_by_cause),
         "epoch": state.ledger.epoch,
         "starts": counts.starts,

@@ -46,7 +46,8 @@ class StuckCheck:
         failed, filtered = failed - self._begin[0], filtered - self._begin[1]
         seen = f"the last {filtered} groups were all filtered out, {share:.0%} of all groups so far ({reasons})"
         if failed >= self._bound:
-            return f"{failed} groups were dropped and none arrived (all dropped groups: {reasons})"
+            last = f"; the last one: {ledger['last_failure']}" if ledger.get("last_failure") else ""
+            return f"none arrived while {failed} groups were dropped (dropped so far: {reasons}{last})"
         used_up = (
             status["admission"]["reason"] == "exhausted"
             and not ledger["running"]

@@ -26,6 +26,7 @@ class Throughput:
         self.verdicts: dict[str, tuple[int, int]] = {}  # worker -> completions that wait for one, and without one
         self.memory: dict[str, int] = {}  # RolloutWorker -> its resident memory in bytes, as it reported it last
         self.verdict_failures: Counter[str] = Counter()  # cause -> completions
+        self.last_failure = ""  # why the last group that failed did, in the words of its worker
         self.lost_tokens: Counter[str] = Counter()  # reason -> tokens of episodes that are not trained
         self.lost_lengths: Counter[int] = Counter()  # rounded tokens of those that did not fail -> episodes
 
@@ -37,6 +38,8 @@ class Throughput:
         self.verdicts[request.worker] = request.verdicts_waiting, request.verdicts_undecided
         self.observe_memory(request.worker, request.memory_bytes)
         self.verdict_failures.update(request.verdict_failures)
+        if request.outcome in ("failed", "rejected"):
+            self.last_failure = request.reason or ""
         for reason, lengths in request.lost_tokens.items():
             name = bounded(self.lost_tokens, reason)
             self.lost_tokens[name] += sum(lengths)

@@ -63,6 +63,14 @@ def test_evaluation_without_right_or_wrong_has_no_accuracy() -> None:
     assert (reply.done, reply.accuracy) == (1, None)
 
 
+def test_status_has_the_words_of_the_last_failure() -> None:
+    state = ready()
+    for ticket, outcome in zip(tickets(state, 2), ("failed", "accepted"), strict=True):
+        reason = "RewardError: KeyError: 'word' at mine.py:4" if outcome == "failed" else ""
+        state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", outcome, reason), 0.0)
+    assert status(state, 0.0, 0.0)["ledger"]["last_failure"] == "RewardError: KeyError: 'word' at mine.py:4"
+
+
 @pytest.mark.parametrize(("newest", "accuracy", "reason"), [(0, 2 / 3, ""), (1, None, "versions 0 to 1 are mixed")])
 def test_evaluation_of_an_older_journal_is_read(newest: int, accuracy: float | None, reason: str) -> None:
     """Its snapshot has sums only, and its versions may be mixed."""

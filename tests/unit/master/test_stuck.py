@@ -50,8 +50,9 @@ def test_only_failing_groups_end_the_wait() -> None:
     check = StuckCheck(4, 10)
     assert check.check(status(dropped=500), ready=0) is None
     assert check.check(status(dropped=500 + FEWEST_FAILURES - 1), ready=0) is None
-    reason = check.check(status(dropped=500 + FEWEST_FAILURES, dropped_by_reason={"failed RewardError": 532}), ready=0)
-    assert reason is not None and "failed RewardError" in reason
+    failures = {"dropped_by_reason": {"failed RewardError": 532}, "last_failure": "KeyError: 'word' at mine.py:4"}
+    reason = check.check(status(dropped=500 + FEWEST_FAILURES, **failures), ready=0)
+    assert reason is not None and "532 x failed RewardError; the last one: KeyError: 'word' at mine.py:4" in reason
 
 
 def filtered(groups: int) -> dict[str, Any]:
