@@ -3,9 +3,10 @@
     python -m benchmarks.gpu_train [--models 0.5b 1.5b 7b] [--tokens 32768] [--repeats 3] [--profile]
 
 A step is actor_inf (log-probs) and actor_train (loss, backward pass, clipping, AdamW) of random bfloat16 models over
-two full micro-batches. 7b runs actor_inf only: its optimizer state does not fit on one GPU. ``mfu_%`` is model FLOPs
-over the peak of the device's name (realsys.gpu.peak). ``predicted_GiB`` is what realsys.config.memory expects of the
-peak, without libraries. ``syncs/microbatch`` is how often the host waits for the device in one more micro-batch.
+two full micro-batches, as large as --tokens and the GPU's memory allow. 7b runs actor_inf only: its optimizer state
+does not fit on one GPU. ``mfu_%`` is model FLOPs over the peak of the device's name (realsys.gpu.peak).
+``predicted_GiB`` is what realsys.config.memory expects of the peak, without libraries. ``syncs/microbatch`` is how
+often the host waits for the device in one more micro-batch.
 
 It fails if a row has a problem (``problem_of``). Running out of memory is one only where the prediction is below what
 the device has.
@@ -58,6 +59,8 @@ class Case:
     inference_only: bool = False
 
 
+#: share of a GPU that the predicted peak may take
+MEMORY_SHARE = 0.9
 BASE = {"head_chunk_tokens": 1024}
 CASES = {
     "0.5b": (Case("base", BASE), Case("foreach AdamW", BASE, fused=False)),
@@ -86,8 +89,9 @@ def step(role: Role, refs: list[SequenceRef], case: Case) -> dict[str, float]:
 
 def measure(model: str, folder: Path, case: Case, options: argparse.Namespace, device: Device) -> dict[str, Any]:
     sizes = SIZES[model]
-    config = config_of(folder, case, options.tokens)
-    refs, samples = make_batch([options.tokens // SEQUENCES] * 2 * SEQUENCES, sizes.outputs, 1)
+    tokens = fitting_tokens(folder, case, options.tokens)
+    config = config_of(folder, case, tokens)
+    refs, samples = make_batch([tokens // SEQUENCES] * 2 * SEQUENCES, sizes.outputs, 1)
     with single_rank(config, folder, device, trainable=not case.inference_only) as role:
         for name, arrays in samples.items():
             role.data.put(name, arrays)
@@ -106,6 +110,7 @@ def measure(model: str, folder: Path, case: Case, options: argparse.Namespace, d
     row = {
         "model": model,
         "setting": case.name,
+        "tokens": tokens,
         "tokens/s": round(sum(lengths) / seconds),
         "s/step": round(seconds, 3),
         "mfu_%": round(100 * flops / seconds / peak, 1) if peak else "",
@@ -139,6 +144,16 @@ def out_of_memory(model: str, folder: Path, case: Case, tokens: int) -> dict[str
     row = {"model": model, "setting": case.name, "predicted_GiB": round(predicted / 2**30, 2)}
     row["problem"] = "out of memory, and predicted to fit" if 1.1 * predicted < there else ""
     return row | {"note": f"out of memory: the GPU has {there / 2**30:.1f} GiB"}
+
+
+def fitting_tokens(folder: Path, case: Case, most: int) -> int:
+    """Return the tokens of a micro-batch: ``most``, halved until the predicted peak fits on this GPU."""
+    if STAND_IN or case.inference_only:
+        return most
+    room = MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory
+    while most > 1024 and predicted_bytes(config_of(folder, case, most)) > room:
+        most //= 2
+    return most
 
 
 def config_of(folder: Path, case: Case, tokens: int) -> Config:
@@ -175,7 +190,7 @@ def profiled(role: Role, refs: list[SequenceRef], case: Case, options: argparse.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=default_models("0.5b", "1.5b", "7b"))
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a micro-batch, at most")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="print where the time of each step goes")
     options = parser.parse_args()
@@ -190,7 +205,8 @@ def main() -> None:
                     rows.append(measure(model, Path(folder), case, options, device))
                 except torch.OutOfMemoryError:
                     dist.destroy_process_group()  # single_rank leaves it as it is after an error
-                    rows.append(out_of_memory(model, Path(folder), case, options.tokens))
+                    tokens = fitting_tokens(Path(folder), case, options.tokens)
+                    rows.append(out_of_memory(model, Path(folder), case, tokens))
                 gc.collect()
                 torch.cuda.empty_cache()
                 write_rows("train", rows)  # after each case: the time limit may end this process

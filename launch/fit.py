@@ -2,7 +2,7 @@
 
     cluster.nodes, ...                 as the launcher finds them (Launcher.settings)
     generation.backend                 sglang, if there are GPUs
-    train.recompute, ...               what saves memory, if the ranks train on GPUs
+    train.recompute, ...               what saves memory, and logits in fp32, if the ranks train on GPUs
     allocation: auto                   a quarter of the GPUs trains, or as many as memory demands, the others generate;
                                        without GPUs, one process each
     cluster.share_gpus                 true, if the allocation is auto and there is one GPU
@@ -113,6 +113,11 @@ def _memory(config: Config, given: Collection[str], machine: Machine) -> dict[st
         "train.head_chunk_tokens": (HEAD_CHUNK, "on GPUs, the logits of a whole micro-batch take gigabytes"),
         "train.sequence_parallel": (True, "tensor ranks share what lies between their layers, without cost"),
     }
+    if config.model.dtype == "bfloat16":
+        chosen["model.head_dtype"] = (
+            "float32",
+            "logits in bf16 differ between trainer and servers; fp32 costs nothing",
+        )
     if can_shard_optimizers(config, dataflow_of(config)):
         chosen["train.distributed_optimizer"] = (True, "data ranks share the optimizer's state, almost without cost")
     return {field: choice for field, choice in chosen.items() if _is_open(config, given, field)}

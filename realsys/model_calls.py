@@ -17,8 +17,8 @@ SNAPSHOT = "snapshot"  #: argument of a call: a SnapshotPlan
 class SnapshotPlan(msgspec.Struct):
     """Comparison of engine and trainer on tokens of an earlier version (``AgreementSampler``).
 
-    ``samples`` are scored with the snapshot of ``version``. With ``take``, the weights of the call
-    then become the snapshot.
+    ``samples`` are scored with the snapshot of ``version``, or with the weights of the call if they are of
+    ``version``. With ``take``, the weights of the call then become the snapshot.
     """
 
     version: int = -1

@@ -54,7 +54,7 @@ def summarised(
 def draw(config: Config, paths: TrialPaths, steps: int) -> None:
     """Draw curves.png, last and without the lock on the trial: importing matplotlib alone can take seconds."""
     try:
-        if steps:
+        if steps and config.telemetry.curves_every_s:
             draw_curves(config, paths)
     except KeyboardInterrupt:
         tell(f"realsys: {paths.curves.name} is not drawn")

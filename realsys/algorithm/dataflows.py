@@ -34,7 +34,8 @@ def ppo(config: Config) -> Dataflow:
         calls.append(FunctionCall("ref_inf", "ref", "ref_inf", tokens, frozenset({"ref_logprobs"})))
     if ppo.critic.enabled:
         calls.append(FunctionCall("critic_inf", "critic", "critic_inf", tokens, frozenset({"values"})))
-    reads = source | prox | scores
+    # Versions: without actor_inf, this call compares engine and trainer.
+    reads = source | (prox or {"versions"}) | scores
     if token_level_advantages(config):
         inputs = frozenset({"behav_logprobs"}) | prox | scores
         inputs |= frozenset({"ref_logprobs"} if in_reward else ()) | frozenset({"values"} if ppo.critic.enabled else ())

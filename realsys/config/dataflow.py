@@ -35,7 +35,6 @@ TOKEN_REWARDS = "token_rewards"
 KV_VERSIONS = "kv_versions"
 #: likewise; read by all language models, if an agent may choose the temperature of a call
 TEMPERATURES = "temperatures"
-_COMPARES = "actor_inf"  # handler of these calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +153,18 @@ def _build(config: Config) -> Dataflow:
     return flow
 
 
+def comparing_call(flow: Dataflow) -> FunctionCall | None:
+    """Return the call that compares log-probs of engine and trainer: the actor's first one that reads versions."""
+    handlers = ("actor_inf", "actor_train")
+    return next((call for call in flow.calls if call.handler in handlers and "versions" in call.inputs), None)
+
+
 def _with_kv_versions(flow: Dataflow, config: Config) -> Dataflow:
-    """Add the versions of keys to the inputs of each call that compares log-probs, if keys outlive an update."""
-    if config.asynchronous.kv_on_update != "keep" or not any(call.handler == _COMPARES for call in flow.calls):
+    """Add the versions of keys to the inputs of the call that compares log-probs, if keys outlive an update."""
+    compares = comparing_call(flow)
+    if config.asynchronous.kv_on_update != "keep" or compares is None:
         return flow
-    calls = [replace(c, inputs=c.inputs | {KV_VERSIONS}) if c.handler == _COMPARES else c for c in flow.calls]
+    calls = [replace(c, inputs=c.inputs | {KV_VERSIONS}) if c is compares else c for c in flow.calls]
     return Dataflow(calls, flow.source_keys | {KV_VERSIONS})
 
 

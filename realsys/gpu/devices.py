@@ -12,6 +12,7 @@ One rank on the CPU in a world of GPUs would hang all: gloo and NCCL ranks wait 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,9 @@ import torch
 
 from realsys.config.rules.machine import VISIBLE
 from realsys.errors import DeviceError
-from realsys.gpu.environment import is_given_gpu
+from realsys.gpu.environment import ALLOCATOR, EXPANDABLE, is_given_gpu
+
+log = logging.getLogger(__name__)
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -38,12 +41,29 @@ def choose_device(index: int = 0, environment: Mapping[str, str] = os.environ) -
             raise DeviceError(_problem("torch finds no CUDA device", environment))
         device = torch.device("cuda", index % count)
         torch.cuda.set_device(device)
-        # The first allocation makes the context: a GPU that is lost, full or held exclusively fails here.
-        torch.zeros(1, device=device)
+        _allocate(device, environment)
     except (RuntimeError, AssertionError) as error:
         cause = str(error).strip().partition("\n")[0]
         raise DeviceError(_problem(cause, environment)) from error
     return device
+
+
+def _allocate(device: torch.device, environment: Mapping[str, str]) -> None:
+    """Make the context: a GPU that is lost, full or held exclusively fails here. Raises RuntimeError.
+
+    Expandable segments need the driver's management of virtual memory, which some virtual machines lack.
+    """
+    try:
+        torch.zeros(1, device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if environment.get(ALLOCATOR) != EXPANDABLE:
+            raise
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        torch.zeros(1, device=device)
+        cause = str(error).strip().partition("\n")[0]
+        log.warning("without expandable segments, which this GPU refuses: %s; memory may break into pieces", cause)
 
 
 def _problem(cause: str, environment: Mapping[str, str]) -> str:

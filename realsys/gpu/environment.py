@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 
 from realsys.config.rules.machine import VISIBLE, Machine, visible_gpus
 
-_ALLOCATOR = "PYTORCH_ALLOC_CONF"
+ALLOCATOR, EXPANDABLE = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
 #: variables without which sums depend on the order in which threads or GPUs arrive; torch demands the first one
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 _OLDER_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch still reads it
@@ -34,7 +34,7 @@ def prepare_environment(environment: MutableMapping[str, str], *, deterministic:
     if not is_given_gpu(environment):
         return
     if _OLDER_ALLOCATOR not in environment:
-        environment.setdefault(_ALLOCATOR, "expandable_segments:True")
+        environment.setdefault(ALLOCATOR, EXPANDABLE)
     if deterministic:
         for name, value in _DETERMINISTIC.items():
             environment.setdefault(name, value)

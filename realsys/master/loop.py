@@ -244,8 +244,8 @@ class TrainLoop:
         results: Mapping[str, CallResult],
     ) -> dict[str, Any]:
         """Return the fields of the step log that neither the batch's metadata nor the calls report."""
-        comparison = results["actor_inf"].stats if "actor_inf" in results else {}
         trained = results["actor_train"].stats if "actor_train" in results else {}
+        comparison = results["actor_inf"].stats if "actor_inf" in results else trained
         masks_truncated = self._config.train.ppo.truncated_answers == "mask"
         self._warn_of_waste(batch.losses)
         self._warn_of_weights(step, trained)

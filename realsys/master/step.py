@@ -16,7 +16,7 @@ from realsys.buffer.minibatches import sequence_refs
 from realsys.buffer.sequence_buffer import owners_of
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
-from realsys.config.dataflow import Dataflow
+from realsys.config.dataflow import Dataflow, comparing_call
 from realsys.config.schema import Config
 from realsys.master.calls.executor import CallResult, GraphExecutor, Minibatches
 from realsys.master.calls.model_workers import ModelWorkers
@@ -27,7 +27,6 @@ from realsys.model_calls import SNAPSHOT
 from realsys.telemetry.spans import span
 from realsys.types import SampleMeta, SequenceRef
 
-ACTOR_INF = "actor_inf"
 Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]
 
 
@@ -52,7 +51,12 @@ class StepRunner:
         weight = ppo.reward_model.weight
         self._executor = GraphExecutor(flow, meshes, workers, score_weight=weight)
         self._critic_executor = GraphExecutor(self._only_critic, meshes, workers, score_weight=weight)
-        self._agreement = AgreementSampler(config.agreement.sample_tokens, config.asynchronous.max_head_offpolicyness)
+        self._compares = comparing_call(flow)
+        self._agreement = AgreementSampler(
+            config.agreement.sample_tokens,
+            config.asynchronous.max_head_offpolicyness,
+            scores_all=self._compares is not None and not self._compares.trains,
+        )
         self._critic_steps = ppo.critic.warmup_steps if ppo.critic.enabled else 0
 
     async def run(
@@ -68,9 +72,10 @@ class StepRunner:
         # In a thread: with thousands of rows it takes tens of milliseconds.
         with span("plan", f"step/{step}"):
             plans = await asyncio.to_thread(self._plan, sequence_refs(groups))
-        args = self._with_snapshot(step - 1, groups, plans, args)
         critic_only = step <= self._critic_steps
         flow = self._only_critic if critic_only else self.flow
+        if self._compares in flow.calls:
+            args = self._with_snapshot(step - 1, groups, plans, args)
         executor = self._critic_executor if critic_only else self._executor
         recording = self.recorder.begin(step, groups, flow, plans, args) if self.recorder else None
         # Workers compare the versions of tokens with this one: the weights that the step starts
@@ -92,13 +97,14 @@ class StepRunner:
         plans: Mapping[str, Minibatches],
         args: Mapping[str, dict[str, Any]],
     ) -> Mapping[str, dict[str, Any]]:
-        """Return the arguments with those of the comparison of engine and trainer, for ``actor_inf``."""
-        if ACTOR not in plans or ACTOR_INF not in args:
+        """Return the arguments with those of the comparison of engine and trainer, for the actor's first call."""
+        if ACTOR not in plans or self._compares is None:
             return args
+        name = self._compares.name
         samples = {sample.sample_id: sample for group in groups for sample in group}
         own = [samples[ref.sample_id] for minibatch in plans[ACTOR] for ref in minibatch[0]]
         plan = self._agreement.plan(version, own)
-        return args if plan is None else {**args, ACTOR_INF: {**args[ACTOR_INF], SNAPSHOT: msgspec.to_builtins(plan)}}
+        return args if plan is None else {**args, name: {**args.get(name, {}), SNAPSHOT: msgspec.to_builtins(plan)}}
 
 
 def without_actor_training(flow: Dataflow) -> Dataflow:

@@ -39,6 +39,7 @@ def no_progress_bars():
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A finished run with all five kinds of process, for all tests that only read it. No test may change it."""
     settings = ["checkpoint.every_steps=2", "checkpoint.at_end=false", f"train.total_steps={STEPS}"]
+    settings.append("telemetry.curves_every_s=300")
     return run_arith(tmp_path_factory.mktemp("runs"), "whole", *settings).completed()
 
 

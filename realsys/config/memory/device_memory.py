@@ -6,6 +6,7 @@ what their ``offload`` leaves on the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from realsys.config.allocation import ACTOR, Allocation, ParallelLayout
@@ -21,8 +22,11 @@ from realsys.config.schema import Config
 from realsys.hf.architecture import HfModel
 
 GIB = 1 << 30
-#: CUDA context with its kernels, cuBLAS, and the buffers of NCCL, on each GPU of a process
-LIBRARIES = 3 * GIB // 2
+#: CUDA context with its kernels and cuBLAS, on each GPU of a process; and the buffers of one communicator of NCCL
+LIBRARIES, COMMUNICATOR = GIB, 2 * GIB // 5
+#: communicators of a rank by the number of axes of its layout with several ranks: one for each axis and all ranks,
+#: with three axes also those of a stage and of a data rank (``realsys.train.megatron.mesh``)
+_COMMUNICATORS = (0, 1, 3, 6)
 SGLANG = "sglang"
 #: share of a GPU that training ranks may use
 RANK_SHARE = 0.97
@@ -88,7 +92,8 @@ def rank_uses(config: Config, allocation: Allocation, flow: Dataflow, *, on_gpu:
             if (role, stage) not in found:
                 found[role, stage] = _role_on_rank(config, allocation, flow, role, stage, on_gpu=on_gpu)
         owner = f"model_worker/{workers[0]}" + (f"-{workers[-1]}" if len(workers) > 1 else "")
-        uses.append((_peak(owner, [found[key] for key in stages], on_gpu=on_gpu), len(workers)))
+        libraries = LIBRARIES + COMMUNICATOR * _communicators(allocation, [role for role, _ in stages]) if on_gpu else 0
+        uses.append((_peak(owner, [found[key] for key in stages], libraries), len(workers)))
     return uses
 
 
@@ -99,9 +104,19 @@ def _stage(allocation: Allocation, role: str, worker: int) -> int | None:
     return rank // (layout.data * layout.tensor) if 0 <= rank < layout.world_size else None
 
 
-def _peak(owner: str, roles: list[_RoleOnRank], *, on_gpu: bool) -> DeviceUse:
+def _communicators(allocation: Allocation, roles: Sequence[str]) -> int:
+    """Return how many communicators a rank with these roles has. Roles with one placement share theirs."""
+    placements = {allocation.placement(role) for role in roles}
+    count = int(all(placement.layout.world_size < allocation.workers for placement in placements))  # of the world
+    for layout in (placement.layout for placement in placements):
+        sizes = (layout.data, layout.pipeline, layout.tensor)
+        # From three stages on, the first and the last have one for their tied weights.
+        count += _COMMUNICATORS[sum(size > 1 for size in sizes)] + (layout.pipeline > 2)
+    return count
+
+
+def _peak(owner: str, roles: list[_RoleOnRank], libraries: int) -> DeviceUse:
     """Return the peak over the calls of all roles."""
-    libraries = LIBRARIES if on_gpu else 0
     left = sum(role.states.left(role.offload) for role in roles)
     best = DeviceUse(owner)
     for role in roles:
@@ -162,7 +177,7 @@ def server_use(config: Config, allocation: Allocation, *, on_gpu: bool) -> Devic
     """
     model, count = model_of(config), allocation.inference.data
     owner = "generation_server/0" + (f"-{count - 1}" if count > 1 else "")
-    libraries = LIBRARIES if on_gpu else 0
+    libraries = LIBRARIES + COMMUNICATOR * (allocation.inference.tensor > 1) if on_gpu else 0
     position, weights = cache_bytes(config, model), model.parameters * BYTES[config.model.dtype]
     longest = longest_sequence(config)
     if config.generation.backend != "embedded":

@@ -9,7 +9,7 @@ from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.fields import replaced
 from realsys.config.memory.changes import MOST_TENSOR, allocation_text, divides, layout_cost
-from realsys.config.memory.device_memory import rank_uses, server_use, usable_bytes
+from realsys.config.memory.device_memory import GIB, rank_uses, server_use, usable_bytes
 from realsys.config.memory.models import model_of
 from realsys.config.rules.backend_rules import sizes_of
 from realsys.config.schema import Config
@@ -19,6 +19,8 @@ _STAGES = ((1, 2, 4), (3,))
 _TENSORS = tuple(1 << power for power in range(MOST_TENSOR.bit_length()))
 #: longest sequences that a server should hold at the same time, if more GPUs per server allow that
 _CACHED_SEQUENCES = 4
+#: bytes of a GPU that a rank leaves free, if some layout allows that: a prediction is not a measurement
+_SPARE = 6 * GIB
 
 
 def smallest_training(config: Config, gpus: int, gpu_bytes: int) -> str | None:
@@ -31,11 +33,11 @@ def smallest_training(config: Config, gpus: int, gpu_bytes: int) -> str | None:
         return None
     tensor, width = server
     numbers = [ranks for ranks in range(max(1, gpus // 4), gpus - width + 1) if (gpus - ranks) % width == 0]
-    for stages, ranks in itertools.product(_STAGES, numbers):
+    for stages, spare, ranks in itertools.product(_STAGES, (_SPARE, 0), numbers):
         inference = ParallelLayout((gpus - ranks) // width, 1, tensor)
         for layout in sorted(_layouts(config, ranks, stages), key=layout_cost):
             text = allocation_text(inference, layout)
-            if ranks_fit(replaced(config, ["allocation"], text), gpu_bytes):
+            if ranks_fit(replaced(config, ["allocation"], text), gpu_bytes - spare):
                 return text
     return None
 

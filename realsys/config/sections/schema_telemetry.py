@@ -24,7 +24,7 @@ class TelemetryConfig(Section):
     curves_every_s: NonNegativeFloat = Field(
         300.0,
         description="seconds between two drawings of curves.png while the run lasts, in a process of the lowest"
-        " priority; 0: only at its end",
+        " priority; one more is made at its end. 0: none",
     )
     spans: bool = Field(True, description="write the timeline of every process, which `realsys trace` and `why` read")
     span_mib: Positive = Field(

@@ -3,7 +3,8 @@
 It compares tokens whose log-probs both computed with the same weights: those of the version that is
 trained, and if the batch has none, those of an earlier version of which the trainer kept the weights.
 
-    AgreementSampler ──SnapshotPlan──> actor_inf, before the first minibatch of a step
+    AgreementSampler ──SnapshotPlan──> actor_inf, or actor_train where nothing else scores the batch,
+        before the first minibatch of a step
         ──``agreement/...`` statistics──> AgreementMonitor
         ──> step record, status page; a warning in the log when it drifts
 
@@ -33,10 +34,12 @@ class AgreementSampler:
 
     In an asynchronous run the batch at version v has tokens of v - eta to v - 1. The weights of one version
     s are kept until a batch has tokens of s; these are scored, and the weights of that step are kept next.
+    Tokens of v itself need no kept weights, and no plan if the step scores its whole batch (``scores_all``).
     """
 
-    def __init__(self, sample_tokens: int, eta: int) -> None:
+    def __init__(self, sample_tokens: int, eta: int, *, scores_all: bool = True) -> None:
         self._sample_tokens = sample_tokens
+        self._scores_all = scores_all
         self._expiry = 2 * (eta + 1)  # steps after which no token of the kept version is expected any more
         self._kept: int | None = None
 
@@ -45,8 +48,10 @@ class AgreementSampler:
 
         ``samples``: those of data rank 0, which has the copy.
         """
-        if not self._sample_tokens or any(sample.version_max >= version for sample in samples):
+        if not self._sample_tokens:
             return None
+        if any(sample.version_max >= version for sample in samples):
+            return None if self._scores_all else SnapshotPlan(version, self._select(version, samples))
         plan = SnapshotPlan()
         if self._kept is not None:
             plan.version, plan.samples = self._kept, self._select(self._kept, samples)
@@ -79,7 +84,7 @@ class AgreementMonitor:
     def observe(self, version: int, stats: Mapping[str, float]) -> dict[str, Any]:
         """Add one step, trained on ``version``; return its values to show, with ``warning`` ("" if all is well).
 
-        ``stats``: statistics of actor_inf. Values are None if the step had no such tokens.
+        ``stats``: statistics of the call that compared. Values are None if the step had no such tokens.
         """
         values = {key.removeprefix(PREFIX): value for key, value in stats.items() if key.startswith(PREFIX)}
         tokens = values.get("tokens", 0.0)

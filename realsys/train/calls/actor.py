@@ -11,8 +11,9 @@ from realsys.algorithm.left_out import counts_in_loss
 from realsys.algorithm.loss import actor_loss, loss_denominator, should_stop
 from realsys.algorithm.losses import ConfiguredLoss, load_loss
 from realsys.algorithm.segments import Segments
-from realsys.model_calls import MfcRequest
+from realsys.model_calls import SNAPSHOT, MfcRequest
 from realsys.train.calls.handlers import CallOutcome
+from realsys.train.calls.inference import measure_agreement, score_with_snapshot
 from realsys.train.calls.role import Role
 from realsys.train.calls.token_advantages import episode_advantages, skipped_samples
 from realsys.train.calls.train_steps import OptimizerSteps, call_argument
@@ -35,6 +36,8 @@ class ActorTrain:
 
     def run(self, role: Role, request: MfcRequest) -> CallOutcome:
         config, ppo = role.config, role.config.train.ppo
+        # Without the inference pass of the decoupled loss, this is where engine and trainer are compared.
+        compared = score_with_snapshot(role, request) if SNAPSHOT in request.args else None
         role.engine.use_optimizer("train", role.settings.optimizer)
         policy_loss = load_loss(ppo)
         steps = OptimizerSteps(role, call_argument(request, "lr"))
@@ -58,7 +61,10 @@ class ActorTrain:
             steps.take(minibatch, batches, loss, denominator, stop)
             if steps.stopped:
                 break
-        return CallOutcome({**steps.finish(), "early_stopped": float(steps.stopped)})
+        stats = {**steps.finish(), "early_stopped": float(steps.stopped)}
+        if compared is not None and role.groups.last_stage:
+            stats |= measure_agreement(compared, role)
+        return CallOutcome(stats)
 
     def _loss(
         self,

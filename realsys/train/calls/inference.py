@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import msgspec
 import numpy as np
@@ -93,10 +94,11 @@ def score_with_snapshot(role: Role, request: MfcRequest) -> torch.Tensor:
     if asked is None or role.groups.data_rank:
         return none
     plan, older, snapshot = msgspec.convert(asked, SnapshotPlan), none, role.engine.snapshot
+    is_own = plan.version == request.version
     # After a restart the master may know of a snapshot that is gone: then nothing is compared.
-    if plan.samples and snapshot is not None and snapshot.version == plan.version:
+    if plan.samples and (is_own or (snapshot is not None and snapshot.version == plan.version)):
         refs = {ref.sample_id: ref for ref in role.own_sequences(request)}
-        with role.engine.weights_of(snapshot):
+        with nullcontext() if is_own or snapshot is None else role.engine.weights_of(snapshot):
             computed = compute_logprobs(role, [[refs[sample_id] for sample_id in plan.samples]])
         differences, current = compare_logprobs(role, plan.version, computed)
         older = differences[current]

@@ -41,6 +41,7 @@ SMALL = [
     "asynchronous.stale_policy=drop",
     "evaluation.problems=16",
     "evaluation.every_steps=0",
+    "telemetry.curves_every_s=0",
     # A model this fresh is always wrong: with a penalty, and no mean taken off it, there is something to train on.
     "rollout.reward.wrong=-1.0",
     "train.ppo.advantage.mean=none",

@@ -1,6 +1,7 @@
 """Whole jobs whose processes find each other through etcd."""
 
 import re
+import signal
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_job_on_ipv6_keeps_to_its_ports(tmp_path):
     settings = [
         *("name_store=etcd", "cluster.name_store.start=true", f"cluster.name_store.address='[::1]:{own}'"),
         *("cluster.host=::1", f"cluster.ports={low}-{low + 199}", "allocation=serve.d1+d2"),
-        *("warmup.steps=2", "train.total_steps=2", "evaluation.problems=4"),
+        *("warmup.steps=2", "train.total_steps=100000", "evaluation.problems=0"),
     ]
     root, argv = arith(tmp_path, "ipv6", *settings)
     with running(root, argv) as live:
@@ -56,7 +57,9 @@ def test_job_on_ipv6_keeps_to_its_ports(tmp_path):
         store = make_name_store(config, TrialPaths(root), call_timeout_s=60.0)
         advertised = {key.removeprefix(f"{names.root}/"): text for key, text in store.get_subtree(names.root).items()}
         store.close()
-        job = live.wait().completed()
+        live.process.send_signal(signal.SIGINT)
+        job = live.wait()
+    assert job.returncode == 130, job.report()
     listening = {key: set(re.findall(r"([^/\"]+):(\d+)\b", text)) for key, text in advertised.items() if "::1" in text}
     assert set(listening) == {
         *("generation_server/0", "gserver_manager", "pull/0", "pull/1", "trainer/request_reply", "trainer/torch_store")

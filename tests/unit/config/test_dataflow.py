@@ -47,7 +47,7 @@ def test_train_is_ready_only_after_inference():
 def test_independent_calls_are_ready_together():
     """Plain PPO has no inference call; a call is ready when its keys exist."""
     flow = dataflows.ppo(changed("train.ppo.use_decoupled_loss=false"))
-    assert shape(flow) == {"actor_train": ("actor", "behav_logprobs loss_mask tokens", "")}
+    assert shape(flow) == {"actor_train": ("actor", "behav_logprobs loss_mask tokens versions", "")}
     assert [c.name for c in dataflows.sft(changed()).ready(["tokens", "loss_mask"], [])] == ["sft"]
     diamond = Dataflow([call("inf", "tokens", "p"), call("ref", "loss_mask tokens", "r"), call("train", "p r")])
     assert [c.name for c in diamond.ready(["tokens", "loss_mask"], [])] == ["inf", "ref"]

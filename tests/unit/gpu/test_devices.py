@@ -87,6 +87,31 @@ def test_unusable_gpu_is_an_error_with_its_circumstances(
     assert "\n" not in message and caught.value.exit_code == 2 and caught.value.permanent
 
 
+def test_gpu_without_expandable_segments_works_without_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first allocation fails, until the allocator is told to do without."""
+    settings = ["expandable_segments:True"]
+    zeros = torch.zeros
+
+    def allocate(*size: int, device: torch.device) -> torch.Tensor:
+        if settings[-1] == "expandable_segments:True":
+            raise RuntimeError("CUDA driver error: operation not supported\nmore lines")
+        return zeros(*size)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch, "zeros", allocate)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    environment = {"CUDA_VISIBLE_DEVICES": "0"}
+    with pytest.raises(DeviceError, match="operation not supported"):  # it has another allocator by choice
+        choose_device(0, environment | {"PYTORCH_ALLOC_CONF": "backend:native"})
+    prepare_environment(environment)
+    assert choose_device(0, environment) == torch.device("cuda", 0)
+    assert "operation not supported; memory" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

@@ -262,6 +262,15 @@ def test_training_on_gpus_saves_memory(
     assert sorted(line.partition("=")[0] for line in lines) == sorted(f"set train.{name}" for name in changed)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "given", "chosen"),
+    [("bfloat16", set(), "float32"), ("float32", set(), "model"), ("bfloat16", {"model.head_dtype"}, "model")],
+)
+def test_logits_on_gpus_are_fp32(dtype: str, given: set[str], chosen: str) -> None:
+    config = Config.model_validate({"model": {"dtype": dtype}, "allocation": "serve.d1+d1"})
+    assert fit(config, given | {"generation"}, machine(2))[0].model.head_dtype == chosen
+
+
 def test_choice_in_a_file_is_not_open(tmp_path: Path) -> None:
     """Also if it is the default of the schema."""
     (tmp_path / "experiment").mkdir()

@@ -73,6 +73,35 @@ def test_tokens_are_scored_with_their_own_version(folders: dict[str, Path], layo
             assert gone["agreement/tokens"] == 0, "a snapshot of another version must not be compared"
 
 
+@pytest.mark.parametrize("layout", ["d1", "d2p2"])
+def test_step_without_inference_compares_before_it_trains(folders: dict[str, Path], layout: str) -> None:
+    """`actor_train` scores tokens of its own version, with the weights before the first update."""
+    config = Config.model_validate({"train": {"microbatch_tokens": 48, "ppo": {"use_decoupled_loss": False}}})
+    placed = parse_allocation(f"sglang.d1+actor.{layout}")
+    meshes = place(placed, ["actor"])
+    own = [ref.sample_id for ref in deal(REFS, meshes["actor"].layout.data)[0]]
+    compared = sum(ref.loss_tokens for ref in REFS if ref.sample_id in own)
+
+    def body(rank: int, device: Device) -> Any:
+        worker = Worker(rank, device, config, meshes, folders)
+        worker.fill(ARRAYS)
+        worker.call("actor_inf", "actor", [REFS])
+        for name, own_arrays in worker.spread(REFS, "prox_logprobs").items():
+            sampled = own_arrays["prox_logprobs"].copy()  # as if the engine had recorded them
+            worker.fill({name: {"behav_logprobs": sampled, "versions": np.zeros(len(sampled), np.int32)}})
+        stats = [
+            worker.call("actor_train", "actor", [REFS], lr=1e-2, snapshot={"version": version, "samples": own}).stats
+            for version in (0, 0, 3)
+        ]
+        return stats, worker.roles["actor"].groups.last_stage
+
+    for (first, second, other), last in run_ranks(placed.workers, body, config):
+        if last:
+            assert first["agreement/tokens"] == second["agreement/tokens"] == compared
+            assert first["agreement/difference_max"] < 1e-5 < 1e-3 < second["agreement/difference_max"]
+            assert other["agreement/tokens"] == 0 and first["loss"] != 0
+
+
 def test_step_waits_for_the_copy(folders: dict[str, Path]) -> None:
     """The copy begins in actor_inf and goes on until the optimizer comes. It has the weights before the step."""
     config = Config.model_validate({"train": {"microbatch_tokens": 48}})

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from realsys.cluster.topology import place
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.memory.activations import StepSettings, head_bytes, layer_bytes, training_work
-from realsys.config.memory.device_memory import GIB, LIBRARIES, DeviceUse, rank_uses, server_use
+from realsys.config.memory.device_memory import COMMUNICATOR, GIB, LIBRARIES, DeviceUse, rank_uses, server_use
 from realsys.config.memory.shard import shard_of
 from realsys.config.schema import Config
 from realsys.hf.config import read_model
+from realsys.train.megatron.mesh import splits
 from tests.support.processes.config_trees import changed
 from tests.support.serving.qwen_models import write_qwen
 
@@ -74,6 +76,21 @@ def test_roles_on_separate_workers_are_separate(tmp_path: Path) -> None:
     actor, reference = ranks(math_config(tmp_path, "1.5B", *settings))
     assert (actor[0].owner, actor[1]) == ("model_worker/0-1", 2)
     assert (reference[0].owner, reference[1], reference[0].gradients) == ("model_worker/2", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "communicators"),
+    [("d1", 0), ("d2", 1), ("d2m2", 3), ("d2p4", 4), ("d2p2m2", 6), ("actor.d2+ref.d2", 2), ("actor.d2m2+ref.d1", 4)],
+)
+def test_communicators_take_memory(allocation: str, communicators: int, tmp_path: Path) -> None:
+    """One for each axis with several ranks and for all of them; one for the world if roles have ranks of their own."""
+    settings = (f"allocation=serve.d1+{allocation}", "train.ppo.kl.coef=0.1")
+    uses = ranks(math_config(tmp_path, "1.5B", *settings))
+    assert uses[0][0].libraries == LIBRARIES + COMMUNICATOR * communicators
+    placed = parse_allocation(f"serve.d1+{allocation}")
+    made = splits(place(placed, ["actor", "ref"]).values(), placed.workers)
+    groups = {group for split in made for group in split if 0 in group and len(group) > 1}
+    assert len(groups) + (placed.workers > 1) == communicators
 
 
 def test_embedded_server_allocates_its_whole_cache(tmp_path: Path) -> None:

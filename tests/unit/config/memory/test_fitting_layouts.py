@@ -45,7 +45,7 @@ def test_embedded_engine_cannot_split_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("args", "allocation"),
-    [("{tp-size: 2}", "serve.d3+d1m2"), ("{pp-size: 4}", "serve.d1+d2m2"), ("{dp-size: 3}", "serve.d2+d1m2")],
+    [("{tp-size: 2}", "serve.d2+d2m2"), ("{pp-size: 4}", "serve.d1+d2m2"), ("{dp-size: 3}", "serve.d2+d1m2")],
 )
 def test_servers_have_the_gpus_of_their_options(args: str, allocation: str, tmp_path: Path) -> None:
     config = math_config(tmp_path, "7B", "generation.backend=sglang", f"generation.sglang.args={args}")

@@ -45,7 +45,7 @@ def refusal(config: Config, place: Place) -> ConfigError:
     return caught.value
 
 
-@pytest.mark.parametrize(("name", "allocation"), [("1.5B", "serve.d6+d2"), ("7B", "serve.d6+d1m2")])
+@pytest.mark.parametrize(("name", "allocation"), [("1.5B", "serve.d6+d2"), ("7B", "serve.d4+d2m2")])
 def test_shipped_experiment_fits_eight_gpus(name: str, allocation: str, tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text("".join(f'{{"prompt": "{n}+1", "answer": "2"}}\n' for n in range(100)))
@@ -103,7 +103,7 @@ def _tree(config: Config, values: dict[str, str]) -> dict[str, str]:
 def test_other_allocation_is_named_if_settings_fail(tmp_path: Path) -> None:
     config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d7+d1")
     error = refusal(config, gpus(config))
-    assert error.field == "allocation" and "set allocation=serve.d6+d1m2" in str(error)
+    assert error.field == "allocation" and "set allocation=serve.d4+d2m2" in str(error)
 
 
 def test_stages_of_a_server_fit_small_gpus(tmp_path: Path) -> None:

@@ -119,3 +119,10 @@ def test_kept_weights_expire() -> None:
 
 def test_no_sample_tokens_keep_no_weights() -> None:
     assert AgreementSampler(sample_tokens=0, eta=3).plan(5, [sample(0, 1, 2)]) is None
+
+
+def test_step_without_inference_scores_its_own_version() -> None:
+    """Without `actor_inf` nothing else computes log-probs of the version that is trained."""
+    sampler = AgreementSampler(sample_tokens=150, eta=3, scores_all=False)
+    assert sampler.plan(5, [sample(0, 5, 5), sample(1, 3, 5), sample(2, 4, 4)]) == SnapshotPlan(5, ["s0", "s1"])
+    assert sampler.plan(6, [sample(3, 5, 5)]) == SnapshotPlan(take=True)
