@@ -95,7 +95,7 @@ def _stop(args: Namespace) -> int:
 
 def _add_logs(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "process", nargs="?", metavar="PROCESS", help="model_worker/0, ..., or job: the screen of a job"
+        "process", nargs="?", metavar="PROCESS", help="model_worker/0, ..., or job: the screen of a job; or a trial"
     )
     parser.add_argument("--trial-dir", type=Path, metavar="DIR", help=NEWEST)
     parser.add_argument("-n", "--lines", type=count, default=50, metavar="N", help="last lines (default: %(default)s)")

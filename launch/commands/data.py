@@ -15,7 +15,7 @@ from realsys.config.sections.schema_data import absolute_source
 from realsys.data.check import MARKED
 from realsys.data.layouts.base import Row
 from realsys.data.prompts import plain_text
-from realsys.data.report.examine import Examiner, Report
+from realsys.data.report.examine import UNVERIFIED, Examiner, Report
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
 from realsys.reward.judge.rubric_file import read_rubric
@@ -51,6 +51,9 @@ def check_data_set(source: str, overrides: Sequence[str]) -> int:
     sys.stdout.flush()
     for line in bad_rows(report):
         print(line, file=sys.stderr)
+    chosen = any(text.startswith("data.verifier=") for text in overrides)
+    if not chosen and any(UNVERIFIED in problem for _, problem in report.bad):
+        print("realsys: name the verifier of your task: data.verifier=", file=sys.stderr)
     return EXIT_BAD_DATA if report.bad_count else EXIT_OK
 
 

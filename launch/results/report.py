@@ -17,7 +17,7 @@ from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.results.totals import Totals, averaged_ends
 from realsys.launch.screen.progress import Record, mean, number, time_parts
-from realsys.launch.screen.text_figures import failures_text, fmt
+from realsys.launch.screen.text_figures import failures_text, fmt, worth_showing
 from realsys.telemetry.percent import apportioned, percent, percentage
 from realsys.telemetry.signal import signal_warning
 from realsys.telemetry.steps import surviving_steps
@@ -204,7 +204,9 @@ def _metrics(evaluations: Sequence[Mapping[str, Any]]) -> str:
     if not measured:
         return ""
     first, last = measured[0], measured[-1]
-    return ", ".join(f"{name} {fmt(first.get(name), '.3f')} -> {fmt(last[name], '.3f')}" for name in sorted(last))
+    return ", ".join(
+        f"{name} {fmt(first.get(name), '.3f')} -> {fmt(last[name], '.3f')}" for name in worth_showing(last, first)
+    )
 
 
 def _clock(seconds: float) -> str:

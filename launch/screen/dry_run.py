@@ -77,6 +77,10 @@ def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[t
     groups, size = config.train.batch_groups, config.rollout.trained_episodes
     episodes = f"{groups} prompts x {size} episodes of at most {longest_sequence(config):,} tokens"
     yield "batch", f"{episodes}: at most {batch_tokens(config):,} tokens"
+    ppo = config.train.ppo
+    loss = f"loss {ppo.loss}, clip -{ppo.eps_clip:g} +{ppo.eps_clip_higher or ppo.eps_clip:g}"
+    advantage = f"advantages: mean of {ppo.advantage.mean}, deviation of {ppo.advantage.std}"
+    yield "training", f"{loss}, lr {config.train.optimizer.lr:g}, {ppo.minibatches} minibatches; {advantage}"
     steps, per_epoch = planned_steps(config, sizes["train"]), sizes["train"] / groups
     yield "steps", f"{steps:,}, which are {steps / per_epoch:.2f} epochs; one epoch is {per_epoch:,.1f} steps"
     yield "host", f"memory {host_line(config, place)}"

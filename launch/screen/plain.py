@@ -9,7 +9,7 @@ from rich.console import Console
 
 from realsys.evaluation.eval_records import headline
 from realsys.launch.screen.progress import Progress, Record, number
-from realsys.launch.screen.text_figures import failures_text, fmt, rate, untrained_shares
+from realsys.launch.screen.text_figures import failures_text, fmt, rate, untrained_shares, worth_showing
 from realsys.telemetry.percent import percent
 
 
@@ -97,9 +97,8 @@ def eval_line(record: Record) -> str:
     line = f"evaluation {record.get('eval_id', '?')}: {headline(record)}"
     if number(record, "accuracy") is not None:
         line += f", reward {fmt(number(record, 'reward_mean'), '+.3f')}"
-    return line + "".join(
-        f", {name} {fmt(value, '.3f')}" for name, value in sorted((record.get("metrics") or {}).items())
-    )
+    metrics = record.get("metrics") or {}
+    return line + "".join(f", {name} {fmt(metrics[name], '.3f')}" for name in worth_showing(metrics))
 
 
 def _count(record: Record) -> str:

@@ -56,6 +56,11 @@ def rate(record: Record, amount: str, seconds: str) -> float | None:
     return top / bottom if top is not None and bottom else None
 
 
+def worth_showing(metrics: Mapping[str, float], *others: Mapping[str, float]) -> list[str]:
+    """Return the names in ``metrics``, without counts of the gateway that are 0 in all of the mappings."""
+    return sorted(n for n in metrics if not n.startswith("gateway/") or any(each.get(n) for each in (metrics, *others)))
+
+
 def failures_text(failures: object) -> str:
     """Return the completions whose verifier failed or exceeded a limit, by cause; "" if there are none."""
     counts = failures if isinstance(failures, Mapping) else {}

@@ -154,7 +154,7 @@ class PromptDataset:
     def _check_length(self, lines: Lines[Problem], index: int, ids: list[int]) -> None:
         if len(ids) > self._max_tokens:
             problem = f"the prompt has {len(ids)} tokens, but data.max_prompt_tokens is {self._max_tokens}"
-            raise DataError(f"{lines.where(index)}: {problem}: increase it or remove the line")
+            raise DataError(f"{lines.where(index)}: {problem}: increase it, or set data.long_prompts=drop")
         if not ids:
             raise DataError(f"{lines.where(index)}: the prompt has no tokens: remove the line")
 

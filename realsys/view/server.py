@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from realsys.cluster.http.http_guard import Admission, Guard
 from realsys.cluster.http.http_server import HttpServer
 from realsys.config.paths import TrialPaths
+from realsys.errors import ConfigError, RealsysError
 from realsys.view.app import OPEN, SECRET, Live, routes
 
 
@@ -21,7 +22,7 @@ class ViewServer:
     """
 
     def __init__(self, paths: TrialPaths, live: Live, is_running: Callable[[], bool], port: int = 0) -> None:
-        """Raises RealsysError if the port is taken."""
+        """Raises ConfigError if the port is taken."""
         self.key = secrets.token_urlsafe(16)
         app = Guard(
             Starlette(routes=routes(paths, live, is_running)),
@@ -29,7 +30,10 @@ class ViewServer:
             max_body=0,
             error=lambda message: {"error": message},
         )
-        self._server = HttpServer(app, "127.0.0.1", port)
+        try:
+            self._server = HttpServer(app, "127.0.0.1", port)
+        except RealsysError as error:
+            raise ConfigError("--port", port, str(error)) from None
         self.address = f"{self._server.url}/#key={self.key}"
 
     def start(self) -> None:
@@ -47,12 +51,14 @@ def serve_view(
     is_running: Callable[[], bool],
     port: int = 0,
     say: Callable[[str], None] = print,
+    *,
+    about: str = "",
 ) -> None:
-    """Serve until Ctrl-C. ``say`` gets the address."""
+    """Serve until Ctrl-C. ``say`` gets ``about`` and the address, once it can be opened. Raises ConfigError."""
     server = ViewServer(paths, live, is_running, port)
     server.start()
     try:
-        say(server.address)
+        say(f"{about}\n{server.address}" if about else server.address)
         threading.Event().wait()
     except KeyboardInterrupt:
         say("")

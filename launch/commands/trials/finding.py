@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 from realsys.config.paths import TrialPaths
@@ -23,8 +24,22 @@ def find_trial(trial_dir: Path | None, *, trains: bool = False) -> TrialPaths:
         if not trials:
             raise ConfigError("TRIAL_DIR", str(RUNS), "has no trial: name the folder of a trial")
         return trials[0]
+    if (paths := _trial_at(trial_dir)) is not None:
+        return paths
+    names = [f"{each.root.parent.name}/{each.root.name}" for each in trials_in(RUNS.resolve())]
+    near = difflib.get_close_matches(str(trial_dir), names, n=3)
+    remedy = f"did you mean {' or '.join(near)}?" if near else "correct the path"
+    raise ConfigError("TRIAL_DIR", str(trial_dir), f"is not the folder of a trial: {remedy}")
+
+
+def is_trial(name: str) -> bool:
+    """Return True if ``name`` is the folder of a trial, or EXPERIMENT/TRIAL under runs/."""
+    return _trial_at(Path(name)) is not None
+
+
+def _trial_at(trial_dir: Path) -> TrialPaths | None:
     for folder in (trial_dir, RUNS / trial_dir):
         paths = TrialPaths(folder.resolve())
         if any(file.exists() for file in (paths.config, paths.job, paths.lock, paths.ledger)):
             return paths
-    raise ConfigError("TRIAL_DIR", str(trial_dir), "is not the folder of a trial: correct the path")
+    return None

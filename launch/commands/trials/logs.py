@@ -12,7 +12,7 @@ from typing import get_args
 from realsys.config.devices.device_plan import Kind
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
-from realsys.launch.commands.trials.finding import find_trial
+from realsys.launch.commands.trials.finding import find_trial, is_trial
 from realsys.launch.lock import is_held
 from realsys.launch.screen.log_tail import LogTail, show_new
 from realsys.launch.slurm.job_follow import follow_job
@@ -31,6 +31,8 @@ def show_logs(trial_dir: Path | None, process: str | None, lines: int, *, follow
     ``follow``: show new text until the trial has ended; its job may still wait, or be queued again. Raises ConfigError,
     SlurmError.
     """
+    if trial_dir is None and process is not None and is_trial(process):
+        trial_dir, process = Path(process), None  # as for the other commands, the first word may be a trial
     paths = find_trial(trial_dir)
     logs = _logs(paths)
     if process is None:

@@ -32,8 +32,8 @@ def view_trial(trial_dir: Path | None, port: int) -> int:
     paths = find_trial(trial_dir)
     config = read_config(paths.config)
     with contextlib.closing(ManagerStatus(config, paths)) as live:
-        print(f"{config.experiment}/{config.trial}: open the address below in a browser; Ctrl-C ends the server")
-        serve_view(paths, live.read, live.is_running, port)
+        about = f"{config.experiment}/{config.trial}: open the address below in a browser; Ctrl-C ends the server"
+        serve_view(paths, live.read, live.is_running, port, about=about)
     return 0
 
 

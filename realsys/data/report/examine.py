@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _BATCH = 256
 _KEPT = 100  # examples of each kind
+UNVERIFIED = "cannot be verified by"  # problem of a reference, followed by the verifier
 MAX_HELD_OUT = 20_000  # held-out prompts in the index of near-duplicates
 
 #: Takes rows and returns the problem with each reference answer, None if the answer can be used.
@@ -112,7 +113,7 @@ class Examiner:
             if length is None or not self._fits(where, length):
                 continue
             if problem is not None:
-                self._add_bad(where, f"field 'answer': cannot be verified by {self._data.verifier}: {problem}")
+                self._add_bad(where, f"field 'answer': {UNVERIFIED} {self._data.verifier}: {problem}")
                 continue
             self.report.lengths.append(length)
             if self._tokenizer and self._data.chat_template and (mark := self._tokenizer.template_mark(row.prompt)):

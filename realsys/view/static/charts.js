@@ -23,7 +23,7 @@ function smooth(values, width) {
   });
 }
 class Chart {
-  // spec: {title, unit, format, series: [{column, label, colour}], band: [low, high], stacked, evaluations, from0}
+  // spec: {title, unit, format, series: [{column, label, colour}], band: [low, high], stacked, evaluations, from0, bound}
   constructor(spec, group) {
     Object.assign(this, {spec, group});
     this.card = element("div", null, "card chart");
@@ -62,6 +62,7 @@ class Chart {
     }
     this.scale(width, Math.min(...xs), Math.max(...xs), values);
     this.axes(width);
+    if (isNumber(this.bound())) this.svg.append(shape("line", {x1: LEFT, x2: width - RIGHT, y1: this.y(this.bound()), y2: this.y(this.bound())}, "bound"));
     this.marked(marks);
     if (spec.stacked) this.stack(); else this.lines();
     this.dots();
@@ -69,6 +70,7 @@ class Chart {
     this.svg.append(this.cursor);
     this.label(null);
   }
+  bound() { return this.spec.bound && this.data[this.spec.bound]; }
   column(name) { return this.data.columns[name] || []; }
   // A batch of other lengths than the policy samples misleads: it is a hollow dot, and no part of the line.
   biased(i) { return this.spec.unbiased && (this.data.columns.biased || [])[i] === 1; }
@@ -78,7 +80,7 @@ class Chart {
     if (spec.stacked) return this.steps.map((_, i) => this.own.reduce((sum, s) => sum + (this.column(s.column)[i] || 0), 0)).concat(this.own.length ? [0] : []).filter(isNumber);
     const found = [...this.own.flatMap(s => this.column(s.column)), ...(spec.band || []).flatMap(name => this.column(name))];
     for (const e of this.evals) found.push(e[spec.evaluations], ...(spec.evaluations === "accuracy" && e.interval ? e.interval : []));
-    return found.filter(isNumber);
+    return found.some(isNumber) ? [...found, this.bound()].filter(isNumber) : [];
   }
   scale(width, first, last, values) {
     let low = Math.min(...values), high = Math.max(...values);
@@ -184,6 +186,7 @@ class Chart {
     }).filter(Boolean) : [];
     const newest = s => this.usual(this.column(s.column)).findLast(isNumber) ?? this.column(s.column).findLast(isNumber);
     const shown = this.own.map(s => [s.label, step === null ? newest(s) : this.column(s.column)[at], s.colour]);
+    if (isNumber(this.bound())) shown.push(["bound at the start", this.bound(), "var(--bad)"]);
     if (this.spec.band && at >= 0) shown.push(["range", this.spec.band.map(name => this.column(name)[at])]);
     for (const [label, value, colour] of [...recent, ...shown]) {
       const item = keyed(label + " ", colour);

@@ -105,6 +105,13 @@ def test_biased_batches_are_joined_and_lone_steps_are_dots(page: Browser) -> Non
     assert page.js(f"{reward}.querySelector('path.joined').getAttribute('d').match(/[ML]/g).join('')") == "MLLLLLML"
 
 
+def test_bound_on_staleness_is_on_its_chart(page: Browser) -> None:
+    page.open(page.status_page)
+    lines = "[...document.querySelectorAll('.chart')].filter(chart => chart.querySelector('line.bound'))"
+    assert page.js(f"{lines}.map(chart => chart.dataset.chart)") == ["Staleness"]
+    assert f"bound at the start {page.js('run.eta')}" in page.text("[data-chart='Staleness'] .legend")
+
+
 def test_failed_request_names_its_status(page: Browser) -> None:
     page.open(page.status_page)
     answer = "new Response('Internal Server Error', {status: 500})"

@@ -76,6 +76,7 @@ def test_readme_command_fits_a_model_of_512_positions(
     assert "set allocation=serve." in out and "set evaluation.problems=" in out
     assert "engine      embedded, servers: 1" in out and "307." in out
     assert "512 prompts x 16 episodes of at most 512 tokens" in out and "one epoch is " in out
+    assert "training    loss ppo, clip -0.2 +0.2, lr 2e-05, 4 minibatches; advantages: mean of batch" in out
     assert f"warning: {model}: tokenizer_config.json ends a text with '<bos>'" in out
     assert not (tmp_path / "runs").exists()
 

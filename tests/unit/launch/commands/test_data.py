@@ -159,6 +159,13 @@ def test_verifier_checks_references(tmp_path, capsys, monkeypatch):
     assert code == 2 and len(err.splitlines()) == 2 and "KeyError: 'none'" in err.splitlines()[0]
 
 
+@pytest.mark.parametrize(("words", "hints"), [([], 1), (["data.verifier=math"], 0)])
+def test_text_answers_lead_to_the_verifier(tmp_path, capsys, words, hints):
+    path = jsonl(tmp_path / "t.jsonl", [{"prompt": "a", "answer": "forty two"}])
+    code, _, err = run(capsys, path, *words)
+    assert code == 2 and err.count("realsys: name the verifier of your task: data.verifier=\n") == hints
+
+
 def test_row_that_json_cannot_hold_is_bad(tmp_path, capsys, monkeypatch):
     (tmp_path / "own_rows.py").write_text(
         "from realsys.data.layouts.base import Row\n\n\ndef read(row):\n    return Row('a', '1', {'key': object()})\n"

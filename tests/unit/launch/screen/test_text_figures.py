@@ -11,6 +11,7 @@ from realsys.launch.screen.text_figures import (
     scale_of,
     sparkline,
     time_split,
+    worth_showing,
 )
 
 
@@ -43,6 +44,12 @@ def test_sparkline_is_bounded_in_width_and_height() -> None:
 def test_course_near_ninety_percent_is_flat() -> None:
     records = [{"accuracy": value} for value in (0.88, 0.92, 0.88, 0.92)]
     assert curve_text(records, "accuracy") == "▇▇▇▇ 0..1"
+
+
+def test_counts_of_the_gateway_are_shown_if_any() -> None:
+    metrics = {"gateway/calls": 1.5, "gateway/retries": 0.0, "tries": 0.0}
+    assert worth_showing(metrics) == ["gateway/calls", "tries"]
+    assert worth_showing(metrics, {"gateway/retries": 0.1}) == ["gateway/calls", "gateway/retries", "tries"]
 
 
 def test_memory_is_summed_by_kind() -> None:

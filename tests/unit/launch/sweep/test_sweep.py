@@ -112,7 +112,7 @@ def test_dry_run_lists_trials_and_starts_nothing(run_sweep: Sweep, capsys: pytes
     ("words", "problem"),
     [
         (["train.optimizer.lr=0.1,5"], "must be less than or equal to 1 (trial train.optimizer.lr=5)"),
-        (["data.max_prompt_tokens=48,3"], "increase it or remove the line (trial data.max_prompt_tokens=3)"),
+        (["data.max_prompt_tokens=48,3"], "or set data.long_prompts=drop (trial data.max_prompt_tokens=3)"),
         (["seed=1,3", "--trial", "a" * 63], "'.', '_' or '-', and begin with a letter or digit (trial seed=1)"),
         (["generation=embedded,none"], "(trial generation=none)"),
         (["seed=1"], "no setting has a list of values"),

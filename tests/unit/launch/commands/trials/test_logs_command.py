@@ -55,6 +55,11 @@ def script_job(monkeypatch: pytest.MonkeyPatch, paths: TrialPaths, events: list[
     monkeypatch.setattr(logs, "is_here", lambda: True)
 
 
+def test_trial_as_first_word_lists_its_logs(paths: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", str(paths.root)]) == 0
+    assert "model_worker/0" in capsys.readouterr().out
+
+
 def nothing() -> None:
     pass
 

@@ -1,0 +1,101 @@
+"""No request of an agent costs the gateway more than a good one, and none keeps other agents from their replies."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from realsys.data.tokenizer import TextTokenizer
+from tests.support.gateway.garbage import BURST, CALL, KINDS, SLOW, misbehave
+from tests.support.serving.gateways import BOUND_S, Scripted, opened
+
+ROW = (
+    "data.max_prompt_tokens=4000",
+    "generation.sampling.max_new_tokens=96",
+    "generation.embedded.context_length=4096",
+)
+OTHERS, CALLS, ACTS = 10, 5, 3
+REQUESTS = {"slow": SLOW, "burst": BURST}  # of one act of an agent; else one
+
+
+@dataclass
+class Served:
+    """Episodes of a gateway whose event loop has a thread of its own, so that its CPU time is that of their requests."""
+
+    urls: list[str]
+    clock: int
+
+    def cpu_s(self) -> float:
+        return time.clock_gettime(self.clock)
+
+
+@contextmanager
+def serving(tokenizer: TextTokenizer) -> Iterator[Served]:
+    loop, stop, ready = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
+    urls: list[str] = []
+
+    async def serve() -> None:
+        async with opened(Scripted(tokenizer), tokenizer, *ROW) as episode:
+            others = [episode.another(k) for k in range(1, OTHERS + 1)]
+            urls.extend(session.base_url for session in (episode.session, *others))
+            ready.set()
+            await stop.wait()
+            for session in others:
+                await session.close()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(BOUND_S)
+        assert thread.ident is not None
+        yield Served(urls, time.pthread_getcpuclockid(thread.ident))
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+async def others(urls: list[str]) -> list[int]:
+    """Return the statuses of the calls of agents that behave."""
+
+    async def one(url: str) -> list[int]:
+        async with httpx.AsyncClient(timeout=BOUND_S) as client:
+            return [(await client.post(f"{url}/chat/completions", json=CALL)).status_code for _ in range(CALLS)]
+
+    return [status for each in await asyncio.gather(*map(one, urls)) for status in each]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("ordinary", "longest")])
+def test_garbage_costs_no_more_than_a_good_call(tokenizer: TextTokenizer, kind: str) -> None:
+    with serving(tokenizer) as served:
+
+        def cost(kind: str) -> float:
+            asyncio.run(misbehave(KINDS[kind], served.urls[0], 1))  # what happens once, such as an entry in the log
+            before = served.cpu_s()
+            asyncio.run(misbehave(KINDS[kind], served.urls[0], ACTS))
+            return (served.cpu_s() - before) / ACTS / REQUESTS.get(kind, 1)
+
+        good, garbage = cost("longest"), cost(kind)
+        print(f"{kind}: {1e3 * garbage:.2f} ms, the longest good call {1e3 * good:.2f} ms")
+        assert garbage < 2 * good
+
+
+def test_others_are_served_beside_garbage(tokenizer: TextTokenizer) -> None:
+    async def both(served: Served) -> list[int]:
+        acts = [asyncio.create_task(misbehave(each, served.urls[0])) for each in KINDS.values()]
+        try:
+            return await others(served.urls[1:])
+        finally:
+            for act in acts:
+                act.cancel()
+            await asyncio.gather(*acts, return_exceptions=True)
+
+    with serving(tokenizer) as served:
+        assert asyncio.run(both(served)) == [200] * OTHERS * CALLS
