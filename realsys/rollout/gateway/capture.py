@@ -305,6 +305,8 @@ class Capture:
         most = UNSEEN * limits.row  # tokens
         if len(call.token_ids) >= limits.row:
             raise limits.too_long(f"the request has {len(call.token_ids)} tokens")
+        if len(call.messages) >= limits.row:  # a template writes at least a token for each
+            raise limits.too_long(f"the request has {len(call.messages)} messages")
         if (size := sum(map(len, call.texts()))) > most * tokenizer.longest_token:
             raise limits.too_long(f"the request has {size} characters")
         if size <= LONG_TEXT:
