@@ -29,7 +29,7 @@ from realsys.generation.backend import Completion, GenerationEngine, Snapshot
 from realsys.generation.received import Delta
 
 MAX_BODY = 16 << 20  # bytes; a prompt of a million tokens is 7 MB
-STREAM_S = 0.01  # shortest time between two lines of a stream: a line costs as much as some steps of a small model
+STREAM_S = 0.02  # shortest time between two lines of a stream: a line costs as much as some steps of a small model
 MAX_MESSAGE = 2000  # characters of an error, which may quote a refused value
 
 T = TypeVar("T")
