@@ -4,6 +4,8 @@ rate      episodes of 4 short turns against an engine that answers without delay
           process, which runs the whole gateway (HTTP, JSON, template, record, reply) and nothing else
 overhead  equal requests to /generate of the embedded engine and to /v1/chat/completions before it, one after the
           other in turn, with the tiny model: time of a call, and tokens per second of 8 concurrent ones
+first     streams of the same requests: time to the first token of /generate, and to the first text of the gateway;
+          time per token of the whole stream
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import string
 import subprocess
 import sys
 import tempfile
@@ -42,6 +45,8 @@ from realsys.types import Ticket
 
 TURNS = 4
 CONNECTIONS = 16
+PROGRESS_S = 2.0
+_TOKENS, _TEXT = (b'{"parts":[[',), (b'"delta":{"content":', b'"delta":{"reasoning_content":')
 USER = {"role": "user", "content": "12+34="}
 LIMITS = Limits(4096, 10**6, 64)
 
@@ -86,10 +91,25 @@ class Connection:
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24)
         return cls(reader, writer, parts.netloc)
 
-    async def post(self, path: str, body: object) -> Any:
+    def _send(self, path: str, body: object) -> None:
         content = msgspec.json.encode(body)
         head = f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
         self._writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+
+    async def first(self, path: str, body: object, marks: tuple[bytes, ...]) -> tuple[float, float]:
+        """Return the seconds until one of ``marks`` is in the reply, and those until its end."""
+        begin, seen, first = time.perf_counter(), b"", 0.0
+        self._send(path, body)
+        while not seen.endswith(b"\r\n0\r\n\r\n"):
+            if not (piece := await self._reader.read(1 << 16)):
+                raise RuntimeError(f"{path}: the connection was closed after {seen[-300:]!r}")
+            seen += piece
+            if not first and any(mark in seen for mark in marks):
+                first = time.perf_counter() - begin
+        return first, time.perf_counter() - begin
+
+    async def post(self, path: str, body: object) -> Any:
+        self._send(path, body)
         answer = (await self._reader.readuntil(b"\r\n\r\n")).lower()
         length = int(answer.split(b"content-length:")[1].split(b"\r\n")[0])
         reply = msgspec.json.decode(await self._reader.readexactly(length))
@@ -104,6 +124,15 @@ class Connection:
 def make_model(root: Path, positions: int = 1024) -> Path:
     make_tiny_model(TinyModelConfig(chat=True, max_position_embeddings=positions), root, seed=1)
     write_char_tokenizer(root, chat=True)
+    # A random model samples any byte. Most of them are a part of a character, which is no text to show yet.
+    file = root / "tokenizer.json"
+    tokenizer = json.loads(file.read_text("utf-8"))
+    names = (f"{a}{b}" for a in string.ascii_lowercase for b in string.ascii_lowercase)
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {
+        text if text.isascii() or text in "ĠĊ" else next(names): number for text, number in vocabulary.items()
+    }
+    file.write_text(json.dumps(tokenizer), "utf-8")
     return root
 
 
@@ -183,19 +212,21 @@ def serve_engine(model: Path) -> None:
     http.close()
 
 
-async def measure_overhead(url: str, model: Path, tokens: int, requests: int) -> list[dict[str, Any]]:
-    """Compare calls of the engine at ``url`` with and without the gateway."""
+async def measure_overhead(url: str, model: Path, tokens: int, requests: int, part: str | None) -> list[dict[str, Any]]:
+    """Compare calls of the engine at ``url`` with and without the gateway. ``part``: overhead or first; None: both."""
     tokenizer = TextTokenizer(model)
-    client = GenerationClient(timeout_s=300.0)
+    client = GenerationClient(timeout_s=300.0, progress_s=PROGRESS_S)
     gateway = gateway_over(tokenizer)
     try:
         spec = SamplingSpec(max_new_tokens=tokens, min_new_tokens=tokens)
         calls = Calls(PartialRolloutManager(OneServer(url), client), Ticket("1", 0, 0), spec)
         rows = []
-        for parallel in (1, 8):
+        for parallel in (1, 8) if part != "first" else ():
             # A connection that sends nothing for a minute is closed, so each part opens its own.
             sides = await _sides(url, tokenizer, gateway, calls, parallel)
             rows.append(await _compare(sides, parallel, requests))
+        for parallel in (1, 8) if part != "overhead" else ():
+            rows.append(await _first_text(url, tokenizer, gateway, calls, parallel, requests))
         return rows
     finally:
         await gateway.close()
@@ -259,6 +290,47 @@ async def _compare(sides: dict[str, list[Ask]], parallel: int, requests: int) ->
     }
 
 
+async def _first_text(
+    url: str, tokenizer: TextTokenizer, gateway: Gateway, calls: Calls, parallel: int, requests: int
+) -> dict[str, Any]:
+    """Compare streams of the engine with and without the gateway."""
+    ids, seeds = tokenizer.encode_chat([USER]), iter(range(10**9))
+    host = gateway.open(EpisodeSession(calls, 0, gateway)).base_url
+    times: dict[str, list[tuple[float, float]]] = {"generate": [], "gateway": []}
+
+    async def direct(connection: Connection) -> None:
+        body = {"input_ids": ids, "sampling_params": calls.spec.params(next(seeds)), "return_logprob": True}
+        stream = {"progress_s": PROGRESS_S, "stream": True}
+        times["generate"].append(await connection.first("/generate", body | stream, _TOKENS))
+
+    async def through(connection: Connection) -> None:
+        session = EpisodeSession(calls, next(_NUMBERS), gateway)
+        session._number = 1
+        path = f"{urlsplit(session.base_url).path}/chat/completions"
+        body = {"model": "m", "messages": [USER], "stream": True}
+        times["gateway"].append(await connection.first(path, body, _TEXT))
+        await session.close()
+
+    sides = [(direct, [await Connection.open(url) for _ in range(parallel)])]
+    sides += [(through, [await Connection.open(host) for _ in range(parallel)])]
+    for k in range(max(12, requests // parallel) + 2):
+        if k == 2:  # after the first calls of both
+            times["generate"].clear()
+            times["gateway"].clear()
+        for ask, connections in sides if k % 2 else reversed(sides):
+            await asyncio.gather(*map(ask, connections))
+    first = {name: 1e3 * statistics.median(value for value, _ in pairs) for name, pairs in times.items()}
+    whole = {name: 1e3 * statistics.median(value for _, value in pairs) for name, pairs in times.items()}
+    return {
+        "part": f"first text, {parallel} at a time",
+        "generate_first_ms": round(first["generate"], 2),
+        "gateway_first_ms": round(first["gateway"], 2),
+        "first_ratio": round(first["gateway"] / first["generate"], 2),
+        "generate_whole_ms": round(whole["generate"], 1),
+        "gateway_whole_ms": round(whole["gateway"], 1),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--serve", type=Path, help="run as the server of the part rate")
@@ -267,7 +339,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--part", choices=["rate", "overhead"])
+    parser.add_argument("--part", choices=["rate", "overhead", "first"])
     arguments = parser.parse_args()
     if arguments.serve:
         uvloop.run(serve_instant(arguments.serve, arguments.episodes))
@@ -278,14 +350,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder))
         rows: list[dict[str, Any]] = []
-        if arguments.part != "overhead":
+        if arguments.part in ("rate", None):
             rows += measure_rate(model, arguments.episodes, arguments.repeats)
         if arguments.part != "rate":
             command = [sys.executable, "-m", "benchmarks.gateway", "--engine", str(model)]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
                 assert engine.stdout is not None
                 url = engine.stdout.readline().strip()
-                rows += uvloop.run(measure_overhead(url, model, arguments.tokens, arguments.requests))
+                rows += uvloop.run(measure_overhead(url, model, arguments.tokens, arguments.requests, arguments.part))
                 engine.communicate()
     meta = {"episodes": arguments.episodes, "turns": TURNS, "repeats": arguments.repeats, "tokens": arguments.tokens}
     if arguments.part is None:

@@ -64,6 +64,11 @@ class Snapshot:
     running: frozenset[int]
     moved: int
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all completions."""
+        return sum(len(completion.tokens) for completion in self.completions)
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -161,8 +166,11 @@ class GenerationEngine(Protocol):
     def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
         """Sample ``params.n`` completions of one prompt."""
 
-    def snapshot(self, rid: str) -> Future[Snapshot | None]:
-        """Return the state of a request; None if no request has that id."""
+    def snapshot(self, rid: str, beyond: int = -1) -> Future[Snapshot | None]:
+        """Return the state of a request as soon as it has more than ``beyond`` tokens, by default now.
+
+        None if no request has that id, or if it ends before.
+        """
 
     def update(self, path: str, version: int, *, abort_all: bool = False) -> Future[UpdateResult]:
         """Stage and verify a weight version while generating, then swap it in.

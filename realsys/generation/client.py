@@ -132,7 +132,8 @@ class GenerationClient:
     ) -> list[Generated]:
         """Sample ``spec.n`` completions. Completion k of a seed does not depend on the load of the server.
 
-        ``received`` collects tokens that arrive before the reply. Raises GenerationError, ``retryable`` unless the
+        ``received`` collects tokens that arrive before the reply; with ``on_tokens`` they arrive as they are sampled,
+        unless ``progress_s`` is 0. Raises GenerationError, ``retryable`` unless the
         request itself is wrong.
         """
         received = received or Received(spec.n)
@@ -144,6 +145,8 @@ class GenerationClient:
         }
         if self._progress_s:
             body["progress_s"] = self._progress_s
+            if received.on_tokens is not None:
+                body["stream"] = True
         kind: Any = list[CompletionReply] | CompletionReply  # a list only when n > 1
         payload = await self._send(url, "/generate", body, self._timeout_s, received)
         if received.error is not None:

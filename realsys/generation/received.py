@@ -28,6 +28,11 @@ class Delta:
         self._ended: set[int] = set()
         self._moved: int | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the client has, of all completions."""
+        return sum(self._sent.values())
+
     def next(self, snapshot: Snapshot) -> Progress | None:
         """Return the next line; None if nothing has moved since the last one."""
         moved, self._moved = self._moved, snapshot.moved
@@ -75,11 +80,18 @@ class PartsOfOne:
 class Received:
     """Tokens of a request that have arrived before its reply. ``error``: status and message instead of the reply.
 
-    ``on_end`` gets the number of each completion that ends while others of the request continue.
+    ``on_end`` gets the number of each completion that ends while others of the request continue. ``on_tokens`` gets
+    that of each completion with new tokens, as soon as the server has sampled them; None: they may arrive later.
     """
 
-    def __init__(self, n: int, on_end: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        n: int,
+        on_end: Callable[[int], None] = lambda _: None,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> None:
         self._on_end = on_end
+        self.on_tokens = on_tokens
         self.completions = [PartsOfOne() for _ in range(n)]
         self.error: tuple[int, str] | None = None
 
@@ -103,6 +115,8 @@ class Received:
             one.kv_versions[part.begin :] = kv
             one.top[part.begin :] = part.top or []
             one.finish = part.finish or "abort"
+            if self.on_tokens is not None:
+                self.on_tokens(part.index)
             if one.finish != "abort":
                 self._on_end(part.index)
         if progress.status:

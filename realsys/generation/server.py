@@ -25,10 +25,12 @@ from realsys.cluster.http.http_guard import Admission, Guard
 from realsys.cluster.process import gpu_peak_bytes, resident_bytes
 from realsys.errors import MALFORMED, GenerationError, ServerBusy
 from realsys.generation import protocol as p
-from realsys.generation.backend import Completion, GenerationEngine
+from realsys.generation.backend import Completion, GenerationEngine, Snapshot
 from realsys.generation.received import Delta
 
 MAX_BODY = 16 << 20  # bytes; a prompt of a million tokens is 7 MB
+STREAM_S = 0.02  # shortest time between two lines of a stream: a line costs as much as some steps of a small model
+_FIRST_S = 0.001  # the same, for each token so far: the first line may have no text to show
 MAX_MESSAGE = 2000  # characters of an error, which may quote a refused value
 
 T = TypeVar("T")
@@ -93,10 +95,15 @@ class _Calls:
         rid = body.rid or secrets.token_hex(16)
         future = asyncio.wrap_future(self._engine.generate(rid, body.input_ids, body.sampling_params))
         client_left = asyncio.create_task(_disconnected(request))
+        news: asyncio.Future[Snapshot | None] | None = None
         try:
+            if body.stream and body.progress_s:
+                news = self._news(rid, 0)
             # A short reply is one piece, with the status of its error.
             await asyncio.wait(
-                (future, client_left), timeout=body.progress_s or None, return_when=asyncio.FIRST_COMPLETED
+                [each for each in (future, client_left, news) if each is not None],
+                timeout=body.progress_s or None,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if client_left.done():
                 # The client closed the connection: free its slots for the requests that wait.
@@ -104,20 +111,38 @@ class _Calls:
         finally:
             client_left.cancel()
         if not future.done():
-            return StreamingResponse(self._lines(rid, body, future), media_type="application/json")
+            return StreamingResponse(self._lines(rid, body, future, news), media_type="application/json")
         return self._completions(rid, body, await future)
 
+    def _news(self, rid: str, beyond: int) -> asyncio.Future[Snapshot | None]:
+        news = asyncio.wrap_future(self._engine.snapshot(rid, beyond))
+        # The request has the same error, and is the one that is awaited.
+        news.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return news
+
     async def _lines(
-        self, rid: str, body: p.GenerateRequest, future: asyncio.Future[list[Completion]]
+        self,
+        rid: str,
+        body: p.GenerateRequest,
+        future: asyncio.Future[list[Completion]],
+        news: asyncio.Future[Snapshot | None] | None,
     ) -> AsyncIterator[bytes]:
-        """Yield a line of Progress whenever the request has moved, then the reply, or a line with its error."""
+        """Yield a line of Progress whenever the request has moved, then the reply, or a line with its error.
+
+        ``news``: of a stream, the state of the request when it has a token.
+        """
         delta = Delta()
         try:
             while not future.done():
-                snapshot = await asyncio.wrap_future(self._engine.snapshot(rid))
+                due = news if news is not None and news.done() else None
+                snapshot = await (due or asyncio.wrap_future(self._engine.snapshot(rid)))
                 if snapshot is not None and (progress := delta.next(snapshot)) is not None:
                     yield msgspec.json.encode(progress) + b"\n"
-                await asyncio.wait((future,), timeout=body.progress_s)
+                pace_s = body.progress_s if news is None else min(STREAM_S, _FIRST_S * delta.tokens)
+                await asyncio.wait((future,), timeout=pace_s)
+                if news is not None and not future.done():
+                    news = news if due is None else self._news(rid, delta.tokens)
+                    await asyncio.wait((future, news), timeout=body.progress_s, return_when=asyncio.FIRST_COMPLETED)
             yield msgspec.json.encode(self._completions(rid, body, await future))
         except GenerationError as error:
             yield msgspec.json.encode(p.Progress([], _status(error), str(error)[:MAX_MESSAGE])) + b"\n"

@@ -1,6 +1,7 @@
 """Engines that run in one thread of this process, and the calls into that thread. No torch.
 
-    any thread: generate, pause, abort, ... ──commands──> [mailbox] ──> engine thread: all commands, one turn, repeat
+    any thread: generate, pause, abort, ... ──commands──> [mailbox] ──> engine thread: all commands, one turn,
+                                                                        the snapshots that are due, repeat
 
 The engine thread owns everything but the mailbox, so nothing else needs a lock. It waits in ``Mailbox.wait`` only. An
 error in it ends all open calls with that error and leaves the thread, so that the process dies of it.
@@ -13,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from realsys.errors import GenerationError, WaitTimeout
@@ -93,12 +95,22 @@ class Mailbox:
                 future.set_exception(GenerationError(reason, retryable=True))
 
 
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """A snapshot that is due when the request ``rid`` has more than ``beyond`` tokens, or has ended."""
+
+    rid: str
+    beyond: int
+    found: Future[Snapshot | None]
+
+
 class ThreadedEngine(ABC):
     """Base of engines with one thread: the calls of a GenerationEngine that only post a command to it."""
 
     def __init__(self) -> None:
         self._mailbox = Mailbox()
         self._paused = False
+        self._watches: list[_Watch] = []  # belongs to the engine thread
         self._thread = threading.Thread(target=self._run, name="generation-engine", daemon=True)
 
     # ---- any thread
@@ -148,9 +160,11 @@ class ThreadedEngine(ABC):
         """End one request now, with the tokens it has. The result is False if no request has that id."""
         return self._mailbox.call(lambda: self._end_requests(rid))
 
-    def snapshot(self, rid: str) -> Future[Snapshot | None]:
-        """Return the state of a request; None if no request has that id."""
-        return self._mailbox.call(lambda: self._snapshot(rid))
+    def snapshot(self, rid: str, beyond: int = -1) -> Future[Snapshot | None]:
+        """Return the state of a request once it has more than ``beyond`` tokens; None if it has ended."""
+        watch = _Watch(rid, beyond, self._mailbox.future())
+        self._mailbox.post(lambda: self._watches.append(watch))
+        return watch.found
 
     def abort_all(self) -> Future[None]:
         """End all requests now, with the tokens they have."""
@@ -168,10 +182,19 @@ class ThreadedEngine(ABC):
                 # All commands before the turn: a pause or an abort must not wait for many turns.
                 self._mailbox.run()
                 self._turn()
+                self._watches = [watch for watch in self._watches if not self._tell(watch)]
         except BaseException as error:
             self._mailbox.end(f"the engine failed: {type(error).__name__}: {error}")
             raise
         self._mailbox.end("the server is stopping")
+
+    def _tell(self, watch: _Watch) -> bool:
+        """Return True if the snapshot was due."""
+        snapshot = self._snapshot(watch.rid)
+        if snapshot is not None and snapshot.tokens <= watch.beyond:
+            return False
+        watch.found.set_result(snapshot)
+        return True
 
     @abstractmethod
     def _has_work(self) -> bool:

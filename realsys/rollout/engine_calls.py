@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -31,6 +31,8 @@ from realsys.telemetry.spans import span
 from realsys.types import Ticket
 
 T = TypeVar("T")
+#: Receives tokens of a completion as they are sampled.
+Tokens = Callable[[Sequence[int]], None]
 
 
 class Engine(Protocol):
@@ -49,6 +51,7 @@ class _First:
     token_ids: tuple[int, ...]
     spec: SamplingSpec
     completion: asyncio.Future[Generated]
+    on_tokens: Tokens | None
 
 
 class Calls:
@@ -71,15 +74,18 @@ class Calls:
         token_ids: Sequence[int],
         spec: SamplingSpec,
         previous: tuple[str, int] | None,
+        on_tokens: Tokens | None = None,
     ) -> Generated:
         """Sample one completion for call ``number`` of ``episode``; raise the errors of the engine."""
         if self._closed:
             raise AgentError("generate() was called after the end of the episode: run() must wait for all its calls")
         try:
             if number == 0:
-                return await self._first(episode, token_ids, spec)
+                return await self._first(episode, token_ids, spec, on_tokens)
             seed = sampling_seed(self._ticket.seed, episode, number)
             call = Call(self._ticket, f"{episode}.{number}", [int(t) for t in token_ids], spec, seed, previous)
+            if on_tokens is not None:
+                call = dataclasses.replace(call, on_tokens=lambda _, tokens: on_tokens(tokens))
             # A separate task, so that close() can cancel it if the agent does not wait for it.
             return (await self._start(self._engine.generate(call, partial(self._cut, episode))))[0]
         except RolloutSuperseded as error:
@@ -101,13 +107,15 @@ class Calls:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._engine.discard(self._ticket)
 
-    async def _first(self, episode: int, token_ids: Sequence[int], spec: SamplingSpec) -> Generated:
+    async def _first(
+        self, episode: int, token_ids: Sequence[int], spec: SamplingSpec, on_tokens: Tokens | None
+    ) -> Generated:
         loop = asyncio.get_running_loop()
         if not self._waiting:
             # call_soon runs after all tasks that are ready now, so siblings that call in this turn of the
             # event loop join the request.
             loop.call_soon(self._send_first)
-        first = _First(episode, tuple(token_ids), spec, loop.create_future())
+        first = _First(episode, tuple(token_ids), spec, loop.create_future(), on_tokens)
         self._waiting.append(first)
         return await first.completion
 
@@ -138,9 +146,15 @@ class Calls:
             else:
                 run[number].completion.set_result(completion)
 
+        def tell(number: int, tokens: Sequence[int]) -> None:
+            if (on_tokens := run[number].on_tokens) is not None and not run[number].completion.done():
+                on_tokens(tokens)
+
         episode, token_ids = run[0].episode, list(run[0].token_ids)
         spec = replace(run[0].spec, n=len(run)) if len(run) > 1 else run[0].spec
         call = Call(self._ticket, f"{episode}.0", token_ids, spec, self._ticket.seed + episode)
+        if any(first.on_tokens is not None for first in run):
+            call = dataclasses.replace(call, on_tokens=tell)
         try:
             await self._engine.generate(call, deliver)
         except Exception as error:  # passed on to the agents that wait for it
@@ -215,13 +229,18 @@ class EpisodeSession:
             self._capture = self._gateway.open(self)
         return self._capture
 
-    async def generate(self, token_ids: Sequence[int], spec: SamplingSpec | None = None) -> Generated:
-        """Sample one completion after ``token_ids``; ``spec``: with other settings than those of the trial, n 1."""
+    async def generate(
+        self, token_ids: Sequence[int], spec: SamplingSpec | None = None, on_tokens: Tokens | None = None
+    ) -> Generated:
+        """Sample one completion after ``token_ids``; ``spec``: with other settings than those of the trial, n 1.
+
+        ``on_tokens`` receives its tokens as they are sampled; the last ones may come with the result only.
+        """
         number, begin = self._number, time.perf_counter()
         self._number += 1
         with span("generate", self._calls.unit_of(self.episode), call=number) as generate:
             completion = await self._calls.generate(
-                self.episode, number, token_ids, self.spec if spec is None else spec, self._previous
+                self.episode, number, token_ids, self.spec if spec is None else spec, self._previous, on_tokens
             )
             generate.facts |= {"tokens": len(completion.tokens), "end": completion.finish_reason}
         self.seconds += time.perf_counter() - begin

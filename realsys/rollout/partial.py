@@ -38,7 +38,7 @@ from realsys.manager.ledger.order import sampling_seed
 from realsys.manager.messages import MOST_RELEASED, ScheduleReply, ScheduleRequest
 from realsys.manager.routing.prefix import prefix_hashes
 from realsys.telemetry.spans import span
-from realsys.types import FinishReason, Ticket
+from realsys.types import I32, FinishReason, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,10 @@ class Generator(Protocol):
     async def works(self, url: str) -> bool: ...
 
 
+#: Receives the number of a completion in its call, and tokens that follow those of earlier calls.
+OnTokens = Callable[[int, Sequence[int]], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of the engine: ``spec.n`` completions after ``token_ids``.
@@ -80,6 +84,7 @@ class Call:
     name      unique in the attempt of its ticket
     seed      seed of the first completion; completion k has seed + k if a request samples it alone
     previous  (server, version) of the episode's last call: the server may have these tokens in its cache
+    on_tokens receives the new tokens of a completion as the servers sample them, with its number; None: not wanted
     """
 
     ticket: Ticket
@@ -88,6 +93,7 @@ class Call:
     spec: SamplingSpec
     seed: int
     previous: tuple[str, int] | None = None
+    on_tokens: OnTokens | None = None
 
     @property
     def rid(self) -> str:
@@ -118,6 +124,8 @@ class _PartialCompletion:
     index: int
     budget: int  # tokens that it may still have
     deliver: Deliver
+    on_tokens: OnTokens | None = None
+    told: int = 0  # tokens that ``on_tokens`` has
     segments: list[Generated] = field(default_factory=list)
     finish_reason: FinishReason = "abort"
     pending: bool = True
@@ -130,8 +138,16 @@ class _PartialCompletion:
     def tokens(self) -> list[int]:
         return [int(token) for segment in self.segments for token in segment.tokens]
 
+    def tell(self, tokens: Sequence[int] | I32) -> None:
+        """Pass on what is new in ``tokens``, those so far of the request in progress."""
+        if self.on_tokens is None or not (fresh := [int(token) for token in tokens[self.told - self.length :]]):
+            return
+        self.told += len(fresh)
+        self.on_tokens(self.index, fresh)
+
     def extend(self, segment: Generated, limit: int, server: str) -> None:
         """Append the result of a request to ``server`` for at most ``limit`` tokens."""
+        self.tell(segment.tokens)
         if len(segment.tokens) or segment.finish_reason != "abort":
             self.segments.append(segment)
         if len(segment.tokens):
@@ -184,7 +200,9 @@ class PartialRolloutManager:
         tokens so far of each that has not, with reason ``abort``. Raises
         GenerationError if a request is refused or too many trips fail, and the errors of ``schedule``.
         """
-        completions = [_PartialCompletion(k, call.spec.max_new_tokens, deliver) for k in range(call.spec.n)]
+        completions = [
+            _PartialCompletion(k, call.spec.max_new_tokens, deliver, call.on_tokens) for k in range(call.spec.n)
+        ]
         try:
             return await self._generate(call, completions)
         except asyncio.CancelledError:
@@ -291,6 +309,7 @@ class PartialRolloutManager:
         completions: list[_PartialCompletion],
     ) -> _Trouble | None:
         ended: set[int] = set()
+        streams = any(completion.on_tokens is not None for completion in completions)
 
         def extend(number: int, segment: Generated) -> None:
             if number not in ended:
@@ -298,7 +317,12 @@ class PartialRolloutManager:
                 completions[number].extend(segment, spec.max_new_tokens, place.server)
 
         # A completion that has ended does not wait for the others of its request.
-        received, trouble = Received(spec.n, lambda number: extend(number, generated_so_far(received)[number])), None
+        received = Received(
+            spec.n,
+            lambda number: extend(number, generated_so_far(received)[number]),
+            (lambda number: completions[number].tell(received.completions[number].tokens)) if streams else None,
+        )
+        trouble = None
         try:
             segments = await self._generator.generate(place.url, input_ids, spec, rid=rid, seed=seed, received=received)
         except asyncio.CancelledError:

@@ -145,7 +145,8 @@ class EngineCore:
     def snapshot(self, request: Request) -> Snapshot | None:
         """Return the results of a request as an abort would give them now; None if it fails, for a bad log-prob."""
         # Not _retire_batch(): to build the batch again would cost every running completion time.
-        lengths = self._batch.by_completion() if self._batch is not None else {}
+        # Not for a request that waits: the snapshots of a queue of streams would cost each step time, too.
+        lengths = self._batch.by_completion() if self._batch is not None and request.running else {}
         running = {c.index: self._read(Ended(c, "abort"), lengths.get(id(c), c.length)) for c in request.running}
         if request.failure:
             self.abort(request)

@@ -130,9 +130,9 @@ class SglangEngine:
     def abort(self, rid: str) -> Future[bool]:
         return self._loop.call(functools.partial(self._abort, rid))
 
-    def snapshot(self, rid: str) -> Future[Snapshot | None]:
+    def snapshot(self, rid: str, beyond: int = -1) -> Future[Snapshot | None]:
         """Return the state of a request. Tokens of a piece are in it once SGLang has returned the piece."""
-        return self._loop.call(functools.partial(self._snapshot, rid))
+        return self._loop.call(functools.partial(self._snapshot, rid, beyond))
 
     def abort_all(self) -> Future[None]:
         return self._loop.call(self._abort_all)
@@ -163,9 +163,11 @@ class SglangEngine:
         self._traffic.down(reason)
         self._on_change(Change(None, reason))
 
-    async def _snapshot(self, rid: str) -> Snapshot | None:
+    async def _snapshot(self, rid: str, beyond: int) -> Snapshot | None:
         # While SGLang samples, every request in it moves, although its tokens arrive only at the end of a piece.
-        return self._traffic.snapshot(rid, self._keeper.proofs)
+        while (snapshot := self._traffic.snapshot(rid, self._keeper.proofs)) and snapshot.tokens <= beyond:
+            await self._traffic.moves(rid)
+        return snapshot
 
     async def _flush(self) -> None:
         if self._traffic.run is not None:

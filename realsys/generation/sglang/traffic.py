@@ -173,6 +173,15 @@ class Traffic:
         request = self._requests.get(rid)
         return None if request is None else request.snapshot(moved)
 
+    async def moves(self, rid: str) -> None:
+        """Return when a request comes back from SGLang, or is no longer held back."""
+        request = self._requests[rid]
+        step = request.trip or request.go
+        if step is None or step.done():
+            await asyncio.sleep(0)  # ``serve`` is about to take its next step
+        else:
+            await asyncio.wait({step})
+
     def hold(self, why: str) -> None:
         """Start no trip until ``release`` is called for every hold."""
         self.holds.add(why)

@@ -14,8 +14,9 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +27,7 @@ from realsys.reward.verifiers.base import is_metric_name
 from realsys.rollout.conversation import Conversation, Node, Plan
 from realsys.rollout.gateway.echoes import Echoes
 from realsys.rollout.gateway.formats.choices import read_choice
+from realsys.rollout.gateway.formats.streamed import StreamedChoice
 from realsys.rollout.gateway.formats.vocabulary import Vocabulary
 from realsys.rollout.gateway.problems import may_pass
 from realsys.rollout.gateway.requests import Entry, Requests
@@ -59,7 +61,12 @@ class Session(Protocol):
     @property
     def spec(self) -> SamplingSpec: ...
 
-    async def generate(self, token_ids: list[int], spec: SamplingSpec | None = None) -> Generated: ...
+    async def generate(
+        self,
+        token_ids: list[int],
+        spec: SamplingSpec | None = None,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
+    ) -> Generated: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,11 @@ class Shared:
 
 @dataclass(slots=True)
 class Exchange:
-    """One request with its repeats, and the task that samples its completions."""
+    """One request with its repeats, and the task that samples its completions.
+
+    streamed  completions of a stream, as far as they are sampled
+    news      done when there are more tokens in them; a new one is then in its place
+    """
 
     entry: Entry
     call: Call
@@ -90,6 +101,14 @@ class Exchange:
     session: str  # its X-Session-ID
     task: asyncio.Task[Reply]
     nodes: list[Node] = field(default_factory=list)
+    streamed: list[StreamedChoice] = field(default_factory=list)
+    news: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def add(self, choice: StreamedChoice, tokens: Sequence[int]) -> None:
+        """Add tokens that were sampled to a choice of ``streamed``."""
+        choice.add(tokens)
+        self.news.set_result(None)
+        self.news = asyncio.get_running_loop().create_future()
 
 
 class Capture:
@@ -278,7 +297,13 @@ class Capture:
             spec = spec_of(call, session.spec, self.sampling, room)
             reserved = spec.max_new_tokens * call.n
             self._reserved += reserved
-            completions = await _all(session.generate(plan.tokens, spec) for _ in range(call.n))
+            if call.stream:
+                make = partial(StreamedChoice, self._shared.tokenizer, self._shared.parser(), call, plan.tokens)
+                exchange.streamed = [make() for _ in range(call.n)]
+            listeners = [partial(exchange.add, choice) for choice in exchange.streamed]
+            completions = await _all(
+                session.generate(plan.tokens, spec, listeners[k] if listeners else None) for k in range(call.n)
+            )
             choices = [self._record(exchange, plan, completion) for completion in completions]
         except Exception as error:
             del self._exchanges[number]

@@ -1,17 +1,18 @@
 """Sending of replies, and whether they arrived.
 
-    Exchange.task ──done──> whole reply ──last byte to an open connection──> Capture.sent
-         │ stream, nothing after KEEP_ALIVE_S: head, opening, comments            │
-         └── the client closed its connection ────────────────────────────────────┴──> Capture.broken
+    Exchange.task ──done──> reply, or its rest ──last byte to an open connection──> Capture.sent
+         │ stream: text as it is sampled; comments while there is none                 │
+         └── the client closed its connection ─────────────────────────────────────────┴──> Capture.broken
 
-All events of a stream are sent together, when the completion exists. An error before that is a reply with a status,
-which SDKs understand. If the engine needs more than ``KEEP_ALIVE_S``, the opening is sent first, and then a comment
-every ``KEEP_ALIVE_S``: clients and proxies close a connection that is silent for too long.
+A stream begins with its first text. An error before that is a reply with a status, which SDKs understand. If there is
+no text for ``KEEP_ALIVE_S``, the stream begins without, and a comment follows every ``KEEP_ALIVE_S``: clients and
+proxies close a connection that is silent for too long.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,11 @@ from starlette.types import Receive, Scope, Send
 
 from realsys.rollout.gateway.capture import Capture, Exchange
 from realsys.rollout.gateway.problems import Problem, over, problem_of
-from realsys.rollout.gateway.wire.base import Dialect, Head
+from realsys.rollout.gateway.wire.base import Dialect, Head, Sent
 
-KEEP_ALIVE_S = 10.0
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 3.0  # clients may give up after 5 s without a byte
 COMMENT = b": the engine is at work\n\n"
 _LARGE = 64 << 10  # bytes; the end of a longer reply is sent only when the client has taken most of it
 _MOST_HEADER = 1000  # characters of the header that lists ignored fields
@@ -68,16 +71,17 @@ async def deliver(capture: Capture, dialect: Dialect, exchange: Exchange, connec
     """Wait for the completion, send the reply, and notify ``capture`` whether the client has it."""
     connection.ignored = exchange.call.ignored
     left = asyncio.ensure_future(connection.receive())
+    sent = [Sent() for _ in range(exchange.call.n)]
     delivered = failed = False
     try:
-        begun = await _wait(dialect, exchange, connection, left)
+        begun = await _wait(dialect, exchange, connection, left, sent)
         if not exchange.task.done():
             return
         failed = exchange.task.cancelled() or exchange.task.exception() is not None
         if failed:
             await _fail(capture, dialect, exchange, connection, begun)
         else:
-            delivered = await _send_reply(dialect, exchange, connection, begun)
+            delivered = await _send_reply(dialect, exchange, connection, begun, sent)
     finally:
         left.cancel()
         if delivered:
@@ -86,27 +90,52 @@ async def deliver(capture: Capture, dialect: Dialect, exchange: Exchange, connec
             capture.broken(exchange)
 
 
-async def _wait(dialect: Dialect, exchange: Exchange, connection: Connection, left: asyncio.Future[Any]) -> bool:
-    """Wait until the call or the connection has ended. Return True if a stream has begun."""
-    call, begun = exchange.call, False
-    limit = KEEP_ALIVE_S if call.stream else None
-    while True:
-        done, _ = await asyncio.wait((exchange.task, left), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        if done:
-            return begun
-        if not begun:
-            await _send_head(connection.send, 200, [*_SSE, *connection.facts(exchange.head)])
-        await _send_part(connection.send, COMMENT if begun else dialect.opening(call, exchange.head))
-        begun = True
+async def _wait(
+    dialect: Dialect, exchange: Exchange, connection: Connection, left: asyncio.Future[Any], sent: list[Sent]
+) -> bool:
+    """Send a stream's text until the call or the connection has ended. Return True if a stream has begun."""
+    loop, begun = asyncio.get_running_loop(), False
+    last = loop.time()  # of the last byte
+    while not (exchange.task.done() or left.done()):
+        # Before the text is read: text that arrives while it is sent must not wait for the text after it.
+        news, body = exchange.news, _parts(dialect, exchange, sent)
+        if not body and exchange.call.stream and loop.time() >= last + KEEP_ALIVE_S:
+            body = COMMENT
+        if body:
+            if not begun:
+                await _send_head(connection.send, 200, [*_SSE, *connection.facts(exchange.head)])
+                body = dialect.opening(exchange.call, exchange.head) + body
+            await _send_part(connection.send, body)
+            begun, last = True, loop.time()
+        limit = max(0.0, last + KEEP_ALIVE_S - loop.time()) if exchange.call.stream else None
+        await asyncio.wait((exchange.task, left, news), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+    return begun
 
 
-async def _send_reply(dialect: Dialect, exchange: Exchange, connection: Connection, begun: bool) -> bool:
+def _parts(dialect: Dialect, exchange: Exchange, sent: list[Sent]) -> bytes:
+    """Return the events of the text that ``sent`` lacks."""
+    parts = []
+    for index, choice in enumerate(exchange.streamed):
+        reasoning, text = choice.reasoning[len(sent[index].reasoning) :], choice.text[len(sent[index].text) :]
+        if reasoning or text:
+            parts.append(dialect.part(exchange.call, exchange.head, index, sent[index], reasoning, text))
+    return b"".join(parts)
+
+
+async def _send_reply(
+    dialect: Dialect, exchange: Exchange, connection: Connection, begun: bool, sent: list[Sent]
+) -> bool:
     """Send a reply. Return True if the connection was open when its last byte was sent."""
     call, reply = exchange.call, exchange.task.result()
-    if call.stream:
-        body = b"".join((b"" if begun else dialect.opening(call, exchange.head), *dialect.events(call, reply)))
-    else:
+    if not call.stream:
         body = dialect.reply(call, reply)
+    elif all(one.begins(choice) for one, choice in zip(sent, reply.choices, strict=True)):
+        body = b"".join((b"" if begun else dialect.opening(call, exchange.head), *dialect.events(call, reply, sent)))
+    else:
+        log.error("a stream has sent text that is not in its completion: %s", sent)
+        body = dialect.error_event(500, "the text that was sent is not that of the completion")
+        await connection.send({"type": "http.response.body", "body": body})
+        return False
     if not connection.is_open():
         return False
     if not begun:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from realsys.errors import ServerBusy, ServerFailed, ServerSilent
+from realsys.errors import GenerationError, ServerBusy, ServerFailed, ServerSilent
 from realsys.generation.client import GenerationClient, SamplingSpec, generated_so_far
+from realsys.generation.embedded.engine import Engine
 from realsys.generation.received import Received
 from tests.support.serving.generation_models import VOCAB, chosen, reference_logprobs
 from tests.support.serving.generation_servers import (
@@ -215,6 +216,61 @@ def test_tokens_arrive_before_the_reply(server):
             check(server, answer)
         if server.seeded:  # the pieces of SGLang are longer than these completions
             assert any(tokens for tokens in seen[-1])
+
+    with_progress(test)
+
+
+def test_stream_brings_tokens_as_they_are_sampled(server):
+    """The engine pauses after each token until the client has it. A stream samples the same tokens."""
+    engine, counts = server.engine, []
+    if not isinstance(engine, Engine):
+        pytest.skip("this engine returns several tokens at a time")
+    spec = SamplingSpec(max_new_tokens=8, min_new_tokens=8)
+
+    def told(number):
+        counts.append(len(received.completions[number].tokens))
+        engine.resume()
+
+    received = Received(1, on_tokens=told)
+
+    async def test(client):
+        (whole,) = await client.generate(server.url, PROMPT, spec, rid="whole", seed=5)
+        engine._on_step = lambda core: setattr(engine, "_paused", not core.idle)
+        (streamed,) = await client.generate(server.url, PROMPT, spec, rid="stream", seed=5, received=received)
+        assert counts[:7] == list(range(1, 8))
+        for name in ("tokens", "logprobs", "versions"):
+            assert getattr(streamed, name).tolist() == getattr(whole, name).tolist()
+
+    with_progress(test)
+
+
+def test_stream_that_is_refused_has_its_status(server):
+    async def test(client):
+        received = Received(1, on_tokens=lambda number: None)
+        with pytest.raises(GenerationError, match="status 400: input_ids is empty") as refused:
+            await client.generate(server.url, [], LONG, rid="a", seed=1, received=received)
+        assert not refused.value.retryable
+
+    with_progress(test)
+
+
+@samples
+def test_aborted_stream_returns_its_tokens(server):
+
+    async def test(client):
+        await client.pause(server.url, "in_place")
+        received = Received(1, on_tokens=lambda number: None)
+        request = asyncio.create_task(client.generate(server.url, PROMPT, LONG, rid="a", seed=1, received=received))
+        while not (await client.server_info(server.url)).queued:
+            pass
+        await client.resume(server.url)
+        while not (await client.server_info(server.url)).running:
+            pass
+        await client.abort(server.url, "a")
+        (completion,) = await request
+        count = len(received.completions[0].tokens)
+        assert completion.finish_reason == "abort"
+        assert received.completions[0].tokens == completion.tokens[:count].tolist()
 
     with_progress(test)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import openai
 
 from realsys.generation.client import Generated
-from realsys.rollout.gateway.wire.base import BadRequest, Call, Choice, Dialect, Reply
+from realsys.rollout.gateway.wire.base import BadRequest, Call, Choice, Dialect, Reply, Sent
 from realsys.rollout.gateway.wire.chat import ChatDialect
 from realsys.rollout.gateway.wire.completions import CompletionsDialect
 from realsys.rollout.gateway.wire.generate import GenerateDialect
@@ -69,14 +69,30 @@ def parse(route: str, body: Mapping[str, Any]) -> Call:
     return DIALECTS[route].parse(json.dumps(body).encode(), {})
 
 
+def streamed(dialect: Dialect, call: Call, reply: Reply, early: int = 0) -> Iterator[bytes]:
+    """Yield the events of a stream after its opening."""
+    sent = [Sent() for _ in reply.choices]
+    for index, each in enumerate(reply.choices):
+        shown = (each.reasoning or "")[:early]
+        # All of the reasoning comes before the text.
+        text = each.text[:early] if shown == (each.reasoning or "") else ""
+        for character in shown:
+            yield dialect.part(call, reply, index, sent[index], character, "")
+        for character in text:
+            yield dialect.part(call, reply, index, sent[index], "", character)
+    yield from dialect.events(call, reply, sent)
+
+
 class Endpoint:
     """An endpoint inside of the test, for SDKs: every request is answered with ``choices``.
 
-    ``requests`` are the bodies, ``calls`` what the dialect made of them.
+    ``requests`` are the bodies, ``calls`` what the dialect made of them. A stream has the first ``early`` characters
+    of reasoning and text in parts of one character each.
     """
 
-    def __init__(self, *choices: Choice) -> None:
+    def __init__(self, *choices: Choice, early: int = 0) -> None:
         self.choices = list(choices)
+        self.early = early
         self.requests: list[Any] = []
         self.calls: list[Call] = []
         self.failure: tuple[int, str] | None = None  # an error after the opening of a stream
@@ -101,7 +117,7 @@ class Endpoint:
             return httpx2.Response(
                 200, content=dialect.reply(call, reply), headers={"content-type": "application/json"}
             )
-        events = [dialect.opening(call, reply), b": keep-alive\n\n", *dialect.events(call, reply)]
+        events = [dialect.opening(call, reply), b": keep-alive\n\n", *streamed(dialect, call, reply, self.early)]
         if self.failure is not None:
             events = [events[0], dialect.error_event(*self.failure)]
         return httpx2.Response(200, content=b"".join(events), headers={"content-type": "text/event-stream"})

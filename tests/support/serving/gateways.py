@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -18,6 +19,7 @@ from realsys.config.schema import EmbeddedConfig, GenerationConfig, TinyModelCon
 from realsys.data.char_model import make_tiny_model, write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import Generated, GenerationClient
+from realsys.generation.threaded import ThreadedEngine
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.rollout.engine_calls import Calls, Engine, EpisodeSession
 from realsys.rollout.gateway.gateway import Gateway, gateway_of
@@ -49,8 +51,60 @@ def make_sharp_chat_model(root: Path) -> Path:
     return root
 
 
+CALL = '{"name": "add", "arguments": {"a": 1}}'
+_END = "<|im_end|>"
+#: token -> tokens that the chain model samples after it, with equal probability
+CHAIN = {
+    "\n": ["<think>", "h", "\n", "5"],
+    "<think>": ["h", "\n", "5"],
+    "h": ["m", "i", " ", "<"],
+    "m": [" ", "</think>", "h", "\n"],
+    "i": [" ", "5", "<tool_call>", _END],
+    " ": ["h", "5", " ", "<tool_call>"],
+    "5": ["</think>", " ", "h", _END],
+    "<": ["h", "/", "<tool_call>"],
+    "/": ["h", "<think>"],
+    "</think>": ["\n", "h", "<tool_call>"],
+    "<tool_call>": [CALL, CALL, "h"],
+    CALL: ["</tool_call>", "</tool_call>", "<"],
+    "</tool_call>": [_END, "\n", "<tool_call>"],
+}
+
+
+def make_chain_model(root: Path) -> Path:
+    """Write a chat model whose next token depends on the one before it alone: it reasons, stops and calls tools."""
+    make_chat_model(root)
+    file = root / "tokenizer.json"
+    written = json.loads(file.read_text("utf-8"))
+    ids = written["model"]["vocab"]
+    ids[CALL.replace(" ", "Ġ")] = ids.pop("ÿ")  # of a byte that no text has
+    file.write_text(json.dumps(written), "utf-8")
+    own = {text: ids[text.replace(" ", "Ġ").replace("\n", "Ċ")] for text in (*CHAIN, _END)}
+    tensors = load_file(root / "model.safetensors")
+    for name, tensor in tensors.items():  # only embedding and head are left
+        tensor.fill_(1.0 if "norm" in name else 0.0)
+    for place, (text, following) in enumerate(CHAIN.items()):
+        tensors["model.embed_tokens.weight"][own[text], place] = 1.0
+        for each in following:
+            tensors["lm_head.weight"][own[each], place] = 2.0  # times the norm of 32 numbers, 5.7
+    save_file(tensors, root / "model.safetensors", {"format": "pt"})
+    return root
+
+
+@dataclass
+class PauseAfter:
+    """Pauses an engine after ``steps`` further steps, if they are not 0, until the test resumes it."""
+
+    steps: int = 0
+
+    def watch(self, engine: ThreadedEngine) -> None:
+        if self.steps:
+            self.steps -= 1
+            engine._paused = not self.steps
+
+
 @contextmanager
-def chat_server(model: Path) -> Iterator[str]:
+def chat_server(model: Path, pauses: PauseAfter | None = None) -> Iterator[str]:
     """Run the embedded engine behind HTTP, with the model as version 0; gives the URL."""
     from realsys.generation.embedded.build import build_engine
     from realsys.weights.disk.stage import DiskReader
@@ -60,6 +114,7 @@ def chat_server(model: Path) -> Iterator[str]:
     engine = build_engine(model, config, DiskReader(everything=True).stage)
     with tempfile.TemporaryDirectory() as folder, serving(engine) as url:
         assert engine.update(str(publish(Path(folder), 0, model)), 0).result(BOUND_S).success
+        engine._on_step = None if pauses is None else lambda core: pauses.watch(engine)
         yield url
 
 

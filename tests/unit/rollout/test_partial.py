@@ -110,14 +110,14 @@ def dead(url="http://a"):
     return ServerFailed(f"{url}/generate: connection failed")
 
 
-def run(script, n=1, max_new=20, min_new=0, chunk=0, scheduler=None, **server):
+def run(script, n=1, max_new=20, min_new=0, chunk=0, scheduler=None, on_tokens=None, **server):
     servers, scheduler = FakeServers(list(script), **server), scheduler or FakeScheduler()
     manager = PartialRolloutManager(scheduler, servers)
     spec = SamplingSpec(max_new_tokens=max_new, min_new_tokens=min_new, n=n, new_tokens_per_chunk=chunk)
 
     async def body():
         async with asyncio.timeout(60):
-            return await manager.generate(Call(ticket(n), "0.0", PROMPT, spec, 400))
+            return await manager.generate(Call(ticket(n), "0.0", PROMPT, spec, 400, on_tokens=on_tokens))
 
     return asyncio.run(body()), servers, scheduler
 
@@ -157,6 +157,19 @@ def test_aborted_completion_continues_from_its_tokens():
     assert [call.url for call in servers.calls] == ["http://a", "http://b", "http://c"]
     assert [request.n for request in scheduler.requests] == [2, 1, 1]
     assert scheduler.requests[2].prompt_len == 12 and scheduler.requests[2].failed_server is None
+
+
+def test_tokens_of_all_segments_are_told_once():
+    """Also those that had arrived from a server that failed."""
+    told = {0: [], 1: []}
+    answers, _, _ = run(
+        [[(4, 3, "abort"), (2, 3, "stop")], dead(), [(1, 6, "stop")]],
+        n=2,
+        arrived=3,
+        on_tokens=lambda number, tokens: told[number].extend(tokens),
+    )
+    assert [len(answer.tokens) for answer in answers] == [8, 2]
+    assert [told[0], told[1]] == [answer.tokens.tolist() for answer in answers]
 
 
 def test_joined_segments_keep_kv_versions_and_top_logprobs():

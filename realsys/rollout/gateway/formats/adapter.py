@@ -101,6 +101,14 @@ class ParserTokenizer:
         """Return the ids of a completion with these markers as text, which the library does not recognise."""
         return [self._passing_id(self.decode([token])) if token in markers else token for token in ids]
 
+    def text_id(self, text: str) -> int:
+        """Return an id for a text in the completion that ``completion`` was called with last."""
+        return self._passing_id(text)
+
+    def markers(self) -> frozenset[str]:
+        """Return the texts of all markers of the format."""
+        return frozenset(self._markers)
+
     def prompt(self, tokens: Sequence[int]) -> list[int]:
         """Return the end of a prompt for the parser, cut like the headers that ``encode`` gets."""
         return self._split(self._tokenizer.decode(tokens[-PROMPT_TAIL:]), self._any, self._id)

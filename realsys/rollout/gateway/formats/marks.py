@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 AUTO, NONE = "auto", "none"
+OPEN_END = "\ue000"  # a character for private use: the place of text that will follow
 #: texts in a chat template -> format. The first one whose texts all occur is chosen.
 _MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "<|call|>"), "gpt-oss"),

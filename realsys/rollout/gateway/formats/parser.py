@@ -7,6 +7,7 @@ takes the one whose marks the chat template has (``marks``).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,12 @@ from renderers.configs import DefaultRendererConfig, _config_class_for
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import MALFORMED, ConfigError
 from realsys.rollout.gateway.formats.adapter import ParserTokenizer
-from realsys.rollout.gateway.formats.marks import AUTO, NONE, format_of
+from realsys.rollout.gateway.formats.marks import AUTO, NONE, OPEN_END, format_of
 
 THINK = "think"
+#: formats whose text is not shown before its end: they have channels, or markers that are not tokens of the format
+_WHOLE = frozenset({"deepseek-v4", "gemma4", "gpt-oss", "inkling"})
+_THOUGHT = re.compile(r"</?think(:\w+)?>")
 MOST_RENDERERS = 64  # renderers for arguments of the chat template, which agents choose
 _DEEPEST = 100  # levels of the arguments of a call: templates and clients read them recursively
 
@@ -62,11 +66,14 @@ class Parser:
         tools: Sequence[dict[str, Any]] = (),
         prompt: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
+        *,
+        open_end: bool = False,
     ) -> Parsed:
         """Parse a completion. Without ``tools`` its tool calls stay in the content.
 
-        prompt   its tokens or the last ones of them: they show whether the template opened the reasoning
-        options  arguments of the chat template, such as enable_thinking
+        prompt    its tokens or the last ones of them: they show whether the template opened the reasoning
+        options   arguments of the chat template, such as enable_thinking
+        open_end  more tokens will follow: OPEN_END is where their text would be
         """
         shown = tokens[:-1] if len(tokens) and int(tokens[-1]) in self._ends else tokens
         if self.format == NONE and self.reasoning == NONE:
@@ -80,18 +87,36 @@ class Parser:
         ids = self._tokenizer.as_text(ids, renderer.get_stop_token_ids())
         if keeps_end:
             ids.append(int(tokens[-1]))
+        if open_end:
+            ids.append(self._tokenizer.text_id(OPEN_END))
         try:
             found = renderer.parse_response(ids, tools=list(tools) or None, prompt_ids=before)
         except Exception:  # the library raises anything, for example for a number of 5,000 digits in a call
-            return Parsed(self._tokenizer.decode(shown), None, [], malformed=1 if tools else 0)
+            return Parsed(self._tokenizer.decode(shown), None, [], malformed=1 if tools or open_end else 0)
         if keeps_end:
             del ids[-1]
         calls = [call for call in found.tool_calls if tools and _is_good(call)]
-        content, reasoning = self._content(ids, found, calls), found.reasoning_content
-        if self.reasoning == NONE and reasoning is not None:
+        content, reasoning = self._content(ids, found, calls), (found.reasoning_content or "").strip()
+        if self.format != NONE:
+            # Some formats keep white space here or not, as the rest of the completion is: a stream cannot know that.
+            content = content.lstrip()
+        if self.reasoning == NONE and found.reasoning_content is not None:
             content, reasoning = self._until_tools(ids, found, calls), None
         malformed = len(found.tool_calls) - len(calls) if tools else 0
         return Parsed(content, reasoning or None, [(call.id, call.name, call.arguments) for call in calls], malformed)
+
+    def markers(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the texts at which reasoning begins or ends, and all others that may not be text."""
+        if self.format == self.reasoning == NONE:
+            return frozenset(), frozenset()
+        texts = self._tokenizer.markers()
+        thoughts = frozenset(filter(_THOUGHT.fullmatch, texts))
+        return thoughts, texts - thoughts
+
+    def shows(self, content: str, tools: Sequence[dict[str, Any]]) -> bool:
+        """Return False if content without a marker may still become something else."""
+        is_call = bool(tools) and self.format == "llama-3" and content.startswith("{")  # its calls have no marker
+        return self.format not in _WHOLE and not is_call
 
     def _content(self, ids: list[int], found: Any, calls: list[Any]) -> str:
         """Return the content of the library, and after it the attempts at tool calls that are not in ``calls``."""

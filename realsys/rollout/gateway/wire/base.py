@@ -8,7 +8,7 @@ the gateway sees a ``Call`` whose messages have the form of OpenAI's chat comple
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -144,11 +144,29 @@ class Reply(Head):
         return sum(len(choice.completion.tokens) for choice in self.choices)
 
 
+@dataclass(slots=True)
+class Sent:
+    """The part of one choice that a stream has sent. ``events``: number of its events."""
+
+    reasoning: str = ""
+    text: str = ""
+    events: int = 0
+
+    def rest(self, choice: Choice) -> tuple[str, str]:
+        """Return the reasoning and the text that are left to send. Reasoning that grew after the text is left out."""
+        reasoning = "" if self.text else (choice.reasoning or "")[len(self.reasoning) :]
+        return reasoning, choice.text[len(self.text) :]
+
+    def begins(self, choice: Choice) -> bool:
+        """Return True if it is the beginning of ``choice``."""
+        return (choice.reasoning or "").startswith(self.reasoning) and choice.text.startswith(self.text)
+
+
 class Dialect(Protocol):
     """One wire format.
 
-    A stream is ``opening``, which may be sent before the completion is sampled, then ``events``. If the call fails
-    after the opening, ``error_event`` ends the stream.
+    A stream is ``opening``, then any number of ``part``, both while the completion is sampled, then ``events``. If the
+    call fails after the opening, ``error_event`` ends the stream.
     """
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> Call:
@@ -163,8 +181,15 @@ class Dialect(Protocol):
         """Return the first server-sent events of a stream; b"" if it has none before the completion."""
         ...
 
-    def events(self, call: Call, reply: Reply) -> Iterator[bytes]:
-        """Yield the server-sent events after the opening, up to and including the end of the stream."""
+    def part(self, call: Call, head: Head, index: int, sent: Sent, reasoning: str, text: str) -> bytes:
+        """Return the events of further reasoning and text of choice ``index``, and add them to ``sent``.
+
+        b"" if the format has its text in the last event only.
+        """
+        ...
+
+    def events(self, call: Call, reply: Reply, sent: Sequence[Sent]) -> Iterator[bytes]:
+        """Yield the server-sent events after those of ``sent``, one for each choice, up to the end of the stream."""
         ...
 
     def error(self, status: int, message: str, field: str = "", code: str = "") -> bytes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from realsys.rollout.gateway.wire import fields, frames
-from realsys.rollout.gateway.wire.base import BadRequest, Call, Choice, Head, Reply
+from realsys.rollout.gateway.wire.base import BadRequest, Call, Choice, Head, Reply, Sent
 from realsys.rollout.gateway.wire.body import chat_messages, chat_tools, limits, read, tool_choice, top_logprobs
 
 
@@ -42,11 +42,20 @@ class ChatDialect(frames.OpenAIErrors):
             frames.data(chunk | {"choices": [_delta(i, {"role": "assistant", "content": ""})]}) for i in range(call.n)
         )
 
-    def events(self, call: Call, reply: Reply) -> Iterator[bytes]:
+    def part(self, call: Call, head: Head, index: int, sent: Sent, reasoning: str, text: str) -> bytes:
+        sent.reasoning += reasoning
+        sent.text += text
+        chunk, deltas = _head(head, "chat.completion.chunk"), {"reasoning_content": reasoning, "content": text}
+        return b"".join(
+            frames.data(chunk | {"choices": [_delta(index, {name: delta})]}) for name, delta in deltas.items() if delta
+        )
+
+    def events(self, call: Call, reply: Reply, sent: Sequence[Sent]) -> Iterator[bytes]:
         chunk = _head(reply, "chat.completion.chunk")
         for i, choice in enumerate(reply.choices):
-            for delta in _deltas(choice):
-                yield frames.data(chunk | {"choices": [_delta(i, delta)]})
+            yield self.part(call, reply, i, sent[i], *sent[i].rest(choice))
+            for k, tool_call in enumerate(choice.tool_calls):
+                yield frames.data(chunk | {"choices": [_delta(i, {"tool_calls": [{"index": k} | tool_call]})]})
             # The last chunk has the ids and log-probs of all tokens: those of reasoning and tool calls have no text.
             end = _delta(i, {}, choice.finish_reason) | frames.token_fields(call, choice)
             if call.logprobs:
@@ -77,12 +86,3 @@ def _logprobs(call: Call, reply: Reply, choice: Choice) -> dict[str, Any]:
 
 def _delta(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-
-def _deltas(choice: Choice) -> Iterator[dict[str, Any]]:
-    if choice.reasoning:
-        yield {"reasoning_content": choice.reasoning}
-    if choice.text:
-        yield {"content": choice.text}
-    for k, call in enumerate(choice.tool_calls):
-        yield {"tool_calls": [{"index": k} | call]}

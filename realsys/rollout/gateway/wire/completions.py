@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from realsys.rollout.gateway.wire import fields, frames
-from realsys.rollout.gateway.wire.base import BadRequest, Call, Choice, Head, Reply
+from realsys.rollout.gateway.wire.base import BadRequest, Call, Choice, Head, Reply, Sent
 from realsys.rollout.gateway.wire.body import check, limits, read, top_logprobs
 
 #: limit of a completion if the client sets none, as OpenAI defines it for this route only
@@ -39,10 +39,16 @@ class CompletionsDialect(frames.OpenAIErrors):
             for i in range(call.n)
         )
 
-    def events(self, call: Call, reply: Reply) -> Iterator[bytes]:
+    def part(self, call: Call, head: Head, index: int, sent: Sent, reasoning: str, text: str) -> bytes:
+        sent.text += text
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        return frames.data(_head(head) | {"choices": [choice]})
+
+    def events(self, call: Call, reply: Reply, sent: Sequence[Sent]) -> Iterator[bytes]:
         chunk = _head(reply)
         for i, choice in enumerate(reply.choices):
-            last = _choice(call, reply, i, choice)
+            # The last chunk has the ids and log-probs of all tokens.
+            last = _choice(call, reply, i, choice) | {"text": sent[i].rest(choice)[1]}
             if call.return_token_ids:
                 last["prompt_token_ids"] = reply.prompt_tokens
             yield frames.data(chunk | {"choices": [last]})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from realsys.rollout.gateway.wire import fields, frames
-from realsys.rollout.gateway.wire.base import BadRequest, Call, Choice, Head, Reply
+from realsys.rollout.gateway.wire.base import BadRequest, Call, Choice, Head, Reply, Sent
 from realsys.rollout.gateway.wire.body import Body, limits, read, top_logprobs
 
 #: header with the client's name of the episode
@@ -43,7 +43,10 @@ class GenerateDialect(frames.OpenAIErrors):
     def opening(self, call: Call, head: Head) -> bytes:
         return b""  # clients expect token ids in every event
 
-    def events(self, call: Call, reply: Reply) -> Iterator[bytes]:
+    def part(self, call: Call, head: Head, index: int, sent: Sent, reasoning: str, text: str) -> bytes:
+        return b""
+
+    def events(self, call: Call, reply: Reply, sent: Sequence[Sent]) -> Iterator[bytes]:
         chunk = _head(call, reply)
         for i, choice in enumerate(reply.choices):
             yield frames.data(chunk | {"choices": [_choice(call, reply, i, choice)]})

@@ -50,6 +50,18 @@ def test_versions_are_derived_where_they_are_not_reported(make):
     assert answer.finish_reason == "length"
 
 
+def test_tokens_of_a_piece_are_shown_when_it_returns(make):
+    engine, _ = make()
+    running = engine.generate("a", [5], STALLING)
+    first = engine.snapshot("a", 0)
+    engine.pause("retract").result(WAIT_S)
+    assert first.result(WAIT_S).completions[0].tokens.tolist() == list(range(6, 11))
+    rest = engine.snapshot("a", 5)
+    assert engine.update("/weights/v7", 7).result(WAIT_S).success and not rest.done()
+    engine.resume().result(WAIT_S)
+    assert len(running.result(WAIT_S)[0].tokens) == 10 and rest.result(WAIT_S) is None
+
+
 def test_pause_returns_requests_and_resume_continues(make):
     engine, _ = make()
     running = engine.generate("a", [5], STALLING)

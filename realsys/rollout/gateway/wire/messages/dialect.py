@@ -6,13 +6,13 @@ then message_delta and message_stop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from realsys.rollout.gateway.wire import fields, frames
-from realsys.rollout.gateway.wire.base import Call, Choice, Head, Reply
+from realsys.rollout.gateway.wire.base import Call, Choice, Head, Reply, Sent
 from realsys.rollout.gateway.wire.body import check, limits, read, strings, tool_choice
 from realsys.rollout.gateway.wire.messages.blocks import messages_of, tools_of
 
@@ -46,14 +46,35 @@ class MessagesDialect:
         usage = {"input_tokens": 0, "output_tokens": 0}
         return frames.event({"type": "message_start", "message": _body(head) | {"content": [], "usage": usage}})
 
-    def events(self, call: Call, reply: Reply) -> Iterator[bytes]:
-        (choice,) = reply.choices
-        for index, block in enumerate(_blocks(reply)):
-            start, deltas = _streamed(block)
-            yield frames.event({"type": "content_block_start", "index": index, "content_block": start})
-            for delta in deltas:
-                yield frames.event({"type": "content_block_delta", "index": index, "delta": delta})
-            yield frames.event({"type": "content_block_stop", "index": index})
+    def part(self, call: Call, head: Head, index: int, sent: Sent, reasoning: str, text: str) -> bytes:
+        events = []
+        if reasoning:
+            if not sent.reasoning:
+                events.append(_start(0, _thinking("", "")))
+            events.append(_delta(0, {"type": "thinking_delta", "thinking": reasoning}))
+            sent.reasoning += reasoning
+        if text:
+            block = int(bool(sent.reasoning))
+            if not sent.text:
+                events += _end_of_thinking(head, sent)
+                events.append(_start(block, {"type": "text", "text": ""}))
+            events.append(_delta(block, {"type": "text_delta", "text": text}))
+            sent.text += text
+        return b"".join(events)
+
+    def events(self, call: Call, reply: Reply, sent: Sequence[Sent]) -> Iterator[bytes]:
+        (choice,), (so_far,) = reply.choices, sent
+        yield self.part(call, reply, 0, so_far, *so_far.rest(choice))
+        blocks = bool(so_far.reasoning) + bool(so_far.text)
+        if so_far.text:
+            yield _stop(blocks - 1)
+        else:
+            yield from _end_of_thinking(reply, so_far)
+        for index, block in enumerate(_tool_blocks(choice), blocks):
+            arguments = msgspec.json.encode(block["input"]).decode()
+            yield _start(index, block | {"input": {}})
+            yield _delta(index, {"type": "input_json_delta", "partial_json": arguments})
+            yield _stop(index)
         yield frames.event({"type": "message_delta", "delta": _end(choice), "usage": _usage(reply)})
         yield frames.event({"type": "message_stop"})
 
@@ -89,25 +110,37 @@ def _usage(reply: Reply) -> dict[str, Any]:
 def _blocks(reply: Reply) -> Iterator[dict[str, Any]]:
     (choice,) = reply.choices
     if choice.reasoning:
-        # Clients drop thinking without a signature; the id of the reply serves as one.
-        yield {"type": "thinking", "thinking": choice.reasoning, "signature": reply.id}
+        yield _thinking(choice.reasoning, reply.id)
     if choice.text:
         yield {"type": "text", "text": choice.text}
+    yield from _tool_blocks(choice)
+
+
+def _thinking(text: str, signature: str) -> dict[str, Any]:
+    # Clients drop thinking without a signature; the id of the reply serves as one.
+    return {"type": "thinking", "thinking": text, "signature": signature}
+
+
+def _tool_blocks(choice: Choice) -> Iterator[dict[str, Any]]:
     for call in choice.tool_calls:
         function = call["function"]
         arguments = msgspec.json.decode(function["arguments"])
         yield {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
 
 
-def _streamed(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the block as it begins, and the deltas that complete it."""
-    if block["type"] == "text":
-        return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
-    if block["type"] == "thinking":
-        deltas = [
-            {"type": "thinking_delta", "thinking": block["thinking"]},
-            {"type": "signature_delta", "signature": block["signature"]},
-        ]
-        return block | {"thinking": "", "signature": ""}, deltas
-    arguments = msgspec.json.encode(block["input"]).decode()
-    return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
+def _end_of_thinking(head: Head, sent: Sent) -> list[bytes]:
+    if not sent.reasoning:
+        return []
+    return [_delta(0, {"type": "signature_delta", "signature": head.id}), _stop(0)]
+
+
+def _start(index: int, block: dict[str, Any]) -> bytes:
+    return frames.event({"type": "content_block_start", "index": index, "content_block": block})
+
+
+def _delta(index: int, delta: dict[str, Any]) -> bytes:
+    return frames.event({"type": "content_block_delta", "index": index, "delta": delta})
+
+
+def _stop(index: int) -> bytes:
+    return frames.event({"type": "content_block_stop", "index": index})

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from realsys.rollout.gateway.wire import fields, frames
-from realsys.rollout.gateway.wire.base import BadRequest, Call, Head, Reply
+from realsys.rollout.gateway.wire.base import BadRequest, Call, Head, Reply, Sent
 from realsys.rollout.gateway.wire.body import limits, read, tool_choice, top_logprobs
-from realsys.rollout.gateway.wire.responses.events import item_events, numbered, opening_events
+from realsys.rollout.gateway.wire.responses.events import (
+    Event,
+    begin_events,
+    call_events,
+    end_events,
+    numbered,
+    opening_events,
+    text_event,
+)
 from realsys.rollout.gateway.wire.responses.items import messages_of, tools_of
 
 _LOGPROBS = "message.output_text.logprobs"
+_OPENING = len(opening_events({}))  # number of events
 #: fields that need stored state, and what a client does instead
 _STATEFUL = {
     "previous_response_id": "responses are not stored: send the whole conversation as input",
@@ -47,10 +56,43 @@ class ResponsesDialect(frames.OpenAIErrors):
     def opening(self, call: Call, head: Head) -> bytes:
         return b"".join(numbered(opening_events(_body(call, head)), 0))
 
-    def events(self, call: Call, reply: Reply) -> Iterator[bytes]:
-        body = _finished(call, reply)
-        end = {"type": f"response.{body['status']}", "response": body}
-        return numbered([*item_events(body["output"]), end], len(opening_events(body)))
+    def part(self, call: Call, head: Head, index: int, sent: Sent, reasoning: str, text: str) -> bytes:
+        events: list[Event] = []
+        if reasoning:
+            item = _reasoning(head, "")
+            if not sent.reasoning:
+                events += begin_events(item, 0)
+            events.append(text_event(item, 0, reasoning))
+            sent.reasoning += reasoning
+        if text:
+            item, place = _message(head, "", [], "in_progress"), int(bool(sent.reasoning))
+            if not sent.text:
+                if sent.reasoning:
+                    events += end_events(_reasoning(head, sent.reasoning), 0)
+                events += begin_events(item, place)
+            events.append(text_event(item, place, text))
+            sent.text += text
+        return self._numbered(events, sent)
+
+    def events(self, call: Call, reply: Reply, sent: Sequence[Sent]) -> Iterator[bytes]:
+        (choice,), (so_far,) = reply.choices, sent
+        yield self.part(call, reply, 0, so_far, *so_far.rest(choice))
+        body, events = _finished(call, reply), list[Event]()
+        for index, item in enumerate(body["output"]):
+            if item["type"] == "function_call":
+                events += call_events(item, index)
+            elif item["type"] == "message":
+                if not so_far.text:  # an empty one
+                    events += [*begin_events(item, index), text_event(item, index, "")]
+                events += end_events(item, index)
+            elif not so_far.text:
+                events += end_events(item, index)
+        events.append({"type": f"response.{body['status']}", "response": body})
+        yield self._numbered(events, so_far)
+
+    def _numbered(self, events: list[Event], sent: Sent) -> bytes:
+        first, sent.events = _OPENING + sent.events, sent.events + len(events)
+        return b"".join(numbered(events, first))
 
     def error_event(self, status: int, message: str) -> bytes:
         error = frames.openai_error(status, message)["error"]
@@ -105,15 +147,23 @@ def _output(call: Call, reply: Reply, status: str) -> list[dict[str, Any]]:
     (choice,) = reply.choices
     output: list[dict[str, Any]] = []
     if choice.reasoning:
-        content = [{"type": "reasoning_text", "text": choice.reasoning}]
-        output.append({"type": "reasoning", "id": f"rs_{reply.id}", "summary": [], "content": content})
+        output.append(_reasoning(reply, choice.reasoning))
     # A reply without a tool call always has a message, so that the client has something to send back.
     if choice.text or not choice.tool_calls:
         logprobs = frames.token_logprobs(call, reply, choice) if call.logprobs else []
-        text = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": logprobs}
-        message = {"type": "message", "id": f"msg_{reply.id}", "role": "assistant", "status": status}
-        output.append(message | {"content": [text]})
+        output.append(_message(reply, choice.text, logprobs, status))
     for tool_call in choice.tool_calls:
         item = {"type": "function_call", "id": f"fc_{tool_call['id']}", "call_id": tool_call["id"]}
         output.append(item | tool_call["function"] | {"status": status})
     return output
+
+
+def _reasoning(head: Head, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "id": f"rs_{head.id}", "summary": [], "content": content}
+
+
+def _message(head: Head, text: str, logprobs: list[dict[str, Any]], status: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    message = {"type": "message", "id": f"msg_{head.id}", "role": "assistant", "status": status}
+    return message | {"content": [part]}

@@ -20,16 +20,38 @@ def opening_events(body: dict[str, Any]) -> list[Event]:
     return [{"type": f"response.{kind}", "response": body} for kind in ("created", "in_progress")]
 
 
-def item_events(output: list[dict[str, Any]]) -> Iterator[Event]:
-    """Yield the events of all items."""
-    for index, item in enumerate(output):
-        place = {"output_index": index, "item_id": item["id"]}
-        yield {"type": "response.output_item.added", "output_index": index, "item": _begun(item)}
-        if item["type"] == "function_call":
-            yield from _arguments(item, place)
-        else:
-            yield from _content(item, place)
-        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+def begin_events(item: dict[str, Any], index: int) -> Iterator[Event]:
+    """Yield the events before the text of item ``index``. ``item``: a reasoning or a message."""
+    (part,) = item["content"]
+    begun = item | {"status": "in_progress", "content": []}
+    yield {"type": "response.output_item.added", "output_index": index, "item": begun}
+    yield {"type": "response.content_part.added", "part": part | {"text": ""}, **_place(item, index)}
+
+
+def text_event(item: dict[str, Any], index: int, text: str) -> Event:
+    """Return the event of further text of an item."""
+    (part,) = item["content"]
+    logprobs: Event = {"logprobs": []} if "logprobs" in part else {}
+    return {"type": f"response.{part['type']}.delta", "delta": text, **logprobs, **_place(item, index)}
+
+
+def end_events(item: dict[str, Any], index: int) -> Iterator[Event]:
+    """Yield the events after the text of an item, which have all of it."""
+    (part,), place = item["content"], _place(item, index)
+    logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+    yield {"type": f"response.{part['type']}.done", "text": part["text"], **logprobs, **place}
+    yield {"type": "response.content_part.done", "part": part, **place}
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def call_events(item: dict[str, Any], index: int) -> Iterator[Event]:
+    """Yield the events of a function call."""
+    kind, place = "response.function_call_arguments", {"output_index": index, "item_id": item["id"]}
+    begun = item | {"status": "in_progress", "arguments": ""}
+    yield {"type": "response.output_item.added", "output_index": index, "item": begun}
+    yield {"type": f"{kind}.delta", "delta": item["arguments"], **place}
+    yield {"type": f"{kind}.done", "arguments": item["arguments"], "name": item["name"], **place}
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
 
 
 def numbered(events: Iterable[Event], first: int) -> Iterator[bytes]:
@@ -38,25 +60,5 @@ def numbered(events: Iterable[Event], first: int) -> Iterator[bytes]:
         yield frames.event(event | {"sequence_number": number})
 
 
-def _begun(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item before its content has arrived."""
-    begun = item | {"status": "in_progress"}
-    if item["type"] == "function_call":
-        return begun | {"arguments": ""}
-    return begun | {"content": []}
-
-
-def _arguments(item: dict[str, Any], place: dict[str, Any]) -> Iterator[Event]:
-    kind = "response.function_call_arguments"
-    yield {"type": f"{kind}.delta", "delta": item["arguments"], **place}
-    yield {"type": f"{kind}.done", "arguments": item["arguments"], "name": item["name"], **place}
-
-
-def _content(item: dict[str, Any], place: dict[str, Any]) -> Iterator[Event]:
-    for index, part in enumerate(item["content"]):
-        at = {"content_index": index, **place}
-        logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-        yield {"type": "response.content_part.added", "part": part | {"text": ""}, **at}
-        yield {"type": f"response.{part['type']}.delta", "delta": part["text"], **logprobs, **at}
-        yield {"type": f"response.{part['type']}.done", "text": part["text"], **logprobs, **at}
-        yield {"type": "response.content_part.done", "part": part, **at}
+def _place(item: dict[str, Any], index: int) -> Event:
+    return {"content_index": 0, "output_index": index, "item_id": item["id"]}

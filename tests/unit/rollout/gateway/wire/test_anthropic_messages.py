@@ -9,7 +9,7 @@ import pytest
 from realsys.rollout.conversation.messages import forms
 from realsys.rollout.gateway.wire.base import Choice
 from realsys.rollout.gateway.wire.messages.dialect import MessagesDialect
-from tests.support.gateway.replies import choice, generated, parse, reply_of, tool_call
+from tests.support.gateway.replies import choice, generated, parse, reply_of, streamed, tool_call
 
 ROUTE = "/v1/messages"
 USER = {"role": "user", "content": "2+3?"}
@@ -18,9 +18,9 @@ PARTS = [("five", None), ("five", "adding"), ("", None, tool_call(a=1)), ("I add
 DIALECT = MessagesDialect()
 
 
-def events_of(*choices):
+def events_of(*choices, early=0):
     call, reply = parse(ROUTE, {"messages": [USER]}), reply_of(*choices)
-    raw = b"".join([DIALECT.opening(call, reply), *DIALECT.events(call, reply)]).decode()
+    raw = b"".join([DIALECT.opening(call, reply), *streamed(DIALECT, call, reply, early)]).decode()
     pairs = [block.split("\n") for block in raw.strip().split("\n\n")]
     events = [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in pairs]
     assert all(name == event["type"] for name, event in events)
@@ -72,9 +72,10 @@ def test_end_is_named_as_anthropic_does(each, reason, stop):
     assert events_of(each)[-2]["delta"] == {"stop_reason": reason, "stop_sequence": stop}
 
 
+@pytest.mark.parametrize("early", [0, 3, 9])
 @pytest.mark.parametrize("parts", PARTS)
-def test_stream_adds_up_to_the_reply(parts):
-    events, blocks = events_of(choice(*parts)), []
+def test_stream_adds_up_to_the_reply(parts, early):
+    events, blocks = events_of(choice(*parts), early=early), []
     for event in events:
         if event["type"] == "content_block_start":
             assert event["index"] == len(blocks)

@@ -31,10 +31,11 @@ def test_tool_call_without_text_has_null_content():
     assert json.loads(message.tool_calls[0].function.arguments) == {"a": 1}
 
 
+@pytest.mark.parametrize("early", [0, 3, 9])
 @pytest.mark.parametrize("parts", [("five", None), ("", None, tool_call(a=1)), ("I add.", "hm", tool_call(a=1))])
-def test_stream_adds_up_to_the_reply(parts):
+def test_stream_adds_up_to_the_reply(parts, early):
     """The SDK's accumulator builds the same message from the events as from the whole reply."""
-    endpoint = Endpoint(choice(*parts))
+    endpoint = Endpoint(choice(*parts), early=early)
     client = endpoint.client()
     whole = client.chat.completions.create(model="policy", messages=QUESTION, tools=[TOOL])
     with client.chat.completions.stream(
@@ -54,8 +55,9 @@ def test_stream_adds_up_to_the_reply(parts):
     assert streamed.usage == whole.usage and "chunk" in kinds
 
 
-def test_stream_of_several_choices_keeps_them_apart():
-    endpoint = Endpoint(choice("one"), choice("two"))
+@pytest.mark.parametrize("early", [0, 3, 9])
+def test_stream_of_several_choices_keeps_them_apart(early):
+    endpoint = Endpoint(choice("one"), choice("two"), early=early)
     chunks = endpoint.client().chat.completions.create(model="policy", messages=QUESTION, n=2, stream=True)
     texts = {0: "", 1: ""}
     for chunk in chunks:

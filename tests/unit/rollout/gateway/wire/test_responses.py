@@ -53,9 +53,10 @@ def test_items_sent_back_are_the_returned_message(parts, reasoning):
     assert forms(later.messages) == forms(expected)
 
 
+@pytest.mark.parametrize("early", [0, 3, 9])
 @pytest.mark.parametrize("parts", PARTS)
-def test_stream_adds_up_to_the_reply(parts):
-    client = Endpoint(choice(*parts)).client()
+def test_stream_adds_up_to_the_reply(parts, early):
+    client = Endpoint(choice(*parts), early=early).client()
     whole = client.responses.create(model="policy", input="2+3?", tools=[TOOL])
     with client.responses.stream(model="policy", input="2+3?", tools=[TOOL]) as stream:
         numbers = [event.sequence_number for event in stream]
