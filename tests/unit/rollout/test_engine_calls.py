@@ -55,3 +55,26 @@ def test_episode_with_greedy_calls_only_is_refused():
     row.completion(completion)
     with pytest.raises(AgentError, match="and a temperature above 0"):
         check_episode(Episode([row.row()], 1.0), 100, len(completion.tokens))
+
+
+def test_streams_of_a_merged_call_stay_apart():
+    """Episodes 0 and 2 listen, 1 does not; their first calls are one request."""
+
+    class Telling(FakeEngine):
+        async def generate(self, call, deliver=None):
+            for k in range(call.spec.n):
+                call.on_tokens(k, [call.seed + k])
+            return await super().generate(call, deliver)
+
+    async def body():
+        engine = Telling()
+        calls = Calls(engine, Ticket("t", 0, 0, seed=40), TRIAL)
+        heard = {0: [], 2: []}
+        listeners = [heard[k].extend if k in heard else None for k in range(3)]
+        sessions = [EpisodeSession(calls, k) for k in range(3)]
+        pairs = zip(sessions, listeners, strict=True)
+        await asyncio.gather(*(session.generate([1], None, listener) for session, listener in pairs))
+        await calls.close()
+        assert len(engine.calls) == 1 and heard == {0: [40], 2: [42]}
+
+    asyncio.run(body())
