@@ -31,6 +31,7 @@ from realsys.generation.received import Delta
 MAX_BODY = 16 << 20  # bytes; a prompt of a million tokens is 7 MB
 STREAM_S = 0.02  # shortest time between two lines of a stream: a line costs as much as some steps of a small model
 _FIRST_S = 0.001  # the same, for each token so far: the first line may have no text to show
+_LATER_S = 5e-6  # in addition, for each token so far: a snapshot copies them all
 MAX_MESSAGE = 2000  # characters of an error, which may quote a refused value
 
 T = TypeVar("T")
@@ -138,8 +139,8 @@ class _Calls:
                 snapshot = await (due or asyncio.wrap_future(self._engine.snapshot(rid)))
                 if snapshot is not None and (progress := delta.next(snapshot)) is not None:
                     yield msgspec.json.encode(progress) + b"\n"
-                pace_s = body.progress_s if news is None else min(STREAM_S, _FIRST_S * delta.tokens)
-                await asyncio.wait((future,), timeout=pace_s)
+                pace_s = min(_FIRST_S * delta.tokens, STREAM_S + _LATER_S * delta.tokens)
+                await asyncio.wait((future,), timeout=body.progress_s if news is None else pace_s)
                 if news is not None and not future.done():
                     news = news if due is None else self._news(rid, delta.tokens)
                     await asyncio.wait((future, news), timeout=body.progress_s, return_when=asyncio.FIRST_COMPLETED)
