@@ -1,8 +1,10 @@
 """The two streams against bare ZMQ moving the same bytes, between two processes: ``python -m benchmarks.streams``.
 
 Bare ZMQ is one DEALER and one ROUTER that move the very bytes that our encoding of a group (of a request) makes, as one
-frame made beforehand, without codec, checks or acknowledgements. "MB" are those bytes. The two take turns in one run,
-and "of bare" is the median of the paired ratios of throughput: what else runs on the machine slows both.
+frame made beforehand, without codec, checks or acknowledgements. Both use Unix sockets, as processes of one machine do;
+"with keys" is the throughput of realsys over TCP with CURVE, as between machines, relative to that. "MB" are the bytes.
+All take turns in one run, and "of bare" is the median of the paired ratios of throughput: what else runs on the machine
+slows all of them.
 "cpu of bare" is the same for the CPU time of both processes, which a busy machine disturbs least.
 """
 
@@ -13,11 +15,13 @@ import asyncio
 import multiprocessing
 import os
 import statistics
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -31,6 +35,7 @@ from realsys.model_calls import Empty
 from realsys.stream.codec import encode_group, encode_message
 from realsys.stream.push_pull import Puller, Pusher, PushLimits
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
+from realsys.stream.security import CurveKeys
 from realsys.types import Group, Ticket
 from tests.support.training.sample_records import group_of, single_turn
 
@@ -86,24 +91,25 @@ def wire_bytes(group: Group) -> bytes:
 # the other process
 
 
-def serve(pipe: Connection) -> None:
-    """Receive groups (bare and through a Puller) and answer requests (bare and through a WorkerEndpoint)."""
+def serve(pipe: Connection, keys: CurveKeys, folder: str) -> None:
+    """Receive groups (bare and through Pullers) and answer requests (bare and through WorkerEndpoints)."""
     context = zmq.Context()
     bare_push = context.socket(zmq.ROUTER)
     bare_push.linger = 0
-    port = bare_push.bind_to_random_port("tcp://127.0.0.1")
-    puller = Puller()
-    pipe.send((f"tcp://127.0.0.1:{port}", puller.address))
-    bare_master, master_address = pipe.recv()
+    bare_push.bind(f"ipc://{folder}/push")
+    pullers = [Puller(keys=each) for each in (None, keys)]
+    pipe.send([puller.address for puller in pullers])
+    bare_master, addresses = pipe.recv()
     bare_request = context.socket(zmq.DEALER)
     bare_request.linger = 0
     bare_request.connect(bare_master)
     bare_request.send(b"hello")
-    endpoint = WorkerEndpoint(0, master_address)
-    answering = threading.Thread(target=answer_requests, args=(endpoint,))
-    answering.start()
+    endpoints = [WorkerEndpoint(0, addresses[0]), WorkerEndpoint(0, addresses[1], keys=keys)]
+    answering = [threading.Thread(target=answer_requests, args=(endpoint,)) for endpoint in endpoints]
+    for thread in answering:
+        thread.start()
     poller = zmq.Poller()
-    for sock in (bare_push, puller.socket, bare_request):
+    for sock in (bare_push, bare_request, *(puller.socket for puller in pullers)):
         poller.register(sock, zmq.POLLIN)
     kept: deque[object] = deque(maxlen=KEPT)
     running = True
@@ -111,15 +117,15 @@ def serve(pipe: Connection) -> None:
         ready = dict(poller.poll(BOUND_MS))
         if not ready:
             break
-        if puller.socket in ready:
-            puller.drain(kept.append)
+        for puller in pullers:
+            if puller.socket in ready:
+                puller.drain(kept.append)
         if bare_push in ready:
             drain_bare(bare_push, kept)
         if bare_request in ready:
             running = answer_bare(bare_request)
-    answering.join()
-    endpoint.close()
-    puller.close()
+    for each in (*answering, *endpoints, *pullers):
+        each.join() if isinstance(each, threading.Thread) else each.close()
     context.destroy(linger=0)
 
 
@@ -204,23 +210,24 @@ class Cost:
 
 
 class Meter:
-    """Runs a pair of contenders and measures what each costs."""
+    """Runs contenders in turns and measures what each costs."""
 
     def __init__(self, other_process: int, repetitions: int) -> None:
         self._processes = (os.getpid(), other_process)
         self._repetitions = repetitions
 
-    async def paired(self, ours: Contender, bare: Contender) -> list[tuple[Cost, Cost]]:
-        """Costs of (ours, bare), taking turns at going first; a first pair warms up."""
-        pairs: list[tuple[Cost, Cost]] = []
+    async def turns(self, *contenders: Contender) -> list[list[Cost]]:
+        """Return the costs of the contenders in each turn, whose first one changes; a first turn warms up."""
+        turns: list[list[Cost]] = []
         for i in range(self._repetitions + 1):
             costs = {}
-            for run in (ours, bare) if i % 2 else (bare, ours):
+            first = i % len(contenders)
+            for run in (*contenders[first:], *contenders[:first]):
                 start, cpu = time.perf_counter(), self._cpu_seconds()
                 await run()
                 costs[run] = Cost(time.perf_counter() - start, self._cpu_seconds() - cpu)
-            pairs.append((costs[ours], costs[bare]))
-        return pairs[1:]
+            turns.append([costs[run] for run in contenders])
+        return turns[1:]
 
     def _cpu_seconds(self) -> float:
         return sum(
@@ -230,9 +237,9 @@ class Meter:
         )
 
 
-def row(stream: str, case: Case, trajectories: int, size: float, pairs: list[tuple[Cost, Cost]]) -> dict[str, object]:
-    ours, bare = (statistics.median(cost.seconds for cost in column) for column in zip(*pairs, strict=True))
-    ratios = sorted(b.seconds / o.seconds for o, b in pairs)
+def row(stream: str, case: Case, trajectories: int, size: float, turns: list[list[Cost]]) -> dict[str, object]:
+    ours, bare, _ = (statistics.median(cost.seconds for cost in column) for column in zip(*turns, strict=True))
+    ratios = sorted(b.seconds / o.seconds for o, b, _ in turns)
     megabytes = size * trajectories / 1e6
     return {
         "stream": stream,
@@ -243,47 +250,58 @@ def row(stream: str, case: Case, trajectories: int, size: float, pairs: list[tup
         "of bare": statistics.median(ratios),
         "lowest": ratios[0],
         "highest": ratios[-1],
-        "cpu of bare": statistics.median(b.cpu_seconds / o.cpu_seconds for o, b in pairs),
+        "cpu of bare": statistics.median(b.cpu_seconds / o.cpu_seconds for o, b, _ in turns),
+        "with keys": statistics.median(o.seconds / k.seconds for o, _, k in turns),
     }
 
 
-async def measure(pipe: Connection, meter: Meter) -> list[dict[str, object]]:
-    bare_push_address, puller_address = pipe.recv()
+async def measure(pipe: Connection, meter: Meter, keys: CurveKeys, folder: str) -> list[dict[str, object]]:
+    """Return a row for each stream and case."""
+    addresses = pipe.recv()
     context = zmq.Context()
     bare_push, bare_master = context.socket(zmq.DEALER), context.socket(zmq.ROUTER)
-    bare_push.connect(bare_push_address)
-    port = bare_master.bind_to_random_port("tcp://127.0.0.1")
-    stream = MasterStream()
-    pipe.send((f"tcp://127.0.0.1:{port}", stream.address))
+    bare_push.connect(f"ipc://{folder}/push")
+    bare_master.bind(f"ipc://{folder}/master")
+    streams = [MasterStream(keys=each) for each in (None, keys)]
+    pipe.send((f"ipc://{folder}/master", [stream.address for stream in streams]))
     if not bare_master.poll(BOUND_MS):
         raise TimeoutError("the other process did not connect")
     route, _ = bare_master.recv_multipart()
-    await stream.barrier([0], BOUND_MS / 1000)
-    pusher = Pusher(lambda dp: puller_address, [0], "rollout_worker/0", limits=PushLimits(IN_FLIGHT))
+    for stream in streams:
+        await stream.barrier([0], BOUND_MS / 1000)
+    pushers = [
+        Pusher(lambda dp, at=at: at, [0], "rollout_worker/0", keys=each, limits=PushLimits(IN_FLIGHT))  # type: ignore[misc]
+        for at, each in zip(addresses, (None, keys), strict=True)
+    ]
     rows = []
     try:
         for case in CASES:
             groups = [make_group(case.tokens, seed) for seed in range(DISTINCT)]
             blobs = [wire_bytes(group) for group in groups]
-            pairs = await meter.paired(
-                lambda groups=groups, case=case: push_ours(pusher, groups, case.groups),
-                lambda blobs=blobs, case=case: push_bare(bare_push, blobs, case.groups),
+            turns = await meter.turns(
+                partial(push_ours, pushers[0], groups, case.groups),
+                partial(push_bare, bare_push, blobs, case.groups),
+                partial(push_ours, pushers[1], groups, case.groups),
             )
-            rows.append(row("push-pull", case, case.groups * ANSWERS, len(blobs[0]) / ANSWERS, pairs))
+            rows.append(row("push-pull", case, case.groups * ANSWERS, len(blobs[0]) / ANSWERS, turns))
         for case in CASES:
             data = np.random.default_rng(0).bytes(12 * case.tokens)
             blob = Blob("t0/0", memoryview(data))
             encoded = encode_message(blob)
-            pairs = await meter.paired(
-                lambda blob=blob, case=case: request_ours(stream, blob, case.requests),
-                lambda data=encoded, case=case: request_bare(bare_master, route, data, case.requests),
+            turns = await meter.turns(
+                partial(request_ours, streams[0], blob, case.requests),
+                partial(request_bare, bare_master, route, encoded, case.requests),
+                partial(request_ours, streams[1], blob, case.requests),
             )
-            rows.append(row("request-reply", case, case.requests, len(encoded), pairs))
-        await stream.request(0, "end", Empty(), Empty)
+            rows.append(row("request-reply", case, case.requests, len(encoded), turns))
+        for stream in streams:
+            await stream.request(0, "end", Empty(), Empty)
         bare_master.send_multipart([route, END])
     finally:
-        await pusher.close()
-        stream.close()
+        for pusher in pushers:
+            await pusher.close()
+        for stream in streams:
+            stream.close()
         context.destroy(linger=1000)
     return rows
 
@@ -293,14 +311,16 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=15)
     repetitions = parser.parse_args().repetitions
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
-    process.start()
-    there.close()
-    try:
-        rows = uvloop.run(measure(here, Meter(process.pid or 0, repetitions)))
-    finally:
-        process.join(timeout=5)
-        process.kill()
+    keys = CurveKeys.generate()
+    with tempfile.TemporaryDirectory() as folder:
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(there, keys, folder), daemon=True)
+        process.start()
+        there.close()
+        try:
+            rows = uvloop.run(measure(here, Meter(process.pid or 0, repetitions), keys, folder))
+        finally:
+            process.join(timeout=5)
+            process.kill()
     meta = {"repetitions": repetitions, "answers_per_group": ANSWERS, "in_flight": IN_FLIGHT}
     report("streams", rows, meta)
 

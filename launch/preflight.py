@@ -19,9 +19,10 @@ from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_settings
 from realsys.config.rules.resources import disk_bytes
 from realsys.config.schema import Config
-from realsys.errors import ConfigError, NameStoreError
+from realsys.errors import ConfigError, NameStoreError, StreamError
 from realsys.hf.config import read_model
 from realsys.hf.weight_headers import check_weights
+from realsys.stream.sockets import private_folder
 
 _ETCD_TIMEOUT_S = 5.0
 #: Shortest lease with etcd on another host. An election takes seconds, with a lost host or a slow disk tens of seconds.
@@ -60,12 +61,17 @@ def check_gpus_are_given(config: Config, given: Collection[str]) -> Iterator[str
 
 
 def check_addresses(config: Config) -> None:
-    """Bind every address that the workers will bind, and close it again. Raises ConfigError."""
+    """Try every address that the workers will bind, and the folder of their Unix sockets. Raises ConfigError."""
     cluster, port = config.cluster, config.manager.port
     host = take_address(config, dict(os.environ)).cluster.host
     if port and (problem := bind_problem(host, port)):
         remedy = "choose another port, or 0 for any free one"
         raise ConfigError("manager.port", port, f"cannot be bound on {host}: {problem}: {remedy}")
+    if is_loopback(host):  # then the streams are Unix sockets
+        try:
+            private_folder()
+        except StreamError as error:
+            raise ConfigError("cluster.host", host, str(error)) from None
     if cluster.name_store.start:
         check_own_etcd(cluster.name_store.address)
 

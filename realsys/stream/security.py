@@ -1,8 +1,9 @@
 """CURVE keys of a trial: they decide which processes may speak on its sockets.
 
 Every process of a trial reads the same key file (mode 0600); a process that can read it is a member. A server
-identifies itself with the server key, and a client is let in only with the trial's client key. On loopback no keys are
-needed; without keys ``sockets.bind_server`` refuses a host beyond loopback.
+identifies itself with the server key, and a client is let in only with the trial's client key. Processes of one machine
+need no keys: their streams are Unix sockets in a folder of the user, which costs less than encryption. Without keys
+``sockets.bind_server`` refuses a host beyond loopback.
 """
 
 from __future__ import annotations

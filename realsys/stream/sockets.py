@@ -6,8 +6,13 @@ import asyncio
 import functools
 import logging
 import operator
+import os
+import secrets
+import stat
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 import zmq.auth.thread
@@ -31,6 +36,10 @@ HEARTBEAT_TIMEOUT_MS = 20_000
 
 #: flags of a frame that others of its message follow, and of the last one
 _MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
+
+#: the path of a Unix socket has at most 107 bytes, and 40 are for the names of folder and socket
+_LONGEST_PLACE = 60
+_FILE = "ipc://"  # scheme of the address of a Unix socket
 
 CONNECTION_EVENTS = (
     zmq.Event.HANDSHAKE_SUCCEEDED
@@ -72,6 +81,8 @@ class Server:
 
     def close(self) -> None:
         """Close the sockets and the context; a last acknowledgement has one second to leave."""
+        if self.address.startswith(_FILE):
+            Path(self.address.removeprefix(_FILE)).unlink(missing_ok=True)
         # The monitor first: it is a socket of the same context, and term() waits for every one.
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
@@ -83,7 +94,7 @@ class Server:
 
 
 def bind_server(host: str, keys: CurveKeys | None, *, receive_limit: int = 0) -> Server:
-    """Bind a ROUTER on ``host`` at a free port.
+    """Bind a ROUTER: with keys on ``host`` at a free port, without keys as a Unix socket that only this user reaches.
 
     At most ``receive_limit`` messages of a peer wait in memory (0: no limit). Raises StreamError if
     the address cannot be bound, or if ``host`` is not loopback and there are no keys.
@@ -102,11 +113,10 @@ def bind_server(host: str, keys: CurveKeys | None, *, receive_limit: int = 0) ->
     router.router_mandatory = True
     if keys is not None:
         keys.secure_server(router)
-    router.ipv6 = ":" in host
     rejections = REJECTED_EVENTS.keys()
     monitor = router.get_monitor_socket(int(functools.reduce(operator.or_, rejections)))
     try:
-        bind_first(own_ports(), lambda port: _bind(router, host, port), host)
+        address = _bind_port(router, host) if keys is not None else _bind_file(router)
     except RealsysError as err:
         router.disable_monitor()
         monitor.close(linger=0)
@@ -115,16 +125,51 @@ def bind_server(host: str, keys: CurveKeys | None, *, receive_limit: int = 0) ->
             authenticator.stop()
         context.term()
         raise StreamError(f"socket on host={host}: {err}") from err
+    return Server(context, router, monitor, address, authenticator)
+
+
+def _bind_port(router: ZSocket, host: str) -> str:
+    router.ipv6 = ":" in host
+    bind_first(own_ports(), lambda port: _bind(router, f"tcp://{join_host_port(host, port)}"), host)
     endpoint = bytes(router.getsockopt(zmq.LAST_ENDPOINT))  # type: ignore[arg-type]
     port = int(endpoint.rstrip(b"\0").decode().rsplit(":", 1)[1])
-    return Server(context, router, monitor, f"tcp://{join_host_port(advertised_host(host), port)}", authenticator)
+    return f"tcp://{join_host_port(advertised_host(host), port)}"
 
 
-def _bind(router: ZSocket, host: str, port: int) -> None:
+def _bind_file(router: ZSocket) -> str:
+    # The process number is for people, who find here what a killed process leaves.
+    address = f"{_FILE}{private_folder()}/{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        router.bind(f"tcp://{join_host_port(host, port)}")
+        _bind(router, address)
+    except OSError as err:
+        raise StreamError(f"cannot bind {address}: {err.strerror}: let TMPDIR name a local disk with room") from err
+    return address
+
+
+def _bind(router: ZSocket, address: str) -> None:
+    try:
+        router.bind(address)
     except zmq.ZMQError as err:
         raise OSError(err.errno, err.strerror) from err
+
+
+def private_folder() -> Path:
+    """Return this user's folder for the sockets of one machine, mode 0700; make it if it is missing.
+
+    Any local user can connect to a port on loopback, and only this one to a socket in this folder. Raises StreamError.
+    """
+    place = tempfile.gettempdir()
+    if len(place.encode()) > _LONGEST_PLACE:
+        place = "/tmp"
+    folder = Path(place, f"realsys-{os.getuid()}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()  # the link of another user would be followed by stat()
+    except OSError as err:
+        raise StreamError(f"{folder}: {err.strerror}: let TMPDIR name a local disk that can be written") from err
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
+        raise StreamError(f"{folder} must be a folder of this user with mode 0700: remove it, or set TMPDIR")
+    return folder
 
 
 def connect_client(context: ZContext, address: str, keys: CurveKeys | None) -> tuple[ZSocket, ZSocket]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,8 +155,8 @@ def leftovers(run: ChaosRun, tmp: Path, before: set[str] | None) -> list[str]:
     ours = {int(line.split()[0]) for line in alive}
     left += [f"port left: {address}" for address in sorted(run.addresses) if _listens(address, ours)]
     left += [f"locked: {path}" for path in (root / "ledger.jsonl", root / "lock") if path.exists() and _locked(path)]
-    # torch makes a cache per user wherever TMPDIR points; it is meant to stay.
-    others = [path for path in tmp.iterdir() if not path.name.startswith("torchinductor_")]
+    # torch makes a cache per user wherever TMPDIR points, and we a folder of sockets; they are meant to stay.
+    others = [path for path in tmp.iterdir() if not path.name.startswith(("torchinductor_", f"realsys-{os.getuid()}"))]
     temporary = [*root.rglob("*.tmp"), *root.glob("errors/.*"), *others]
     left += [f"temp file left: {path}" for path in temporary]
     copies = folder_name(root)
@@ -166,10 +167,12 @@ def leftovers(run: ChaosRun, tmp: Path, before: set[str] | None) -> list[str]:
 
 
 def _listens(address: str, ours: set[int]) -> bool:
-    """Return True if one of our processes, or an unknown one, listens at ``tcp://host:port`` or ``http://host:port``.
+    """Return True if one of our processes, or an unknown one, listens at an address of a stream or ``http://host:port``.
 
     The kernel soon gives a free port to another process.
     """
+    if address.startswith("ipc://"):
+        return address.removeprefix("ipc://") in Path("/proc/net/unix").read_text("utf-8")
     port = urlsplit(address).port
     found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
     return any(connection.pid is None or connection.pid in ours for connection in found)

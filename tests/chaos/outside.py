@@ -23,6 +23,7 @@ from realsys.config.dump import read_config
 from realsys.launch.nodes.orders import read_address
 from tests.chaos.live import ChaosRun
 from tests.chaos.schedule.rows import LOST_S, SUSPENDED_S
+from tests.support.streams.stream_parts import connect_by_hand
 
 BALLAST = "ballast"  # file that takes the room left on a disk
 DISK_BYTES = 64 << 20
@@ -87,9 +88,9 @@ def _garbage_to_zmq(address: str) -> None:
     finally:
         dealer.close(linger=2000)
         context.term()
-    where = urlsplit(address)
     for data in (rng.randbytes(4096), b"\xff" + bytes(8) + b"\x7f", b"GET / HTTP/1.1\r\n\r\n", b""):
-        _raw(where.hostname or "", where.port or 0, data)
+        with contextlib.suppress(OSError):
+            _say(connect_by_hand(address), data)
 
 
 def _garbage_to_http(url: str, paths: tuple[str, ...], token: str) -> None:
@@ -113,7 +114,12 @@ def _raw(host: str, port: int, data: bytes) -> None:
 
     The peer may reset the connection at any time; a shutdown then fails with ENOTCONN, which is no ConnectionError.
     """
-    with contextlib.suppress(OSError), socket.create_connection((host, port), 5) as peer:
+    with contextlib.suppress(OSError):
+        _say(socket.create_connection((host, port), 5), data)
+
+
+def _say(sock: socket.socket, data: bytes) -> None:
+    with sock as peer:
         peer.settimeout(2)
         peer.sendall(data)
         peer.shutdown(socket.SHUT_WR)

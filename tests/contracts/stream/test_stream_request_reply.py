@@ -159,7 +159,7 @@ def test_garbage_at_master_is_counted_logged_and_dropped(caplog: pytest.LogCaptu
 
     with caplog.at_level(logging.WARNING, "realsys.stream"):
         with_workers(body)
-    assert "master: dropped message 1 from 127.0.0.1 (route " in caplog.text
+    assert "master: dropped message 1 from localhost:" in caplog.text
 
 
 def test_closing_endpoint_waits_until_last_reply_arrives() -> None:

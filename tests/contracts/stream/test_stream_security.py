@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import resource
 import socket
 import stat
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +18,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from realsys.errors import StreamError, WaitTimeout
+from realsys.config.schema import Config
+from realsys.errors import ConfigError, StreamError, WaitTimeout
+from realsys.launch.preflight import check_addresses
 from realsys.model_calls import Empty
 from realsys.stream.push_pull import Puller, Pusher, PushLimits
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.stream.security import KEY_FILE, CurveKeys, ensure_keys, keys_for, load_keys
-from realsys.stream.sockets import answers
-from tests.support.streams.stream_parts import BOUND_S, PullerThread, make_group, pulling
+from realsys.stream.sockets import answers, private_folder
+from tests.support.streams.stream_parts import BOUND_S, PullerThread, connect_by_hand, make_group, pulling
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +70,74 @@ def test_only_loopback_needs_no_keys(tmp_path: Path) -> None:
     assert isinstance(keys_for("10.0.0.1", tmp_path), CurveKeys)
     with pytest.raises(StreamError, match=r"socket on host=0.0.0.0: beyond loopback it needs keys"):
         Puller("0.0.0.0")
+
+
+@pytest.fixture
+def stranger() -> Iterator[ThreadPoolExecutor]:
+    """A thread whose files, and those of the threads that it starts, are checked as those of user nobody."""
+    if os.getuid():
+        pytest.skip("only root can become another user")
+    become = ctypes.CDLL(None).setfsuid  # of one thread, unlike os.setuid
+    with ThreadPoolExecutor(1, initializer=become, initargs=(65534,)) as thread:
+        yield thread
+
+
+def test_another_user_replaces_no_worker(stranger: ThreadPoolExecutor) -> None:
+    """Its right greeting, of the newest incarnation, does not reach the master."""
+
+    async def run() -> None:
+        stream = MasterStream()
+        member = WorkerEndpoint(0, stream.address, incarnation="1")
+        await stream.barrier([0], BOUND_S)
+        newest = stranger.submit(WorkerEndpoint, 0, stream.address, incarnation="9" * 19).result(BOUND_S)
+        with pytest.raises(WaitTimeout, match="no welcome .*connection refused"):
+            await asyncio.to_thread(newest.wait_connected, 1.0)
+        call = stream.request(0, "echo", Empty(), Empty)
+        request = await asyncio.to_thread(member.next_request, BOUND_S)
+        assert request is not None
+        member.reply(request, Empty())
+        await asyncio.wait_for(call, BOUND_S)
+        await asyncio.to_thread(newest.close)
+        await asyncio.to_thread(member.close)
+        stream.close()
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A TMPDIR with a short path, unlike that of ``tmp_path``."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_sockets_of_one_machine_leave_no_file(place: Path) -> None:
+    puller = Puller()
+    file = Path(puller.address.removeprefix("ipc://"))
+    assert file.is_socket() and file.parent == private_folder() and file.parent.parent == place
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    puller.close()
+    assert not list(file.parent.iterdir())
+
+
+def test_a_path_too_long_for_a_socket_is_not_taken(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = place / ("d" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    Puller().close()
+    assert not list(deep.iterdir())
+
+
+@pytest.mark.parametrize(
+    "make", [lambda path: path.mkdir(0o755), lambda path: path.symlink_to("/")], ids=["open", "link"]
+)
+def test_a_folder_that_others_can_use_is_refused(place: Path, make: Callable[[Path], None]) -> None:
+    make(place / f"realsys-{os.getuid()}")
+    with pytest.raises(StreamError, match="must be a folder of this user with mode 0700: remove it, or set TMPDIR"):
+        Puller()
+    with pytest.raises(ConfigError, match=r"cluster.host='127.0.0.1': .* with mode 0700"):
+        check_addresses(Config())
 
 
 def test_a_socket_beyond_loopback_opens_with_keys(keys: CurveKeys) -> None:
@@ -194,8 +268,7 @@ READY = b"\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
 
 def zmtp_peer(address: str) -> socket.socket:
     """A peer that has shaken hands by hand, so that it can say what no library would."""
-    host, port = address.removeprefix("tcp://").rsplit(":", 1)
-    peer = socket.create_connection((host, int(port)), timeout=BOUND_S)
+    peer = connect_by_hand(address)
     peer.sendall(GREETING)
     peer.sendall(b"\x04" + bytes([len(READY)]) + READY)
     answer = b""
@@ -229,8 +302,7 @@ def test_peer_with_other_protocol_is_cut_off() -> None:
         await pusher.close()
 
     with pulling() as puller:
-        host, port = puller.address.removeprefix("tcp://").rsplit(":", 1)
-        with socket.create_connection((host, int(port)), timeout=BOUND_S) as browser:
+        with connect_by_hand(puller.address) as browser:
             browser.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100))
             try:
                 while browser.recv(4096):

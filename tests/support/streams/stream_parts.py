@@ -124,12 +124,22 @@ def pulling(store: Callable[[Group], None] | None = None) -> Iterator[PullerThre
         puller.close()
 
 
+def connect_by_hand(address: str) -> socket.socket:
+    """Return a socket without ZMQ that is connected to a stream."""
+    if not address.startswith("ipc://"):
+        host, port = address.removeprefix("tcp://").rsplit(":", 1)
+        return socket.create_connection((host, int(port)), timeout=BOUND_S)
+    peer = socket.socket(socket.AF_UNIX)
+    peer.settimeout(BOUND_S)
+    peer.connect(address.removeprefix("ipc://"))
+    return peer
+
+
 class CuttableProxy:
-    """Forwards TCP connections to ``target`` until ``cut`` closes those that are open; new ones are taken again."""
+    """Forwards TCP connections to a stream until ``cut`` closes those that are open; new ones are taken again."""
 
     def __init__(self, target: str) -> None:
-        host, port = target.removeprefix("tcp://").rsplit(":", 1)
-        self._target = (host, int(port))
+        self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.accepted = 0
@@ -158,7 +168,7 @@ class CuttableProxy:
             except OSError:
                 self._listener.close()
                 return
-            far = socket.create_connection(self._target)
+            far = connect_by_hand(self._target)
             with self._lock:
                 self.accepted += 1
                 self._open += [near, far]

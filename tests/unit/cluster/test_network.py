@@ -19,6 +19,7 @@ from realsys.cluster.network import (
 from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, RealsysError
+from realsys.stream.security import CurveKeys
 from realsys.stream.sockets import bind_server
 
 
@@ -74,14 +75,17 @@ def taken_port(port):
     return False
 
 
-@pytest.mark.parametrize("bind", [bind_tcp, lambda host: bind_server(host, None)], ids=["http", "stream"])
+KEYS = CurveKeys.generate()  # without keys no port is taken
+
+
+@pytest.mark.parametrize("bind", [bind_tcp, lambda host: bind_server(host, KEYS)], ids=["http", "stream"])
 def test_ports_are_chosen_from_the_range(two_ports, bind):
     """And each only once, although the first user of a socket may not listen yet."""
     first, second = bind("127.0.0.1"), bind_tcp("127.0.0.1")
     try:
         own = port_of(first) if isinstance(first, socket.socket) else split_host_port(first.address)[1]
         assert {own, port_of(second)} == two_ports
-        for again in (bind_tcp, lambda host: bind_server(host, None)):
+        for again in (bind_tcp, lambda host: bind_server(host, KEYS)):
             with pytest.raises(RealsysError, match=r"cannot bind .* all 2 ports of cluster.ports are taken"):
                 again("127.0.0.1")
     finally:
