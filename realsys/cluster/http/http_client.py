@@ -1,6 +1,6 @@
 """HttpClient: how every client of a trial's HTTP services makes a call.
 
-    lease? ──> POST or GET, with token, within a time limit ──> status 200: the body, at most MAX_REPLY bytes
+    lease? ──> POST or GET, signed, within a time limit ──> status 200: the body, at most MAX_REPLY bytes
                                                             └── else CallFailed: status and one line
 
 A client adds to this what its reply means, and whether to try again (``attempts``).
@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 
 from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.http.signature import authorization
 from realsys.errors import MALFORMED
 
 MAX_REPLY = 1 << 30  # bytes; 64 answers of 32,768 tokens are 90 MB
@@ -63,17 +64,21 @@ class HttpClient:
         self,
         token: str | None = None,
         *,
+        key: str = "",
         check_alive: CheckAlive = unleased,
         faults: Callable[[bool], str] = lambda replied: "",
         reuse: bool = True,
         max_reply: int = 0,
     ) -> None:
-        """``faults`` names the fault of a test, "" for none; called with False before a request, True after a reply.
+        """``token`` signs the requests, and is not sent. ``key`` is sent with each, to a service outside of the trial.
+
+        ``faults`` names the fault of a test, "" for none; called with False before a request, True after a reply.
 
         ``reuse``: idle connections are used again. If the server closes one at that moment, the request is lost.
         ``max_reply``: bytes of a reply; 0: MAX_REPLY.
         """
-        self._headers = _HEADERS if token is None else {**_HEADERS, "Authorization": f"Bearer {token}"}
+        self._token = token
+        self._headers = {**_HEADERS, "Authorization": f"Bearer {key}"} if key else _HEADERS
         self._check_alive = check_alive
         self._faults = faults
         self._reuse = reuse
@@ -157,7 +162,8 @@ class HttpClient:
         method = "GET" if data is None else "POST"
         # aiohttp copies bytes into the socket's buffer in one go, and warns of that; a file is sent in pieces.
         body = io.BytesIO(data) if data is not None and len(data) > _IN_ONE_GO else data
-        async with self._session.request(method, url, data=body, timeout=timeout) as response:
+        signed = {"Authorization": authorization(self._token, method, url, data or b"")} if self._token else {}
+        async with self._session.request(method, url, data=body, headers=signed, timeout=timeout) as response:
             on_line = on_line if response.status == 200 else None
             return response.status, await _read_reply(response, on_line, self._max_reply), response.headers
 

@@ -4,14 +4,16 @@
                └────────── within REQUEST_S ───────────────────────────────┘
     answer     <────────────────────────────────────────────────────────────────── lease <─────────────┘
 
-The token is checked before a byte of the body is kept. Every request but GET changes state and needs it; a GET has no
-body. A process that has lost its lease neither accepts a request nor answers one that it accepted before.
+The token, or a signature made with it, is checked before a byte of the body is kept. Every request but GET changes
+state and needs one of them; a GET has no body. A signature names the digest of the body, which is checked at its end. A
+process that has lost its lease neither accepts a request nor answers one that it accepted before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import logging
 import resource
@@ -27,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.http.signature import signed_digest
 from realsys.errors import Fenced
 
 log = logging.getLogger(__name__)
@@ -85,7 +88,7 @@ class Guard:
         self._error = error
         self._check_alive = admission.check_alive
         self._room = room
-        self._authorization = None if admission.token is None else f"Bearer {admission.token}".encode()
+        self._token = admission.token
         self._secret = frozenset(admission.secret)
         self.refused: Counter[str] = Counter()
 
@@ -93,9 +96,9 @@ class Guard:
         if scope["type"] != "http":  # no lifespan and no websockets here
             return
         try:
-            self._admit(scope)
+            digest = self._admit(scope)
             with self._room(_declared(scope)):
-                body = await self._read(scope, receive)
+                body = await self._read(scope, receive, digest)
                 if body is None:
                     return  # the caller closed the connection
                 await self._alive()
@@ -103,30 +106,44 @@ class Guard:
         except Refused as refused:
             await self._refuse(refused, send)
 
-    def _admit(self, scope: Scope) -> None:
-        """Refuse a caller without the token if one is needed. The comparison takes constant time."""
-        if self._authorization is None or (scope["method"] in SAFE and scope["path"] not in self._secret):
-            return
-        if not hmac.compare_digest(_header(scope, b"authorization"), self._authorization):
-            raise self._counted("token", 401, f"{_path(scope)}: needs the trial's token: Authorization: Bearer <token>")
+    def _admit(self, scope: Scope) -> bytes:
+        """Refuse a caller without the token if one is needed. The comparison takes constant time.
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        Returns the digest that the body must have, b"" if the caller named none.
+        """
+        if self._token is None or (scope["method"] in SAFE and scope["path"] not in self._secret):
+            return b""
+        given = _header(scope, b"authorization")
+        if hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            return b""
+        if digest := signed_digest(self._token, scope, _header(scope, b"host"), given):
+            return digest
+        raise self._unknown(scope)
+
+    def _unknown(self, scope: Scope) -> Refused:
+        return self._counted("token", 401, f"{_path(scope)}: needs the trial's token: Authorization: Bearer <token>")
+
+    async def _read(self, scope: Scope, receive: Receive, digest: bytes) -> bytes | None:
         """Return the whole body, or None if the caller closed the connection.
 
-        A body is refused as soon as it is known to be too large.
+        A body is refused as soon as it is known to be too large, and if it is not the one that was signed.
         """
         limit = 0 if scope["method"] in SAFE else self._max_body
         if _declared(scope) > limit:
             raise self._too_large(scope, limit)
-        body = bytearray()
+        body, seen = bytearray(), hashlib.sha256()
         while True:
             message = await receive()
             if message["type"] != "http.request":
                 return None
             body += message.get("body", b"")
+            if digest:  # piece by piece: a large body must not hold the event loop
+                seen.update(message.get("body", b""))
             if len(body) > limit:
                 raise self._too_large(scope, limit)
             if not message.get("more_body", False):
+                if digest and digest != seen.hexdigest().encode():
+                    raise self._unknown(scope)
                 return bytes(body)
 
     def _too_large(self, scope: Scope, limit: int) -> Refused:

@@ -72,7 +72,7 @@ class LlmJudge:
         self._rubric = Rubric(judge)
         self._url = judge.base_url.rstrip("/") + "/chat/completions"
         self._key = os.environ[judge.api_key_env].strip() if judge.api_key_env else ""
-        self._client = HttpClient(self._key or None, max_reply=_MAX_REPLY)
+        self._client = HttpClient(key=self._key, max_reply=_MAX_REPLY)
         limits = (judge.concurrency, judge.requests_per_minute, judge.tokens_per_minute)
         concurrency, requests, tokens = (limit // sharers for limit in limits)
         self._gate = Gate(RateLimits(concurrency, requests, tokens))

@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.http.http_guard import Admission, Guard
+from realsys.cluster.http.signature import authorization
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.host.copies import HostCopies, LeasedCopy
 from realsys.weights.host.copy_records import WEIGHTS
@@ -44,7 +45,7 @@ class PeerCopies:
     def __init__(self, urls: Sequence[str], version: int, incarnation: str, token: str | None) -> None:
         self._urls = list(urls)
         self._path = f"{PATH}?{urlencode({'version': version, 'incarnation': incarnation})}"
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._token = token
         self._connection: http.client.HTTPConnection | None = None
 
     def fetch(self, start: int, into: Bytes, on_chunk: Callable[[], None]) -> bool:
@@ -75,7 +76,8 @@ class PeerCopies:
             place = urlsplit(url)
             self._connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_SILENCE_S)
         wanted = {"Range": f"bytes={start}-{start + into.size - 1}"}
-        self._connection.request("GET", self._path, headers=self._headers | wanted)
+        signed = {"Authorization": authorization(self._token, "GET", url + self._path)} if self._token else {}
+        self._connection.request("GET", self._path, headers=signed | wanted)
         reply = self._connection.getresponse()
         if reply.status != 206:
             raise http.client.HTTPException(f"status {reply.status}")

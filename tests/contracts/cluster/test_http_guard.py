@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import resource
 import socket
 from collections.abc import Iterator
@@ -18,8 +19,11 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from realsys.cluster.http import http_guard
+from realsys.cluster.http.http_client import CallFailed, HttpClient
 from realsys.cluster.http.http_guard import MAX_HEAD, Admission, Guard, Refused
 from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http.signature import authorization, signed_digest
+from realsys.cluster.network import bind_tcp
 from realsys.errors import GenerationError
 from realsys.generation.client import GenerationClient
 from realsys.generation.server import build_app as generation_app
@@ -248,7 +252,7 @@ def test_two_requests_on_one_connection_are_told_apart(served: tuple[Guard, str]
     assert answer.count(b"HTTP/1.1 200") == 2
 
 
-def test_generation_client_sends_the_token(served: tuple[Guard, str]) -> None:
+def test_generation_client_proves_that_it_knows_the_token(served: tuple[Guard, str]) -> None:
     async def run(token: str | None) -> str:
         client = GenerationClient(BOUND_S, token=token)
         try:
@@ -262,3 +266,77 @@ def test_generation_client_sends_the_token(served: tuple[Guard, str]) -> None:
     assert "status 404" in asyncio.run(run("secret"))  # past the guard: there is no such route here
     assert "status 401" in asyncio.run(run(None))
     assert "status 401" in asyncio.run(run("another"))
+
+
+def caught(url: str, body: object, query: str = "") -> bytes:
+    """What a client of the trial sends to a stranger, who listens in place of the service at ``url``."""
+
+    async def run() -> bytes:
+        request: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = int(re.findall(rb"Content-Length: (\d+)", head)[0])
+            request.set_result(head + await reader.readexactly(size))
+            writer.close()
+
+        place = urlsplit(url)
+        async with await asyncio.start_server(stranger, place.hostname, place.port):
+            async with HttpClient("secret") as client:
+                with pytest.raises(CallFailed):
+                    await client.call(f"{url}/echo{query}", body, BOUND_S)
+            return await asyncio.wait_for(request, BOUND_S)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def request_at_old_port() -> Iterator[tuple[bytes, str]]:
+    """A request that a stranger has caught, and the address of the service that listens there now."""
+    with contextlib.closing(bind_tcp("127.0.0.1")) as held:
+        port = held.getsockname()[1]
+    request = caught(f"http://127.0.0.1:{port}", {"a": 1}, "?b=%20c")
+    app = Starlette(routes=[Route("/echo", lambda request: PlainTextResponse("done"), methods=["POST"])])
+    server = HttpServer(Guard(app, Admission("secret"), max_body=LIMIT, error=str), "127.0.0.1", port)
+    server.start()
+    yield request.replace(b"Host", b"Connection: close\r\nHost", 1), server.url
+    server.close()
+
+
+def test_stranger_at_an_old_address_does_not_learn_the_token(request_at_old_port: tuple[bytes, str]) -> None:
+    """What it catches is an order to this address only, as it is."""
+    request, url = request_at_old_port
+    assert b"secret" not in request
+    assert talk(url, request).startswith(b"HTTP/1.1 200")
+    for old, new in ((b'{"a":1}', b'{"a":2}'), (b"/echo", b"/stop"), (b"%20c", b"d"), (b"POST", b"PUT")):
+        assert old in request
+        assert talk(url, request.replace(old, new, 1)).startswith(b"HTTP/1.1 401"), new
+
+
+def test_request_that_was_passed_on_is_refused(
+    request_at_old_port: tuple[bytes, str], served: tuple[Guard, str]
+) -> None:
+    assert talk(served[1], request_at_old_port[0]).startswith(b"HTTP/1.1 401")
+    assert served[0].refused["token"] == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "server", "is_own"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("localhost", "::1", True),
+        ("[fd00::7]", "fd00:0::7", True),
+        ("10.0.0.7", "::ffff:10.0.0.7", True),  # the service is bound to ::
+        ("10.0.0.8", "10.0.0.7", False),
+        ("127.0.0.1", "10.0.0.7", False),
+        ("node7", "10.0.0.7", False),
+    ],
+)
+def test_signature_holds_at_one_address(host: str, server: str, is_own: bool) -> None:
+    scope = {"method": "GET", "raw_path": b"/copy", "query_string": b"", "server": (server, 8000)}
+    place = f"{host}:8000"
+    given = authorization("secret", "GET", f"http://{place}/copy").encode()
+    assert bool(signed_digest("secret", scope, place.encode(), given)) is is_own
+    assert not signed_digest("another", scope, place.encode(), given)
+    scope["server"] = (server, 8001)
+    assert not signed_digest("secret", scope, place.encode(), given)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from realsys.cluster.http.signature import authorization
 from realsys.errors import GenerationError, NameStoreError, StreamError, WaitTimeout
 from realsys.manager.messages import AllocateReply, AllocateRequest, FinishReply, FinishRequest, ScheduleRequest
 from realsys.rollout import manager_client
@@ -67,14 +68,15 @@ def resolve():
     return ADDRESS["url"]
 
 
-def test_call_carries_token_and_typed_body():
+def test_call_carries_signature_and_typed_body():
     async def body(client):
         server = await Server((200, AllocateReply([Ticket("7", 1, 5, n=4)]))).start()
         ADDRESS["url"] = server.url
         reply = await client.allocate(AllocateRequest("rollout_worker/0", 3, 0.0))
         assert reply.tickets == [Ticket("7", 1, 5, n=4)]
-        ((path, token, sent),) = server.requests
-        assert (path, token) == ("/allocate_rollout", "Bearer secret")
+        ((path, signature, sent),) = server.requests
+        assert path == "/allocate_rollout"
+        assert signature == authorization("secret", "POST", server.url + path, sent)
         assert msgspec.json.decode(sent, type=AllocateRequest).max_tickets == 3
         await server.stop()
 
