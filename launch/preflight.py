@@ -13,7 +13,6 @@ from pathlib import Path
 from realsys.cluster.network import bind_problem, is_loopback, take_address
 from realsys.cluster.store.connect import check_own_etcd, make_name_store, trial_names
 from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.device_memory import GIB
 from realsys.config.memory.models import model_of
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_settings
@@ -22,6 +21,7 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError, NameStoreError, StreamError
 from realsys.hf.config import read_model
 from realsys.hf.weight_headers import check_weights
+from realsys.launch.screen.text_figures import size_text
 from realsys.stream.sockets import private_folder
 
 _ETCD_TIMEOUT_S = 5.0
@@ -106,7 +106,7 @@ def check_disk(config: Config, need: int) -> None:
     """Refuse a trial whose weights and checkpoints do not fit on the disk. Raises ConfigError."""
     free = free_bytes(config)
     if need > free:
-        sizes = f"weights and checkpoints need about {need / GIB:.2f} GiB, {free / GIB:.2f} GiB are free"
+        sizes = f"weights and checkpoints need about {size_text(need)}, {size_text(free)} are free"
         remedy = "name another disk, or lower checkpoint.keep or weights.keep_versions"
         raise ConfigError("fileroot", config.fileroot, f"{sizes}: {remedy}")
 

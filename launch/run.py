@@ -22,6 +22,7 @@ from realsys.cluster.network import HOST, PORTS, interfaces, is_loopback, join_h
 from realsys.cluster.process import RUN_ID, STORE_ADDRESS
 from realsys.config.allocation import parse_allocation
 from realsys.config.compose import compose, given_fields, quoted
+from realsys.config.dataflow import dataflow_of
 from realsys.config.devices.device_plan import Needs, as_lines
 from realsys.config.devices.needs import nodes_of, seats_of
 from realsys.config.doors import LOSS
@@ -32,6 +33,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.rules.backend_rules import backend_rules
 from realsys.config.rules.checks import check
 from realsys.config.rules.machine import Machine
+from realsys.config.rules.resources import step_bytes
 from realsys.config.rules.sampling import sampling_warnings
 from realsys.config.schema import Config
 from realsys.launch.arguments.words import resume_command
@@ -42,7 +44,7 @@ from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.preflight import check_gpus_are_given, disk_warnings
 from realsys.launch.prepare import Ready, examine, prepare, resolve
 from realsys.launch.process_plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
-from realsys.launch.processes.failures import full_disk
+from realsys.launch.processes.failures import full_disk, no_room
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.processes.run_hooks import Bounds, Hooks, Say
 from realsys.launch.processes.stop_request import watch_requests
@@ -203,6 +205,7 @@ def _bounds(config: Config, launcher: Launcher) -> Bounds:
 
 
 def _hooks(config: Config, paths: TrialPaths, launcher: Launcher, say: Say, finished: Callable[[], bool]) -> Hooks:
+    need = step_bytes(config, dataflow_of(config))
     return Hooks(
         say=say,
         launch=lambda: launcher.start(agent_command(paths, os.environ.get("PYTHONPATH", "")), say),
@@ -210,6 +213,7 @@ def _hooks(config: Config, paths: TrialPaths, launcher: Launcher, say: Say, fini
         checkpoint=lambda: newest_step(paths),
         finished=finished,
         outside=lambda: full_disk(paths.root),
+        no_room=lambda: no_room(paths.root, need),
         stopping=lambda: progress_of_stop(paths),
         name_store_ready=lambda spec, host: _own_store_answers(config, paths, spec, host),
     )

@@ -15,11 +15,12 @@ from realsys.cluster.failure import ErrorRecord
 from realsys.launch.nodes.base import ProcessId
 from realsys.launch.processes.logs import ending
 from realsys.launch.processes.restart_policy import KILL_HEARD_AFTER_S, Cause, Death, Outcome
+from realsys.launch.screen.text_figures import size_text
 
 _LOG_LINES = 15
 _TAIL_BYTES = 1 << 16
 _PROBLEM = 1000  # characters of a line of a log
-_FULL = "No space left on device"
+FULL = "No space left on device"
 _FULL_BELOW = 1 << 16  # bytes
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -91,7 +92,7 @@ def defect_of(kind: str, traceback: str) -> tuple[str, ...]:
 
     Frames of libraries do not count, unless there are no others. A full disk lies outside: a user may make room.
     """
-    if _FULL in traceback:
+    if FULL in traceback:
         return ()
     frames = _FRAME.findall(traceback)
     own = [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, "<frozen"))] or frames
@@ -116,8 +117,8 @@ def last_error(text: str) -> tuple[str, tuple[str, ...]]:
             exception, traceback, frames = line, "\n".join(frames), None
         elif match := _LOGGED.search(line):
             logged = match[1]
-        if _FULL in line:
-            full = next(text for text in (exception, logged, line) if _FULL in text)
+        if FULL in line:
+            full = next(text for text in (exception, logged, line) if FULL in text)
     problem = full or exception or logged
     return problem.strip()[:_PROBLEM], () if full else defect_of(exception.partition(":")[0], traceback)
 
@@ -131,7 +132,16 @@ def full_disk(folder: Path) -> str:
         free = shutil.disk_usage(folder).free
     except OSError:
         return ""
-    return f"{_FULL}: {folder}: free space on this disk" if free < _FULL_BELOW else ""
+    return f"{FULL}: {folder}: free space on this disk" if free < _FULL_BELOW else ""
+
+
+def no_room(folder: Path, need: int) -> str:
+    """Return that the disk of ``folder`` has less room than ``need`` bytes; "" if it has that."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f"{FULL}: a step needs about {size_text(need)}, {folder} has {size_text(free)}" if free < need else ""
 
 
 def log_since(log: Path, start: int) -> str:

@@ -34,6 +34,8 @@ class Bounds:
     min_share        share of the workers of a kind that must be left when one is given up
     join_s           time that the start waits for the agents of other nodes
     log_bytes        bound on the log of a process
+    room_s           time that restarts wait for room on a full disk: a person or a cleaning job may make some, but
+                     the GPUs are idle until then
     """
 
     stop_timeout_s: float
@@ -43,6 +45,7 @@ class Bounds:
     min_share: float = 0.0
     join_s: float = 120.0
     log_bytes: int = 1 << 24
+    room_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Hooks:
     finished          returns True if a MasterWorker that exited 0 has finished the run
     name_store_ready  returns when the run's own name store answers; takes its process, and the address of its node
     outside           returns a cause outside of the processes, such as a full disk, or ""
+    no_room           returns that the disk has no room for a step, or ""
     stopping          returns the progress of a stop: what the MasterWorker does (the user reads its first line), and
                       the bytes that were written
     """
@@ -67,4 +71,5 @@ class Hooks:
     finished: Callable[[], bool] = lambda: True
     name_store_ready: Callable[[ProcessSpec, str], Awaitable[None]] = _ready
     outside: Callable[[], str] = lambda: ""
+    no_room: Callable[[], str] = lambda: ""
     stopping: Callable[[], tuple[str, int]] = lambda: ("", 0)

@@ -29,7 +29,7 @@ from realsys.errors import ConfigError, RealsysError
 from realsys.launch.nodes.base import LOCAL, Exit, Listener, MachineMissing, Node, Process, ProcessId, all_ready
 from realsys.launch.process_plan import LEADERS, NAME_STORE, ProcessSpec
 from realsys.launch.processes.children import Child
-from realsys.launch.processes.failures import first_cause, last_error, process_of
+from realsys.launch.processes.failures import FULL, first_cause, last_error, process_of
 from realsys.launch.processes.restart_policy import (
     NO_CHECKPOINT,
     Cause,
@@ -57,6 +57,7 @@ _REPLACEABLE = {
     "reward_service": "reward services",
 }
 _SAME_SIGNAL_S = 2.0
+_ROOM_POLL_S = 0.5
 _BAD_INPUT = 2  # RealsysError.exit_code of ConfigError, DataError, ModelError
 
 
@@ -91,6 +92,8 @@ class Supervisor:
         self._restarted: list[Death] = []
         self._first_deaths: dict[str, tuple[Death, float]] = {}  # server whose parts are being killed -> cause, ran_s
         self._given_up: list[str] = []
+        self._full: Death | None = None  # the first one since the disk had room
+        self._full_since = 0.0  # monotonic seconds; 0: no restart waits for room
         self._changes = Changes()
         self._interrupted = 0.0  # monotonic seconds
         self._stop = Stop(self._children, bounds, hooks, self._changes, list(nodes.values()))
@@ -194,6 +197,31 @@ class Supervisor:
             await asyncio.gather(ready, return_exceptions=True)
 
     @_from_the_loop
+    def _restart(self, child: Child) -> None:
+        if self._lacks_room():
+            child.pending = asyncio.get_running_loop().call_later(_ROOM_POLL_S, self._restart, child)
+        else:
+            self._start(child)
+
+    def _lacks_room(self) -> bool:
+        """Return True while a disk that was found full has no room for a step. Ends the run after ``room_s``.
+
+        A restart would fail again, and so the restarts of all processes would be spent within seconds.
+        """
+        if self._full is None or self._outcome is not None:
+            return False
+        problem, now = self._hooks.no_room(), time.monotonic()
+        if not problem:
+            self._full, self._full_since = None, 0.0
+        elif not self._full_since:
+            self._full_since = now
+            self._hooks.say(f"{problem}: restarts wait up to {self._bounds.room_s:g} s for room")
+        elif now > self._full_since + self._bounds.room_s:
+            self._deaths.append(self._full)
+            self._end(Outcome("failed", f"{problem}: free space, then run the command again"))
+        return bool(problem)
+
+    @_from_the_loop
     def _start(self, child: Child) -> None:
         child.pending = None
         if self._outcome is not None:
@@ -251,7 +279,7 @@ class Supervisor:
         if decided := self._decide(parts[0].spec.name, [first], frozenset({first.process}), ran_s, spare=spare):
             restart, cause = decided
             for part in parts:
-                part.pending = asyncio.get_running_loop().call_later(restart.delay_s, self._start, part)
+                part.pending = asyncio.get_running_loop().call_later(restart.delay_s, self._restart, part)
             self._say_restart(cause, restart)
 
     def _restart_trainer(self) -> None:
@@ -265,6 +293,9 @@ class Supervisor:
 
     @_from_the_loop
     def _start_trainer(self) -> None:
+        if self._lacks_room():
+            self._trainer.later(_ROOM_POLL_S, self._start_trainer)
+            return
         self._trainer.starts += 1
         for child in self._trainer.children:
             self._start(child)
@@ -294,7 +325,10 @@ class Supervisor:
             self._deaths += decision.deaths
             self._end(Outcome("failed", decision.reason))
             return None
-        self._restarted.append(next((death for death in deaths if death.process == cause.process), deaths[0]))
+        death = next((death for death in deaths if death.process == cause.process), deaths[0])
+        self._restarted.append(death)
+        if FULL in cause.problem:
+            self._full = self._full or death
         return decision, cause
 
     def _of_kind(self, kind: str) -> list[Child]:

@@ -16,16 +16,27 @@ _RECORD_TOKEN_BYTES = 24  # tokens, log-probs, versions and mask of one recorded
 
 def disk_bytes(config: Config, flow: Dataflow) -> int:
     """Estimate what the trial folder holds in the end, without records. Raises ModelError."""
-    weight = 2 if config.model.dtype == "bfloat16" else 4
-    actor = model_of(config).parameters * weight
+    actor, state = _sizes(config, flow)
     settings = config.checkpoint
     versions = config.weights.keep_versions + 2  # one is being written; one is the trained model
     if settings.hf_every_steps:
         versions += config.train.total_steps // settings.hf_every_steps
-    trained = dict.fromkeys([*([ACTOR] if config.warmup.steps else []), *flow.trained_roles])
-    state = sum(model_of(config, role).parameters for role in trained) * (_FP32 + _MOMENTS)
     checkpoints = settings.keep + 1 if settings.every_steps else int(settings.at_end or settings.on_stop)
     return versions * actor + checkpoints * state
+
+
+def step_bytes(config: Config, flow: Dataflow) -> int:
+    """Estimate the most that one step writes: a weight version and a checkpoint. Raises ModelError."""
+    actor, state = _sizes(config, flow)
+    return actor + (state if config.checkpoint.every_steps else 0)
+
+
+def _sizes(config: Config, flow: Dataflow) -> tuple[int, int]:
+    """Return the bytes of a weight version and of a checkpoint."""
+    weight = 2 if config.model.dtype == "bfloat16" else 4
+    trained = dict.fromkeys([*([ACTOR] if config.warmup.steps else []), *flow.trained_roles])
+    state = sum(model_of(config, role).parameters for role in trained) * (_FP32 + _MOMENTS)
+    return model_of(config).parameters * weight, state
 
 
 def record_bytes(config: Config) -> int:

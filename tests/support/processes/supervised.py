@@ -67,6 +67,7 @@ class Trial:
         then: Callable[[Supervisor], Awaitable[None] | None] | None = None,
         stop_timeout_s: float = 60.0,
         min_share: float = 0.0,
+        room_s: float = 600.0,
         **hooks: Any,
     ) -> Outcome:
         """Run to the end; once every process in ``until`` is ready, call ``then``. Checks that no process is left.
@@ -86,7 +87,7 @@ class Trial:
 
             asyncio.get_running_loop().add_reader(server, on_ready)
             async with asyncio.timeout(90):
-                bounds = Bounds(stop_timeout_s, stop_timeout_s / 2, 2, first_backoff_s=0.01, min_share=min_share)
+                bounds = Bounds(stop_timeout_s, stop_timeout_s / 2, 2, 0.01, min_share=min_share, room_s=room_s)
                 async with self.open_nodes(specs) as nodes:
                     supervisor = Supervisor(specs, bounds, Hooks(say=self._note, **hooks), nodes)
                     running = asyncio.create_task(supervisor.run())

@@ -276,7 +276,7 @@ def test_too_small_disk_is_refused(refused: Refused) -> None:
 
 
 def test_disk_estimate_names_the_fields(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"need about .* GiB are free: name another disk, or lower checkpoint.keep"):
+    with pytest.raises(ConfigError, match=r"need about .*iB are free: name another disk, or lower checkpoint.keep"):
         check_disk(Config(fileroot=str(tmp_path)), 1 << 60)
     check_disk(Config(fileroot=str(tmp_path)), 1 << 10)
 

@@ -10,7 +10,7 @@ import pytest
 
 from realsys.cluster.failure import ErrorRecord
 from realsys.launch.nodes.base import ProcessId
-from realsys.launch.processes.failures import defect_of, first_failure, full_disk, last_error, log_since, tail
+from realsys.launch.processes.failures import defect_of, first_failure, full_disk, last_error, log_since, no_room, tail
 from realsys.launch.processes.restart_policy import Death, Outcome
 
 
@@ -140,3 +140,11 @@ def test_disk_counts_as_full_below_its_margin(tmp_path: Path, monkeypatch: pytes
     assert full_disk(tmp_path) == ""
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
     assert full_disk(tmp_path) == f"No space left on device: {tmp_path}: free space on this disk"
+
+
+def test_room_for_a_step_is_asked_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 << 20))
+    assert no_room(tmp_path, 3 << 20) == ""
+    assert no_room(tmp_path, 4 << 20) == (
+        f"No space left on device: a step needs about 4.0 MiB, {tmp_path} has 3.0 MiB"
+    )

@@ -157,6 +157,53 @@ def test_silent_death_names_the_full_disk(trial: Trial) -> None:
     assert [death.error for death in outcome.deaths] == ["No space left on device"]
 
 
+def test_restarts_wait_for_room_on_a_full_disk(trial: Trial) -> None:
+    """While they wait none is spent, neither of the process that found the disk full nor of another one."""
+    trial.recover = True
+    room = trial.folder / "room"
+    asked: list[str] = []
+
+    def no_room() -> str:
+        if len(asked) == 3:
+            room.touch()
+        asked.append("no room" * (not room.exists()))
+        return asked[-1]
+
+    begins = READY + f"if not os.path.exists({str(room)!r}): raise OSError(28, 'No space left on device')\n"
+    worker, master = (
+        trial.spec(kind, 0, begins + "ready(); signal.pause()") for kind in ("rollout_worker", "model_worker")
+    )
+    outcome = trial.run(
+        *(worker, master, trial.spec("master_worker", 0, FOREVER)),
+        until=["rollout_worker/0", "model_worker/0"],
+        then=stop,
+        no_room=no_room,
+        room_s=3600.0,
+    )
+    assert outcome.status == "interrupted" and asked.count("no room") == 3
+    assert sorted(death.name for death in outcome.restarted) == ["model_worker/0", "rollout_worker/0"]
+    assert [note for note in trial.notes if note.startswith("no room")] == [
+        "no room: restarts wait up to 3600 s for room"
+    ]
+
+
+def test_disk_that_stays_full_ends_the_run(trial: Trial) -> None:
+    crash = "raise OSError(28, 'No space left on device')"
+    specs = [trial.spec("rollout_worker", 0, crash), trial.spec("master_worker", 0, FOREVER)]
+    outcome = trial.run(*specs, no_room=lambda: "no room", room_s=0.1)
+    assert outcome.status == "failed" and outcome.reason == "no room: free space, then run the command again"
+    assert len(outcome.restarted) == 1
+    assert [(death.name, death.error) for death in outcome.deaths] == [
+        ("rollout_worker/0", "OSError: [Errno 28] No space left on device")
+    ]
+
+
+def test_other_failures_do_not_wait_for_room(trial: Trial) -> None:
+    specs = [trial.spec("rollout_worker", 0, "raise SystemExit(4)"), trial.spec("master_worker", 0, FOREVER)]
+    outcome = trial.run(*specs, no_room=lambda: "no room", room_s=3600.0)
+    assert "after 2 restarts" in outcome.reason
+
+
 def test_same_exception_twice_ends_the_run(trial: Trial) -> None:
     """A bug fails again at every start, so more restarts only cost time."""
     specs = [trial.spec("rollout_worker", 0, "def fail(): {}['x']\nfail()"), trial.spec("master_worker", 0, FOREVER)]
