@@ -32,7 +32,7 @@ class Limits:
     output_mb   stdout and stderr together
     file_mb     size of one file that it writes
     disk_mb     files in /tmp together; they are in memory
-    open_files  descriptors of one process
+    open_files  descriptors of one process: the buffer of a socket has 208 KiB, which memory_mb does not count
     bound_address_space  False for programs that reserve much more memory than they use, such as a Java machine
     """
 
@@ -43,7 +43,7 @@ class Limits:
     output_mb: float = 16.0
     file_mb: float = 32.0
     disk_mb: float = 64.0
-    open_files: int = 64
+    open_files: int = 32
     bound_address_space: bool = True
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from realsys.sandbox.limits import CRASHED, MEMORY, WALL, WRONG, Limits
 from realsys.sandbox.sandbox import Command, Sandbox, UnitTests
 from realsys.sandbox.served_program import Program, ProgramRaised
 
-_COMPILE = Limits(cpu_s=30.0, wall_s=45.0, memory_mb=2048.0, processes=64, bound_address_space=False)
+_COMPILE = Limits(cpu_s=30.0, wall_s=45.0, memory_mb=2048.0, processes=64, open_files=64, bound_address_space=False)
 _ROOM = 1 << 18  # bytes of a result, and of what the program prints besides
 _OUT_OF_MEMORY = ("MemoryError", "std::bad_alloc", "OutOfMemoryError")
 

@@ -26,6 +26,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "listen": (50, 201),
     "accept": (43, 202),
     "accept4": (288, 242),
+    "setsockopt": (54, 208),  # could enlarge the buffer of a socket, which no limit counts, to megabytes
     # other processes
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -118,9 +119,10 @@ _SPECIAL = {"clone", "clone3", "socketpair", "mmap"}
 # BPF: struct sock_filter is (code, jump if true, jump if false, value)
 _LOAD, _EQUAL, _GREATER, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
 _FEW = 4  # calls that are compared one after another
-_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT, _FOURTH_ARGUMENT_AT = 0, 4, 16, 40
+_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT, _FOURTH_ARGUMENT_AT = 0, 4, 16, 24, 40
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _AF_UNIX = 1
+_NOT_STREAM = 0xE  # bits of the types of sockets; SOCK_STREAM has none of them
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 
 
@@ -151,9 +153,12 @@ def filter_program(namespaces: int) -> bytes | None:
         _step(_ANY_BIT, namespaces, 0, 1),
         _step(_RETURN, refuse),
         _step(_RETURN, _ALLOW),
-        _step(_EQUAL, number("socketpair") or 0, 0, 4),
+        # asyncio and multiprocessing need pairs of streams. Datagrams take twice the memory, which no limit counts.
+        _step(_EQUAL, number("socketpair") or 0, 0, 6),
         _step(_LOAD, _FIRST_ARGUMENT_AT),
-        _step(_EQUAL, _AF_UNIX, 1, 0),
+        _step(_EQUAL, _AF_UNIX, 0, 2),
+        _step(_LOAD, _SECOND_ARGUMENT_AT),
+        _step(_ANY_BIT, _NOT_STREAM, 0, 1),
         _step(_RETURN, refuse),
         _step(_RETURN, _ALLOW),
         # Shared memory without a file: pages that a process gives back stay, and no count has them.

@@ -3,6 +3,7 @@
 import errno
 import platform
 import shutil
+import socket
 import struct
 
 import pytest
@@ -73,10 +74,10 @@ def test_filter_jumps_stay_inside():
             assert place + 1 + max(step[2], step[3]) < len(steps)
 
 
-def _answer(program, call, first=0, fourth=0):
+def _answer(program, call, first=0, second=0, fourth=0):
     """Return what a filter answers to a call. Codes are those of struct sock_filter."""
     steps = list(struct.iter_unpack("=HBBI", program))
-    data = {0: call, 4: syscalls._MACHINES[platform.machine()][1], 16: first, 40: fourth}
+    data = {0: call, 4: syscalls._MACHINES[platform.machine()][1], 16: first, 24: second, 40: fourth}
     place = loaded = 0
     while True:
         code, true, false, value = steps[place]
@@ -100,4 +101,14 @@ def test_filter_refuses_exactly_the_table():
     assert _answer(program, syscalls.number("clone"), kernel.CLONE_NEWUSER) == 0x50000 | errno.EPERM
     memory = [_answer(program, syscalls.number("mmap"), fourth=flags) for flags in (0x01, 0x22, 0x21, 0x8031)]
     assert [answer == 0x50000 | errno.EPERM for answer in memory] == [False, False, True, True]
+    pairs = [
+        _answer(program, syscalls.number("socketpair"), family, kind)
+        for family, kind in (
+            (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK),
+            (socket.AF_INET, socket.SOCK_STREAM),
+            (socket.AF_UNIX, socket.SOCK_DGRAM),
+            (socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC),
+        )
+    ]
+    assert [answer == 0x50000 | errno.EPERM for answer in pairs] == [False, True, True, True]
     assert _answer(program, syscalls.NEWEST + 1) == 0x50000 | errno.ENOSYS
