@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -17,6 +18,13 @@ from realsys.sandbox.inside import confine, kernel
 FULL, AVAILABLE, NONE = "full", "available", "none"
 ISOLATIONS = (FULL, AVAILABLE, NONE)
 INSTALL = "install bubblewrap (apt install bubblewrap)"
+#: how bwrap, or the zygote as root, says that the kernel gives it no user namespace
+NOT_ALLOWED = re.compile("not permitted|permission|namespace|uid map|No space left", re.IGNORECASE)
+ALLOW = (
+    "programs need user namespaces, which this machine or container does not allow: `sysctl user.max_user_namespaces` "
+    "must not be 0, on Ubuntu `kernel.apparmor_restrict_unprivileged_userns` must be 0, and Docker needs "
+    "`--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined`"
+)
 
 _CODE = Path(__file__).resolve().parent / "inside"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")

@@ -185,7 +185,9 @@ class ZygoteProcess:
         ready, _, _ = select.select([ours], [], [], START_S)
         said = ours.recv(MAX_MESSAGE) if ready else b""
         if not said:
-            raise self.failed(f"did not start: {self._last_words()}")
+            words = self._last_words()
+            is_denied = self._settings.isolation != isolation.NONE and isolation.NOT_ALLOWED.search(words)
+            raise self.failed(f"did not start: {words}" + (f": {isolation.ALLOW}" if is_denied else ""))
         return ours
 
     def _last_words(self) -> str:

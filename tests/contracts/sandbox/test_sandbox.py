@@ -332,6 +332,37 @@ def test_ordinary_user_has_a_sandbox():
     assert (done.stdout, done.stderr) == ("b'1000 [] False\\n'\nTrue\n", "")
 
 
+WITHOUT_NAMESPACES = """
+from realsys.errors import SandboxError
+from realsys.sandbox.limits import Limits
+from realsys.sandbox.sandbox import Sandbox
+try:
+    with Sandbox() as sandbox:
+        sandbox.run("print(1)", b"", Limits())
+except SandboxError as error:
+    print(error)
+"""
+
+
+def test_machine_without_user_namespaces_is_told_what_to_allow():
+    shell = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
+    command = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "sh",
+        "-c",
+        shell,
+        "sh",
+        sys.executable,
+        "-c",
+        WITHOUT_NAMESPACES,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
+    assert done.stdout.startswith("sandbox: did not start: "), done
+    assert "`sysctl user.max_user_namespaces` must not be 0" in done.stdout and done.stdout.count("\n") == 1
+
+
 def test_no_isolation_keeps_the_limits():
     with Sandbox(Settings("none")) as sandbox:
         assert sandbox.run("print(1)", b"", LIMITS).stdout == b"1\n"
