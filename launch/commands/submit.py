@@ -26,6 +26,7 @@ from realsys.launch.slurm.job_script import Job, job_name, render
 from realsys.launch.slurm.job_watch import LIVES
 from realsys.launch.slurm.slurm_client import SlurmError, SlurmSilent, job_state, submit
 from realsys.launch.trial_job import TrialJob, describe_job, job_log
+from realsys.storage.file_lock import FileLock
 
 _EXIT_CTRL_C = 130
 
@@ -91,8 +92,13 @@ def _submit(config: Config, paths: TrialPaths, script: str) -> str:
     """
     is_new = not paths.root.exists()
     folder = paths.job.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock.take(folder / "submitting")
+    if lock is None:
+        raise ConfigError("trial", config.trial, "another `realsys submit` of this trial is running: wait for its end")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        is_new = is_new and not paths.lock.exists()
+        _refuse_running(paths, config)  # another command may have submitted it since the first look
         paths.lock.touch()  # marks the folder as a trial that its run may fill
         path = folder / "job.sh"
         path.write_text(script, encoding="utf-8")
@@ -106,7 +112,10 @@ def _submit(config: Config, paths: TrialPaths, script: str) -> str:
         if is_new:
             shutil.rmtree(paths.root, ignore_errors=True)
         raise
-    TrialJob.write(paths, job)
+    else:
+        TrialJob.write(paths, job)
+    finally:
+        lock.release()
     return job
 
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from realsys.config.paths import TrialPaths
 from realsys.launch.cli import main
+from realsys.launch.commands import submit as submit_command
 from realsys.launch.slurm import slurm_client
+from realsys.launch.slurm.slurm_client import JobState
+from realsys.launch.trial_job import TrialJob
+from realsys.storage.file_lock import FileLock
 from tests.support.data.few_rows import FEW_ROWS
 
 SETTINGS = [
@@ -87,3 +93,40 @@ def test_folder_of_a_refused_job_is_removed(submit: Submit, tmp_path: Path, caps
     assert submit("echo 'sbatch: error: Invalid account' >&2; exit 1") == 2
     assert "sbatch: Invalid account" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "arith" / "t").exists()
+
+
+def test_second_submit_of_a_trial_waits_for_the_first(
+    submit: Submit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else both are accepted, and job.json names the one that its run refuses."""
+    folder = tmp_path / "runs" / "arith" / "t" / "job"
+    folder.mkdir(parents=True)
+    (folder.parent / "lock").touch()  # marks a trial
+    held = FileLock.take(folder / "submitting")
+    assert held is not None
+    assert submit("echo 7") == 2
+    assert "another `realsys submit` of this trial is running: wait for its end" in capsys.readouterr().err
+    assert not (folder / "job.json").exists()
+    held.release()
+    assert submit(f"flock --nonblock {folder}/submitting true && exit 1; echo 7") == 0
+    record = TrialJob.read(TrialPaths(folder.parent))
+    assert record is not None and record.job == "7"
+
+
+def test_job_of_another_submit_is_seen_in_time(
+    submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was submitted while this command examined the trial, which takes seconds."""
+    paths = TrialPaths(tmp_path / "runs" / "arith" / "t")
+    monkeypatch.setattr(submit_command, "job_state", lambda job: JobState("RUNNING", "", "node0", ""))
+
+    def examine(*_: object) -> SimpleNamespace:
+        paths.job.parent.mkdir(parents=True)
+        TrialJob.write(paths, "6")
+        return SimpleNamespace(lines=[])
+
+    monkeypatch.setattr(submit_command, "examine", examine)
+    assert submit("echo 7") == 2
+    assert "job 6 is running on node0: stop it first" in capsys.readouterr().err
+    record = TrialJob.read(paths)
+    assert record is not None and record.job == "6"
