@@ -22,7 +22,7 @@ from realsys.config.schema import Config
 from realsys.data.dataset_files import is_converted
 from realsys.errors import CheckpointError, ConfigError, LedgerError
 from realsys.launch.arguments.words import path_setting
-from realsys.manager.ledger.events import Opened, Snapshot
+from realsys.manager.ledger.events import Opened, Resumed, RolledBack, Snapshot, Trained
 from realsys.manager.ledger.journal import read_journal
 from realsys.master.checkpoints import describe_role
 from realsys.master.loop import planned_steps
@@ -86,6 +86,7 @@ class Trial:
     done: bool = False  # its MasterWorker had finished
     has_ledger: bool = False
     prompts: int | None = None  # prompts that the ledger was begun with; None: not recorded
+    newest: int = -1  # newest version that the ledger has trained; -1: none
 
 
 def read_trial(config: Config, paths: TrialPaths) -> Trial:
@@ -98,6 +99,7 @@ def read_trial(config: Config, paths: TrialPaths) -> Trial:
     for record in surviving_steps(paths.steps):
         steps += record["kind"] == "train"
         phase = record.get("phase") if record["kind"] == "phase" else phase
+    prompts, newest = _read_ledger(config, paths)
     return Trial(
         config=read_config(paths.config),
         begin=begin,
@@ -105,7 +107,8 @@ def read_trial(config: Config, paths: TrialPaths) -> Trial:
         steps=steps,
         done=phase == "done",
         has_ledger=paths.ledger.exists(),
-        prompts=_prompts_of_ledger(config, paths),
+        prompts=prompts,
+        newest=newest,
     )
 
 
@@ -127,17 +130,29 @@ def _read_checkpoints(config: Config, paths: TrialPaths | None) -> tuple[Start, 
     return begin, states[begin.checkpoint] if begin.checkpoint else None
 
 
-def _prompts_of_ledger(config: Config, paths: TrialPaths) -> int | None:
-    """Read the whole ledger, which proves that it is not damaged. Raises ConfigError."""
-    prompts = None
+def _read_ledger(config: Config, paths: TrialPaths) -> tuple[int | None, int]:
+    """Return the prompts and the newest version in the ledger. Reads all of it, so it is not damaged.
+
+    Raises ConfigError.
+    """
+    prompts, newest = None, -1
     try:
         for event, _ in read_journal(paths.ledger) if paths.ledger.exists() else ():
             opened = event.opened if isinstance(event, Snapshot) else event
             if prompts is None and isinstance(opened, Opened):
                 prompts = opened.prompts
+            match event:
+                case Snapshot():
+                    newest = event.newest
+                case Resumed():
+                    newest = event.step
+                case RolledBack():
+                    newest = event.version
+                case Trained():
+                    newest = max(newest, event.version)
     except LedgerError as error:
         raise ConfigError("trial", config.trial, str(error)) from None
-    return prompts
+    return prompts, newest
 
 
 # ---- deciding
@@ -155,6 +170,10 @@ def decide_start(config: Config, trial: Trial) -> TrialStart:
         problem = "has checkpoints and no ledger.jsonl, which says which prompts are trained: restore it from a copy"
         remedy = f"start a new trial with resume={trial.begin.checkpoint}"
         raise ConfigError("trial", config.trial, f"{problem}, or {remedy}")
+    if trial.begin.own and trial.begin.step > max(trial.newest, 0):  # roll_back refuses it, too
+        problem = f"ledger.jsonl ends at version {max(trial.newest, 0)}, before {trial.begin.checkpoint}: restore it"
+        remedy = f"remove the younger checkpoints, or start a new trial with resume={trial.begin.checkpoint}"
+        raise ConfigError("trial", config.trial, f"{problem} from a copy, {remedy}")
     return TrialStart(
         kind="resumed" if trial.begin.checkpoint and not trial.begin.own else "recovered" if trial.config else "new",
         checkpoint=str(trial.begin.checkpoint or ""),

@@ -16,6 +16,8 @@ from realsys.config.paths import TrialPaths
 from realsys.hf.config import read_sizes
 from realsys.launch.cli import main
 from realsys.launch.process_plan import ProcessSpec
+from realsys.manager.ledger.events import Trained
+from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState
@@ -76,7 +78,8 @@ class Runs:
         sizes = asdict(read_sizes(self.paths.start_model, "lm")) | {"lora_rank": 0}
         roles = {"actor": RoleState(sizes, "adam", "d1p1m1")}
         state = CheckpointState(step, step, 1, 4, DataPosition(step * 4, [], 20, 1), roles, {}, "", 0.0)
-        self.paths.ledger.touch()
+        with Journal(self.paths.ledger) as journal:
+            journal.append([Trained(step, step, [], 0.0)])
         tmp = self.paths.checkpoints / f"step-{step:08d}.tmp"
         tmp.mkdir(parents=True)
         return commit(tmp, state, [])

@@ -10,7 +10,9 @@ import pytest
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.start import Trial, decide_start, describe, newer_data
+from realsys.launch.start import Trial, _read_ledger, decide_start, describe, newer_data
+from realsys.manager.ledger.events import Event, Resumed, RolledBack, Trained
+from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import DataPosition
 from realsys.master.recovery import Start
 from realsys.master.run.trial_start import TrialStart, read_start, write_start
@@ -42,7 +44,7 @@ RESUMING = CONFIG.model_copy(update={"resume": str(OTHER)})
         ),
         (
             RESUMING,
-            Trial(config=RESUMING, begin=Start(OWN, 5, own=True), state=STATE, steps=7, has_ledger=True),
+            Trial(config=RESUMING, begin=Start(OWN, 5, own=True), state=STATE, steps=7, has_ledger=True, newest=5),
             TrialStart(kind="recovered", checkpoint=str(OWN), step=5, trained=7),
             "continuing from step-00000005; 7 steps had been trained",
         ),
@@ -75,6 +77,44 @@ def test_changed_settings_are_listed() -> None:
 def test_checkpoints_without_a_ledger_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"no ledger.jsonl.*: restore it from a copy, or start a new trial with"):
         decide_start(CONFIG, Trial(config=CONFIG, begin=Start(OWN, 5, own=True), state=STATE))
+
+
+def ledger_of(path: Path, *versions: int) -> None:
+    with Journal(path) as journal:
+        for version in versions:
+            journal.append([Trained(version, version, [], 0.0)])
+
+
+@pytest.mark.parametrize("kept", [0, 4])
+def test_ledger_that_ends_before_the_checkpoint_is_refused(tmp_path: Path, kept: int) -> None:
+    """By the files alone: before, the manager refused it when all workers had started."""
+    paths = TrialPaths(tmp_path)
+    ledger_of(paths.ledger, *range(1, 6))
+    begin = Start(OWN, 5, own=True)
+    assert _read_ledger(CONFIG, paths) == (None, 5)
+    decide_start(CONFIG, Trial(config=CONFIG, begin=begin, state=STATE, has_ledger=True, newest=5))
+    lines = paths.ledger.read_bytes().splitlines(keepends=True)
+    paths.ledger.write_bytes(b"".join(lines[:kept]))
+    _, newest = _read_ledger(CONFIG, paths)
+    with pytest.raises(
+        ConfigError, match=rf"ledger.jsonl ends at version {kept}, before \S*/step-00000005: restore it"
+    ):
+        decide_start(CONFIG, Trial(config=CONFIG, begin=begin, state=STATE, has_ledger=True, newest=newest))
+
+
+@pytest.mark.parametrize(
+    ("events", "newest"),
+    [
+        ([Resumed("other/step-5", 5, 5, 20, [], 0.0)], 5),
+        ([Trained(3, 3, [], 0.0), RolledBack(2, 2, "b", "", 0.0)], 2),
+        ([Trained(3, 3, [], 0.0), RolledBack(-1, 0, "b", "", 0.0), Trained(1, 1, [], 0.0)], 1),
+    ],
+)
+def test_newest_version_follows_roll_backs(tmp_path: Path, events: list[Event], newest: int) -> None:
+    paths = TrialPaths(tmp_path)
+    with Journal(paths.ledger) as journal:
+        journal.append(events)
+    assert _read_ledger(CONFIG, paths)[1] == newest
 
 
 def test_unreadable_decision_names_the_file(tmp_path: Path) -> None:
