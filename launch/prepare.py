@@ -33,6 +33,7 @@ from realsys.config.sections.schema_data import absolute_source
 from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.config.sections.schema_train import RoleConfig, RolesConfig
 from realsys.data.check import DataCheck
+from realsys.data.conversion.convert import needs_copy
 from realsys.data.conversion.identity import check_copy, check_prompts, write_digest
 from realsys.errors import ConfigError
 from realsys.launch.lock import TrialLock, held_by, running_launcher
@@ -178,6 +179,7 @@ def _examine(config: Config, paths: TrialPaths, trial: Trial) -> Examined:
     """Decide the start and check the inputs under ``paths``. Writes nothing."""
     start = decide_start(config, trial)
     if trial.config is not None:
+        _check_made(config, paths)
         check_here(config, paths)
         check_copy(config, trial.config, paths)
     sizes, warnings, digest = _read_inputs(config, paths)
@@ -185,6 +187,17 @@ def _examine(config: Config, paths: TrialPaths, trial: Trial) -> Examined:
     check_prompts(config, paths, digest)
     newer = newer_data(config, paths) if trial.config is not None else ()
     return Examined(start, sizes, [_data_line(sizes), *warnings, *newer, *describe(start)], digest)
+
+
+def _check_made(config: Config, paths: TrialPaths) -> None:
+    """Check that a trial still has the model and the data that its first start made. Raises ConfigError."""
+    made = [] if config.model.path else [(paths.start_model, "model")]
+    made += [(paths.data, "data")] if config.data.kind == "arith" or needs_copy(config.data) else []
+    for path, what in made:
+        if not path.is_dir():
+            problem = f"{path} is missing, the {what} that the first start of this trial made: restore it from a copy"
+            again = f"copy the {path.name} of a new trial with the same settings and version of realsys to its place"
+            raise ConfigError("trial", config.trial, f"{problem}, or {again}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -125,6 +126,17 @@ def test_preparation_that_was_cut_short_is_done_again(run: Runs) -> None:
     (run.paths.start_model / "model.safetensors").write_bytes(b"half")
     assert run() == 0
     assert len((run.paths.start_model / "model.safetensors").read_bytes()) > 4
+
+
+@pytest.mark.parametrize(("folder", "what"), [("start_model", "model"), ("data", "data")])
+def test_lost_folder_of_a_trial_is_named_with_its_remedy(
+    run: Runs, refused: Callable[..., str], folder: str, what: str
+) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    shutil.rmtree(run.paths.root / folder)
+    error = refused()
+    assert f"{folder} is missing, the {what} that the first start of this trial made: restore it" in error
+    assert f"or copy the {folder} of a new trial with the same settings" in error
 
 
 def test_resume_without_a_name_means_the_newest_trial(run: Runs, refused: Callable[..., str]) -> None:
