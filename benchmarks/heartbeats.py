@@ -189,11 +189,13 @@ def measure(place: str, workers: int, seconds: float, period_s: float, etcd: int
     return {**row, "beat CPU ms": beat_ms, "slowest beat ms": 1e3 * ended.slowest}
 
 
-def exponent(rows: Sequence[dict[str, Any]], column: str, idle: float = 0.0) -> float:
-    """Slope of log(CPU beyond ``idle``) over log(workers), by least squares."""
+def exponent(rows: Sequence[dict[str, Any]], column: str, idle: float = 0.0) -> float | None:
+    """Slope of log(CPU beyond ``idle``) over log(workers), by least squares; None if one slope does not follow."""
     points = [(math.log(row["workers"]), math.log(max(1e-3, row[column] - idle))) for row in rows if row["workers"]]
+    if len({x for x, _ in points}) < 2:
+        return None
     x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
-    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+    return round(sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points), 2)
 
 
 @contextlib.contextmanager
@@ -228,8 +230,8 @@ def main() -> None:
             rows.append({"name store": "file", **row})
     idle = min(row["etcd core %"] for row in etcd)
     exponents = {
-        "exponent": round(exponent(etcd, "manager core %"), 2),
-        "etcd_exponent": round(exponent(etcd, "etcd core %", idle), 2),
+        "exponent": exponent(etcd, "manager core %"),
+        "etcd_exponent": exponent(etcd, "etcd core %", idle),
     }
     report(arguments.name, rows, {**vars(arguments), "tickets": TICKETS, **exponents})
 
