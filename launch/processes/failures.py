@@ -58,7 +58,7 @@ def first_failure(outcome: Outcome, errors: Iterable[ErrorRecord], logs: Path) -
         return None
     named = any(process_of(error) == cause.process for error in left)
     problem = cause.problem if named else ": ".join(part for part in (cause.how, cause.problem) if part)
-    lines = tail(cause.log, _LOG_LINES)
+    lines = [] if FULL in problem else tail(cause.log, _LOG_LINES)  # a traceback says no more about a full disk
     return FirstFailure(cause.name, cause.process.pid, cause.time, problem, cause.log, lines, cause.exit_code)
 
 

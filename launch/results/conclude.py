@@ -75,7 +75,8 @@ def report_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialP
         # "exited with code 1" says nothing that the cause has not said.
         if not outcome.reason.startswith(failure.process) or "," in outcome.reason:
             lines.append(f"  the run ended when {outcome.reason}")
-        lines += [f"  last lines of {failure.log}:", *(f"  | {line}" for line in failure.log_tail)]
+        if failure.log_tail:
+            lines += [f"  last lines of {failure.log}:", *(f"  | {line}" for line in failure.log_tail)]
     lines.append(f"  logs: {paths.logs}   errors: {paths.errors}")
     lines.append(f"  {advice}")
     tell("\n".join(lines))

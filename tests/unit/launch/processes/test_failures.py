@@ -104,9 +104,11 @@ def test_full_disk_is_named_without_error_files(tmp_path: Path) -> None:
     """The error file could not be written on the full disk; the log says why the process ended."""
     problem, defect = last_error(TRACEBACK + FULL)
     assert defect == (), "a restart may find room"
-    ended = Death("master_worker/0", ProcessId("host", 10), 1, 5.0, tmp_path / "x.log", problem)
+    log = tmp_path / "x.log"
+    log.write_text(TRACEBACK + FULL)
+    ended = Death("master_worker/0", ProcessId("host", 10), 1, 5.0, log, problem)
     failure = first_failure(Outcome("failed", "", deaths=[ended]), [], tmp_path)
-    assert failure is not None
+    assert failure is not None and failure.log_tail == []
     assert failure.problem.startswith("exited with code 1: cannot write the error file")
     assert "No space left on device" in failure.problem
 
