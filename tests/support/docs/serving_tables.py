@@ -104,6 +104,7 @@ def streams() -> str:
         "trajectories/s": "{trajectories/s:,.0f}",
         "MB/s": "{MB/s:,.0f}",
         "of bare ZMQ (lowest - highest)": "**{of bare:.2f}** ({lowest:.2f} - {highest:.2f})",
+        "with keys": "{with keys:.2f}",
     }
     return listing(columns, load("streams")["rows"])
 
