@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import statistics
 import string
@@ -48,7 +49,7 @@ CONNECTIONS = 16
 PROGRESS_S = 2.0
 _TOKENS, _TEXT = (b'{"parts":[[',), (b'"delta":{"content":', b'"delta":{"reasoning_content":')
 USER = {"role": "user", "content": "12+34="}
-LIMITS = Limits(4096, 10**6, 64)
+LIMITS = Limits(4096, 256, 64)
 
 
 class Instant:
@@ -148,6 +149,7 @@ async def serve_instant(model: Path, episodes: int) -> None:
     engine = Instant([*tokenizer.encode_text("34+12#46=46;ok"), tokenizer.eos_token_id])
     spec = SamplingSpec(max_new_tokens=64)
     sessions = [EpisodeSession(Calls(engine, Ticket(str(k), 0, 0), spec), 0, gateway) for k in range(episodes)]
+    gc.freeze()  # as ``worker_main`` does
     print(json.dumps([session.base_url for session in sessions]), flush=True)
     loop = asyncio.get_running_loop()
     while await loop.run_in_executor(None, sys.stdin.readline):

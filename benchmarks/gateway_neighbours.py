@@ -2,7 +2,8 @@
 
 The others make short calls with pauses between them. In turn the hundredth makes none (the base), ordinary calls
 without a pause, or garbage of one kind, as fast as it can, from a process of its own. "p99 of base" is the median of
-the paired ratios of the others' 99th percentiles. Engine and server process are those of ``benchmarks.gateway``.
+the paired ratios of the others' 99th percentiles. Engine and server process are those of ``benchmarks.gateway``. The
+server has a core of its own; of the other one, the agent that misbehaves gets what the others leave.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -70,6 +72,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.misbehave:
         kind, url = arguments.misbehave
+        os.nice(19)
         uvloop.run(misbehave(KINDS[kind], url))
         return
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in ("none", *KINDS)}
@@ -77,6 +80,9 @@ def main() -> None:
         model = make_model(Path(folder), 4096)
         command = [sys.executable, "-m", "benchmarks.gateway", "--serve", str(model), "--episodes", str(AGENTS)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(server.pid, cores[:1])
+            os.sched_setaffinity(0, cores[1:] or cores)
             assert server.stdin is not None and server.stdout is not None
             urls = json.loads(server.stdout.readline())
             for _ in range(arguments.repeats):
