@@ -27,6 +27,7 @@ from realsys.reward.verifiers.base import Item, Verdict
 CHUNK = 1024  # references that are checked together
 MAX_PROCESSES = 8
 TRIED = 3  # rows on which a verifier of the user is tried
+SPREAD = 256  # further rows, over all of the data, whose references it should judge right if it does so on these
 
 
 class ReferenceChecker:
@@ -85,10 +86,13 @@ class ReferenceChecker:
             problem = str(first).removeprefix(f"verifier {self._name}: ")
             raise ConfigError(self.field, self._name, f"tried on {where}: {problem}")
         warnings = []
+        is_right = [_is_right(one) for one in judged[::2]]
         if failures:
             warnings.append(f"has no verdict on {len(failures)} of {len(judged)} trials: {failures[0]}")
-        elif not any(isinstance(one, Verdict) and one.correct is not False for one in judged[::2]):
+        elif not any(is_right):
             warnings.append(f"judges no reference right that stands alone, as in {lines.where(0)}")
+        elif all(is_right):
+            warnings += await self._wrong_references(lines)
         rewards = [one.reward for one in judged if isinstance(one, Verdict) and one.reward is not None]
         if rewards and not min(0.0, *rewards) <= self._cut_reward <= max(1.0, *rewards):
             cut = f"rollout.reward.wrong={self._cut_reward:g}"
@@ -97,12 +101,26 @@ class ReferenceChecker:
             )
         return [f"{self.field}={self._name} {warning}" for warning in warnings]
 
+    async def _wrong_references(self, lines: Lines[Problem]) -> list[str]:
+        some = range(len(lines))[:: max(1, len(lines) // SPREAD)]
+        rows = [lines.read_whole(index) for index in some]
+        items = [Item(plain_text(problem.prompt), problem.answer, problem.answer, extra) for problem, extra in rows]
+        judged = await asyncio.gather(*(self._verifiers.verify(self._name, i) for i in items), return_exceptions=True)
+        wrong = [index for index, one in zip(some, judged, strict=True) if not _is_right(one)]
+        if not wrong:
+            return []
+        return [f"does not judge {len(wrong)} of {len(some)} references right, the first in {lines.where(wrong[0])}"]
+
     async def _problems(self, items: Sequence[Item]) -> list[str | None]:
         keys = [_key(item) for item in items]
         distinct = dict(zip(keys, items, strict=True))  # many rows have the same answer
         checks = (self._verifiers.check_answer(self._name, item) for item in distinct.values())
         problems = dict(zip(distinct, await asyncio.gather(*checks), strict=True))
         return [problems[key] for key in keys]
+
+
+def _is_right(judged: object) -> bool:
+    return isinstance(judged, Verdict) and judged.correct is not False
 
 
 def check_references(config: Config, paths: TrialPaths) -> list[str]:

@@ -132,3 +132,13 @@ def test_verifier_that_judges_some_is_warned_of(tmp_path, monkeypatch):
     assert "gives rewards such as 1, but a completion that is cut off gets rollout.reward.wrong=-5" in cut
     (never,) = check_references(config_of(path, "never:judge"), trial(tmp_path))
     assert "judges no reference right that stands alone" in never
+
+
+def test_reference_that_is_not_judged_right_is_warned_of(tmp_path, monkeypatch):
+    """The first references are right that stand alone, so each other should be."""
+    (tmp_path / "most.py").write_text("def judge(item):\n    return item.completion == item.answer != '7'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    path = jsonl(tmp_path / "t", rows(*"123456789"))
+    (warning,) = check_references(config_of(path, "most:judge"), trial(tmp_path))
+    assert "most:judge does not judge 1 of 9 references right, the first in" in warning and "t:7" in warning
