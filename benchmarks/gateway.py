@@ -39,7 +39,7 @@ from realsys.rollout.engine_calls import Calls, EpisodeSession
 from realsys.rollout.gateway.capture import Shared
 from realsys.rollout.gateway.formats.parser import parser_of
 from realsys.rollout.gateway.formats.vocabulary import Vocabulary
-from realsys.rollout.gateway.gateway import Gateway
+from realsys.rollout.gateway.gateway import LEAST_BODY, Gateway
 from realsys.rollout.gateway.settings import Limits
 from realsys.rollout.partial import Call, Deliver, PartialRolloutManager
 from realsys.types import Ticket
@@ -139,7 +139,8 @@ def make_model(root: Path, positions: int = 1024) -> Path:
 
 def gateway_over(tokenizer: TextTokenizer) -> Gateway:
     parser = parser_of(tokenizer)
-    return Gateway(Shared(tokenizer, lambda: parser, Vocabulary(tokenizer), LIMITS, "policy", 60.0))
+    shared = Shared(tokenizer, lambda: parser, Vocabulary(tokenizer), LIMITS, "policy", 60.0)
+    return Gateway(shared, max_body=LEAST_BODY)
 
 
 async def serve_instant(model: Path, episodes: int) -> None:

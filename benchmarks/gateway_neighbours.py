@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -49,6 +51,17 @@ async def others(urls: list[str], calls: int) -> list[float]:
     return seconds
 
 
+@contextmanager
+def served(model: Path, cores: list[int]) -> Iterator[list[str]]:
+    """Serve the episodes of the agents, new ones: those of a worker end, too, and make room. Yields their addresses."""
+    command = [sys.executable, "-m", "benchmarks.gateway", "--serve", str(model), "--episodes", str(AGENTS)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+        os.sched_setaffinity(server.pid, cores[:1])
+        yield json.loads(server.stdout.readline())
+        server.stdin.close()
+
+
 def measure(urls: list[str], kind: str, calls: int) -> dict[str, float]:
     """Return the percentiles of the others' calls, milliseconds, while the last agent does ``kind``."""
     command = [sys.executable, "-m", "benchmarks.gateway_neighbours", "--misbehave", kind, urls[-1]]
@@ -76,19 +89,14 @@ def main() -> None:
         uvloop.run(misbehave(KINDS[kind], url))
         return
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in ("none", *KINDS)}
+    cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), 4096)
-        command = [sys.executable, "-m", "benchmarks.gateway", "--serve", str(model), "--episodes", str(AGENTS)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(server.pid, cores[:1])
-            os.sched_setaffinity(0, cores[1:] or cores)
-            assert server.stdin is not None and server.stdout is not None
-            urls = json.loads(server.stdout.readline())
-            for _ in range(arguments.repeats):
-                for kind, made in found.items():
+        os.sched_setaffinity(0, cores[1:] or cores)
+        for _ in range(arguments.repeats):
+            for kind, made in found.items():
+                with served(model, cores) as urls:
                     made.append(measure(urls, kind, arguments.calls))
-            server.stdin.close()
     base = [each["p99"] for each in found["none"]]
     rows = [
         {
