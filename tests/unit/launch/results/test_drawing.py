@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from pathlib import Path
 
 import psutil
@@ -52,7 +53,9 @@ def test_curves_are_drawn_again_when_the_log_has_grown(paths: TrialPaths, monkey
 
 def test_drawing_ends_with_the_run(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that hangs is killed. Before the first train step none is started."""
-    monkeypatch.setattr(drawing, "MODULE", "asyncio")  # an interpreter that waits for input
+    (paths.root / "hangs.py").write_text("import time\ntime.sleep(1e6)\n")
+    monkeypatch.setenv("PYTHONPATH", str(paths.root), prepend=os.pathsep)
+    monkeypatch.setattr(drawing, "MODULE", "hangs")
     before = children()
     write_log(paths, run_records()[:5])
 
