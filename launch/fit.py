@@ -114,10 +114,7 @@ def _memory(config: Config, given: Collection[str], machine: Machine) -> dict[st
         "train.sequence_parallel": (True, "tensor ranks share what lies between their layers, without cost"),
     }
     if config.model.dtype == "bfloat16":
-        chosen["model.head_dtype"] = (
-            "float32",
-            "logits in bf16 differ between trainer and servers; fp32 costs nothing",
-        )
+        chosen["model.head_dtype"] = ("float32", "logits in bf16 differ between trainer and servers")
     if can_shard_optimizers(config, dataflow_of(config)):
         chosen["train.distributed_optimizer"] = (True, "data ranks share the optimizer's state, almost without cost")
     return {field: choice for field, choice in chosen.items() if _is_open(config, given, field)}

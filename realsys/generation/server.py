@@ -31,7 +31,7 @@ from realsys.generation.received import Delta
 MAX_BODY = 16 << 20  # bytes; a prompt of a million tokens is 7 MB
 STREAM_S = 0.02  # shortest time between two lines of a stream: a line costs as much as some steps of a small model
 _FIRST_S = 0.001  # the same, for each token so far: the first line may have no text to show
-_LATER_S = 5e-6  # in addition, for each token so far: a snapshot copies them all
+_LATER_S = 5e-6  # added to STREAM_S for each token so far: a snapshot copies all of them
 MAX_MESSAGE = 2000  # characters of an error, which may quote a refused value
 
 T = TypeVar("T")

@@ -102,6 +102,7 @@ class ReferenceChecker:
         return [f"{self.field}={self._name} {warning}" for warning in warnings]
 
     async def _wrong_references(self, lines: Lines[Problem]) -> list[str]:
+        """Judge references from all over the data; return a warning if some are not judged right."""
         some = range(len(lines))[:: max(1, len(lines) // SPREAD)]
         rows = [lines.read_whole(index) for index in some]
         items = [Item(plain_text(problem.prompt), problem.answer, problem.answer, extra) for problem, extra in rows]

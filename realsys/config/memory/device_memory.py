@@ -107,7 +107,8 @@ def _stage(allocation: Allocation, role: str, worker: int) -> int | None:
 def _communicators(allocation: Allocation, roles: Sequence[str]) -> int:
     """Return how many communicators a rank with these roles has. Roles with one placement share theirs."""
     placements = {allocation.placement(role) for role in roles}
-    count = int(all(placement.layout.world_size < allocation.workers for placement in placements))  # of the world
+    # The world has a communicator of its own, unless it is the same as that of all ranks of a role.
+    count = int(all(placement.layout.world_size < allocation.workers for placement in placements))
     for layout in (placement.layout for placement in placements):
         sizes = (layout.data, layout.pipeline, layout.tensor)
         # From three stages on, the first and the last have one for their tied weights.

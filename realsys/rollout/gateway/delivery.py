@@ -95,7 +95,7 @@ async def _wait(
 ) -> bool:
     """Send a stream's text until the call or the connection has ended. Return True if a stream has begun."""
     loop, begun = asyncio.get_running_loop(), False
-    last = loop.time()  # of the last byte
+    last = loop.time()  # when the last byte was sent
     while not (exchange.task.done() or left.done()):
         # Before the text is read: text that arrives while it is sent must not wait for the text after it.
         news, body = exchange.news, _parts(dialect, exchange, sent)
@@ -132,7 +132,7 @@ async def _send_reply(
     elif all(one.begins(choice) for one, choice in zip(sent, reply.choices, strict=True)):
         body = b"".join((b"" if begun else dialect.opening(call, exchange.head), *dialect.events(call, reply, sent)))
     else:
-        log.error("a stream has sent text that is not in its completion: %s", sent)
+        log.error("stream %s has sent text that is not in its completion", exchange.head.id)
         body = dialect.error_event(500, "the text that was sent is not that of the completion")
         await connection.send({"type": "http.response.body", "body": body})
         return False

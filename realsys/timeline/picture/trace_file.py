@@ -95,7 +95,7 @@ def chosen(paths: TrialPaths, wanted: Wanted) -> Timeline:
 
 
 def window_of(paths: TrialPaths, steps: Steps) -> Window:
-    """Return the time from the begin of the first step to the end of the last. Raises ConfigError."""
+    """Return the time from the beginning of the first step to the end of the last. Raises ConfigError."""
     first, last = steps
     named = f"{'' if first is None else first}:{'' if last is None else last}"
     masters = read_timeline(paths.spans, kind="master_worker").named("step")

@@ -72,6 +72,15 @@ def test_only_loopback_needs_no_keys(tmp_path: Path) -> None:
         Puller("0.0.0.0")
 
 
+async def exchange(stream: MasterStream, endpoint: WorkerEndpoint) -> None:
+    """Send a request to worker 0, and its reply back."""
+    call = stream.request(0, "echo", Empty(), Empty)
+    request = await asyncio.to_thread(endpoint.next_request, BOUND_S)
+    assert request is not None
+    endpoint.reply(request, Empty())
+    await asyncio.wait_for(call, BOUND_S)
+
+
 @pytest.fixture
 def stranger() -> Iterator[ThreadPoolExecutor]:
     """A thread whose files, and those of the threads that it starts, are checked as those of user nobody."""
@@ -92,11 +101,7 @@ def test_another_user_replaces_no_worker(stranger: ThreadPoolExecutor) -> None:
         newest = stranger.submit(WorkerEndpoint, 0, stream.address, incarnation="9" * 19).result(BOUND_S)
         with pytest.raises(WaitTimeout, match="no welcome .*connection refused"):
             await asyncio.to_thread(newest.wait_connected, 1.0)
-        call = stream.request(0, "echo", Empty(), Empty)
-        request = await asyncio.to_thread(member.next_request, BOUND_S)
-        assert request is not None
-        member.reply(request, Empty())
-        await asyncio.wait_for(call, BOUND_S)
+        await exchange(stream, member)
         await asyncio.to_thread(newest.close)
         await asyncio.to_thread(member.close)
         stream.close()
@@ -159,11 +164,7 @@ def test_members_push_and_call_under_encryption(keys: CurveKeys) -> None:
         stream = MasterStream(keys=keys)
         endpoint = WorkerEndpoint(0, stream.address, keys=keys)
         await stream.barrier([0], BOUND_S)
-        call = stream.request(0, "echo", Empty(), Empty)
-        request = await asyncio.to_thread(endpoint.next_request, BOUND_S)
-        assert request is not None
-        endpoint.reply(request, Empty())
-        await asyncio.wait_for(call, BOUND_S)
+        await exchange(stream, endpoint)
         await asyncio.to_thread(endpoint.close)
         stream.close()
 

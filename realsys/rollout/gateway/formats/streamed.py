@@ -58,7 +58,7 @@ class StreamedChoice:
         self._tokens += tokens
         self._pending += self._new_text()
         is_first = not getattr(self, self._channel) and self._pending[: self._visible()].strip()
-        # The parser knows how white space at the begin of a channel is shown.
+        # The parser knows how white space at the beginning of a channel is shown.
         if (is_first and self._has_format) or any(marker in self._pending for marker in self._thoughts):
             self._read()
         if not self._held:

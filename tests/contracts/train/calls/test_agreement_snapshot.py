@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from realsys.cluster.topology import place
+from realsys.cluster.topology import Mesh, place
 from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
 from realsys.train.megatron.device import Device
@@ -28,16 +28,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
     yield save_models(make_models(), tmp_path_factory.mktemp("models"))
 
 
+def dealt(layout: str) -> tuple[int, dict[str, Mesh], list[str], int]:
+    """Return the number of ranks, their meshes, and the samples of data rank 0 with their loss tokens."""
+    placed = parse_allocation(f"sglang.d1+actor.{layout}")
+    meshes = place(placed, ["actor"])
+    own = [ref.sample_id for ref in deal(REFS, meshes["actor"].layout.data)[0]]
+    return placed.workers, meshes, own, sum(ref.loss_tokens for ref in REFS if ref.sample_id in own)
+
+
 @pytest.mark.parametrize(
     ("layout", "rank"), [("d1", 0), ("d2", 0), ("m2", 0), ("p2", 0), ("d2p2", 0), ("d1", 4), ("m2", 4)]
 )
 def test_tokens_are_scored_with_their_own_version(folders: dict[str, Path], layout: str, rank: int) -> None:
     """The log-probs of version 0 count as recorded by the engine; then the weights move far, to version 1."""
     config = Config.model_validate({"train": {"microbatch_tokens": 48, "lora": {"rank": rank}}})
-    placed = parse_allocation(f"sglang.d1+actor.{layout}")
-    meshes = place(placed, ["actor"])
-    own = [ref.sample_id for ref in deal(REFS, meshes["actor"].layout.data)[0]]
-    compared = sum(ref.loss_tokens for ref in REFS if ref.sample_id in own)
+    ranks, meshes, own, compared = dealt(layout)
 
     def body(rank: int, device: Device) -> Any:
         worker = Worker(rank, device, config, meshes, folders)
@@ -64,7 +69,7 @@ def test_tokens_are_scored_with_their_own_version(folders: dict[str, Path], layo
         gone = worker.call("actor_inf", "actor", [REFS], version=2, snapshot={"version": 7, "samples": own})
         return outcome.stats, gone.stats, untouched, kept, role.groups.data_rank, role.groups.last_stage
 
-    for stats, gone, untouched, kept, data_rank, last in run_ranks(placed.workers, body, config):
+    for stats, gone, untouched, kept, data_rank, last in run_ranks(ranks, body, config):
         assert untouched, "the weights in training must be back, bit by bit"
         assert kept == (1 if data_rank == 0 else None)
         if last:
@@ -77,10 +82,7 @@ def test_tokens_are_scored_with_their_own_version(folders: dict[str, Path], layo
 def test_step_without_inference_compares_before_it_trains(folders: dict[str, Path], layout: str) -> None:
     """`actor_train` scores tokens of its own version, with the weights before the first update."""
     config = Config.model_validate({"train": {"microbatch_tokens": 48, "ppo": {"use_decoupled_loss": False}}})
-    placed = parse_allocation(f"sglang.d1+actor.{layout}")
-    meshes = place(placed, ["actor"])
-    own = [ref.sample_id for ref in deal(REFS, meshes["actor"].layout.data)[0]]
-    compared = sum(ref.loss_tokens for ref in REFS if ref.sample_id in own)
+    ranks, meshes, own, compared = dealt(layout)
 
     def body(rank: int, device: Device) -> Any:
         worker = Worker(rank, device, config, meshes, folders)
@@ -95,7 +97,7 @@ def test_step_without_inference_compares_before_it_trains(folders: dict[str, Pat
         ]
         return stats, worker.roles["actor"].groups.last_stage
 
-    for (first, second, other), last in run_ranks(placed.workers, body, config):
+    for (first, second, other), last in run_ranks(ranks, body, config):
         if last:
             assert first["agreement/tokens"] == second["agreement/tokens"] == compared
             assert first["agreement/difference_max"] < 1e-5 < 1e-3 < second["agreement/difference_max"]

@@ -14,6 +14,7 @@ from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.results import drawing
+from realsys.launch.results.conclude import draw
 from realsys.launch.results.drawing import draw_while_running
 from tests.support.polling import poll
 from tests.support.run_logs import run_records, write_log
@@ -73,5 +74,11 @@ def test_drawing_ends_with_the_run(paths: TrialPaths, monkeypatch: pytest.Monkey
     assert children() == before
 
 
-def test_zero_means_at_the_end_only(paths: TrialPaths) -> None:
-    asyncio.run(asyncio.wait_for(draw_while_running(paths, 0.0), BOUND_S))
+@pytest.mark.parametrize("every_s", [0.0, 300.0])
+def test_zero_means_no_picture(paths: TrialPaths, every_s: float) -> None:
+    """Neither while the run lasts nor at its end."""
+    write_log(paths, run_records())
+    if not every_s:
+        asyncio.run(asyncio.wait_for(draw_while_running(paths, every_s), BOUND_S))
+    draw(Config.model_validate({"telemetry": {"curves_every_s": every_s}}), paths, steps=5)
+    assert paths.curves.exists() is bool(every_s)
