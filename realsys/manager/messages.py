@@ -32,7 +32,8 @@ class AllocateRequest(msgspec.Struct):
     """POST /allocate_rollout: held up to ``wait_s`` (at most MAX_WAIT_S) until something can be granted.
 
     When a reply is lost, the worker repeats the call with the same ``request_id``, and the reply holds those of its
-    tickets that still run. ``incarnation`` of the worker: its tickets are lost when another incarnation takes its name.
+    tickets that still run. Another ``request_id`` ends the calls before it: no tickets are granted to them any more.
+    ``incarnation`` of the worker: its tickets are lost when another incarnation takes its name.
     """
 
     worker: Identifier
@@ -46,7 +47,7 @@ class AllocateReply(msgspec.Struct):
     """``reason`` says why there are no tickets; ask again after ``retry_after_s``."""
 
     tickets: list[Ticket]
-    reason: RefusalReason | None = None
+    reason: RefusalReason | Literal["superseded"] | None = None
     retry_after_s: float = 0.0
 
 

@@ -73,7 +73,7 @@ ALLOCATE = Operation(
     request=m.AllocateRequest,
     reply=m.AllocateReply,
     decide=ManagerState.allocate,
-    settled=lambda reply: bool(reply.tickets),
+    settled=lambda reply: bool(reply.tickets) or reply.reason == "superseded",
     held_s=lambda request: min(request.wait_s, m.MAX_WAIT_S),
     caller=lambda request: request.worker,
     grants=True,

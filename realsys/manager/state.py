@@ -40,6 +40,8 @@ class ManagerState(TrialState):
         runs = self.running_attempt
         if before := self.repeats.find(request.worker, request.request_id, lambda *attempt: runs(*attempt) is not None):
             return m.AllocateReply(before)
+        if self.repeats.is_over(request.worker, request.request_id):
+            return m.AllocateReply([], "superseded", RETRY_AFTER_S)
         incarnation = request.incarnation or incarnation_of(request.worker, self.workers)
         if incarnation != incarnation_of(request.worker, self.workers):
             self.unseen[request.worker] = now
@@ -206,7 +208,7 @@ class ManagerState(TrialState):
             self.evaluations.apply(event)
             self.servers.roll_back(event.incarnation)
             self.reservations.release_all()
-            self.repeats.clear()
+            self.repeats.forget_tickets()
             for step in [step for step in self.staleness if step.version > event.version]:
                 self.staleness.remove(step)
         elif request.version != last.version:

@@ -12,6 +12,22 @@ import pytest
 from realsys.errors import LedgerError
 from realsys.types import Ticket
 from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, Trial, drive
+from tests.support.polling import poll
+
+
+def test_caller_that_closed_its_connection_gets_no_ticket(tmp_path: Path) -> None:
+    async def scenario(t: Trial) -> None:
+        await t.ready()
+        assert len((await t.allocate(100))["tickets"]) == 4
+        held = asyncio.create_task(t.allocate(100, wait_s=BOUND_S))
+        await asyncio.to_thread(poll, lambda: len(t.manager.service.grants) == 1, "it is held", BOUND_S)
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+        t.publish(1)
+        other = await t.post("/allocate_rollout", worker="rollout_worker/1", max_tickets=100, wait_s=BOUND_S)
+        assert len(other["tickets"]) == 2
+
+    drive(tmp_path, scenario)
 
 
 def test_allocation_is_held_and_woken_by_a_publication(tmp_path: Path) -> None:

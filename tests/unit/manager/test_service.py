@@ -198,3 +198,29 @@ def test_turn_of_a_caller_that_left_passes_on(tmp_path: Path) -> None:
         service.journal.close()
 
     asyncio.run(scenario())
+
+
+def test_allocation_that_its_worker_gave_up_gets_no_tickets(tmp_path: Path) -> None:
+    """Its first try arrives late, or is held while its connection seems alive. The tickets would reach nobody."""
+
+    def request(name: str, worker: str = "w") -> AllocateRequest:
+        return AllocateRequest(worker, 2, wait_s=10.0, request_id=name)
+
+    async def scenario() -> None:
+        service = _service(tmp_path, 4)
+        first = asyncio.create_task(service.call(ALLOCATE, request("first")))
+        await _quiet()
+        second = asyncio.create_task(service.call(ALLOCATE, request("second")))
+        other = asyncio.create_task(service.call(ALLOCATE, request("first", "x")))
+        await _quiet()
+        service.state.servers.publish(version(1))
+        update(service.state, 0)
+        service.settle(None)
+        assert (await first).reason == "superseded" and not (await first).tickets
+        assert (await second).tickets and (await other).tickets, "another worker's calls have an order of their own"
+        late = await service.call(ALLOCATE, request("first"))
+        assert late.reason == "superseded" and not late.tickets
+        assert (await service.call(ALLOCATE, request("second"))).tickets == (await second).tickets
+        service.journal.close()
+
+    asyncio.run(scenario())
