@@ -47,8 +47,8 @@ import realsys.master.calls.executor as executor_module
 from benchmarks._bare_sockets import Clocks, Times, round_trips
 from benchmarks._processes import helper_processes
 from benchmarks._table import report
-from realsys.buffer.minibatches import plan_minibatches, sequence_refs
-from realsys.buffer.sequence_buffer import owners_of
+from realsys.algorithm.batch.minibatches import plan_minibatches, sequence_refs
+from realsys.algorithm.batch.sequence_buffer import owners_of
 from realsys.cluster.topology import Mesh, routing_table, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.dataflow import Dataflow, FunctionCall

@@ -181,7 +181,7 @@ def host_of_launcher(config: Config) -> str:
 def _try_own_loss(config: Config) -> None:
     """Compute a loss of the user on a trial batch. Raises ConfigError."""
     if config.train.ppo.loss not in LOSS.builtin:
-        from realsys.algorithm.losses.trial import try_loss  # imports torch, which takes seconds
+        from realsys.algorithm.loss import try_loss  # imports torch, which takes seconds
 
         try_loss(config.train.ppo)
 

@@ -22,7 +22,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from realsys.buffer.token_losses import WARN_SHARE
+from realsys.algorithm.batch.token_losses import WARN_SHARE
 from realsys.evaluation.eval_records import headline
 from realsys.launch.screen.progress import Progress, Record, mean, number
 from realsys.launch.screen.text_figures import (

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realsys.buffer.token_losses import StepLosses
+from realsys.algorithm.batch.token_losses import StepLosses
 from realsys.cluster.process import resident_bytes
 from realsys.master.calls.executor import CallResult
 from realsys.master.calls.gpu_use import step_gpu_use

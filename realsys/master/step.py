@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from realsys.buffer.minibatches import sequence_refs
-from realsys.buffer.sequence_buffer import owners_of
+from realsys.algorithm.batch.minibatches import sequence_refs
+from realsys.algorithm.batch.sequence_buffer import owners_of
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import Dataflow, comparing_call

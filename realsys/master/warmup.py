@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from realsys.algorithm.batch.balance import CostFunction
+from realsys.algorithm.batch.minibatches import plan_minibatches, sequence_refs
+from realsys.algorithm.batch.sequence_buffer import owners_of
 from realsys.algorithm.schedule import learning_rate
-from realsys.buffer.balance import CostFunction
-from realsys.buffer.minibatches import plan_minibatches, sequence_refs
-from realsys.buffer.sequence_buffer import owners_of
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
 from realsys.config.schema import WarmupConfig

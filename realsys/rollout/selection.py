@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from realsys.buffer.token_losses import EQUAL_REWARDS, SUCCESS_RATE
+from realsys.algorithm.batch.token_losses import EQUAL_REWARDS, SUCCESS_RATE
 from realsys.config.sections.schema_sampling import FilterConfig, KeepConfig
 from realsys.manager.ledger.order import sampling_seed
 

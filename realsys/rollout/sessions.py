@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from realsys.buffer.token_losses import FAILED, NOT_IN_ROWS, NOT_KEPT, OVER_SAMPLED
+from realsys.algorithm.batch.token_losses import FAILED, NOT_IN_ROWS, NOT_KEPT, OVER_SAMPLED
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.schema import Config, SamplingConfig
 from realsys.config.sections.schema_sampling import FilterConfig, KeepConfig

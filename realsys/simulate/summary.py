@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from realsys.buffer.token_losses import ks_distance
+from realsys.algorithm.batch.token_losses import ks_distance
 from realsys.simulate.account import spread
 from realsys.simulate.simulation import Simulation
 

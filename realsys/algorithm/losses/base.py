@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from realsys.algorithm.segments import Segments
+from realsys.algorithm.loss_tokens import Segments
 from realsys.config.sections.schema_train import PPOConfig
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TypeVar
 
-from realsys.buffer.token_losses import FAILED, rounded_length
+from realsys.algorithm.batch.token_losses import FAILED, rounded_length
 from realsys.manager.ledger.columns import bounded
 from realsys.manager.messages import FinishRequest
 from realsys.manager.routing.placement import Reservation

@@ -33,7 +33,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from realsys.buffer.redistribute import TransferPlan, holders_of_outputs, plan_call
+from realsys.algorithm.batch.redistribute import TransferPlan, holders_of_outputs, plan_call
 from realsys.cluster.aio import first_completed
 from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow, FunctionCall

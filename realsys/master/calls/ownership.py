@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from realsys.buffer.redistribute import Holders, TransferPlan
+from realsys.algorithm.batch.redistribute import Holders, TransferPlan
 
 _NO_WORKER: Holders = frozenset()
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from realsys.algorithm.left_out import rows_left_out
-from realsys.buffer.balance import CostFunction, cost_function
-from realsys.buffer.minibatches import plan_minibatches
+from realsys.algorithm.batch.balance import CostFunction, cost_function
+from realsys.algorithm.batch.minibatches import plan_minibatches, rows_left_out
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import advantages_by_token

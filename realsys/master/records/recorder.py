@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import msgspec
 import xxhash
 
-from realsys.buffer.redistribute import last_stage
+from realsys.algorithm.batch.redistribute import last_stage
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realsys.algorithm import dataflows
-from realsys.buffer.balance import CostFunction
+from realsys.algorithm.batch.balance import CostFunction
 from realsys.cluster.topology import Mesh, place, routing_table
 from realsys.cluster.worker import WorkerContext
 from realsys.config.allocation import ACTOR, parse_allocation

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from realsys.buffer.token_losses import NOT_KEPT, OVER_SAMPLED
+from realsys.algorithm.batch.token_losses import NOT_KEPT, OVER_SAMPLED
 from realsys.config.schema import Config
 from realsys.manager.messages import (
     AllocateReply,

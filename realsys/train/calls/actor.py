@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from realsys.algorithm.left_out import counts_in_loss
+from realsys.algorithm.batch.minibatches import counts_in_loss
 from realsys.algorithm.loss import actor_loss, loss_denominator, should_stop
+from realsys.algorithm.loss_tokens import Segments
 from realsys.algorithm.losses import ConfiguredLoss, load_loss
-from realsys.algorithm.segments import Segments
 from realsys.model_calls import SNAPSHOT, MfcRequest
 from realsys.train.calls.handlers import CallOutcome
 from realsys.train.calls.inference import measure_agreement, score_with_snapshot

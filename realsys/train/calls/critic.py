@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from realsys.algorithm.advantages import moments
-from realsys.algorithm.value import critic_loss, explained_variance
-from realsys.algorithm.value_norm import RunningMoments
+from realsys.algorithm.value import RunningMoments, critic_loss, explained_variance
 from realsys.model_calls import MfcRequest
 from realsys.train.calls.handlers import CallOutcome
 from realsys.train.calls.reductions import all_reduce

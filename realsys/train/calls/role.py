@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from realsys.algorithm.value_norm import RunningMoments
-from realsys.buffer.balance import cost_function, model_flops
-from realsys.buffer.microbatch import pack_equal
-from realsys.buffer.minibatches import row_units
+from realsys.algorithm.batch.balance import cost_function, model_flops
+from realsys.algorithm.batch.microbatch import pack_equal
+from realsys.algorithm.batch.minibatches import row_units
+from realsys.algorithm.value import RunningMoments
 from realsys.config.dataflow import FunctionCall, dataflow_of
 from realsys.config.roles import RoleSettings
 from realsys.config.schema import Config

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from realsys.algorithm.advantages import advantages_by_id
-from realsys.buffer.minibatches import sequence_refs
+from realsys.algorithm.batch.minibatches import sequence_refs
 from realsys.config.dataflow import token_level_advantages
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realsys.buffer.minibatches import plan_minibatches
+from realsys.algorithm.batch.minibatches import plan_minibatches
 from realsys.cluster.topology import Mesh, routing_table
 from realsys.config.allocation import ParallelLayout
 from realsys.config.dataflow import SOURCE_KEYS, Dataflow, FunctionCall

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realsys.buffer.balance import model_flops
+from realsys.algorithm.batch.balance import model_flops
 from realsys.cluster.topology import place, whole_mesh
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.errors import ConfigError, ModelError

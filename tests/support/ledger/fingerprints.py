@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from realsys.buffer.sequence_buffer import SequenceBuffer
+from realsys.algorithm.batch.sequence_buffer import SequenceBuffer
 from realsys.manager.ledger.evaluations import Evaluations
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.tickets import OpenTicket

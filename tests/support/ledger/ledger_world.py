@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from realsys.buffer.sequence_buffer import StalePolicy
+from realsys.algorithm.batch.sequence_buffer import StalePolicy
 from realsys.manager.audit.auditor import Auditor
 from realsys.manager.ledger.events import EvalEvent, Event, Resumed, Snapshot
 from realsys.manager.ledger.journal import decode_record, encode_record

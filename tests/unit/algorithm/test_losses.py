@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from realsys.algorithm.loss import actor_loss, finish_stats
+from realsys.algorithm.loss import actor_loss, finish_stats, try_loss
+from realsys.algorithm.loss_tokens import Segments
 from realsys.algorithm.losses import LossInputs, Surrogate, episode_level, load_loss
-from realsys.algorithm.losses.trial import try_loss
-from realsys.algorithm.segments import Segments
 from realsys.config.doors import LOSS
 from realsys.config.sections.schema_train import PPOConfig
 from realsys.errors import ConfigError

@@ -21,7 +21,7 @@ from realsys.algorithm.advantages import (
 )
 from realsys.algorithm.kl import kl_estimate
 from realsys.algorithm.loss import actor_loss, loss_denominator
-from realsys.algorithm.segments import Segments
+from realsys.algorithm.loss_tokens import Segments
 from realsys.config.compose import compose
 from realsys.config.dataflow import token_level_advantages
 from realsys.config.schema import Config

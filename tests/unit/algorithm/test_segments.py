@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from realsys.algorithm.loss import actor_loss
-from realsys.algorithm.segments import Segments
+from realsys.algorithm.loss_tokens import Segments
 from realsys.config.sections.schema_train import PPOConfig
 
 # Three rows of 1, 2 and 1 tokens; the first and the last are one episode, with advantage 2. The middle one has -1.

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realsys.buffer.masking import mask_group
+from realsys.algorithm.batch.token_losses import mask_group
 from realsys.train.data_manager import DataManager
 from realsys.train.stale_tokens import version_tokens, without_older
 from realsys.types import SampleMeta

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from realsys.buffer.sequence_buffer import SequenceBuffer
+from realsys.algorithm.batch.sequence_buffer import SequenceBuffer
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.ledger_state import LedgerState
 from realsys.manager.ledger.staleness import StalenessBound

@@ -16,8 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from realsys.buffer.masking import mask_group
-from realsys.buffer.token_losses import COPY, MASKED, STALE
+from realsys.algorithm.batch.token_losses import COPY, MASKED, STALE, mask_group
 from realsys.types import SampleMeta
 
 StalePolicy = Literal["train", "mask", "drop"]
