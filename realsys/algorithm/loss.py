@@ -24,7 +24,6 @@ from realsys.algorithm.batch.minibatches import counts_in_loss
 from realsys.algorithm.kl import MAX_LOG_RATIO, kl_estimate
 from realsys.algorithm.loss_tokens import Segments, blank, check_shapes, count, masked_max, masked_sum
 from realsys.algorithm.losses import ConfiguredLoss, LossInputs, Surrogate, load_loss
-from realsys.algorithm.losses.base import ConfiguredLoss
 from realsys.config.doors import LOSS
 from realsys.config.sections.schema_train import PPOConfig
 from realsys.errors import ConfigError
@@ -250,9 +249,7 @@ def _needed(segments: Segments | None, what: str) -> Segments:
     return segments
 
 
-# ---- trial -------------------------------------------------------------------------------------------------------
-#
-# Trial of a user's loss on two small batches, so that the launcher refuses a broken loss before the run.
+# ---- trial of a user's loss, before the run --------------------------------------------------------------------
 
 
 def try_loss(cfg: PPOConfig) -> None:

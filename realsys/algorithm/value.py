@@ -1,4 +1,4 @@
-"""The critic's loss on flat loss tokens (conventions of loss.py), and the explained variance of the returns."""
+"""The critic: its loss on flat loss tokens (conventions of loss.py), explained variance, normalisation of its targets."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ def _distance(error: Tensor, cfg: CriticConfig) -> Tensor:
     return torch.where(error.abs() <= cfg.huber_delta, square, far)
 
 
-# ---- value norm --------------------------------------------------------------------------------------------------
-#
-# Running mean and std of returns, which normalise the targets of a critic. Plain numpy, float64.
+# ---- normalisation of the targets ------------------------------------------------------------------------------
 
 
 #: Lower bound of the variance: after a first batch of equal returns, the next differences would be infinite.

@@ -1,4 +1,5 @@
-"""Count of the sampled tokens that are not trained, by reason, and of the bias that this gives to lengths. Pure.
+"""Sampled tokens that are not trained: their count by reason, the bias that this gives to lengths, and the masking of tokens
+that are too old. Pure.
 
     lose(reason, rows) ─┐
     train(batch) ───────┴─> close_step ──> shares of this step, KS distance over the last steps
@@ -134,12 +135,10 @@ def ks_distance(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
     return float(np.abs(below_a - below_b).max())
 
 
-# ---- masking -----------------------------------------------------------------------------------------------------
+# ---- tokens that are too old -----------------------------------------------------------------------------------
 #
-# Staleness of single tokens: which rows of a group are trained if no token older than a bound may be. Pure.
-#
-# A token that is too old stays in the context and leaves the loss. This module changes metadata; the worker that holds
-# the row makes the same choice from the same versions (``realsys.train.data_manager``).
+# They stay in the context and leave the loss. The worker that holds the row makes the same choice from the same versions
+# (``realsys.train.data_manager``).
 
 
 def mask_group(group: Sequence[SampleMeta], oldest: int) -> list[SampleMeta]:

@@ -5,7 +5,6 @@
     gspo.py       clipped sequence ratio
     cispo.py      clipped weight
     reinforce.py  no ratio
-    trial.py      a test of the user's loss before anything starts
 
 ``realsys.algorithm.loss`` contains the part that all losses share.
 """
