@@ -1,4 +1,4 @@
-"""The critic: its loss on flat loss tokens (conventions of loss.py), explained variance, normalisation of its targets."""
+"""The critic: its loss on flat loss tokens (conventions of loss.py), and normalisation of its targets."""
 
 from __future__ import annotations
 

@@ -114,8 +114,8 @@ def _split_alike(units: Sequence[Unit], parts: int, cost: CostFunction) -> list[
 
 # ---- rows that the actor does not compute ----------------------------------------------------------------------
 #
-# The loss has no gradient there. Master and ranks decide alike, from metadata alone: the master plans without the work of
-# these rows, and each rank leaves them out. They stay in the denominators of the loss.
+# The loss has no gradient there. Master and ranks decide alike, from metadata alone: the master plans without the work
+# of these rows, and each rank leaves them out. They stay in the denominators of the loss.
 
 
 def counts_in_loss(ref: SequenceRef, cfg: PPOConfig) -> bool:

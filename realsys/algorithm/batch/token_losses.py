@@ -1,5 +1,5 @@
-"""Sampled tokens that are not trained: their count by reason, the bias that this gives to lengths, and the masking of tokens
-that are too old. Pure.
+"""Sampled tokens that are not trained: their count by reason, the bias that this gives to lengths, and the masking of
+tokens that are too old. Pure.
 
     lose(reason, rows) ─┐
     train(batch) ───────┴─> close_step ──> shares of this step, KS distance over the last steps
@@ -137,8 +137,8 @@ def ks_distance(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
 
 # ---- tokens that are too old -----------------------------------------------------------------------------------
 #
-# They stay in the context and leave the loss. The worker that holds the row makes the same choice from the same versions
-# (``realsys.train.data_manager``).
+# They stay in the context and leave the loss. The worker that holds the row makes the same choice from the same
+# versions (``realsys.train.data_manager``).
 
 
 def mask_group(group: Sequence[SampleMeta], oldest: int) -> list[SampleMeta]:
