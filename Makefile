@@ -202,7 +202,7 @@ format: setup  ## rewrite the code in the project's format
 
 docs: setup  ## rewrite the generated parts of the pages (fields, metrics, figures, memory), and run the tests of the pages
 	$(PY) -m realsys.config.reference
-	$(PY) -m realsys.telemetry.reference
+	$(PY) -m realsys.observe.step_fields
 	$(PY) -m tests.support.docs.figures
 	$(PY) -m tests.support.docs.memory_settings
 	$(PY) -m pytest tests/docs $(COMPUTE) $(ARGS)

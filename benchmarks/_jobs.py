@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from realsys.config.paths import TrialPaths
-from realsys.telemetry.steps import read_steps
+from realsys.observe.step_log import read_steps
 
 REALSYS = (sys.executable, "-m", "realsys.launch.cli")
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks._table import report
 from realsys.config.paths import TrialPaths
-from realsys.telemetry.steps import read_steps
+from realsys.observe.step_log import read_steps
 
 SKIP = 6  # steps that fill the pipeline, left out of every figure
 TIMEOUT_S = 1800.0

@@ -45,7 +45,7 @@ import psutil
 
 from benchmarks._table import RESULTS, report
 from realsys.config.paths import TrialPaths
-from realsys.telemetry.steps import StepTail
+from realsys.observe.step_log import StepTail
 
 SETTLED = 100  # steps: allocators fill, caches warm up
 BLOCKS = 10

@@ -34,8 +34,8 @@ from realsys.generation.embedded.forward.weights import fuse, read_tensors
 from realsys.generation.embedded.scheduler import Request
 from realsys.generation.protocol import SamplingParams
 from realsys.hf.config import read_model
-from realsys.telemetry import spans
-from realsys.telemetry.spans import Phases, Recorder, span
+from realsys.observe import spans
+from realsys.observe.spans import Phases, Recorder, span
 
 ROUNDS, CALLS = 30, 5_000
 COMPLETIONS, GROUP, PROMPT, NEW_TOKENS, CONTEXT = 256, 8, 16, 50, 128

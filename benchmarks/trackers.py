@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks._table import report
 from realsys.config.compose import compose
 from realsys.config.paths import TrialPaths
-from realsys.launch.trackers.link import Trackers
-from realsys.telemetry.field_table import TRAIN
+from realsys.observe.step_fields import TRAIN
+from realsys.observe.trackers.link import Trackers
 
 
 def record(step: int) -> dict[str, Any]:

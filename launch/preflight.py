@@ -21,7 +21,7 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError, NameStoreError, StreamError
 from realsys.hf.config import read_model
 from realsys.hf.weight_headers import check_weights
-from realsys.launch.screen.text_figures import size_text
+from realsys.observe.screen.text_figures import size_text
 from realsys.stream.sockets import private_folder
 
 _ETCD_TIMEOUT_S = 5.0

@@ -51,17 +51,15 @@ from realsys.launch.processes.stop_request import watch_requests
 from realsys.launch.processes.supervisor import Supervisor
 from realsys.launch.recover import remove_half_written
 from realsys.launch.results.conclude import conclude, draw, newest_step
-from realsys.launch.results.drawing import draw_while_running
-from realsys.launch.screen.display import View, make_view
 from realsys.launch.screen.dry_run import print_dry_run
-from realsys.launch.screen.monitor import Monitor
-from realsys.launch.screen.progress import Progress
-from realsys.launch.screen.terminal import Terminal, reported, tell
-from realsys.launch.trackers.check import check_trackers
-from realsys.launch.trackers.link import Trackers
 from realsys.master.run.stopping import progress as progress_of_stop
-from realsys.telemetry.events import EventKind, EventLog
-from realsys.telemetry.steps import StepTail
+from realsys.observe.curves import draw_while_running
+from realsys.observe.events import EventKind, EventLog
+from realsys.observe.screen.display import View, make_view
+from realsys.observe.screen.progress import Monitor, Progress
+from realsys.observe.screen.terminal import Terminal, reported, tell
+from realsys.observe.step_log import StepTail
+from realsys.observe.trackers.link import Trackers, check_trackers
 from realsys.weights.host.places import sweep
 
 

@@ -28,7 +28,7 @@ from realsys.master.checkpoints import describe_role
 from realsys.master.loop import planned_steps
 from realsys.master.recovery import Start, decide
 from realsys.master.run.trial_start import Change, TrialStart
-from realsys.telemetry.steps import surviving_steps
+from realsys.observe.step_log import surviving_steps
 from realsys.train.checkpoint.checkpoint_files import (
     STATE,
     CheckpointState,

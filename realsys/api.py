@@ -28,7 +28,7 @@ from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.prepare import resolve
 from realsys.launch.process_plan import own_environment
 from realsys.launch.run import RunOptions
-from realsys.telemetry.steps import StepRecord, surviving_steps
+from realsys.observe.step_log import StepRecord, surviving_steps
 from realsys.view.samples.catalogue import Catalogue
 from realsys.view.samples.step_samples import Sample
 

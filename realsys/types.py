@@ -66,7 +66,7 @@ class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def unit(self) -> str:
-        """Name of this attempt in the spans of all processes (``realsys.telemetry.spans``)."""
+        """Name of this attempt in the spans of all processes (``realsys.observe.spans``)."""
         return f"{self.ticket_id}.{self.attempt}"
 
 

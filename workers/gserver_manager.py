@@ -9,7 +9,7 @@ from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.data.prompts import split_sizes
 from realsys.manager.http import Pages
 from realsys.manager.shell import Manager, ManagerParts
-from realsys.telemetry.latest import LatestRecords
+from realsys.observe.step_log import LatestRecords
 from realsys.view.app import SECRET, routes
 
 

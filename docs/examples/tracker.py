@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import urllib.request
 
-from realsys.telemetry.trackers.base import Point, Run, Tracker
+from realsys.observe.trackers.contract import Point, Run, Tracker
 
 
 class Chat(Tracker):

@@ -21,7 +21,7 @@ from realsys.manager.audit.audit_report import AuditReport
 from realsys.manager.audit.auditor import Auditor
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.tickets import tickets_in
-from realsys.telemetry.steps import RECOVERED, surviving_steps
+from realsys.observe.step_log import RECOVERED, surviving_steps
 
 _SHOWN = 5  # problems per check; --json has all of them
 

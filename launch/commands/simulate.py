@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realsys.launch.results.simulation_picture import draw_simulation
-from realsys.launch.screen.terminal import WorkLine
+from realsys.observe.screen.terminal import WorkLine
 from realsys.simulate.invariants import Broken
 from realsys.simulate.scenarios import plan
 from realsys.simulate.simulation import Simulation

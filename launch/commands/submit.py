@@ -20,12 +20,12 @@ from realsys.launch.launchers.slurm import steps_as_text
 from realsys.launch.prepare import examine
 from realsys.launch.process_plan import agent_command, own_python_path
 from realsys.launch.run import RunOptions, plan_run, show_plan
-from realsys.launch.screen.log_tail import LogTail
 from realsys.launch.slurm.job_follow import follow_job
 from realsys.launch.slurm.job_script import Job, job_name, render
 from realsys.launch.slurm.job_watch import LIVES
 from realsys.launch.slurm.slurm_client import SlurmError, SlurmSilent, job_state, submit
 from realsys.launch.trial_job import TrialJob, describe_job, job_log
+from realsys.observe.screen.terminal import LogTail
 from realsys.storage.file_lock import FileLock
 
 _EXIT_CTRL_C = 130

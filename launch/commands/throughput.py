@@ -18,7 +18,7 @@ from realsys.errors import ConfigError
 from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.fit import fit as fit_config
 from realsys.launch.prepare import resolve
-from realsys.launch.screen.terminal import Terminal, WorkLine
+from realsys.observe.screen.terminal import Terminal, WorkLine
 from realsys.planner.cost_fit import FIT_SIMULATIONS, MEMBERS, fit, recorded_outcome
 from realsys.planner.parameters import Fit
 from realsys.planner.predict import PREDICT_SIMULATIONS, Prediction, predict

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realsys.launch.commands.trials.finding import find_trial
-from realsys.telemetry.percent import whole_percents
+from realsys.observe.percent import whole_percents
 from realsys.timeline.picture.trace_file import Steps, Wanted, write_trace
 from realsys.timeline.step_times import PARTS, StepTime
 from realsys.timeline.waits import WAITS

@@ -18,7 +18,7 @@ from realsys.launch.evaluate.eval_settings import Choices
 from realsys.launch.evaluate.live import LiveEvaluations, client_of, live_sets, new_name, not_running
 from realsys.launch.evaluate.own_servers import evaluate_model
 from realsys.launch.evaluate.target import find_target, trial_of
-from realsys.launch.screen.terminal import Terminal
+from realsys.observe.screen.terminal import Terminal
 
 
 def evaluate(target: str, choices: Choices, step: int | None, *, live: bool) -> int:

@@ -9,10 +9,9 @@ from typing import Any
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import RecordError
-from realsys.evaluation.eval_records import incomplete_reason, omissions
-from realsys.evaluation.stored_samples import read_samples
 from realsys.launch.arguments.words import command_line
-from realsys.telemetry.percent import percent, percentage
+from realsys.observe.evaluation_records import incomplete_reason, omissions, read_samples
+from realsys.observe.percent import percent, percentage
 
 Result = Mapping[str, Any]
 _FILE = "results.json"

@@ -26,11 +26,11 @@ from realsys.config.evaluation_sets import EvaluationSet, id_of_set
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, KeyMissing, NameStoreError, WaitTimeout
-from realsys.evaluation.eval_records import record
 from realsys.launch.evaluate.eval_settings import Choices, sets_to_evaluate
 from realsys.launch.start import changes
 from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
 from realsys.master.evaluation import ResultWriter, outcome_of
+from realsys.observe.evaluation_records import record
 from realsys.rollout.manager_client import ManagerClient
 
 _POLL_S, _SHOW_S = 0.5, 5.0

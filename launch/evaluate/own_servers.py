@@ -16,10 +16,10 @@ from realsys.launch.prepare import prepare, resolve
 from realsys.launch.processes.restart_policy import Outcome
 from realsys.launch.results.conclude import report_failure, summarised
 from realsys.launch.run import Planned, plan_of, supervise
-from realsys.launch.screen.evaluation_view import EvaluationView
-from realsys.launch.screen.terminal import Terminal, tell
 from realsys.master.run.evaluation_run import EVAL_ID
-from realsys.telemetry.steps import read_steps
+from realsys.observe.screen.plain import EvaluationView
+from realsys.observe.screen.terminal import Terminal, tell
+from realsys.observe.step_log import read_steps
 from realsys.weights.host.places import sweep
 
 

@@ -35,9 +35,9 @@ from realsys.launch.evaluate.eval_settings import Choices
 from realsys.launch.evaluate.own_servers import planned_evaluation
 from realsys.launch.evaluate.target import find_target
 from realsys.launch.prepare import make_inputs
-from realsys.launch.screen.terminal import Terminal
 from realsys.manager.ledger.order import sampling_seed
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
+from realsys.observe.screen.terminal import Terminal
 from realsys.reward.build import own_verifiers
 from realsys.rollout import agents, environments
 from realsys.rollout.engine_calls import Engine

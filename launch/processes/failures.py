@@ -15,7 +15,7 @@ from realsys.cluster.failure import ErrorRecord
 from realsys.launch.nodes.base import ProcessId
 from realsys.launch.processes.logs import ending
 from realsys.launch.processes.restart_policy import KILL_HEARD_AFTER_S, Cause, Death, Outcome
-from realsys.launch.screen.text_figures import size_text
+from realsys.observe.screen.text_figures import size_text
 
 _LOG_LINES = 15
 _TAIL_BYTES = 1 << 16

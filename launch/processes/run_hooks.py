@@ -9,11 +9,11 @@ from typing import Protocol
 from realsys.cluster.failure import ErrorRecord
 from realsys.launch.process_plan import ProcessSpec
 from realsys.launch.processes.restart_policy import NO_CHECKPOINT
-from realsys.telemetry.events import EventKind
+from realsys.observe.events import EventKind
 
 
 class Say(Protocol):
-    """Takes a line for the user; ``kind`` and ``process`` are those of its event (realsys.telemetry.events)."""
+    """Takes a line for the user; ``kind`` and ``process`` are those of its event (realsys.observe.events)."""
 
     def __call__(self, text: str, kind: EventKind = "note", process: str = "") -> None: ...
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realsys.errors import RewardError
-from realsys.evaluation.estimates import Tally, pooled
 from realsys.launch.regrade.recorded import LeftOut, Recorded
+from realsys.observe.evaluation_statistics import Tally, pooled
 from realsys.rollout.environments.base import Judgement
 
 TOLERANCE = 1e-6  # rewards that differ by less are equal

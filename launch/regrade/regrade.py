@@ -29,7 +29,7 @@ from realsys.launch.commands.samples.lines import printable
 from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.regrade.disagreement import Different, Disagreement, verdict_name
 from realsys.launch.regrade.recorded import LeftOut, Recorded, RecordReader
-from realsys.launch.screen.terminal import WorkLine
+from realsys.observe.screen.terminal import WorkLine
 from realsys.reward.build import own_verifiers
 from realsys.reward.judge.rubric_file import read_rubric
 from realsys.rollout import environments

@@ -10,11 +10,11 @@ from realsys.config.schema import Config
 from realsys.launch.nodes.base import EXIT_NO_MACHINE
 from realsys.launch.processes.failures import FirstFailure, first_failure
 from realsys.launch.processes.restart_policy import NO_CHECKPOINT, Outcome
-from realsys.launch.results.curves import draw_curves
 from realsys.launch.results.report import Summary, print_summary, summarise, write_summary
 from realsys.launch.results.saved_steps import saved_line
-from realsys.launch.screen.terminal import Terminal, reported, tell
-from realsys.telemetry.steps import surviving_steps
+from realsys.observe.curves import draw_curves
+from realsys.observe.screen.terminal import Terminal, reported, tell
+from realsys.observe.step_log import surviving_steps
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
 
 

@@ -12,15 +12,15 @@ from rich.console import Console
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.evaluation.eval_records import asked, further, headline, is_held_out, margin
 from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Outcome
-from realsys.launch.results.totals import Totals, averaged_ends
-from realsys.launch.screen.progress import Record, mean, number, time_parts
-from realsys.launch.screen.text_figures import failures_text, fmt, worth_showing
-from realsys.telemetry.percent import apportioned, percent, percentage
-from realsys.telemetry.signal import signal_warning
-from realsys.telemetry.steps import surviving_steps
+from realsys.observe.evaluation_records import asked, further, headline, is_held_out, margin
+from realsys.observe.percent import apportioned, percent, percentage
+from realsys.observe.screen.progress import Record, mean, number, time_parts
+from realsys.observe.screen.text_figures import failures_text, fmt, worth_showing
+from realsys.observe.signal import signal_warning
+from realsys.observe.step_log import surviving_steps
+from realsys.observe.totals import Totals, averaged_ends
 
 Summary = dict[str, Any]
 

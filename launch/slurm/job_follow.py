@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from realsys.launch.screen.log_tail import LogTail, show_new
 from realsys.launch.slurm.job_watch import JobWatch
 from realsys.launch.slurm.slurm_client import SlurmError, job_state
+from realsys.observe.screen.terminal import LogTail, show_new
 
 _LOOK_S = 1.0
 _SILENT_S = 600.0  # slurmctld may be down for a while: the job continues, and realsys follows it

@@ -29,11 +29,11 @@ from realsys.launch.prepare import check_folder, examine
 from realsys.launch.process_plan import own_environment
 from realsys.launch.processes.signals import stop_signals
 from realsys.launch.run import Planned, RunOptions, host_of_launcher, plan_run
-from realsys.launch.screen.terminal import tell
-from realsys.launch.screen.text_figures import aligned
 from realsys.launch.start import decide_start, is_complete, read_trial
 from realsys.launch.sweep.sweep_trials import SweepTrial, sweep_trials
 from realsys.master.run.trial_start import TrialStart
+from realsys.observe.screen.terminal import tell
+from realsys.observe.screen.text_figures import aligned
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from realsys.cluster.process import (
     raise_file_limit,
 )
 from realsys.errors import Fenced, RealsysError, WaitTimeout
-from realsys.telemetry import spans
+from realsys.observe import spans
 
 if TYPE_CHECKING:
     from realsys.cluster.heartbeat import Heartbeat

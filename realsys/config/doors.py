@@ -376,12 +376,12 @@ TRACKER = Door(
     "telemetry.trackers",
     "tracker",
     {
-        "file": "realsys.telemetry.trackers.file:FileTracker",
-        "mlflow": "realsys.telemetry.trackers.mlflow:MlflowTracker",
-        "tensorboard": "realsys.telemetry.trackers.tensorboard:TensorBoardTracker",
-        "trackio": "realsys.telemetry.trackers.trackio:TrackioTracker",
-        "wandb": "realsys.telemetry.trackers.wandb:WandbTracker",
+        "file": "realsys.observe.trackers.file:FileTracker",
+        "mlflow": "realsys.observe.trackers.mlflow:MlflowTracker",
+        "tensorboard": "realsys.observe.trackers.tensorboard:TensorBoardTracker",
+        "trackio": "realsys.observe.trackers.trackio:TrackioTracker",
+        "wandb": "realsys.observe.trackers.wandb:WandbTracker",
     },
-    derives("realsys.telemetry.trackers.base:Tracker"),
+    derives("realsys.observe.trackers.contract:Tracker"),
     arguments="telemetry.tracker_args",
 )

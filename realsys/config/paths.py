@@ -134,7 +134,7 @@ class TrialPaths:
 
     @property
     def evaluations(self) -> Path:
-        """Completions and results of evaluations, one folder per evaluation (realsys.evaluation.stored_samples)."""
+        """Completions and results of evaluations, one folder per evaluation (realsys.observe.evaluation_records)."""
         return self.root / "evaluations"
 
     @property
@@ -144,12 +144,12 @@ class TrialPaths:
 
     @property
     def spans(self) -> Path:
-        """Timeline of the processes, a bounded folder per process (realsys.telemetry.spans)."""
+        """Timeline of the processes, a bounded folder per process (realsys.observe.spans)."""
         return self.root / "spans"
 
     @property
     def events(self) -> Path:
-        """Starts, restarts and notes of the launcher, one JSON record per line (realsys.telemetry.events)."""
+        """Starts, restarts and notes of the launcher, one JSON record per line (realsys.observe.events)."""
         return self.root / "events.jsonl"
 
     @property

@@ -25,7 +25,7 @@ from realsys.manager.metrics import render_metrics
 from realsys.manager.operations import OPERATIONS, Operation
 from realsys.manager.refusals import BadCall, OlderTrainer, Refusal
 from realsys.manager.service import ManagerService
-from realsys.telemetry.steps import StepRecord
+from realsys.observe.step_log import StepRecord
 
 log = logging.getLogger(__name__)
 

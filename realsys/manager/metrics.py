@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from realsys.manager.messages import RefusalReason
 from realsys.manager.overview import admission, servers
 from realsys.manager.state import ManagerState
-from realsys.telemetry.prometheus import curve_metrics
+from realsys.observe.points import curve_metrics
 
 
 class StateCollector(Collector):

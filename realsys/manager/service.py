@@ -29,7 +29,7 @@ from realsys.manager.operations import Operation, Reply, Request
 from realsys.manager.refusals import NoServer
 from realsys.manager.routing.rollout_workers import incarnation_of
 from realsys.manager.state import ManagerState
-from realsys.telemetry import spans
+from realsys.observe import spans
 
 IsGone = Callable[[], Awaitable[bool]]
 T = TypeVar("T")

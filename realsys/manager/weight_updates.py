@@ -22,7 +22,7 @@ from realsys.generation.client import GenerationClient
 from realsys.manager.routing.server_table import Server
 from realsys.manager.routing.servers import Idle, Probe, UpdateOrder
 from realsys.manager.service import ManagerService, wait_for
-from realsys.telemetry.spans import span
+from realsys.observe.spans import span
 from realsys.types import ServerAddress
 
 log = logging.getLogger(__name__)

@@ -56,11 +56,11 @@ from realsys.master.statistics import (
 )
 from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
+from realsys.observe import spans
+from realsys.observe.signal import SignalWatch
+from realsys.observe.spans import span
+from realsys.observe.step_log import USED_UP
 from realsys.rollout.manager_client import ManagerClient
-from realsys.telemetry import spans
-from realsys.telemetry.signal import SignalWatch
-from realsys.telemetry.spans import span
-from realsys.telemetry.steps import USED_UP
 
 log = logging.getLogger(__name__)
 

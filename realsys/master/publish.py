@@ -31,7 +31,7 @@ from realsys.cluster.store.base import NameStore
 from realsys.config.allocation import ACTOR
 from realsys.errors import NameStoreError, WeightsError
 from realsys.model_calls import Empty
-from realsys.telemetry.spans import span
+from realsys.observe.spans import span
 from realsys.types import PublishedVersion
 from realsys.weights.base import Committed, WeightPublisher
 from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest

@@ -20,7 +20,7 @@ from typing import Any
 
 from realsys.config.evaluation_sets import EvaluationSet, id_of_set
 from realsys.errors import CheckpointError
-from realsys.telemetry.steps import RECOVERED, StepRecord
+from realsys.observe.step_log import RECOVERED, StepRecord
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState
 

@@ -24,7 +24,7 @@ from realsys.master.calls.ownership import Ownership
 from realsys.master.records.agreement import AgreementSampler
 from realsys.master.records.recorder import Recorder
 from realsys.model_calls import SNAPSHOT
-from realsys.telemetry.spans import span
+from realsys.observe.spans import span
 from realsys.types import SampleMeta, SequenceRef
 
 Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]

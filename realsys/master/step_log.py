@@ -1,4 +1,4 @@
-"""Writes the step log that `realsys.telemetry.steps` reads: one JSON record a line, a whole line or
+"""Writes the step log that `realsys.observe.step_log` reads: one JSON record a line, a whole line or
 none.
 
 The log grows with every step of a run, so lines are short: numbers keep the digits that mean

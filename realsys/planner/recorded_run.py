@@ -23,8 +23,8 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.manager.ledger.events import Finished, Granted
 from realsys.manager.ledger.journal import read_journal
+from realsys.observe.step_log import read_steps
 from realsys.planner.server_times import ServerTimes, read_server_times
-from realsys.telemetry.steps import read_steps
 from realsys.train.records.record_files import read_record, recorded_steps
 
 FEWEST_STEPS = 8  # noise hides the costs of a step if there are fewer

@@ -37,7 +37,7 @@ from realsys.generation.received import Received
 from realsys.manager.ledger.order import sampling_seed
 from realsys.manager.messages import MOST_RELEASED, ScheduleReply, ScheduleRequest
 from realsys.manager.routing.prefix import prefix_hashes
-from realsys.telemetry.spans import span
+from realsys.observe.spans import span
 from realsys.types import I32, FinishReason, Ticket
 
 log = logging.getLogger(__name__)

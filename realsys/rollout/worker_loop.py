@@ -38,12 +38,12 @@ from realsys.manager.messages import (
     TouchReply,
     TouchRequest,
 )
+from realsys.observe import spans
+from realsys.observe.spans import span
 from realsys.reward.build import Verifiers
 from realsys.rollout.defects import one_line
 from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.sessions import Played
-from realsys.telemetry import spans
-from realsys.telemetry.spans import span
 from realsys.types import Episode, Group, Ticket
 
 log = logging.getLogger(__name__)

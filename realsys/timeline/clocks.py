@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from realsys.telemetry.spans import Header
+from realsys.observe.spans import Header
 from realsys.timeline.units import completion_of
 
 if TYPE_CHECKING:

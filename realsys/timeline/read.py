@@ -1,4 +1,4 @@
-"""Reader of the spans of all processes (``realsys.telemetry.spans``), put on one clock.
+"""Reader of the spans of all processes (``realsys.observe.spans``), put on one clock.
 
     {trial}/spans/<process>/*.spans ──> segments of each process ──> clocks of the hosts ──> Timeline: spans by begin
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from realsys.telemetry.spans import FLUSH_S, LOST, SUFFIX, Header, RawSpan
+from realsys.observe.spans import FLUSH_S, LOST, SUFFIX, Header, RawSpan
 from realsys.timeline.clocks import Offset, base_offsets, offsets_of
 
 _HEADER = msgspec.json.Decoder(Header)

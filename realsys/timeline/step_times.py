@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realsys.telemetry.percent import whole_percents
-from realsys.telemetry.steps import RECOVERED, StepRecord, last_records, surviving
+from realsys.observe.percent import whole_percents
+from realsys.observe.step_log import RECOVERED, StepRecord, last_records, surviving
 
 #: name of a part -> what the trainer does in it
 PARTS: Mapping[str, str] = {

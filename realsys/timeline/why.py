@@ -17,8 +17,8 @@ from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
-from realsys.telemetry.percent import apportioned
-from realsys.telemetry.steps import surviving_steps
+from realsys.observe.percent import apportioned
+from realsys.observe.step_log import surviving_steps
 from realsys.timeline.advice import Facts, advice
 from realsys.timeline.follow import ways_of
 from realsys.timeline.read import Span, Window, bounded_window, read_timeline

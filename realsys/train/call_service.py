@@ -60,8 +60,8 @@ from realsys.model_calls import (
     TransferReply,
     TransferRequest,
 )
+from realsys.observe.spans import span
 from realsys.storage.dropped_groups import DroppedWriter
-from realsys.telemetry.spans import span
 from realsys.train.calls import Role, find_handler
 from realsys.train.checkpoint.checkpoint_messages import (
     FinishCheckpointRequest,

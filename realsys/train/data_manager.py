@@ -18,7 +18,7 @@ import numpy.typing as npt
 from realsys.config.dataflow import KV_VERSIONS, TEMPERATURES
 from realsys.errors import StreamError
 from realsys.model_calls import SamplesArrived
-from realsys.telemetry import spans
+from realsys.observe import spans
 from realsys.train.stale_tokens import version_tokens, without_older
 from realsys.types import ARRAY_KEYS, Group, GroupOrigin, Row, RowOrigin, SampleMeta, SequenceRef
 

@@ -3,7 +3,7 @@
     step log ──StepTail──> Curves: points of 1, 2, 4, ... steps, so that a run of any length has at most MOST_POINTS
                              └──document──> columns of at most SENT_POINTS
 
-A later ``recovered`` record removes the points of the steps that it undid, as ``realsys.telemetry.steps`` has it.
+A later ``recovered`` record removes the points of the steps that it undid, as ``realsys.observe.step_log`` has it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realsys.config.sections.schema_evaluation import HELD_OUT
-from realsys.evaluation.eval_records import headline, incomplete_reason, without_incomplete
-from realsys.telemetry.events import Event, restarts_in_steps
-from realsys.telemetry.steps import undone
+from realsys.observe.evaluation_records import headline, incomplete_reason, without_incomplete
+from realsys.observe.events import Event, restarts_in_steps
+from realsys.observe.step_log import undone
 
 MOST_POINTS = 4096
 SENT_POINTS = 512

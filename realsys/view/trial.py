@@ -24,8 +24,8 @@ from realsys.hf.config import read_model
 from realsys.manager.ledger.events import TicketEvent
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.ledger_state import LedgerState
-from realsys.telemetry.events import RESTARTS, Event, EventTail
-from realsys.telemetry.steps import StepTail
+from realsys.observe.events import RESTARTS, Event, EventTail
+from realsys.observe.step_log import StepTail
 from realsys.timeline.step_times import last_steps, sum_of
 from realsys.timeline.why import LAST, sentence
 from realsys.view.curves import MOST_MARKS, Curves

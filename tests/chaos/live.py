@@ -21,7 +21,7 @@ from realsys.cluster.store.base import NameStore
 from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.cluster.store.names import Names
 from realsys.config.dump import read_config
-from realsys.telemetry.steps import StepTail
+from realsys.observe.step_log import StepTail
 from tests.chaos.kept_agents import Agents
 from tests.support.faults.plan import note_pid, pid_of
 from tests.support.jobs.jobs import LiveJob, processes_of

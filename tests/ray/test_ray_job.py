@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from realsys.launch.commands.audit import audit_trial
-from realsys.telemetry.steps import surviving_steps
+from realsys.observe.step_log import surviving_steps
 from tests.conftest import SESSION_MARK
 from tests.support.jobs.jobs import BOUND_S, arith, processes_of, run, running
 from tests.support.jobs.ledgers import check_staleness

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from realsys.config.doors import TRACKER
-from realsys.telemetry.trackers.base import Run
-from realsys.telemetry.trackers.feed import Feed
+from realsys.observe.trackers.contract import Run
+from realsys.observe.trackers.feed import Feed
 from tests.support.telemetry.step_logs import append
 
 

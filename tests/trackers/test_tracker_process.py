@@ -10,8 +10,7 @@ import pytest
 
 from realsys.config.compose import compose
 from realsys.config.paths import TrialPaths
-from realsys.launch.trackers.check import check_trackers
-from realsys.launch.trackers.link import Trackers
+from realsys.observe.trackers.link import Trackers, check_trackers
 from tests.support.polling import poll
 from tests.support.telemetry.step_logs import append, train
 from tests.support.telemetry.wandb_files import history

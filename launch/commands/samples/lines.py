@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from realsys.evaluation.stored_samples import EvalSample
+from realsys.observe.evaluation_records import EvalSample
 from realsys.view.samples.base import SampleView
 from realsys.view.samples.step_samples import VERDICTS, Sample
 

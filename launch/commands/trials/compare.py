@@ -14,11 +14,11 @@ from rich.console import Console
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
 from realsys.launch.commands.trials.finding import find_trial
-from realsys.launch.results.totals import Totals, curve_points
-from realsys.launch.screen.progress import number
-from realsys.launch.screen.text_figures import aligned, fmt, scale_of, sparkline
 from realsys.launch.start import changes
-from realsys.telemetry.steps import surviving_steps
+from realsys.observe.screen.progress import number
+from realsys.observe.screen.text_figures import aligned, fmt, scale_of, sparkline
+from realsys.observe.step_log import surviving_steps
+from realsys.observe.totals import Totals, curve_points
 
 _WIDTH = 40  # characters of a curve
 #: settings that say where a trial is, not what it does

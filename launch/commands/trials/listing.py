@@ -11,11 +11,11 @@ from typing import Any
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.evaluation.eval_records import is_held_out
-from realsys.launch.screen.progress import Progress, number
-from realsys.launch.screen.text_figures import aligned, fmt
 from realsys.launch.slurm.slurm_client import JobState, SlurmError, job_states
 from realsys.launch.trial_job import TrialJob, trial_state, trials_in
+from realsys.observe.evaluation_records import is_held_out
+from realsys.observe.screen.progress import Progress, number
+from realsys.observe.screen.text_figures import aligned, fmt
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 #: the first ones fit 80 columns

@@ -14,10 +14,10 @@ from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
 from realsys.launch.commands.trials.finding import find_trial, is_trial
 from realsys.launch.lock import is_held
-from realsys.launch.screen.log_tail import LogTail, show_new
 from realsys.launch.slurm.job_follow import follow_job
 from realsys.launch.slurm.slurm_client import is_here
 from realsys.launch.trial_job import TrialJob, job_log
+from realsys.observe.screen.terminal import LogTail, show_new
 
 JOB = "job"
 _LOOK_S = 0.5

@@ -15,14 +15,13 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.arguments.words import resume_command
 from realsys.launch.results.report import EVALUATION_KEYS, Summary
-from realsys.launch.screen.monitor import ask_once
-from realsys.launch.screen.progress import Progress, Record
-from realsys.launch.screen.text_figures import memory_of
 from realsys.launch.slurm.job_watch import LIVES
 from realsys.launch.slurm.slurm_client import JobState, SlurmError, job_state
 from realsys.launch.trial_job import TrialJob, trial_state
-from realsys.telemetry.events import Event, EventTail
-from realsys.telemetry.steps import StepTail
+from realsys.observe.events import Event, EventTail
+from realsys.observe.screen.progress import Progress, Record, ask_once
+from realsys.observe.screen.text_figures import memory_of
+from realsys.observe.step_log import StepTail
 from realsys.timeline.why import bottleneck
 
 SHOWN_STEPS = 10

@@ -17,15 +17,14 @@ from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.commands.trials.snapshot import Observer, Snapshot, damaged_summary, waiting_values
 from realsys.launch.lock import is_held
 from realsys.launch.results.report import print_summary
-from realsys.launch.screen.display import View, make_view
-from realsys.launch.screen.monitor import Monitor
-from realsys.launch.screen.plain import PlainView, eval_line
-from realsys.launch.screen.progress import Progress
-from realsys.launch.screen.text_figures import memory_text
 from realsys.launch.slurm.slurm_client import SlurmError, job_state
 from realsys.launch.trial_job import TrialJob, describe_job
-from realsys.telemetry.events import EventTail
-from realsys.telemetry.steps import StepTail
+from realsys.observe.events import EventTail
+from realsys.observe.screen.display import View, make_view
+from realsys.observe.screen.plain import PlainView, eval_line
+from realsys.observe.screen.progress import Monitor, Progress
+from realsys.observe.screen.text_figures import memory_text
+from realsys.observe.step_log import StepTail
 from realsys.timeline.why import bottleneck
 
 _LOOK_S = 1.0  # seconds between two checks for events and for the end of the trial

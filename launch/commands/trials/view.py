@@ -17,9 +17,8 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError, NameStoreError
 from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.lock import is_held
-from realsys.launch.screen.monitor import Monitor, NoScreen
-from realsys.launch.screen.progress import Progress
-from realsys.telemetry.steps import StepTail
+from realsys.observe.screen.progress import Monitor, NoScreen, Progress
+from realsys.observe.step_log import StepTail
 from realsys.view.server import serve_view
 
 _TIMEOUT_S = 3.0

@@ -25,7 +25,7 @@ from realsys.generation.embedded.staging import Stager, Update
 from realsys.generation.limits import Limits
 from realsys.generation.protocol import SamplingParams, ServerInfo, UpdateResult
 from realsys.generation.threaded import ThreadedEngine, join
-from realsys.telemetry import spans
+from realsys.observe import spans
 
 
 class Engine(ThreadedEngine):

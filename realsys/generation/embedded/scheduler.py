@@ -22,7 +22,7 @@ from realsys.errors import GenerationError, ServerBusy
 from realsys.generation.backend import Completion
 from realsys.generation.embedded.layout import Layout, LayoutPlanner, RowGroup
 from realsys.generation.protocol import UNSYNCED, SamplingParams
-from realsys.telemetry.spans import Phases, now
+from realsys.observe.spans import Phases, now
 from realsys.types import I32, TopLogprobs
 
 __all__ = ["Layout", "LiveCompletion", "Request", "RowGroup", "Scheduler"]

@@ -18,7 +18,7 @@ from realsys.generation.backend import Load, Staged
 from realsys.generation.embedded.forward.weights import ModelWeights, fuse
 from realsys.generation.protocol import UpdateResult
 from realsys.hf.architecture import HfModel
-from realsys.telemetry.spans import span
+from realsys.observe.spans import span
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from realsys.generation.protocol import UNSYNCED
 from realsys.generation.sglang.api import Reply
 from realsys.generation.sglang.keeper import Run
 from realsys.generation.sglang.requests import KeyNamespace, Request
-from realsys.telemetry import spans
+from realsys.observe import spans
 
 #: A trip waits in SGLang's queue, too. The keeper ends it much earlier, when SGLang samples nothing.
 _TRIP_TIMEOUT_S = 86400.0

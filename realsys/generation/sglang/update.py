@@ -31,7 +31,7 @@ from realsys.generation.protocol import PauseMode, UpdateResult
 from realsys.generation.sglang.api import Piece, Reply, is_lost
 from realsys.generation.sglang.keeper import Run
 from realsys.generation.sglang.traffic import Traffic
-from realsys.telemetry.spans import span
+from realsys.observe.spans import span
 
 log = logging.getLogger(__name__)
 

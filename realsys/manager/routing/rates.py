@@ -10,7 +10,7 @@ from realsys.algorithm.batch.token_losses import FAILED, rounded_length
 from realsys.manager.ledger.columns import bounded
 from realsys.manager.messages import FinishRequest
 from realsys.manager.routing.placement import Reservation
-from realsys.telemetry.rate import RateWindow
+from realsys.observe.rate import RateWindow
 
 Size = TypeVar("Size", int, float)  # bytes
 

@@ -41,8 +41,8 @@ from realsys.errors import RewardError
 from realsys.master.calls.gpu_use import gpu_use
 from realsys.master.calls.ownership import Ownership
 from realsys.model_calls import Empty, MfcReply, MfcRequest, TransferReply
+from realsys.observe import spans
 from realsys.stream.codec import encode_message
-from realsys.telemetry import spans
 from realsys.train.step_gate import StepAbandoned
 from realsys.types import METADATA_KEYS, SequenceRef
 

@@ -27,7 +27,7 @@ from realsys.master.recovery import Start, evaluated, find_start, has_trained, r
 from realsys.master.run.parts import MasterParts, build_loop, build_warmup, model_dir
 from realsys.master.run.trial_start import read_start
 from realsys.model_calls import InitializeRequest
-from realsys.telemetry.steps import StepRecord, surviving_steps
+from realsys.observe.step_log import StepRecord, surviving_steps
 
 log = logging.getLogger(__name__)
 

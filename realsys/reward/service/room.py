@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from realsys.cluster.http.http_guard import Refused
-from realsys.telemetry.rate import RateWindow
+from realsys.observe.rate import RateWindow
 
 MAX_BYTES = 512 << 20  # bytes of the requests that a service holds
 _FIRST_S, _LAST_S = 1, 10  # bounds on the wait that a full service asks for

@@ -24,6 +24,7 @@ from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import AgentError, ConfigError, DataError
 from realsys.generation.client import Generated
+from realsys.observe.spans import span
 from realsys.rollout import tools as tools_door
 from realsys.rollout.agents.base import AgentParts, Session
 from realsys.rollout.conversation import Conversation
@@ -33,7 +34,6 @@ from realsys.rollout.gateway.formats.parser import parser_of
 from realsys.rollout.gateway.wire.base import Call, Choice
 from realsys.rollout.task import Task
 from realsys.rollout.tools.base import Tool, ToolError
-from realsys.telemetry.spans import span
 from realsys.types import Episode
 
 TEMPLATE_TOKENS = 64  # upper bound on the tokens that a chat template adds around the results of a turn

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from realsys.data.prompts import Prompt
-from realsys.evaluation.stored_samples import EvalSample, append_sample
+from realsys.observe.evaluation_records import EvalSample, append_sample
 from realsys.types import Episode, Ticket
 
 

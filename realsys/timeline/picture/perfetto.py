@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realsys.telemetry.events import Event
+from realsys.observe.events import Event
 from realsys.timeline.follow import Ways, ways_of
 from realsys.timeline.picture.lanes import Lane, lanes_of
 from realsys.timeline.read import Span, Timeline

@@ -12,9 +12,9 @@ import msgspec
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
-from realsys.telemetry.events import read_events
-from realsys.telemetry.spans import SUFFIX
-from realsys.telemetry.steps import StepRecord, StepTail
+from realsys.observe.events import read_events
+from realsys.observe.spans import SUFFIX
+from realsys.observe.step_log import StepRecord, StepTail
 from realsys.timeline.follow import ticket_named, ways_of
 from realsys.timeline.picture.perfetto import RUN, trace_events
 from realsys.timeline.read import Span, Timeline, Window, read_timeline

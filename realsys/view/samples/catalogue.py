@@ -19,8 +19,7 @@ from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError
-from realsys.evaluation.eval_records import headline
-from realsys.evaluation.stored_samples import RESULT, SAMPLES, read_result, stored_evaluations
+from realsys.observe.evaluation_records import RESULT, SAMPLES, headline, read_result, stored_evaluations
 from realsys.storage.dropped_groups import group_files
 from realsys.storage.files import FileStamp, file_stamp
 from realsys.train.records.record_files import BATCH, record_of_step, recorded_steps

@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 
 from realsys.errors import MALFORMED, RecordError
-from realsys.evaluation.eval_records import headline
-from realsys.evaluation.stored_samples import SAMPLES, EvalSample, read_result
+from realsys.observe.evaluation_records import SAMPLES, EvalSample, headline, read_result
 from realsys.view.samples.base import SampleRow, SampleView, Turn
 
 MOST_LINES = 200_000  # completions of one evaluation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from realsys.errors import RecordError
-from realsys.evaluation.stored_samples import read_result, stored_evaluations
+from realsys.observe.evaluation_records import read_result, stored_evaluations
 
 
 def chosen_evaluation(root: Path, eval_id: str = "", of_set: str = "") -> str:

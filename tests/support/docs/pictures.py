@@ -23,11 +23,9 @@ from rich.console import Console, Group
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.errors import WaitTimeout
-from realsys.launch.results.curves import draw_curves
-from realsys.launch.screen.display import expected_workers
-from realsys.launch.screen.live_lines import Frame, lines
-from realsys.launch.screen.monitor import ask_once
-from realsys.launch.screen.progress import Progress
+from realsys.observe.curves import draw_curves
+from realsys.observe.screen.display import Frame, expected_workers, lines
+from realsys.observe.screen.progress import Progress, ask_once
 from tests.support.polling import poll
 from tests.support.view.page_pictures import view_pictures
 

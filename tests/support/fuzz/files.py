@@ -30,7 +30,6 @@ from realsys.errors import (
     WeightsError,
 )
 from realsys.launch.commands.audit import audit_trial
-from realsys.launch.screen.progress import Progress
 from realsys.manager.ledger.events import Event
 from realsys.manager.ledger.journal import Journal, read_journal
 from realsys.manager.ledger.tickets import ticket_name
@@ -38,9 +37,10 @@ from realsys.manager.routing import rollout_workers as workers
 from realsys.manager.settings import ManagerSettings
 from realsys.manager.shell import decode_value
 from realsys.manager.state import ManagerState
+from realsys.observe.screen.progress import Progress
+from realsys.observe.step_log import read_steps
 from realsys.storage.commit_folder import FolderFormat
 from realsys.stream.security import KEY_FILE, CurveKeys, ensure_keys, load_keys
-from realsys.telemetry.steps import read_steps
 from realsys.train.checkpoint import checkpoint_files as checkpoint
 from realsys.train.records import record_files as record
 from realsys.types import PublishedVersion, ServerAddress

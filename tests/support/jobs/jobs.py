@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from realsys.config.paths import TrialPaths
-from realsys.telemetry.steps import read_steps
+from realsys.observe.step_log import read_steps
 from tests.conftest import SESSION_MARK
 from tests.support.polling import poll
 from tests.support.processes.forked import COMMAND, Command, start

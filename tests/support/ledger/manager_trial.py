@@ -23,7 +23,7 @@ from realsys.manager.http import Pages
 from realsys.manager.service import ManagerService, Signal
 from realsys.manager.shell import Manager, ManagerParts
 from realsys.manager.state import ManagerState
-from realsys.telemetry.latest import LatestRecords
+from realsys.observe.step_log import LatestRecords
 from realsys.types import PublishedVersion, ServerAddress
 
 TOKEN = "a token"

@@ -32,7 +32,7 @@ _MODULES = (
     "realsys.launch.commands.trials.resume",
     "realsys.launch.commands.replay",
     "realsys.launch.evaluate.command",
-    "realsys.launch.results.curves",
+    "realsys.observe.curves",
     "tests.support.processes.late_imports",
     *CONTROL,
     *COMPUTE,

@@ -16,7 +16,7 @@ from realsys.cluster.network import interfaces, is_loopback
 from realsys.config.paths import TrialPaths
 from realsys.errors import LedgerError
 from realsys.launch.commands.audit import audit_trial
-from realsys.telemetry.steps import StepTail, surviving_steps
+from realsys.observe.step_log import StepTail, surviving_steps
 from tests.support.jobs.jobs import SMALL, processes_of
 from tests.support.polling import poll
 from tests.support.processes.ports import lasting_ports

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from realsys.telemetry.fields import field_of, names
+from realsys.observe.step_fields import field_of, names
 
 
 def train(step: int, **fields: Any) -> dict[str, Any]:

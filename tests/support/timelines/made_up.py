@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from realsys.config.paths import TrialPaths
-from realsys.telemetry.spans import SUFFIX, Header, RawSpan
+from realsys.observe.spans import SUFFIX, Header, RawSpan
 
 #: unix seconds at which made-up trials begin
 START = 1_700_000_000.0

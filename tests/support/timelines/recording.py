@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from realsys.telemetry import spans
+from realsys.observe import spans
 from realsys.timeline.read import Span, read_timeline
 
 

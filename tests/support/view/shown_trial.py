@@ -15,7 +15,7 @@ from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.data.char_model import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
-from realsys.evaluation.stored_samples import EvalSample, write_result
+from realsys.observe.evaluation_records import EvalSample, write_result
 from realsys.storage.dropped_groups import DroppedGroup, Room, write_group
 from realsys.storage.files import FileInfo
 from realsys.train.records import record_files as files

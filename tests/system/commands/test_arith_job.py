@@ -6,8 +6,8 @@ import pytest
 
 from realsys.manager.ledger.events import EvalAnswered, EvalStarted
 from realsys.manager.ledger.journal import read_journal
-from realsys.telemetry.points import CURVES
-from realsys.telemetry.steps import StepTail, read_steps
+from realsys.observe.points import CURVES
+from realsys.observe.step_log import StepTail, read_steps
 from realsys.timeline.picture.trace_file import write_trace
 from realsys.timeline.why import explain
 from realsys.weights.disk import manifest

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from realsys.config.paths import TrialPaths
-from realsys.evaluation.stored_samples import read_samples
-from realsys.telemetry.steps import read_steps
+from realsys.observe.evaluation_records import read_samples
+from realsys.observe.step_log import read_steps
 from tests.support.jobs.jobs import SMALL, Job, LiveJob, arith, processes_of, realsys, run_arith, running
 from tests.support.processes.forked import COMMAND
 from tests.support.training.data_models import jsonl

@@ -13,7 +13,7 @@ import pytest
 
 from realsys.cluster.failure import read_errors
 from realsys.launch.commands.audit import audit_trial
-from realsys.telemetry.steps import StepTail
+from realsys.observe.step_log import StepTail
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
 from tests.support.faults.plan import Fault, environment
 from tests.support.jobs.jobs import Job, arith, command, processes_of, running

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.telemetry.steps import StepTail
+from realsys.observe.step_log import StepTail
 from tests.support.jobs.jobs import Job, run_arith
 from tests.support.jobs.ledgers import check_finite, check_ledger, check_staleness
 from tests.support.telemetry.step_logs import undocumented

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.evaluation.stored_samples import read_result, read_samples, stored_evaluations
+from realsys.observe.evaluation_records import read_result, read_samples, stored_evaluations
 from tests.support.jobs.jobs import Job, run_arith
 
 pytestmark = pytest.mark.system

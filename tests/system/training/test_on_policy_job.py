@@ -10,7 +10,7 @@ import pytest
 from realsys.launch.cli import main
 from realsys.manager.ledger.events import Granted, RolledBack, Trained
 from realsys.manager.ledger.journal import read_journal
-from realsys.telemetry.steps import StepTail
+from realsys.observe.step_log import StepTail
 from tests.support.jobs.jobs import arith, processes_of, running
 
 pytestmark = pytest.mark.system

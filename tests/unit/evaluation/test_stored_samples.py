@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from realsys.errors import RecordError
-from realsys.evaluation.stored_samples import (
+from realsys.observe.evaluation_records import (
     EvalSample,
     append_sample,
     collect,

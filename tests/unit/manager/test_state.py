@@ -22,7 +22,7 @@ from realsys.manager.overview import status
 from realsys.manager.routing.rates import memory_sums
 from realsys.manager.settings import ManagerSettings
 from realsys.manager.weight_updates import LOAD_KEYS
-from realsys.telemetry.fields import field_of
+from realsys.observe.step_fields import field_of
 from tests.support.ledger.manager_states import (
     ANSWER,
     finish,

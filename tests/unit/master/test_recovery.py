@@ -14,8 +14,8 @@ from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit, prepare
 from realsys.master.recovery import Start, decide, evaluated, find_start, has_trained, recovered_record
 from realsys.master.step_log import StepLog
+from realsys.observe.step_log import StepTail, read_steps, surviving, undone
 from realsys.storage.files import FileInfo
-from realsys.telemetry.steps import StepTail, read_steps, surviving, undone
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RankIndex, read_state, verify
 

@@ -11,7 +11,7 @@ import pytest
 
 from realsys.errors import RealsysError
 from realsys.master.step_log import StepLog
-from realsys.telemetry.steps import StepTail
+from realsys.observe.step_log import StepTail
 
 pytestmark = pytest.mark.processes
 

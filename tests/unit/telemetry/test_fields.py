@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from realsys.telemetry.field_table import FIELDS, GROUPS
-from realsys.telemetry.fields import field_of, names, numbers
-from realsys.telemetry.prometheus import metric_name
-from realsys.telemetry.reference import rewrite
+from realsys.observe.points import metric_name
+from realsys.observe.step_fields import FIELDS, GROUPS, field_of, names, numbers, rewrite
 from tests.support.telemetry.step_logs import undocumented
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text("utf-8")

@@ -8,9 +8,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from realsys.telemetry import latest
-from realsys.telemetry.latest import LatestRecords
-from realsys.telemetry.prometheus import curve_metrics
+from realsys.observe import step_log
+from realsys.observe.points import curve_metrics
+from realsys.observe.step_log import LatestRecords
 from tests.support.telemetry.step_logs import append, evaluation, recovered, train, warmup
 
 
@@ -33,7 +33,7 @@ def test_undone_records_are_gone(tmp_path: Path) -> None:
 def test_long_log_is_read_from_near_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "steps.jsonl"
     append(path, evaluation(0), *(train(step) for step in range(1, 100)))
-    monkeypatch.setattr(latest, "MAX_BYTES", 250)
+    monkeypatch.setattr(step_log, "MAX_BYTES", 250)
     assert LatestRecords(path).read() == [train(99)]
 
 

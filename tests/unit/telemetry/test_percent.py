@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.telemetry.percent import apportioned, percent, percentage, whole_percents
+from realsys.observe.percent import apportioned, percent, percentage, whole_percents
 
 
 @pytest.mark.parametrize(

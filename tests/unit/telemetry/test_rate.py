@@ -1,4 +1,4 @@
-from realsys.telemetry.rate import RateWindow
+from realsys.observe.rate import RateWindow
 
 
 def test_rate_window_expires_and_starts_low() -> None:

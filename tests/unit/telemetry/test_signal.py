@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from realsys.config.schema import Config
-from realsys.telemetry import signal
-from realsys.telemetry.signal import STEPS, SignalWatch, signal_warning
+from realsys.observe import signal
+from realsys.observe.signal import STEPS, SignalWatch, signal_warning
 from realsys.timeline import advice
 
 

@@ -1,4 +1,4 @@
-"""Tests of ``realsys.telemetry.spans``: what a process writes, its bounds, and what survives its death."""
+"""Tests of ``realsys.observe.spans``: what a process writes, its bounds, and what survives its death."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from realsys.telemetry import spans
-from realsys.telemetry.spans import LOST, MOST_QUEUED, SPANS, Phases, Recorder, span
+from realsys.observe import spans
+from realsys.observe.spans import LOST, MOST_QUEUED, SPANS, Phases, Recorder, span
 from realsys.timeline.read import read_timeline, segments_of
 
 ROOT = Path(spans.__file__).parents[2]
@@ -65,7 +65,7 @@ def test_nothing_is_recorded_before_start(tmp_path: Path) -> None:
 def test_killed_process_keeps_flushed_spans(tmp_path: Path) -> None:
     """A SIGKILL in the middle of a line loses that line only."""
     program = (
-        "import sys, time; from pathlib import Path; from realsys.telemetry import spans\n"
+        "import sys, time; from pathlib import Path; from realsys.observe import spans\n"
         "spans.start(Path(sys.argv[1]), 'worker/0', '1', 1 << 20)\n"
         "spans.mark('grant', 'first'); spans.flush()\n"
         "spans._recorder._file.write(b'[[\"grant\",12'); print('ready', flush=True); time.sleep(60)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from realsys.telemetry.steps import StepTail, read_steps
+from realsys.observe.step_log import StepTail, read_steps
 
 
 def test_tail_returns_each_whole_record_once(tmp_path: Path) -> None:

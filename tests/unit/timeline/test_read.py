@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from realsys.telemetry.spans import SUFFIX
+from realsys.observe.spans import SUFFIX
 from realsys.timeline.read import bytes_of, read_timeline
 from tests.support.timelines.made_up import START, MadeUpTrial, raw, small_trial
 

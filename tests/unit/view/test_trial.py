@@ -6,7 +6,7 @@ from pathlib import Path
 
 from realsys.manager.ledger import events as e
 from realsys.manager.ledger.journal import Journal
-from realsys.telemetry.events import EventLog
+from realsys.observe.events import EventLog
 from realsys.view.trial import MOST_NOTES, TrialReader, ledger_counts
 from tests.support.view.shown_trial import STEPS, sample_trial
 

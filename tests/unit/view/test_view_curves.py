@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.telemetry.events import Event
-from realsys.telemetry.fields import field_of
+from realsys.observe.events import Event
+from realsys.observe.step_fields import field_of
 from realsys.view import curves as module
 from realsys.view.curves import COLUMNS, MOST_POINTS, SENT_POINTS, Curves
 from tests.support.view.shown_trial import START, STEPS, events, step_log

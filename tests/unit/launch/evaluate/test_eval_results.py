@@ -7,9 +7,9 @@ import shlex
 from typing import Any
 
 from realsys.config.paths import TrialPaths
-from realsys.evaluation.stored_samples import EvalSample, write_result
 from realsys.launch.arguments.words import own_command
 from realsys.launch.evaluate.eval_results import report, table
+from realsys.observe.evaluation_records import EvalSample, write_result
 
 
 def result(name: str = "eval", **more: Any) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError, WaitTimeout
-from realsys.evaluation.stored_samples import read_result
 from realsys.launch.evaluate import live
 from realsys.launch.evaluate.eval_settings import Choices
 from realsys.launch.evaluate.live import LiveEvaluations, client_of, live_sets
 from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
+from realsys.observe.evaluation_records import read_result
 
 
 class Manager:

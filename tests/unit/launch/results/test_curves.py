@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.launch.results import curves
-from realsys.launch.results.curves import draw_curves
-from realsys.telemetry.events import Event
+from realsys.observe import curves
+from realsys.observe.curves import draw_curves
+from realsys.observe.events import Event
 from tests.support.run_logs import START, run_records, train_record, write_log
 
 Drawn = Callable[[list[dict[str, Any]]], dict[str, Axes]]

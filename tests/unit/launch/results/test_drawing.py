@@ -13,9 +13,9 @@ import pytest
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.launch.results import drawing
 from realsys.launch.results.conclude import draw
-from realsys.launch.results.drawing import draw_while_running
+from realsys.observe import curves
+from realsys.observe.curves import draw_while_running
 from tests.support.polling import poll
 from tests.support.run_logs import run_records, write_log
 
@@ -35,7 +35,7 @@ def children() -> set[int]:
 
 
 def test_curves_are_drawn_again_when_the_log_has_grown(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "_PAUSE", 0.0)
+    monkeypatch.setattr(curves, "_PAUSE", 0.0)
     write_log(paths, run_records()[:6])
 
     async def body() -> None:
@@ -56,7 +56,7 @@ def test_drawing_ends_with_the_run(paths: TrialPaths, monkeypatch: pytest.Monkey
     """A process that hangs is killed. Before the first train step none is started."""
     (paths.root / "hangs.py").write_text("import time\ntime.sleep(1e6)\n")
     monkeypatch.setenv("PYTHONPATH", str(paths.root), prepend=os.pathsep)
-    monkeypatch.setattr(drawing, "MODULE", "hangs")
+    monkeypatch.setattr(curves, "MODULE", "hangs")
     before = children()
     write_log(paths, run_records()[:5])
 

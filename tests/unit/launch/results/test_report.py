@@ -19,11 +19,11 @@ from realsys.launch.commands.trials.status import show_status
 from realsys.launch.nodes.base import ProcessId
 from realsys.launch.processes.failures import FirstFailure
 from realsys.launch.processes.restart_policy import Death, Outcome
-from realsys.launch.results.curves import draw_curves
 from realsys.launch.results.report import Summary, print_summary, summarise, write_summary
-from realsys.launch.screen.display import LiveView, make_view
-from realsys.launch.screen.plain import PlainView, train_line
-from realsys.launch.screen.progress import SHOWN_EVALS, WINDOW, Progress
+from realsys.observe.curves import draw_curves
+from realsys.observe.screen.display import LiveView, make_view
+from realsys.observe.screen.plain import PlainView, train_line
+from realsys.observe.screen.progress import SHOWN_EVALS, WINDOW, Progress
 from tests.support.run_logs import START, run_records, train_record, write_log
 
 

@@ -20,12 +20,11 @@ from rich.console import Console
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.processes.restart_policy import Outcome
-from realsys.launch.results.curves import draw_curves
 from realsys.launch.results.report import EVALUATION_KEYS, print_summary, summarise
-from realsys.launch.results.totals import CURVE_POINTS, END_STEPS, curve_points
-from realsys.launch.screen.monitor import Monitor
-from realsys.launch.screen.progress import TIME_PARTS, Progress, Record, mean, number
-from realsys.telemetry.steps import StepTail
+from realsys.observe.curves import draw_curves
+from realsys.observe.screen.progress import TIME_PARTS, Monitor, Progress, Record, mean, number
+from realsys.observe.step_log import StepTail
+from realsys.observe.totals import CURVE_POINTS, END_STEPS, curve_points
 
 STARTED, ENDED = 1000.0, 9000.0
 

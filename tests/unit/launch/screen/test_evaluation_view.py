@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from realsys.launch.screen.evaluation_view import EvaluationView, progress_line
-from realsys.launch.screen.progress import Progress
+from realsys.observe.screen.plain import EvaluationView, progress_line
+from realsys.observe.screen.progress import Progress
 
 
 def state(done: int, failed: int = 0) -> dict[str, int]:

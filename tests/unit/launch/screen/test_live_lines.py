@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from realsys.launch.screen.live_lines import Frame, lines
-from realsys.launch.screen.progress import Progress
+from realsys.observe.screen.display import Frame, lines
+from realsys.observe.screen.progress import Progress
 
 FRAME = Frame("arith/t", "/shared/runs/arith/t", 4, ["gserver_manager/0", "model_worker/0", "model_worker/1"])
 ADDRESS = "http://127.0.0.1:4321"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from realsys.launch.screen.log_tail import LogTail
+from realsys.observe.screen.terminal import LogTail
 
 
 def test_new_text_is_read_once(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from aiohttp import web
 from realsys.cluster.store.connect import make_name_store, trial_names
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.launch.screen import monitor as monitoring
-from realsys.launch.screen.monitor import Monitor, ask_once
-from realsys.launch.screen.progress import Progress
-from realsys.telemetry.steps import StepTail
+from realsys.observe.screen import progress as monitoring
+from realsys.observe.screen.progress import Monitor, Progress, ask_once
+from realsys.observe.step_log import StepTail
 
 
 def test_manager_is_found_and_asked(tmp_path: Path) -> None:

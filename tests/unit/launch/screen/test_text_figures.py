@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.launch.screen.text_figures import (
+from realsys.observe.screen.text_figures import (
     curve_text,
     fmt,
     memory_text,

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from realsys.launch.screen.terminal import WorkLine
+from realsys.observe.screen.terminal import WorkLine
 
 
 class _Clock:

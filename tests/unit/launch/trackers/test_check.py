@@ -12,11 +12,11 @@ import pytest
 
 from realsys.config.compose import compose
 from realsys.launch.cli import main
-from realsys.launch.trackers import check
+from realsys.observe.trackers import link
 from tests.support.data.few_rows import FEW_ROWS
 
 MODULE = """
-from realsys.telemetry.trackers.base import Tracker
+from realsys.observe.trackers.contract import Tracker
 
 class Good(Tracker):
     def __init__(self, run, unit="s"):
@@ -85,7 +85,7 @@ def test_bad_tracker_is_one_line(setting: str, modules: Path, capsys: pytest.Cap
 def test_missing_package_names_its_installation(
     name: str, modules: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "find_spec", lambda package: None)
+    monkeypatch.setattr(link, "find_spec", lambda package: None)
     assert f"pip install 'realsys[{name}]'" in refusal(modules, capsys, f"telemetry.trackers=[file,{name}]")
     assert name not in sys.modules
 
@@ -136,4 +136,4 @@ def test_own_tracker_with_arguments_is_accepted(modules: Path) -> None:
     config = compose(["experiment=arith", 'telemetry.trackers=["own_tracker:Good"]'])
     arguments = {"own_tracker:Good": {"unit": "ms"}}
     telemetry = config.telemetry.model_copy(update={"tracker_args": arguments})
-    check.check_trackers(config.model_copy(update={"telemetry": telemetry}))
+    link.check_trackers(config.model_copy(update={"telemetry": telemetry}))

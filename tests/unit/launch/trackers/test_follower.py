@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from realsys.errors import ConfigError
-from realsys.launch.trackers.follower import HANGING_S, Follower
-from realsys.telemetry.trackers.base import Point, Run, Tracker
-from realsys.telemetry.trackers.feed import Feed
+from realsys.observe.trackers.contract import Point, Run, Tracker
+from realsys.observe.trackers.feed import Feed
+from realsys.observe.trackers.process import HANGING_S, Follower
 from tests.support.telemetry.step_logs import append, train
 
 BOUND_S = 30.0
@@ -150,7 +150,7 @@ def test_slow_tracker_is_not_hanging(tmp_path: Path, said: list[str], monkeypatc
             clock.now += 1.0
             hangs.append(follower.is_hanging(clock.now))
 
-    monkeypatch.setattr("realsys.launch.trackers.follower.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("realsys.observe.trackers.process.time", SimpleNamespace(monotonic=lambda: clock.now))
     append(tmp_path / "steps.jsonl", *map(train, range(200)))
     feed = Feed(tmp_path / "steps.jsonl", tmp_path / "position.json", Run("e", "t", tmp_path), Slow)
     follower = Follower("slow", lambda: feed, said.append)

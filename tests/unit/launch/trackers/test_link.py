@@ -14,8 +14,8 @@ import pytest
 
 from realsys.config.compose import compose
 from realsys.config.paths import TrialPaths
-from realsys.launch.trackers.link import Trackers
-from realsys.telemetry.trackers.event_files import EventFile
+from realsys.observe.trackers.link import Trackers
+from realsys.observe.trackers.tensorboard import EventFile
 from tests.support.polling import poll
 from tests.support.telemetry.step_logs import append, train
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 BOUND_S = 60.0
 MODULE = """
 import os, signal, sys, time
-from realsys.telemetry.trackers.base import Tracker
+from realsys.observe.trackers.contract import Tracker
 
 class Printing(Tracker):
     def __init__(self, run, name="calls"):

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from realsys.config.evaluation_sets import evaluation_sets
-from realsys.evaluation.eval_records import headline, record
-from realsys.evaluation.stored_samples import EvalSample, append_sample, read_result, read_samples
 from realsys.manager.messages import EvaluationReply
 from realsys.master import evaluation
 from realsys.master.evaluation import ResultWriter, outcome_of
+from realsys.observe.evaluation_records import EvalSample, append_sample, headline, read_result, read_samples, record
 from realsys.reward.answers import AnswerComparer
 from tests.support.processes.config_trees import changed
 

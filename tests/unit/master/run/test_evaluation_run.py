@@ -19,7 +19,7 @@ from realsys.errors import WeightsError
 from realsys.manager.messages import EvaluateRequest, EvaluationReply, RollBackRequest
 from realsys.master.run.evaluation_run import EvaluationRun
 from realsys.master.step_log import StepLog
-from realsys.telemetry.steps import read_steps
+from realsys.observe.step_log import read_steps
 from realsys.types import PublishedVersion
 from realsys.weights.disk.tensor_files import verify
 from tests.support.processes.config_trees import changed

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from realsys.data.prompts import Prompt
-from realsys.evaluation.stored_samples import collect
+from realsys.observe.evaluation_records import collect
 from realsys.rollout.stores.evaluation_store import EvaluationStore
 from realsys.types import Episode, Row, Ticket
 

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from realsys.telemetry.trackers.event_files import EventFile, _masked, _varint
+from realsys.observe.trackers.tensorboard import EventFile, _masked, _varint
 
 
 def events(path: Path) -> Iterator[bytes]:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from realsys.config.doors import TRACKER
-from realsys.telemetry.points import metrics_of
-from realsys.telemetry.trackers.base import Point, Run
+from realsys.observe.points import metrics_of
+from realsys.observe.trackers.contract import Point, Run
 from tests.support.telemetry.step_logs import evaluation, train
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from realsys.telemetry.trackers import feed
-from realsys.telemetry.trackers.base import Point, Run, Tracker
-from realsys.telemetry.trackers.feed import Feed
-from realsys.telemetry.trackers.file import FileTracker
+from realsys.observe.trackers import feed
+from realsys.observe.trackers.contract import Point, Run, Tracker
+from realsys.observe.trackers.feed import Feed
+from realsys.observe.trackers.file import FileTracker
 from tests.support.telemetry.step_logs import append, evaluation, recovered, train, warmup
 
 

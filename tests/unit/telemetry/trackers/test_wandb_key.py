@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from realsys.telemetry.trackers.wandb_key import key_problem
+from realsys.observe.trackers.wandb import key_problem
 
 OWN = "https://wandb.example:8080"
 

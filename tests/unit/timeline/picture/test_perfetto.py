@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from realsys.errors import ConfigError
-from realsys.telemetry.events import EventLog
+from realsys.observe.events import EventLog
 from realsys.timeline.picture.trace_file import Wanted, write_trace
 from tests.support.timelines.made_up import START, MadeUpTrial, raw, small_trial
 from tests.support.timelines.trace_rules import broken_rules

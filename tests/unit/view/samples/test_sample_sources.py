@@ -9,7 +9,7 @@ import pytest
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import RecordError
-from realsys.evaluation.stored_samples import read_result, read_samples, write_result
+from realsys.observe.evaluation_records import read_result, read_samples, write_result
 from realsys.storage.dropped_groups import DroppedGroup, read_group
 from realsys.train.records.record_files import worker_file
 from realsys.view.samples import dropped_samples

@@ -10,8 +10,8 @@ import pytest
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.errors import RecordError
-from realsys.evaluation.stored_samples import EvalSample, write_result
 from realsys.launch.cli import main
+from realsys.observe.evaluation_records import EvalSample, write_result
 from realsys.storage.dropped_groups import DroppedGroup, Room, write_group
 from realsys.types import Ticket
 from realsys.view.samples.stored import chosen_evaluation

@@ -12,7 +12,7 @@ from realsys.config.fields import replaced
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.cli import main
-from realsys.launch.results import totals
+from realsys.observe import totals
 from tests.support.run_logs import run_records, train_record, write_log
 
 

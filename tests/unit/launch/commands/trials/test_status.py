@@ -19,10 +19,10 @@ from realsys.launch.cli import main
 from realsys.launch.commands.trials import snapshot, status
 from realsys.launch.commands.trials.snapshot import Observer
 from realsys.launch.lock import TrialLock
-from realsys.launch.screen.progress import Progress
 from realsys.launch.slurm.slurm_client import JobState
 from realsys.launch.trial_job import TrialJob
-from realsys.telemetry.events import EventLog
+from realsys.observe.events import EventLog
+from realsys.observe.screen.progress import Progress
 from tests.support.run_logs import run_records, train_record, write_log
 
 

@@ -1,1 +1,0 @@
-"""Evaluations: statistics of their verdicts, majority votes, stored completions. Pure, without torch."""

@@ -1,0 +1,310 @@
+"""Completions of evaluations on disk, and their result.
+
+    {trial}/evaluations/{eval_id}/parts/{worker}.jsonl    lines that RolloutWorkers append, any attempt
+                                  samples.jsonl           one line per completion that counts, by problem and sample
+                                  result.json             the step log's record; written last
+
+A RolloutWorker appends a completion before it reports its end, so every completion that counts is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realsys.config.evaluation_sets import EvaluationSet
+from realsys.config.sections.schema_evaluation import HELD_OUT
+from realsys.errors import MALFORMED, RecordError
+from realsys.observe.evaluation_statistics import Estimate, Same, Statistics, Tally, Vote, estimate, majority, summarize
+from realsys.observe.percent import percent
+
+SAMPLES, RESULT, PARTS = "samples.jsonl", "result.json", "parts"
+
+
+class EvalSample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One completion of an evaluation, with its verdict.
+
+    problem    index of the prompt in its split
+    sample     number of the completion of this problem, from 0
+    answer     final answer that the verifier found in the completion; None without one
+    reference  the reference answer of the problem
+    correct    None if the task has no right or wrong
+    tokens     sampled tokens
+    """
+
+    eval_id: str
+    set: str
+    problem: int
+    sample: int
+    attempt: int
+    version_min: int
+    version_max: int
+    prompt: str
+    completion: str
+    reference: str
+    reward: float
+    correct: bool | None
+    finish_reason: str
+    tokens: int
+    answer: str | None = None
+    metrics: dict[str, float] = {}
+    worker: str = ""
+    seed: int = 0
+
+    @property
+    def unit(self) -> tuple[int, int, int]:
+        """Return what tells it apart in its evaluation."""
+        return self.problem, self.sample, self.attempt
+
+
+def append_sample(folder: Path, worker: str, sample: EvalSample) -> None:
+    """Append a completion to the part of ``worker``. ``folder``: of the evaluation. Raises OSError."""
+    parts = folder / PARTS
+    parts.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", worker) or "worker"
+    # One write: a reader may meet a line that is cut off at its end, but never a mixture of two.
+    with (parts / f"{name}.jsonl").open("ab", buffering=0) as file:
+        file.write(msgspec.json.encode(sample) + b"\n")
+
+
+def collect(folder: Path, counted: Iterable[tuple[int, int, int]]) -> list[EvalSample]:
+    """Return the completions that count, (problem, sample, attempt), in their order, from the workers' parts.
+
+    One that is not there, because its worker could not write it to this disk, is left out. An evaluation that was
+    stored before its record reached the step log has no parts any more; then its own file has them.
+    """
+    found: dict[tuple[int, int, int], EvalSample] = {}
+    for part in [*sorted((folder / PARTS).glob("*.jsonl")), *folder.glob(SAMPLES)]:
+        found |= {sample.unit: sample for sample in _lines(part)}
+    return [found[unit] for unit in sorted(counted) if unit in found]
+
+
+def write_result(folder: Path, samples: Iterable[EvalSample], result: Mapping[str, Any]) -> None:
+    """Store the completions that count and the result, and remove the workers' parts. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / SAMPLES, b"".join(msgspec.json.encode(sample) + b"\n" for sample in samples))
+    _replace(folder / RESULT, msgspec.json.encode(result) + b"\n")
+    shutil.rmtree(folder / PARTS, ignore_errors=True)
+
+
+def read_samples(folder: Path) -> list[EvalSample]:
+    """Return the completions of a finished evaluation, by problem and sample. Raises RecordError."""
+    path = folder / SAMPLES
+    if not path.is_file():
+        raise RecordError(f"{folder}: no completions are stored: the evaluation has not ended")
+    return sorted(_lines(path), key=lambda sample: sample.unit)
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """Return the step log's record of a finished evaluation. Raises RecordError."""
+    try:
+        result: dict[str, Any] = msgspec.json.decode((folder / RESULT).read_bytes(), type=dict[str, Any])
+    except (OSError, *MALFORMED) as error:
+        raise RecordError(f"{folder / RESULT}: cannot be read: {error}") from None
+    return result
+
+
+def stored_evaluations(root: Path) -> list[str]:
+    """Return the ids of the evaluations with stored completions, oldest first. ``root``: ``paths.evaluations``."""
+    folders = [path for path in root.glob("*") if (path / SAMPLES).is_file()]
+    return [path.name for path in sorted(folders, key=lambda path: (path / SAMPLES).stat().st_mtime_ns)]
+
+
+def _lines(path: Path) -> Iterator[EvalSample]:
+    """Yield the samples of a file. A last line that was cut off is not one. Raises RecordError for any other."""
+    decoder = msgspec.json.Decoder(EvalSample)
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            yield decoder.decode(line)
+        except MALFORMED as error:
+            raise RecordError(f"{path}:{number}: is not a completion of an evaluation: {error}") from None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    staged = path.with_name(f".{path.name}.tmp")
+    staged.write_bytes(content)
+    os.replace(staged, path)
+
+
+# ---- eval records ------------------------------------------------------------------------------------------------
+#
+# The step log's record of an evaluation: numbers with intervals if it is complete, else the reason why it has none.
+
+
+#: Returns the comparison of final answers for the completions of one problem; None: by their texts.
+SameOf = Callable[[Sequence[EvalSample]], Same | None]
+
+
+_NO_NUMBERS: dict[str, Any] = {"pass_at": {}, "metrics": {}, "majority": None}
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Result of an evaluation's sampling.
+
+    tallies     verdicts of each problem
+    incomplete  why its numbers must not be shown, "" if they may
+    failed      completions whose attempts all failed, of ``total``
+    """
+
+    tallies: list[Tally]
+    incomplete: str
+    failed: int
+    total: int
+    reward_mean: float | None
+    length_mean: float
+    version_min: int
+    version_max: int
+    metrics: dict[str, float] = {}
+    restarts: int = 0
+
+
+def record(eval_id: str, step: int, made: EvaluationSet, outcome: Outcome, seconds: float) -> dict[str, Any]:
+    """Return the record without a majority vote: see ``docs/evaluation.md`` for its fields."""
+    statistics = summarize(outcome.tallies, made.k)
+    result: dict[str, Any] = {
+        "kind": "eval",
+        "time": time.time(),
+        "eval_id": eval_id,
+        "set": made.name,
+        "step": step,
+        "complete": not outcome.incomplete,
+        "incomplete": outcome.incomplete,
+        "problems": outcome.total // made.samples,
+        "samples": made.samples,
+        "failed": outcome.failed,
+        "length_mean": outcome.length_mean,
+        "version": outcome.version_min,
+        "version_min": outcome.version_min,
+        "version_max": outcome.version_max,
+        "restarts": outcome.restarts,
+        "temperature": made.sampling.temperature,
+        "seconds": seconds,
+        "accuracy": None,
+        "interval": None,
+        "stderr": None,
+        "pass_at": {},
+        "unjudged": 0,
+        "left_out_k": [],
+        "reward_mean": None,
+        "metrics": {},
+    }
+    if not outcome.incomplete:
+        result |= {"reward_mean": outcome.reward_mean, "metrics": outcome.metrics} | _numbers(statistics)
+        if statistics.accuracy is not None:
+            result["unjudged"] = result["problems"] - statistics.problems
+            result["left_out_k"] = [k for k in made.k if k not in statistics.pass_at]
+    return result
+
+
+def _numbers(statistics: Statistics) -> dict[str, Any]:
+    accuracy = statistics.accuracy
+    if accuracy is None:
+        return {}
+    pass_at = {str(k): numbers_of(value) for k, value in statistics.pass_at.items()}
+    interval = [accuracy.low, accuracy.high]
+    return {"accuracy": accuracy.value, "interval": interval, "stderr": accuracy.stderr, "pass_at": pass_at}
+
+
+def numbers_of(value: Estimate) -> dict[str, float]:
+    """Return an estimate as the step log has it."""
+    return {"value": value.value, "low": value.low, "high": value.high}
+
+
+def majority_of(samples: Sequence[EvalSample], same_of: SameOf = lambda _: None) -> dict[str, float] | None:
+    """Return the accuracy of majority votes, from the samples in the order of their problems.
+
+    None if no problem has several completions, if no completion has a final answer (the verifier knows none), or if
+    one has no right or wrong.
+    """
+    problems = [list(group) for _, group in groupby(samples, key=lambda sample: sample.problem)]
+    is_voted = any(len(group) > 1 for group in problems) and any(sample.answer is not None for sample in samples)
+    if not is_voted or any(sample.correct is None for sample in samples):
+        return None
+    shares = [
+        majority([Vote(sample.answer, sample.correct is True) for sample in group], same_of(group))
+        for group in problems
+    ]
+    return numbers_of(estimate(shares, len(shares)))
+
+
+def is_held_out(result: Mapping[str, Any]) -> bool:
+    """Return True for an evaluation of the held-out problems, False for one of another data set."""
+    return result.get("set") in (None, HELD_OUT)
+
+
+def headline(result: Mapping[str, Any], *, briefly: bool = False) -> str:
+    """Return the result of an evaluation in one line: `accuracy 83.4% ± 2.3 (96 problems x 4)`.
+
+    An incomplete one has no number: `incomplete: 3 of 96 failed`. What failures took from the numbers is named.
+    ``briefly``: only the number: `accuracy 83.4% ± 2.3`.
+    """
+    if reason := incomplete_reason(result):
+        return f"incomplete: {reason}"
+    accuracy, reward = result.get("accuracy"), result.get("reward_mean")
+    if not isinstance(accuracy, int | float):
+        found = f"reward {reward:.3f}" if isinstance(reward, int | float) else "no verdicts"
+        return found if briefly else f"{found} ({asked(result)})"
+    if briefly:
+        return f"accuracy {percent(accuracy)}{margin(result)}"
+    return ", ".join([f"accuracy {percent(accuracy)}{margin(result)} ({asked(result)})", *further(result)])
+
+
+def asked(result: Mapping[str, Any]) -> str:
+    """Return the completions of an evaluation: `96 problems x 4, 3 of 384 failed`."""
+    problems, samples = result.get("problems"), result.get("samples") or 1
+    text = f"{problems} problems x {samples}" if samples != 1 else f"{problems} problems"
+    if failed := result.get("failed"):
+        text += f", {failed} of {problems * samples if isinstance(problems, int) else '?'} failed"
+    return text
+
+
+def margin(result: Mapping[str, Any]) -> str:
+    """Return half of the width of the accuracy's interval, in points: ` ± 2.3`; "" without an interval."""
+    interval = result.get("interval")
+    if not isinstance(interval, list | tuple) or len(interval) != 2:
+        return ""
+    return f" ± {50 * (interval[1] - interval[0]):.1f}"
+
+
+def further(result: Mapping[str, Any]) -> list[str]:
+    """Return pass@k, the majority vote and the omissions, as phrases."""
+    pass_at = result.get("pass_at") or {}
+    parts = [f"pass@{k} {percent(value['value'])}" for k, value in pass_at.items() if k != "1"]
+    if vote := result.get("majority"):
+        parts.append(f"majority {percent(vote['value'])}")
+    return parts + omissions(result)
+
+
+def omissions(result: Mapping[str, Any]) -> list[str]:
+    """Return what an evaluation lacks because completions failed within ``evaluation.max_failed``, or because the
+    comparison of answers took too long, as phrases.
+    """
+    unjudged, problems = result.get("unjudged") or 0, result.get("problems")
+    phrases = [f"{unjudged} of {problems} problems left out: all their completions failed"] if unjudged else []
+    phrases += [f"no pass@{k}: a problem has fewer verdicts" for k in result.get("left_out_k") or []]
+    return phrases + ([f"no majority: {reason}"] if (reason := result.get("majority_omitted")) else [])
+
+
+def incomplete_reason(result: Mapping[str, Any]) -> str:
+    """Return why an evaluation has no numbers; "" if it has. Records of older versions know failures only."""
+    if "complete" in result:
+        return "" if result["complete"] else str(result.get("incomplete") or "unknown reason")
+    failed, done = result.get("failed") or 0, result.get("problems") or 0
+    return f"{failed} of {done + failed} failed" if failed else ""
+
+
+def without_incomplete(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record of the step log, without its numbers if the evaluation is incomplete."""
+    if not incomplete_reason(result):
+        return result
+    return {**result, "accuracy": None, "interval": None, "stderr": None, "reward_mean": None, **_NO_NUMBERS}

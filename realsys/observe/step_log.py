@@ -1,0 +1,184 @@
+"""Reader of the step log: one JSON object per line, written by the MasterWorker and followed by the launcher.
+
+Kinds of records: ``phase``, ``warmup``, ``train``, ``eval``, ``used_up``, ``recovered``. A line is read once it ends
+with a newline, so a reader never gets half a record. A record that a crash cut off is skipped and counted.
+
+The log is only appended to. A ``recovered`` record means that training rolled back to its ``step`` (-1: to the start).
+It undoes the earlier records of later steps. ``surviving_steps`` leaves these out. A reader that follows the log gets
+the ``recovered`` record and uses ``undone`` to find them.
+
+A log grows with the run, so ``records`` and ``surviving_steps`` return one record at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realsys.observe.points import CURVES
+
+StepRecord = dict[str, Any]
+
+RECOVERED = "recovered"
+USED_UP = "used_up"  # the prompts of all epochs ended before ``step``, for ``reason``
+
+
+class StepTail:
+    """Follower of a step log that may not exist yet."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        """``offset``: bytes at the beginning that are not read."""
+        self._path = path
+        self.offset = offset  # bytes that were read, up to the end of a line
+        self.skipped = 0  # lines that were not records
+
+    def read(self) -> list[StepRecord]:
+        """Return the records that were completed since the last call, in order, including undone ones."""
+        return list(self.records())
+
+    def records(self) -> Iterator[StepRecord]:
+        """Yield the same records one by one. The next call yields those that the caller did not take."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self.offset += len(line)
+                record = _decoded(line)
+                if record is not None:
+                    yield record
+                else:
+                    self.skipped += bool(line.strip())
+
+
+def last_records(path: Path, most_bytes: int) -> list[StepRecord]:
+    """Return the records in the last ``most_bytes`` of a step log, including undone ones; [] without a log."""
+    try:
+        with path.open("rb") as file:
+            begin = max(0, file.seek(0, os.SEEK_END) - most_bytes)
+            file.seek(begin)
+            lines = file.read(most_bytes).split(b"\n")
+    except FileNotFoundError:
+        return []
+    # The first line may have lost its begin, the last one has no newline yet.
+    return [record for line in lines[begin > 0 : -1] if (record := _decoded(line)) is not None]
+
+
+def _decoded(line: bytes) -> StepRecord | None:
+    try:
+        record = msgspec.json.decode(line)  # records share the strings of field names, which saves memory
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
+
+
+def read_steps(path: Path) -> list[StepRecord]:
+    """Return all records of a step log that were not undone; [] if the file does not exist."""
+    return list(surviving_steps(path))
+
+
+def surviving_steps(path: Path) -> Iterator[StepRecord]:
+    """Yield the same records one by one. Reads the log twice; ignores lines appended after the first pass."""
+    return surviving(lambda: StepTail(path).records())
+
+
+def surviving(read: Callable[[], Iterable[StepRecord]]) -> Iterator[StepRecord]:
+    """Yield the records that no later ``recovered`` record undid. Each ``read()`` starts at the first record.
+
+    Only the recovery that goes back furthest matters for a record before it. The first pass keeps a queue of
+    recoveries with ascending steps, because a later recovery to the same or an earlier step makes the ones before it
+    irrelevant. The head of the queue is then the recovery that goes back furthest.
+    """
+    total = 0
+    recoveries = deque[tuple[int, StepRecord]]()  # (number of the record, recovered record), steps ascending
+    for record in read():
+        if record["kind"] == RECOVERED and isinstance(record.get("step"), int):
+            while recoveries and recoveries[-1][1]["step"] >= record["step"]:
+                recoveries.pop()
+            recoveries.append((total, record))
+        total += 1
+    for number, record in enumerate(islice(read(), total)):
+        while recoveries and recoveries[0][0] <= number:
+            recoveries.popleft()
+        if not (recoveries and undone(record, recoveries[0][1])):
+            yield record
+
+
+def undone(record: Mapping[str, Any], recovered: Mapping[str, Any]) -> bool:
+    """Return True if the later record ``recovered`` undid ``record``, a step or an evaluation of lost weights.
+
+    The weights of an evaluation may be newer than the step after which it was due. The supervised warm-up precedes
+    version 0. Phases are clock times and are never undone. A record without a readable step is not undone either,
+    because a display must not fail on it.
+    """
+    last_kept, step = recovered.get("step"), record.get("step")
+    if not isinstance(last_kept, int) or not isinstance(step, int):
+        return False
+    version = record.get("version")
+    if record.get("kind") == "eval" and isinstance(version, int):
+        step = max(step, version)
+    match record.get("kind"):
+        case "train" | "eval" | "used_up":
+            return step > last_kept
+        case "warmup":
+            return last_kept < 0
+        case _:
+            return False
+
+
+# ---- latest ------------------------------------------------------------------------------------------------------
+#
+# The newest records of a step log that grows: those that ``/metrics`` and a status show.
+
+
+MAX_BYTES = 8 << 20  # bytes at the end of the log that are read at first
+
+
+class LatestRecords:
+    """The last warm-up step, train step and evaluation of each data set that hold.
+
+    Each read takes what the log has got since the one before. The first one begins at most MAX_BYTES before the end,
+    so a long log delays no reader.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tail: StepTail | None = None
+        self._records: dict[str, StepRecord] = {}  # kind, or data set of an evaluation -> record
+        self._lock = threading.Lock()
+
+    def read(self) -> list[StepRecord]:
+        """Return the newest records. Blocks for the disk, unless another thread reads: then they may be older."""
+        if self._lock.acquire(blocking=False):  # a disk that hangs holds one thread, not all that ask
+            try:
+                self._follow()
+            finally:
+                self._lock.release()
+        return list(self._records.values())
+
+    def _follow(self) -> None:
+        if self._tail is None:
+            size = self._path.stat().st_size if self._path.exists() else 0
+            # In the middle of a line: the rest of it is no record and is skipped.
+            self._tail = StepTail(self._path, max(0, size - MAX_BYTES))
+        for record in self._tail.records():
+            self._take(record)
+
+    def _take(self, record: StepRecord) -> None:
+        kind = record["kind"]
+        if kind == RECOVERED:
+            self._records = {name: held for name, held in self._records.items() if not undone(held, record)}
+        elif kind in CURVES:
+            name = f"eval {record.get('set')}" if kind == "eval" else kind
+            self._records = {**self._records, name: record}  # other threads may read the one before
