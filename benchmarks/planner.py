@@ -35,9 +35,9 @@ from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.arith import Generator, demonstration
-from realsys.planner.cost_fit import fit, recorded_outcome
-from realsys.planner.predict import predict
-from realsys.planner.recorded_run import read_recording
+from realsys.lab.planner.cost_fit import fit, recorded_outcome
+from realsys.lab.planner.predictions import predict
+from realsys.lab.planner.recorded_run import read_recording
 
 SKIP = 6
 ANSWERS = 8  # completions per prompt in experiment=arith

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks._table import report
-from realsys.planner.published.comparisons import TABLES, Comparison, comparisons, table
+from realsys.lab.planner.published import TABLES, Comparison, comparisons, table
 
 
 def row(found: Comparison) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import time
 from typing import Any
 
 from benchmarks._table import report
-from realsys.simulate.scenarios import plan
-from realsys.simulate.simulation import Simulation
-from realsys.simulate.summary import results
+from realsys.lab.simulate import results
+from realsys.lab.simulation.scenarios import plan
+from realsys.lab.simulation.simulation import Simulation
 
 SIZES = {"8 x 32": (8, 32), "64 x 512": (64, 512)}
 LONG = 1000  # steps

@@ -38,7 +38,7 @@ def _add_simulate(parser: ArgumentParser) -> None:
 
 
 def _simulate(args: Namespace) -> int:
-    from realsys.launch.commands.simulate import simulate
+    from realsys.lab.simulate import simulate
 
     duration = [] if args.hours is None else ["sim.steps=0", f"sim.hours={args.hours}"]
     seed = [] if args.seed is None else [f"seed={args.seed}"]

@@ -29,7 +29,7 @@ def _add_plan(parser: ArgumentParser) -> None:
 
 
 def _plan(args: Namespace) -> int:
-    from realsys.launch.commands.throughput import PlanOptions, show_predictions
+    from realsys.lab.plan import PlanOptions, show_predictions
 
     options = PlanOptions(args.folder, args.config_dir, args.devices, args.cores, args.tries, args.json)
     return show_predictions(args.overrides, options)

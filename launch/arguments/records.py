@@ -77,7 +77,7 @@ def _add_regrade(parser: ArgumentParser) -> None:
 
 
 def _regrade(args: Namespace) -> int:
-    from realsys.launch.regrade.regrade import RegradeOptions, regrade
+    from realsys.lab.regrade import RegradeOptions, regrade
 
     options = RegradeOptions(args.verifier, args.args, args.overrides, args.step, args.show, args.json)
     return regrade(args.trial_dir, options)

@@ -43,7 +43,7 @@ def _run(args: Namespace) -> int:
 
 
 def _sweep(args: Namespace) -> int:
-    from realsys.launch.sweep.sweep import sweep
+    from realsys.lab.sweep import sweep
 
     return sweep(args.overrides, _options(args, plain=args.plain))
 

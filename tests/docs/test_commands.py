@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from realsys.config.compose import compose
-from realsys.launch.sweep.sweep_trials import sweep_trials
+from realsys.lab.sweep import sweep_trials
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = ROOT / "docs" / "examples" / "tutorial"

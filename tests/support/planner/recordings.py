@@ -14,13 +14,13 @@ from realsys.config.compose import with_overrides
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.lab.planner.recorded_run import GroupTime, Recording, StepCost
+from realsys.lab.planner.steady_state import Costs, Lengths, endless, sim_settings
+from realsys.lab.simulation.rollout import GroupRun
+from realsys.lab.simulation.scenarios import Plan
+from realsys.lab.simulation.simulation import Simulation
 from realsys.manager.ledger.events import Event, Finished, Granted
 from realsys.manager.ledger.journal import Journal
-from realsys.planner.recorded_run import GroupTime, Recording, StepCost
-from realsys.planner.steady_state import Costs, Lengths, endless, sim_settings
-from realsys.simulate.costs.rollout_costs import GroupRun
-from realsys.simulate.scenarios import Plan
-from realsys.simulate.simulation import Simulation
 
 STEPS = 30
 COSTS = Costs(

@@ -8,11 +8,11 @@ import pytest
 
 from realsys.config.compose import with_overrides
 from realsys.errors import ConfigError
-from realsys.planner.cost_fit import fit, recorded_outcome
-from realsys.planner.parameters import Fit
-from realsys.planner.predict import predict
-from realsys.planner.server_times import Decoding, ServerTimes
-from realsys.planner.steady_state import Costs, simulate
+from realsys.lab.planner.cost_fit import fit, recorded_outcome
+from realsys.lab.planner.parameters import Fit
+from realsys.lab.planner.predictions import predict
+from realsys.lab.planner.recorded_run import Decoding, ServerTimes
+from realsys.lab.planner.steady_state import Costs, simulate
 from tests.support.planner.recordings import COSTS, SHARED, recording_of, steps_per_h
 
 SYNCHRONOUS = ("asynchronous.max_head_offpolicyness=0", "asynchronous.interruptible=false")

@@ -8,12 +8,12 @@ from random import Random
 import numpy as np
 import pytest
 
-from realsys.planner import predict as predictions
-from realsys.planner.cost_fit import fit, lengths_of, recorded_outcome
-from realsys.planner.parameters import Cost, Fit
-from realsys.planner.predict import Interval, predict
-from realsys.planner.recorded_run import GroupTime
-from realsys.planner.steady_state import SHORT, STEPS, measured_steps, simulate
+from realsys.lab.planner import predictions
+from realsys.lab.planner.cost_fit import fit, lengths_of, recorded_outcome
+from realsys.lab.planner.parameters import Cost, Fit
+from realsys.lab.planner.predictions import Interval, predict
+from realsys.lab.planner.recorded_run import GroupTime
+from realsys.lab.planner.steady_state import SHORT, STEPS, measured_steps, simulate
 from tests.support.planner.recordings import COSTS, LENGTHS, config_of, recording_of, simulated
 
 

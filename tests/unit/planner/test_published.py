@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from realsys.planner.published.comparisons import TABLES, Comparison, comparisons, table
+from realsys.lab.planner.published import TABLES, Comparison, comparisons, table
 
 
 @pytest.fixture(scope="module")

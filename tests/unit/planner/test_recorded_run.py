@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from realsys.errors import ConfigError
-from realsys.planner.estimates.regression import errors_of, non_negative
-from realsys.planner.load import load_of
-from realsys.planner.recorded_run import GroupTime, Recording, StepCost, read_recording, steady
+from realsys.lab.planner.cost_estimates import errors_of, load_of, non_negative
+from realsys.lab.planner.recorded_run import GroupTime, Recording, StepCost, read_recording, steady
 from tests.support.planner.recordings import COSTS, STEPS, config_of, recording_of, write_trial
 
 

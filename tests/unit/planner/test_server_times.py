@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from realsys.planner.estimates.server_estimates import estimate_server
-from realsys.planner.load import load_of
-from realsys.planner.server_times import Decoding, Recompute, ServerTimes, server_times
+from realsys.lab.planner.cost_estimates import estimate_server, load_of
+from realsys.lab.planner.recorded_run import Decoding, Recompute, ServerTimes, server_times
 from realsys.timeline.read import Span
 from tests.support.planner.recordings import COSTS, recording_of
 

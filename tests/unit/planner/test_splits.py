@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 
 from realsys.errors import ConfigError
-from realsys.planner.predict import Interval, Prediction
-from realsys.planner.splits import MOST_SPLITS, devices_of, recommend, splits
-from realsys.planner.variants import given, scaled, split_variants, what_ifs
+from realsys.lab.planner.predictions import (
+    MOST_SPLITS,
+    Interval,
+    Prediction,
+    devices_of,
+    given,
+    recommend,
+    scaled,
+    split_variants,
+    splits,
+    what_ifs,
+)
 from tests.support.planner.recordings import config_of
 
 

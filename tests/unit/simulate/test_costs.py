@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.simulate.clock import Clock
-from realsys.simulate.costs.length_models import Lengths
-from realsys.simulate.costs.server_costs import Engine, EngineRequest, Piece
-from realsys.simulate.scenarios import LengthSettings, ServerSettings
+from realsys.lab.simulation.clock import Clock
+from realsys.lab.simulation.rollout import Lengths
+from realsys.lab.simulation.scenarios import LengthSettings, ServerSettings
+from realsys.lab.simulation.servers import Engine, EngineRequest, Piece
 from realsys.types import PublishedVersion, Ticket
 
 COSTS = ServerSettings(tokens_per_s=10.0, total_tokens_per_s=20.0, max_running=4, swap_s=1.0)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.simulate.clock import Clock
-from realsys.simulate.costs.host_costs import Host, Job
-from realsys.simulate.costs.server_costs import Engine, EngineRequest, Piece
-from realsys.simulate.scenarios import HostSettings, ServerSettings
+from realsys.lab.simulation.clock import Clock
+from realsys.lab.simulation.scenarios import HostSettings, ServerSettings
+from realsys.lab.simulation.servers import Engine, EngineRequest, Host, Job, Piece
 from realsys.types import PublishedVersion
 
 SERVER = ServerSettings(tokens_per_s=10.0, total_tokens_per_s=1e9, prefill_tokens_per_s=1e9, swap_s=0.0)

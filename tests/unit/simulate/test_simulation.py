@@ -10,12 +10,12 @@ import sys
 import pytest
 
 from realsys.errors import ConfigError
+from realsys.lab.simulate import results
+from realsys.lab.simulation.invariants import Broken
+from realsys.lab.simulation.scenarios import plan
+from realsys.lab.simulation.simulation import Simulation
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.state import ManagerState
-from realsys.simulate.invariants import Broken
-from realsys.simulate.scenarios import plan
-from realsys.simulate.simulation import Simulation
-from realsys.simulate.summary import results
 
 SMALL = ("train.batch_groups=8", "rollout.group_size=4", "sim.steps=40", "sim.check_every=50")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from realsys.errors import ConfigError
+from realsys.lab import plan
+from realsys.lab.planner.cost_fit import fit
+from realsys.lab.planner.parameters import Fit
+from realsys.lab.planner.recorded_run import Recording
 from realsys.launch.cli import main
-from realsys.launch.commands import throughput
-from realsys.planner.cost_fit import fit
-from realsys.planner.parameters import Fit
-from realsys.planner.recorded_run import Recording
 from tests.support.planner.recordings import COSTS, write_trial
 
 
@@ -28,7 +28,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def one_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fit each folder once: a fit takes seconds."""
-    monkeypatch.setattr(throughput, "fit", fit_once)
+    monkeypatch.setattr(plan, "fit", fit_once)
 
 
 def fit_once(recording: Recording, cores: float, progress: Callable[[], None]) -> Fit:
@@ -77,7 +77,7 @@ def test_recording_on_gpus_shares_no_cores(
     steps = folder / "steps.jsonl"
     records = [json.loads(line) | {"gpu": {"utilisation": 0.5}} for line in steps.read_bytes().splitlines()]
     steps.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    monkeypatch.setattr(throughput, "split_variants", lambda config, devices, cores: _stop(f"{devices} {cores}"))
+    monkeypatch.setattr(plan, "split_variants", lambda config, devices, cores: _stop(f"{devices} {cores}"))
     assert main(["plan", "--from", str(folder)]) == 2
     assert "2 0.0" in capsys.readouterr().err
 

@@ -6,8 +6,7 @@ import pytest
 
 from realsys.data.prompts import Prompt
 from realsys.errors import RewardError
-from realsys.launch.regrade.disagreement import Disagreement
-from realsys.launch.regrade.recorded import LeftOut, Recorded
+from realsys.lab.regrade import Disagreement, LeftOut, Recorded
 from realsys.observe.evaluation_statistics import wilson
 from realsys.rollout.environments.base import Judgement
 from realsys.rollout.task import Response, Task

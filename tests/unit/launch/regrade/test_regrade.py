@@ -12,10 +12,16 @@ from realsys.config.dump import read_config
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RewardError, StuckError
+from realsys.lab.regrade import (
+    Disagreement,
+    LeftOut,
+    Recorded,
+    RecordReader,
+    RegradeOptions,
+    judge_chunk,
+    regrade_config,
+)
 from realsys.launch.cli import main
-from realsys.launch.regrade.disagreement import Disagreement
-from realsys.launch.regrade.recorded import LeftOut, Recorded, RecordReader
-from realsys.launch.regrade.regrade import RegradeOptions, judge_chunk, regrade_config
 from realsys.train.records.record_files import recorded_steps
 from tests.support.jobs.recorded_trials import Trained, make_trial
 from tests.support.processes.config_trees import changed

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from realsys.config.compose import compose
+from realsys.lab import sweep
 from realsys.launch.cli import main
 from realsys.launch.start import Trial
-from realsys.launch.sweep import sweep
 from tests.support.scripted_runs import BASE
 
 #: Stand-in for `realsys run`. ``{end}``: its end in trials with ``seed=2``.

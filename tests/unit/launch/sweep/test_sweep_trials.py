@@ -6,7 +6,7 @@ import pytest
 
 from realsys.config.compose import compose
 from realsys.errors import ConfigError
-from realsys.launch.sweep.sweep_trials import split_values, sweep_trials
+from realsys.lab.sweep import split_values, sweep_trials
 
 
 @pytest.mark.parametrize(

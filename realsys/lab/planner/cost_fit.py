@@ -20,12 +20,10 @@ from typing import Any
 import numpy as np
 
 from realsys.config.allocation import parse_allocation
-from realsys.planner.estimates.cost_estimates import estimate
-from realsys.planner.estimates.regression import redrawn
-from realsys.planner.load import load_of, typical_lengths
-from realsys.planner.parameters import Fit, Parameters
-from realsys.planner.recorded_run import Recording, StepCost, steady
-from realsys.planner.steady_state import SHORT, STEPS, Lengths, Outcome, simulate
+from realsys.lab.planner.cost_estimates import estimate, load_of, redrawn, typical_lengths
+from realsys.lab.planner.parameters import Fit, Parameters
+from realsys.lab.planner.recorded_run import Recording, StepCost, steady
+from realsys.lab.planner.steady_state import SHORT, STEPS, Lengths, Outcome, simulate
 
 MEMBERS = 10  # further sets of costs
 _CORRECTIONS, _SHORT_CORRECTIONS = 6, 3  # simulations of the recorded run that correct the best costs, and others

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from realsys.simulate.costs.rollout_costs import GroupRun
+from realsys.lab.simulation.rollout import GroupRun
 from realsys.types import SampleMeta
 
 if TYPE_CHECKING:
-    from realsys.simulate.simulation import Simulation
+    from realsys.lab.simulation.simulation import Simulation
 
 
 class Broken(AssertionError):

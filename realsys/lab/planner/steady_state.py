@@ -13,9 +13,9 @@ from realsys.config.allocation import Allocation, parse_allocation
 from realsys.config.fields import replaced
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.simulate.account import spread
-from realsys.simulate.costs.rollout_costs import GroupRun
-from realsys.simulate.scenarios import (
+from realsys.lab.simulation.clock import spread
+from realsys.lab.simulation.rollout import GroupRun
+from realsys.lab.simulation.scenarios import (
     HostSettings,
     LengthSettings,
     Plan,
@@ -23,7 +23,7 @@ from realsys.simulate.scenarios import (
     SimSettings,
     TrainerSettings,
 )
-from realsys.simulate.simulation import Simulation
+from realsys.lab.simulation.simulation import Simulation
 from realsys.types import SampleMeta
 
 STEPS, SHORT = 24, 12  # most steps that are measured: with the best costs, and with others

@@ -6,22 +6,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 
+from realsys.lab.simulation.clock import Account, Clock
+from realsys.lab.simulation.invariants import Broken, check_all, check_cheap, check_loss
+from realsys.lab.simulation.manager import ManagerMachine, heartbeat
+from realsys.lab.simulation.rollout import GroupRun, Lengths, Worker
+from realsys.lab.simulation.scenarios import Plan
+from realsys.lab.simulation.servers import Engine, Host
+from realsys.lab.simulation.trainer import Trainer
 from realsys.manager.ledger.events import Event, Reissued
 from realsys.manager.ledger.ledger_state import STALE
 from realsys.manager.routing.placement import LOAD_PERIOD_S
 from realsys.manager.routing.servers import UpdateOrder
 from realsys.manager.settings import ManagerSettings
-from realsys.simulate.account import Account
-from realsys.simulate.clock import Clock
-from realsys.simulate.costs.host_costs import Host
-from realsys.simulate.costs.length_models import Lengths
-from realsys.simulate.costs.rollout_costs import GroupRun, Worker
-from realsys.simulate.costs.server_costs import Engine
-from realsys.simulate.costs.trainer_costs import Trainer
-from realsys.simulate.fault_schedule import Faults
-from realsys.simulate.invariants import Broken, check_all, check_cheap, check_loss
-from realsys.simulate.manager_machine import ManagerMachine, heartbeat
-from realsys.simulate.scenarios import Plan
 from realsys.types import PublishedVersion, SampleMeta, ServerAddress
 
 EVAL_PROMPTS = 4096
@@ -261,3 +257,90 @@ class Simulation:
         quarantined = {(s.name, s.address.incarnation) for s in servers.all() if s.quarantined}
         account.quarantines += len(quarantined - self._quarantined)
         self._quarantined = quarantined
+
+
+# ---- fault schedule ----------------------------------------------------------------------------------------------
+#
+# Fault schedule: each kind is a Poisson process with its own generator, so that one kind does not move another.
+
+
+class Faults:
+    """Injects the faults of ``sim.faults`` into a simulation."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._random = {kind: Random(f"{simulation.config.seed} {kind}") for kind in self._kinds()}
+
+    def _kinds(self) -> dict[str, Callable[[Random], bool]]:
+        """Return the kinds, each with a function that returns False if it cannot happen now."""
+        return {
+            "server_dies": self._server_dies,
+            "worker_dies": self._worker_dies,
+            "manager_restarts": self._manager_restarts,
+            "trainer_restarts": self._trainer_restarts,
+            "false_report": self._false_report,
+            "update_fails": self._update_fails,
+            "reply_lost": self._reply_lost,
+            "notice_lost": self._notice_lost,
+            "rollout_fails": self._rollout_fails,
+        }
+
+    def start(self) -> None:
+        """Plan the first fault of each kind."""
+        for kind in self._random:
+            self._plan(kind)
+
+    def _plan(self, kind: str) -> None:
+        hours = getattr(self._simulation.sim.faults, kind)
+        if hours:
+            seconds = self._random[kind].expovariate(1.0 / (3600 * hours))
+            self._simulation.clock.after(seconds, self._happen, kind)
+
+    def _happen(self, kind: str) -> None:
+        if self._kinds()[kind](self._random[kind]):
+            self._simulation.account.faults[kind] += 1
+        self._plan(kind)
+
+    def _server_dies(self, random: Random) -> bool:
+        up = sorted(name for name, engine in self._simulation.engines.items() if engine.up)
+        if up:
+            self._simulation.kill_server(random.choice(up))
+        return bool(up)
+
+    def _worker_dies(self, random: Random) -> bool:
+        up = sorted(name for name, worker in self._simulation.workers.items() if worker.up)
+        if up:
+            self._simulation.kill_worker(random.choice(up))
+        return bool(up)
+
+    def _manager_restarts(self, random: Random) -> bool:
+        up = self._simulation.manager.up
+        if up:
+            self._simulation.kill_manager()
+        return up
+
+    def _trainer_restarts(self, random: Random) -> bool:
+        up = self._simulation.trainer.up
+        if up:
+            self._simulation.kill_trainer()
+        return up
+
+    def _false_report(self, random: Random) -> bool:
+        self._simulation.false_reports += 1
+        return True
+
+    def _update_fails(self, random: Random) -> bool:
+        self._simulation.failing_updates += 1
+        return True
+
+    def _reply_lost(self, random: Random) -> bool:
+        self._simulation.manager.lose_replies += 1
+        return True
+
+    def _notice_lost(self, random: Random) -> bool:
+        self._simulation.trainer.lose_notices += 1
+        return True
+
+    def _rollout_fails(self, random: Random) -> bool:
+        self._simulation.agent_failures += 1
+        return True

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 from realsys.config.allocation import parse_allocation
-from realsys.planner.recorded_run import Recording
-from realsys.planner.steady_state import Costs, Lengths
+from realsys.lab.planner.recorded_run import Recording
+from realsys.lab.planner.steady_state import Costs, Lengths
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,11 @@ from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets, id_of
 from realsys.config.schema import Config
 from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.errors import PromptsUsedUp
+from realsys.lab.simulation.clock import Account, Clock
+from realsys.lab.simulation.manager import ManagerMachine
+from realsys.lab.simulation.rollout import GroupRun
+from realsys.lab.simulation.scenarios import SimSettings
+from realsys.lab.simulation.servers import Host, Job
 from realsys.manager.messages import ClaimRequest, EvaluateRequest, RollBackRequest, TrainedRequest
 from realsys.manager.operations import CLAIM, EVALUATE, ROLL_BACK, STATUS, TRAINED
 from realsys.manager.refusals import Refusal
@@ -23,12 +28,6 @@ from realsys.master.intake_state import IntakeSettings, IntakeState, TrainBatch
 from realsys.master.publish import VersionsInUse
 from realsys.master.recovery import eval_id_of
 from realsys.master.statistics import batch_statistics
-from realsys.simulate.account import Account
-from realsys.simulate.clock import Clock
-from realsys.simulate.costs.host_costs import Host, Job
-from realsys.simulate.costs.rollout_costs import GroupRun
-from realsys.simulate.manager_machine import ManagerMachine
-from realsys.simulate.scenarios import SimSettings
 from realsys.types import PublishedVersion, SampleMeta
 
 STATUS_S = 5.0  # between two reports of a master that waits for a group

@@ -15,16 +15,24 @@ from realsys.config.compose import compose, given_fields, with_overrides
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
+from realsys.lab.planner.cost_fit import FIT_SIMULATIONS, MEMBERS, fit, recorded_outcome
+from realsys.lab.planner.parameters import Fit
+from realsys.lab.planner.predictions import (
+    PREDICT_SIMULATIONS,
+    Prediction,
+    Variant,
+    devices_of,
+    given,
+    predict,
+    recommend,
+    split_variants,
+    what_ifs,
+)
+from realsys.lab.planner.recorded_run import Recording, read_recording
 from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.fit import fit as fit_config
 from realsys.launch.prepare import resolve
 from realsys.observe.screen.terminal import Terminal, WorkLine
-from realsys.planner.cost_fit import FIT_SIMULATIONS, MEMBERS, fit, recorded_outcome
-from realsys.planner.parameters import Fit
-from realsys.planner.predict import PREDICT_SIMULATIONS, Prediction, predict
-from realsys.planner.recorded_run import Recording, read_recording
-from realsys.planner.splits import devices_of, recommend
-from realsys.planner.variants import Variant, given, split_variants, what_ifs
 
 
 @dataclass(frozen=True, slots=True)

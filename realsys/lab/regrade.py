@@ -11,31 +11,37 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from realsys.config.compose import with_overrides
-from realsys.config.doors import ENVIRONMENT
+from realsys.config.doors import AGENT, ENVIRONMENT
 from realsys.config.dump import read_config
 from realsys.config.rules.checks import check_verifiers
 from realsys.config.schema import Config
-from realsys.data.prompts import PromptDataset
+from realsys.data.prompts import Prompt, PromptDataset
 from realsys.data.tokenizer import TextTokenizer
-from realsys.errors import AgentError, ConfigError, RewardError
+from realsys.errors import AgentError, ConfigError, DataError, RecordError, RewardError
 from realsys.launch.commands.replay import last_recorded
 from realsys.launch.commands.samples.lines import printable
 from realsys.launch.commands.trials.finding import find_trial
-from realsys.launch.regrade.disagreement import Different, Disagreement, verdict_name
-from realsys.launch.regrade.recorded import LeftOut, Recorded, RecordReader
+from realsys.observe.evaluation_statistics import Tally, pooled
 from realsys.observe.screen.terminal import WorkLine
 from realsys.reward.build import own_verifiers
 from realsys.reward.judge.rubric_file import read_rubric
 from realsys.rollout import environments
 from realsys.rollout.defects import explain
-from realsys.rollout.environments.base import Environment
+from realsys.rollout.environments.base import Environment, Judgement
+from realsys.rollout.task import Response, Task
+from realsys.train.data_manager import Array
 from realsys.train.records import record_files as files
+from realsys.train.records.record_files import Arrays
+from realsys.types import GroupOrigin, SampleMeta
 
 CHUNK = 128  # completions that are judged together
 _CAUSE = "environment"  # cause of an error that an environment raised
@@ -207,3 +213,208 @@ def _plain(different: Different) -> dict[str, Any]:
         "recorded": {"reward": sample.reward, "correct": sample.correct},
         "now": {"reward": now.reward, "correct": now.correct, "metrics": now.metrics},
     }
+
+
+# ---- disagreement ------------------------------------------------------------------------------------------------
+#
+# Disagreement: counts of new judgements against the recorded rewards. Pure. Its size depends on the prompts only.
+
+
+TOLERANCE = 1e-6  # rewards that differ by less are equal
+_VERDICTS = {True: "right", False: "wrong", None: "not judged"}
+
+
+@dataclass(frozen=True, slots=True)
+class Different:
+    """A sample whose new judgement is not the recorded one."""
+
+    recorded: Recorded
+    now: Judgement
+
+
+@dataclass(slots=True)
+class Disagreement:
+    """Counts of the samples so far. ``shown``: the first ``keep`` that disagree."""
+
+    keep: int = 0
+    judged: int = 0
+    flips: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)  # cause -> samples without a new verdict
+    first_errors: dict[str, str] = field(default_factory=dict)  # cause -> message
+    left_out: Counter[str] = field(default_factory=Counter)  # reason -> samples, or steps
+    first_left_out: dict[str, str] = field(default_factory=dict)  # reason -> sample or step
+    shown: list[Different] = field(default_factory=list)
+    _by_prompt: dict[tuple[str, int], Tally] = field(default_factory=dict)  # prompt -> samples judged, different
+    _reward: tuple[float, float] = (0.0, 0.0)  # sums: recorded, now
+    _right: tuple[int, int] = (0, 0)
+    _known: int = 0  # samples that are right or wrong in both
+
+    @property
+    def samples(self) -> int:
+        return self.judged + sum(self.errors.values())
+
+    @property
+    def different(self) -> int:
+        return sum(self.flips.values())
+
+    def add(self, recorded: Recorded, now: Judgement) -> None:
+        """Count a sample with a new judgement."""
+        self.judged += 1
+        self._reward = self._reward[0] + recorded.reward, self._reward[1] + now.reward
+        if recorded.correct is not None and now.correct is not None:
+            self._known += 1
+            self._right = self._right[0] + recorded.correct, self._right[1] + now.correct
+        flip = _flip(recorded, now)
+        ticket = recorded.task.ticket
+        before = self._by_prompt.get((ticket.split, ticket.prompt_index), Tally(0, 0))
+        self._by_prompt[ticket.split, ticket.prompt_index] = Tally(before.judged + 1, before.right + bool(flip))
+        if flip:
+            self.flips[flip] += 1
+            if len(self.shown) < self.keep:
+                self.shown.append(Different(recorded, now))
+
+    def fail(self, error: RewardError) -> None:
+        """Count a sample without a new verdict."""
+        self.errors[error.cause] += 1
+        self.first_errors.setdefault(error.cause, str(error))
+
+    def leave_out(self, sample: LeftOut) -> None:
+        """Count a sample that cannot be judged."""
+        self.left_out[sample.reason] += 1
+        self.first_left_out.setdefault(sample.reason, sample.what)
+
+    def results(self) -> dict[str, Any]:
+        """Return all counts as plain values; a mean or rate that was not measured is None."""
+        rate = pooled(self._by_prompt.values())
+        return {
+            "samples": self.samples,
+            "judged": self.judged,
+            "disagreements": self.different,
+            "rate": rate.value if rate else None,
+            "rate_interval_95": [rate.low, rate.high] if rate else None,
+            "flips": dict(self.flips.most_common()),
+            "errors": dict(self.errors.most_common()),
+            "left_out": dict(self.left_out.most_common()),
+            "reward_mean": _pair(self._reward, self.judged),
+            "accuracy": _pair(self._right, self._known),
+        }
+
+
+def _pair(sums: tuple[float, float], count: int) -> dict[str, float] | None:
+    return {"recorded": sums[0] / count, "now": sums[1] / count} if count else None
+
+
+def _flip(recorded: Recorded, now: Judgement) -> str:
+    """Return the direction in which a judgement changed; "" if it did not.
+
+    Correctness decides where both have it, so that another scale of rewards is no disagreement.
+    """
+    if recorded.correct is not None and now.correct is not None:
+        changed = recorded.correct is not now.correct
+        return f"{_VERDICTS[recorded.correct]} -> {_VERDICTS[now.correct]}" if changed else ""
+    if abs(now.reward - recorded.reward) <= TOLERANCE:
+        return ""
+    return "higher reward" if now.reward > recorded.reward else "lower reward"
+
+
+def verdict_name(correct: bool | None) -> str:
+    return _VERDICTS[correct]
+
+
+# ---- recorded ----------------------------------------------------------------------------------------------------
+#
+# Recorded completions of a trial, one step in memory at a time, with what a verifier needs to judge them again.
+
+
+class Prompts(Protocol):
+    """The part of PromptDataset that this module needs."""
+
+    def prompt(self, split: str, index: int) -> Prompt: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Last completion of a trained episode, with the reward and correctness that the episode was given."""
+
+    step: int
+    sample_id: str
+    task: Task
+    response: Response
+    reward: float
+    correct: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A sample, or all samples of a step, that cannot be judged again."""
+
+    what: str
+    reason: str
+
+
+class RecordReader:
+    """Reader of the recorded steps of one trial. It changes nothing."""
+
+    def __init__(self, config: Config, tokenizer: TextTokenizer, prompts: Prompts) -> None:
+        self._single_turn = config.rollout.agent == "single_turn"
+        self._known_agent = config.rollout.agent in AGENT.builtin
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+
+    def read(self, step: int, directory: Path) -> Iterator[Recorded | LeftOut]:
+        """Yield the samples of a step. Raises RecordError for a damaged record."""
+        try:
+            record = files.read_record(directory)
+            arrays, origins = files.read_arrays(directory, record)
+        except RecordError:
+            if directory.exists():
+                raise
+            yield LeftOut(f"step {step}", "the running trial has removed the record (record.keep_steps)")
+            return
+        by_ticket = {origin.ticket.ticket_id: origin for origin in origins}
+        for group in record.groups:
+            origin = by_ticket[group[0].ticket_id]
+            try:
+                prompt = self._prompts.prompt(origin.ticket.split, origin.ticket.prompt_index)
+            except DataError as error:
+                yield from (LeftOut(meta.sample_id, f"its row cannot be read: {error}") for meta in _last_rows(group))
+                continue
+            for meta in _last_rows(group):
+                yield self._sample(step, meta, origin, arrays, prompt)
+
+    def _sample(
+        self, step: int, meta: SampleMeta, origin: GroupOrigin, arrays: Arrays, prompt: Prompt
+    ) -> Recorded | LeftOut:
+        tokens = arrays[meta.sample_id, "tokens"]
+        if self._known_agent and meta.row == 0 and tokens[: len(prompt.ids)].tolist() != prompt.ids:
+            return LeftOut(meta.sample_id, "its row has another prompt now: the data was changed")
+        begin, end, turn = self._completion(tokens, arrays[meta.sample_id, "loss_mask"], len(prompt.ids))
+        if begin == end:
+            return LeftOut(meta.sample_id, "it has no completion")
+        text = self._tokenizer.completion_text(tokens[begin:end].tolist())
+        finish_reason = origin.episodes[meta.episode][meta.row].finish_reason
+        response = Response(text, finish_reason, end - begin, turn)
+        task = Task(prompt, origin.ticket, meta.episode)
+        return Recorded(step, meta.sample_id, task, response, meta.reward, meta.correct)
+
+    def _completion(self, tokens: Array, mask: Array, prompt_len: int) -> tuple[int, int, int]:
+        """Return where the last completion of a row begins and ends, and its number.
+
+        With several turns it is the last run of loss tokens. With one turn it is all after the prompt, so tokens that
+        were masked as too old belong to it, too.
+        """
+        if self._single_turn:
+            return prompt_len, len(tokens), 0
+        edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+        if not len(edges):
+            return 0, 0, 0
+        return int(edges[-2]), int(edges[-1]), len(edges) // 2 - 1
+
+
+def _last_rows(group: list[SampleMeta]) -> list[SampleMeta]:
+    """Return the last row of each episode: the reward belongs to its completion."""
+    last: dict[int, SampleMeta] = {}
+    for meta in group:
+        if meta.episode not in last or meta.row > last[meta.episode].row:
+            last[meta.episode] = meta
+    return list(last.values())

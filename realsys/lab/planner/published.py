@@ -22,9 +22,9 @@ from typing import Any
 
 from realsys.config.fields import replaced
 from realsys.config.schema import Config
-from realsys.planner.steady_state import endless, run_quietly
-from realsys.simulate.scenarios import LengthSettings, Plan, ServerSettings, SimSettings, TrainerSettings
-from realsys.simulate.simulation import Simulation
+from realsys.lab.planner.steady_state import endless, run_quietly
+from realsys.lab.simulation.scenarios import LengthSettings, Plan, ServerSettings, SimSettings, TrainerSettings
+from realsys.lab.simulation.simulation import Simulation
 
 TABLES = ("verl_fully_async", "nemo_rl_0_6", "areal")
 SHARES = 8  # parts into which the devices are divided: one server of the small trial each

@@ -1,1 +1,0 @@
-"""Estimates of the costs of a recorded run, before its simulation corrects them."""

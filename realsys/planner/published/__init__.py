@@ -1,1 +1,0 @@
-"""The cost model against published tables: asynchronous training over synchronous training."""

@@ -1,1 +1,0 @@
-"""Simulation of a trial: the production state machines on a virtual clock, with cost models around them."""

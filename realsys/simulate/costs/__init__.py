@@ -1,1 +1,0 @@
-"""Cost models of everything around the decisions: servers, RolloutWorkers, trainer, lengths."""
