@@ -46,7 +46,7 @@ from realsys.config.rules.training_rules import can_shard_optimizers
 from realsys.config.schema import Config
 from realsys.config.sections.schema_data import source_problem
 from realsys.hf.config import read_model
-from realsys.launch.launchers.build import launcher_settings
+from realsys.launch.launchers.contract import launcher_settings
 
 AUTO = "auto"
 _BACKEND, _GPU_BACKEND = "generation.backend", "sglang"

@@ -36,12 +36,10 @@ from realsys.data.check import DataCheck
 from realsys.data.conversion.convert import needs_copy
 from realsys.data.conversion.identity import check_copy, check_prompts, write_digest
 from realsys.errors import ConfigError
-from realsys.launch.lock import TrialLock, held_by, running_launcher
 from realsys.launch.nodes.orders import outlive_agents
 from realsys.launch.preflight import check_here
-from realsys.launch.recover import tidy
 from realsys.launch.start import Trial, check_inputs, decide_start, describe, newer_data, read_trial, resume_path
-from realsys.launch.trial_keys import claim_keys, remove_keys
+from realsys.launch.trial_folder import TrialLock, claim_keys, held_by, remove_keys, running_launcher, tidy
 from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
 from realsys.master.run.trial_start import TrialStart, write_start

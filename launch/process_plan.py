@@ -29,7 +29,7 @@ from realsys.config.devices.device_plan import EVALUATOR, RANK, SERVER, Kind, Ne
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.machine import VISIBLE, Machine, visible_to
 from realsys.config.schema import Config
-from realsys.launch.nodes.base import LOCAL, NodePort
+from realsys.launch.nodes.orders import LOCAL, NodePort
 
 OnDeath = Literal["restart", "restart_training", "end"]
 

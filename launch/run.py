@@ -36,22 +36,21 @@ from realsys.config.rules.machine import Machine
 from realsys.config.rules.resources import step_bytes
 from realsys.config.rules.sampling import sampling_warnings
 from realsys.config.schema import Config
-from realsys.launch.arguments.words import resume_command
+from realsys.launch.conclude import conclude, draw, newest_step
+from realsys.launch.dry_run import print_dry_run
 from realsys.launch.fit import fit
-from realsys.launch.launchers.base import Launcher
-from realsys.launch.launchers.build import check_launcher, check_start, make_launcher
+from realsys.launch.launchers.contract import Launcher, check_launcher, check_start, make_launcher
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.preflight import check_gpus_are_given, disk_warnings
 from realsys.launch.prepare import Ready, examine, prepare, resolve
 from realsys.launch.process_plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
-from realsys.launch.processes.failures import full_disk, no_room
-from realsys.launch.processes.restart_policy import Outcome
-from realsys.launch.processes.run_hooks import Bounds, Hooks, Say
-from realsys.launch.processes.stop_request import watch_requests
-from realsys.launch.processes.supervisor import Supervisor
-from realsys.launch.recover import remove_half_written
-from realsys.launch.results.conclude import conclude, draw, newest_step
-from realsys.launch.screen.dry_run import print_dry_run
+from realsys.launch.supervise.failures import full_disk, no_room
+from realsys.launch.supervise.restart_policy import Outcome
+from realsys.launch.supervise.run_hooks import Bounds, Hooks, Say
+from realsys.launch.supervise.stop_request import watch_requests
+from realsys.launch.supervise.supervisor import Supervisor
+from realsys.launch.trial_folder import remove_half_written
+from realsys.launch.words import resume_command
 from realsys.master.run.stopping import progress as progress_of_stop
 from realsys.observe.curves import draw_while_running
 from realsys.observe.events import EventKind, EventLog
@@ -301,7 +300,7 @@ async def _own_store_answers(config: Config, paths: TrialPaths, spec: ProcessSpe
         address = join_host_port(host, at.port)
     # Imported here: grpc takes time to load and is needed for etcd only.
     from realsys.cluster.store.etcd_members import EtcdAccess
-    from realsys.launch.processes.own_etcd import etcd_answers
+    from realsys.launch.supervise.own_etcd import etcd_answers
 
     access = EtcdAccess.by_one_file(paths.etcd_certificate)
     await etcd_answers(address, access, spec.env[RUN_ID], config.cluster.connect_timeout_s)

@@ -21,7 +21,7 @@ from realsys.config.roles import role_field, role_settings
 from realsys.config.schema import Config
 from realsys.data.dataset_files import is_converted
 from realsys.errors import CheckpointError, ConfigError, LedgerError
-from realsys.launch.arguments.words import path_setting
+from realsys.launch.words import path_setting
 from realsys.manager.ledger.events import Opened, Resumed, RolledBack, Snapshot, Trained
 from realsys.manager.ledger.journal import read_journal
 from realsys.master.checkpoints import describe_role

@@ -22,12 +22,12 @@ from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
-from realsys.launch.arguments.words import own_words, words_again
+from realsys.launch.commands.finding import find_trial
 from realsys.launch.commands.replay import last_recorded
-from realsys.launch.commands.trials.finding import find_trial
 from realsys.launch.prepare import resolve
 from realsys.launch.process_plan import own_environment
 from realsys.launch.run import RunOptions
+from realsys.launch.words import own_words, words_again
 from realsys.observe.step_log import StepRecord, surviving_steps
 from realsys.view.samples.catalogue import Catalogue
 from realsys.view.samples.step_samples import Sample

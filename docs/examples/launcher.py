@@ -8,7 +8,7 @@ import os
 import shlex
 
 from realsys.errors import ConfigError
-from realsys.launch.launchers.base import Launcher
+from realsys.launch.launchers.contract import Launcher
 
 
 class Ssh(Launcher):

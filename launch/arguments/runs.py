@@ -56,7 +56,7 @@ def _add_resume(parser: ArgumentParser) -> None:
 
 
 def _resume(args: Namespace) -> int:
-    from realsys.launch.commands.trials.resume import resume_trial
+    from realsys.launch.commands.resume import resume_trial
 
     preload_workers(args)
     return resume_trial(*_trial_and_overrides(args), dry_run=args.dry_run, plain=args.plain)
@@ -76,7 +76,7 @@ def _add_submit(parser: ArgumentParser) -> None:
 
 
 def _submit(args: Namespace) -> int:
-    from realsys.launch.commands.submit import SubmitOptions, submit_trial
+    from realsys.launch.slurm.submit import SubmitOptions, submit_trial
 
     return submit_trial(args.overrides, SubmitOptions(_options(args, plain=True), args.detach))
 
@@ -91,8 +91,8 @@ def _add_eval(parser: ArgumentParser) -> None:
 
 
 def _evaluate(args: Namespace) -> int:
-    from realsys.launch.evaluate.command import evaluate
-    from realsys.launch.evaluate.eval_settings import Choices
+    from realsys.launch.commands.evaluate import evaluate
+    from realsys.launch.evaluation_target import Choices
 
     preload_workers(args)
     return evaluate(args.target, Choices(args.overrides, args.config_dir, args.name), args.step, live=args.live)
@@ -108,8 +108,8 @@ def _add_play(parser: ArgumentParser) -> None:
 
 
 def _play(args: Namespace) -> int:
-    from realsys.launch.evaluate.eval_settings import Choices
-    from realsys.launch.evaluate.play import play
+    from realsys.launch.commands.play import play
+    from realsys.launch.evaluation_target import Choices
 
     return play(args.overrides, args.tasks, Choices(config_dir=args.config_dir), args.step)
 

@@ -16,7 +16,7 @@ def _add_list(parser: ArgumentParser) -> None:
 
 
 def _list(args: Namespace) -> int:
-    from realsys.launch.commands.trials.listing import list_trials
+    from realsys.launch.commands.listing import list_trials
 
     return list_trials(args.fileroot, as_json=args.json)
 
@@ -26,7 +26,7 @@ def _add_compare(parser: ArgumentParser) -> None:
 
 
 def _compare(args: Namespace) -> int:
-    from realsys.launch.commands.trials.compare import compare_trials
+    from realsys.launch.commands.compare import compare_trials
 
     return compare_trials(args.trial_dirs)
 
@@ -38,7 +38,7 @@ def _add_export(parser: ArgumentParser) -> None:
 
 
 def _export(args: Namespace) -> int:
-    from realsys.launch.commands.trials.export import export_model
+    from realsys.launch.commands.export import export_model
 
     return export_model(args.trial_dir, args.out, args.step)
 
@@ -64,7 +64,7 @@ def _watch_seconds(text: str) -> float:
 
 
 def _status(args: Namespace) -> int:
-    from realsys.launch.commands.trials.status import show_status
+    from realsys.launch.commands.status import show_status
 
     return show_status(args.trial_dir, as_json=args.json, watch_s=args.watch)
 
@@ -75,7 +75,7 @@ def _add_view(parser: ArgumentParser) -> None:
 
 
 def _view(args: Namespace) -> int:
-    from realsys.launch.commands.trials.view import view_trial
+    from realsys.launch.commands.view import view_trial
 
     return view_trial(args.trial_dir, args.port)
 
@@ -88,7 +88,7 @@ def _add_stop(parser: ArgumentParser) -> None:
 
 
 def _stop(args: Namespace) -> int:
-    from realsys.launch.commands.trials.stop import stop_trial
+    from realsys.launch.commands.stop import stop_trial
 
     return stop_trial(args.trial_dir, args.wait)
 
@@ -103,7 +103,7 @@ def _add_logs(parser: ArgumentParser) -> None:
 
 
 def _logs(args: Namespace) -> int:
-    from realsys.launch.commands.trials.logs import show_logs
+    from realsys.launch.commands.logs import show_logs
 
     return show_logs(args.trial_dir, args.process, args.lines, follow=args.follow)
 
@@ -116,7 +116,7 @@ def _add_gc(parser: ArgumentParser) -> None:
 
 
 def _gc(args: Namespace) -> int:
-    from realsys.launch.commands.trials.gc import collect_garbage
+    from realsys.launch.commands.gc import collect_garbage
 
     return collect_garbage(args.folder, yes=args.yes)
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, LedgerError
-from realsys.launch.commands.trials.finding import find_trial
+from realsys.launch.commands.finding import find_trial
 from realsys.manager.audit.audit_report import AuditReport
 from realsys.manager.audit.auditor import Auditor
 from realsys.manager.ledger.journal import read_journal

@@ -15,8 +15,8 @@ from realsys.config.dump import read_config
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.commands.trials.finding import find_trial
-from realsys.launch.commands.trials.resume import stored_config
+from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.resume import stored_config
 from realsys.launch.fit import fit
 from realsys.launch.prepare import resolve
 from realsys.launch.start import changes

@@ -27,14 +27,14 @@ from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import CheckpointError, RealsysError, RecordError
-from realsys.launch.commands.trials.finding import find_trial
-from realsys.launch.nodes.base import LOCAL
+from realsys.launch.commands.finding import find_trial
 from realsys.launch.nodes.local_executor import open_executor
+from realsys.launch.nodes.orders import LOCAL
 from realsys.launch.process_plan import TRAINING, ProcessSpec, plan
-from realsys.launch.processes.failures import first_failure
-from realsys.launch.processes.run_hooks import Bounds, Hooks
-from realsys.launch.processes.supervisor import Supervisor
 from realsys.launch.start import changes
+from realsys.launch.supervise.failures import first_failure
+from realsys.launch.supervise.run_hooks import Bounds, Hooks
+from realsys.launch.supervise.supervisor import Supervisor
 from realsys.master.records.replayer import ReplayJob, ReplayResult, replay_job
 from realsys.train.checkpoint.checkpoint_files import STATE, verify
 from realsys.train.records import record_files as files

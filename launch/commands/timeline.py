@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from realsys.launch.commands.trials.finding import find_trial
+from realsys.launch.commands.finding import find_trial
 from realsys.observe.percent import whole_percents
 from realsys.timeline.picture.trace_file import Steps, Wanted, write_trace
 from realsys.timeline.step_times import PARTS, StepTime

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 
-from realsys.launch.launchers.base import Launcher
+from realsys.launch.launchers.contract import Launcher
 
 
 class LocalLauncher(Launcher):

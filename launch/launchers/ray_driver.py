@@ -30,8 +30,7 @@ import msgspec
 
 from realsys.cluster.child_process import Backoff, how_it_ended
 from realsys.launch.launchers import ray_actor
-from realsys.launch.launchers.ray_bundles import RayNode, agent_name, shortage
-from realsys.launch.launchers.ray_messages import Report, Task
+from realsys.launch.launchers.ray_launcher import RayNode, Report, Task, agent_name, shortage
 
 _T = TypeVar("_T")
 

@@ -15,7 +15,8 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -23,10 +24,9 @@ import msgspec
 from realsys.cluster.child_process import ChildProcess, how_it_ended
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError
-from realsys.launch.launchers.base import Launcher
-from realsys.launch.launchers.ray_bundles import bundle_of, shortage
-from realsys.launch.launchers.ray_messages import Report, Task
+from realsys.launch.launchers.contract import Launcher
 from realsys.launch.nodes.orders import KILL_MARGIN_S
 from realsys.launch.process_plan import own_python_path
 
@@ -158,3 +158,119 @@ def _look(task: Task) -> Report:
             return msgspec.json.decode(line, type=Report)
     last = lines[-1].decode("utf-8", "replace") if lines else "no output"
     return Report(problem=f"Ray {how_it_ended(driver.returncode)}: {last}")
+
+
+# ---- ray bundles -------------------------------------------------------------------------------------------------
+#
+# Resources that a trial needs of a Ray cluster, and whether its nodes have them. Pure.
+#
+# A *bundle* is Ray's word for the resources of one node of the trial. The bundles of a placement group STRICT_SPREAD
+# lie on different Ray nodes, so a cluster can hold the trial if enough nodes have one bundle each.
+
+
+Resources = Mapping[str, float]
+
+_MOST_NAMED = 4  # nodes that a message names
+_GIB = 2**30
+_MEMORY = "memory"  # Ray counts it in bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """A live node of a Ray cluster, with all its resources and those that nothing uses."""
+
+    node_id: str
+    host: str
+    total: dict[str, float]
+    free: dict[str, float] = field(default_factory=dict)
+
+
+def bundle_of(cluster: ClusterConfig) -> dict[str, float]:
+    """Return the resources of one node of a trial. Without ``cluster.cpus_per_node`` it asks for one core."""
+    memory = int(cluster.memory_gb_per_node * _GIB)
+    own = {"CPU": float(cluster.cpus_per_node or 1), "GPU": float(cluster.gpus_per_node), _MEMORY: float(memory)}
+    return {name: amount for name, amount in {**own, **cluster.ray.resources}.items() if amount}
+
+
+def shortage(bundle: Resources, count: int, nodes: Sequence[RayNode], *, free: bool = False) -> str:
+    """Return what the nodes lack for ``count`` bundles, with the numbers; "" if they can hold them.
+
+    free   count only what nothing uses
+    """
+    offers = {node.node_id: node.free if free else node.total for node in nodes}
+    short = [node for node in nodes if not _holds(offers[node.node_id], bundle)]
+    fit = len(nodes) - len(short)
+    if fit >= count:
+        return ""
+    named = [f"{node.host} has {as_text(bundle, offers[node.node_id])}" for node in short[:_MOST_NAMED]]
+    named += [f"{len(short) - _MOST_NAMED} more"] if len(short) > _MOST_NAMED else []
+    rest = f" ({'; '.join(named)})" if named else ""
+    having = "have that free" if free else "have that"
+    needed = f"1 node with {as_text(bundle)} is" if count == 1 else f"{count} nodes with {as_text(bundle)} each are"
+    return f"{needed} needed, {fit} of {len(nodes)} {having}{rest}"
+
+
+def as_text(bundle: Resources, amounts: Resources | None = None) -> str:
+    """Return the ``amounts`` of the resources that a bundle names, by default its own: ``CPU 8, memory 64 GiB``."""
+    values = bundle if amounts is None else amounts
+    return ", ".join(f"{name} {_amount(name, values.get(name, 0.0))}" for name in bundle)
+
+
+def agent_name(host: str, node_id: str, hosts: Sequence[str]) -> str:
+    """Return the name of an agent: its host, with a part of the Ray node's id if several nodes run on one host."""
+    return host if hosts.count(host) < 2 else f"{host}-{node_id[:6]}"
+
+
+def _holds(offer: Resources, bundle: Resources) -> bool:
+    return all(offer.get(name, 0.0) >= amount for name, amount in bundle.items())
+
+
+def _amount(name: str, value: float) -> str:
+    return f"{value / _GIB:.4g} GiB" if name == _MEMORY else f"{value:g}"
+
+
+# ---- ray messages ------------------------------------------------------------------------------------------------
+#
+# Messages between the Ray launcher and its driver, one JSON object per line.
+
+
+class Task(msgspec.Struct, frozen=True):
+    """The only message to the driver. The end of its input means: stop.
+
+    agent       command of an agent; empty: only describe the cluster
+    bundle      resources of one node
+    count       number of nodes, with the spares
+    needed      number of nodes that the run must have
+    title       name of the placement group
+    logs        folder of the agents' output, shared
+    timeout_s   time that a node may take to get free
+    restarts    agents in a row that may end by a signal, or with their actor, on one bundle
+    settle_s    time after which the processes of an agent that was killed have ended
+    stop_s      time that an agent has to end
+    """
+
+    address: str
+    namespace: str
+    agent: list[str] = []
+    bundle: dict[str, float] = {}
+    count: int = 0
+    needed: int = 0
+    title: str = ""
+    logs: str = ""
+    timeout_s: float = 0.0
+    restarts: int = 0
+    settle_s: float = 0.0
+    stop_s: float = 0.0
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message of the driver.
+
+    say       line for the user
+    problem   why the trial cannot get its agents any more
+    nodes     live nodes of the cluster
+    """
+
+    say: str = ""
+    problem: str = ""
+    nodes: list[RayNode] = []

@@ -20,23 +20,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
 
+from realsys.cluster.network import join_host_port
 from realsys.config.devices import device_plan
-from realsys.config.devices.device_plan import Needs
+from realsys.config.devices.device_plan import Needs, NodeDevices
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, DecodeError, RealsysError, WaitTimeout, WorkerLost
 from realsys.launch.nodes import orders
-from realsys.launch.nodes.base import LOCAL, Listener, Node
-from realsys.launch.nodes.binding import Binding
 from realsys.launch.nodes.local_executor import open_executor
-from realsys.launch.nodes.remote_node import RemoteNode, Session, end_of_agent
+from realsys.launch.nodes.orders import (
+    CANNOT_START,
+    LOCAL,
+    Exit,
+    Listener,
+    OnExit,
+    Order,
+    Process,
+    SupervisedNode,
+    no_agent,
+)
 from realsys.stream.request_reply import MasterStream
 from realsys.stream.security import ensure_keys
 
@@ -272,14 +283,14 @@ class Coordinator:
 @contextlib.asynccontextmanager
 async def open_nodes(
     needs: Mapping[str, Needs], paths: TrialPaths, terms: Terms, inherit: Sequence[int] = ()
-) -> AsyncIterator[dict[str, Node]]:
+) -> AsyncIterator[dict[str, SupervisedNode]]:
     """Return the nodes of a trial by name. ``inherit``: descriptors that processes of this machine keep open.
 
     ``needs``: node -> what its processes take. Without nodes on other machines no socket is bound.
     """
     others = {name: needs[name] for name in needs if name != LOCAL}
     async with contextlib.AsyncExitStack() as stack:
-        nodes: dict[str, Node] = {}
+        nodes: dict[str, SupervisedNode] = {}
         if others:
             nodes |= await stack.enter_async_context(_open_remote(others, paths, terms))
         if LOCAL in needs:
@@ -307,3 +318,298 @@ async def _open_remote(
         await asyncio.gather(watch, return_exceptions=True)
         await coordinator.close()
         stream.close()
+
+
+# ---- remote node -------------------------------------------------------------------------------------------------
+#
+# One node of the plan on another machine, as the launcher sees it.
+#
+#     free ──bind(session)──> bound ──lose──> free        every process of a lost node ends with a named cause
+#
+# A process that is started while the node is free waits, within a bound, for a machine. The same holds while another
+# node is free whose address the process needs.
+
+
+Reply = TypeVar("Reply", bound=msgspec.Struct)
+
+
+class Session(ABC):
+    """Connection to the agent of one machine.
+
+    joined  its notice
+    ending  End was sent
+    ended   it has answered that no process is left
+    """
+
+    joined: orders.Joined
+    ending = False
+    ended = False
+
+    @abstractmethod
+    def ask(self, message: msgspec.Struct, kind: type[Reply], timeout_s: float | None = None) -> asyncio.Future[Reply]:
+        """Send an order and return the future of its reply."""
+
+
+class _RemoteProcess(Process):
+    def __init__(self, node: RemoteNode, serial: int, order: Order, on_exit: OnExit) -> None:
+        self.order = order
+        self.on_exit = on_exit
+        self.serial = serial
+        self.ordered = False  # True once the order was sent to an agent
+        self.waits: asyncio.TimerHandle | None = None  # end of the wait for a machine
+        self.started = time.monotonic()
+        self._node = node
+
+    def signal(self, number: int) -> None:
+        self._node.signal(self, number)
+
+    def kill(self) -> None:
+        self._node.signal(self, signal.SIGKILL, group=True)
+
+
+class RemoteNode(SupervisedNode):
+    """A node of the plan. ``address_of``: returns the address of any node, "" while it is free."""
+
+    def __init__(self, name: str, join_s: float, address_of: Callable[[str], str]) -> None:
+        super().__init__()
+        self.name = name
+        self.join_s = join_s
+        self._address_of = address_of
+        self._session: Session | None = None
+        self._refused: RealsysError | None = None
+        self._serial = 0
+        self._processes: dict[int, _RemoteProcess] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def address(self) -> str:
+        return self._session.joined.address if self._session else ""
+
+    # ---- the machine
+
+    def bind(self, session: Session) -> None:
+        """Take a machine. ``order_waiting`` must follow, for this node and for those that need its address."""
+        self._session = session
+        self._refused = None
+        self._changed.set()
+
+    def order_waiting(self) -> None:
+        """Send the orders that have waited for a machine or for an address."""
+        for process in list(self._processes.values()):
+            if not process.ordered:
+                self._order(process)
+
+    def lose(self, why: str, heard: float) -> None:
+        """End all processes that the machine had; ``heard``: unix time at which it was heard last."""
+        assert self._session is not None
+        machine = self._session.joined.name
+        shown = self.name if machine == self.name else f"{self.name} ({machine})"
+        lost = f"was lost with its node {shown}: {why}"
+        self._session = None
+        self._changed.clear()
+        for process in [process for process in self._processes.values() if process.ordered]:
+            self._end_of(process.serial, Exit(-signal.SIGKILL, heard, lost=lost))
+
+    def refuse(self, error: RealsysError) -> None:
+        """End every wait for a machine: none can come, or the one that came does not suit."""
+        self._refused = error
+        self._changed.set()
+        for process in [process for process in self._processes.values() if not process.ordered]:
+            self._end_of(process.serial, Exit(CANNOT_START, time.time(), problem=str(error)))
+
+    async def ready(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            raise WaitTimeout(no_agent([self.name], timeout_s)) from None
+        if self._refused is not None:
+            raise self._refused
+
+    # ---- processes
+
+    def start(self, order: Order, on_exit: OnExit) -> Process:
+        self._serial += 1
+        process = self._processes[self._serial] = _RemoteProcess(self, self._serial, order, on_exit)
+        self._order(process)
+        if not process.ordered:
+            problem = str(self._refused or no_agent([self.name], self.join_s))
+            ended = Exit(CANNOT_START, time.time(), problem=problem, no_machine=self._refused is None)
+            wait_s = 0.0 if self._refused else self.join_s
+            process.waits = asyncio.get_running_loop().call_later(wait_s, self._end_of, process.serial, ended)
+        return process
+
+    def _order(self, process: _RemoteProcess) -> None:
+        """Send the order, if the node has a machine and all addresses are known."""
+        order = process.order
+        addresses = {name: (self._address_of(at.node), at.port) for name, at in order.addresses.items()}
+        if self._session is None or not all(host for host, _ in addresses.values()):
+            return
+        if process.waits is not None:
+            process.waits.cancel()
+        process.ordered = True
+        process.host = self._session.joined.host
+        process.started = time.monotonic()
+        message = orders.Start(
+            self._session.joined.incarnation,
+            process.serial,
+            orders.without_python(order.argv),
+            {**order.env, **{name: join_host_port(*address) for name, address in addresses.items()}},
+            str(order.log),
+            order.log_bytes,
+            order.keep_last_words,
+            list(order.gpus),
+        )
+
+        def started(reply: asyncio.Future[orders.Started]) -> None:
+            if answered := self._answer(reply):
+                process.pid = answered.pid
+
+        self._session.ask(message, orders.Started).add_done_callback(started)
+
+    def signal(self, process: _RemoteProcess, number: int, *, group: bool = False) -> None:
+        """Send a signal to a process. One that waits for a machine ends here."""
+        if process.serial not in self._processes:
+            return
+        if process.ordered and self._session is not None:
+            order = orders.Signal(process.serial, number, group)
+            self._session.ask(order, orders.Done).add_done_callback(self._answer)
+            return
+        # Not in this call: the caller may go through all processes, and the end of one may start others.
+        ended = Exit(-number, time.time())
+        asyncio.get_running_loop().call_soon(self._end_of, process.serial, ended)
+
+    def exited(self, notice: orders.Exited) -> None:
+        """Handle the agent's notice."""
+        ended = Exit(notice.returncode, notice.time, notice.log_end, problem=notice.problem)
+        self._end_of(notice.serial, ended)
+
+    def _end_of(self, serial: int, ended: Exit) -> None:
+        process = self._processes.pop(serial, None)
+        if process is not None:
+            if process.waits is not None:
+                process.waits.cancel()
+            process.on_exit(ended)
+
+    async def end(self, timeout_s: float) -> list[str]:
+        return [] if self._session is None else await end_of_agent(self._session, timeout_s)
+
+    def _answer(self, reply: asyncio.Future[Reply]) -> Reply | None:
+        """Return the answer. An agent that is lost, or will be, gives none, and its processes end with it."""
+        if reply.cancelled():
+            return None
+        match reply.exception():
+            case None:
+                return reply.result()
+            case WorkerLost() | WaitTimeout() | DecodeError():
+                return None
+            case error:
+                assert isinstance(error, Exception)
+                self.listener.fail(error)
+                return None
+
+
+async def end_of_agent(session: Session, timeout_s: float) -> list[str]:
+    """Have an agent end. Returns the names of the processes that it had to kill."""
+    if session.ending:
+        return []
+    session.ending = True
+    try:
+        reply = await session.ask(orders.End(timeout_s), orders.Ended, 2 * timeout_s + orders.KILL_MARGIN_S)
+    except RealsysError:  # lost, silent, or its answer cannot be read: it ends with its lease
+        return []
+    session.ended = True
+    return [f"{name} on {session.joined.host}" for name in reply.killed]
+
+
+# ---- binding -----------------------------------------------------------------------------------------------------
+#
+# Which machine has which node of the plan. Pure: no I/O, no clock.
+#
+#     machine joins ──> the node that bears its name, else the node that it had, else the first free node that it fits,
+#                   │   of those that need GPUs if it has any
+#                   └─> a spare, if no node is free
+#     machine lost  ──> its node is free ──> the first spare that fits takes it, else the next machine that joins
+#
+# `one-machine` a node has at most one machine, and a machine at most one node `first` the first node waits for the
+# launcher's own machine until that joins: to lose it ends the run in any case `fits` a machine gets only a node whose
+# processes it can hold
+
+
+@dataclass(slots=True)
+class Binding:
+    """Nodes of a plan with their needs, and the machines that have joined.
+
+    ``first``: name of the launcher's machine, for which the first node is kept; "" without such a machine, and once it
+    has joined.
+    """
+
+    needs: Mapping[str, Needs]
+    first: str = ""
+    machine_of: dict[str, str] = field(default_factory=dict)  # node -> machine; bound nodes only
+    spares: dict[str, NodeDevices] = field(default_factory=dict)  # machines without a node, in the order of their joins
+    _machines: dict[str, NodeDevices] = field(default_factory=dict)
+    _last: dict[str, str] = field(default_factory=dict)  # machine -> node that it had last
+
+    @property
+    def free(self) -> list[str]:
+        """Nodes without a machine, in the order of the plan."""
+        return [node for node in self.needs if node not in self.machine_of]
+
+    def knows(self, machine: str) -> bool:
+        """Return True if the machine has joined and is not lost."""
+        return machine in self._machines
+
+    def node_of(self, machine: str) -> str:
+        """Return the node that the machine has, or ""."""
+        return next((node for node, name in self.machine_of.items() if name == machine), "")
+
+    def misfit(self, machine: NodeDevices) -> str:
+        """Return why no node of the plan suits the machine; "" if one does."""
+        nodes = [machine.name] if machine.name in self.needs else list(self.needs)
+        problems = [(node, self.needs[node].problem(machine)) for node in nodes]
+        if any(not problem for _, problem in problems):
+            return ""
+        node, problem = next((each for each in problems if each[0] in self.free), problems[0])
+        return f"{machine.name} cannot be {node}: {problem}"
+
+    def join(self, machine: NodeDevices) -> str:
+        """Add a machine that has joined. Returns the node that it gets, "" if it is a spare."""
+        assert machine.name not in self._machines, f"{machine.name} has joined already"
+        self._machines[machine.name] = machine
+        if machine.name == self.first:
+            self._last[machine.name] = next(iter(self.needs))
+            self.first = ""
+        node = next((node for node in self._wishes(machine) if node in self.free), "")
+        if node:
+            self._bind(node, machine.name)
+        else:
+            self.spares[machine.name] = machine
+        return node
+
+    def leave(self, name: str) -> tuple[str, str]:
+        """Remove a machine that is lost. Returns its node and the spare that takes it; "" for none."""
+        del self._machines[name]
+        self.spares.pop(name, None)
+        node = self.node_of(name)
+        if not node:
+            return "", ""
+        del self.machine_of[node]
+        spare = next((each.name for each in self.spares.values() if node in self._wishes(each)), "")
+        if spare:
+            del self.spares[spare]
+            self._bind(node, spare)
+        return node, spare
+
+    def _bind(self, node: str, machine: str) -> None:
+        self.machine_of[node] = machine
+        self._last[machine] = node
+
+    def _wishes(self, machine: NodeDevices) -> list[str]:
+        """Nodes that the machine may have, the preferred ones first."""
+        if machine.name in self.needs:
+            return [machine.name]
+        kept = next(iter(self.needs)) if self.first else ""
+        fitting = [node for node, needs in self.needs.items() if node != kept and not needs.problem(machine)]
+        # A machine with GPUs must not take a node that needs none while another one needs them.
+        return sorted(fitting, key=lambda node: (node != self._last.get(machine.name), not self.needs[node].gpus))

@@ -25,9 +25,8 @@ from realsys.cluster.prctl import subreaper
 from realsys.cluster.process import PARENT_PID, SHIELDED
 from realsys.config.rules.machine import own_gpus, visible_to
 from realsys.launch.nodes import preload
-from realsys.launch.nodes.base import CANNOT_START, Exit, Node, OnExit, Order, Process
-from realsys.launch.processes.failures import log_since
-from realsys.launch.processes.logs import keep_bounded, keep_last_words
+from realsys.launch.nodes.orders import CANNOT_START, Exit, OnExit, Order, Process, SupervisedNode
+from realsys.launch.supervise.failures import keep_bounded, keep_last_words, log_since
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class _NotStarted(Process):
         pass
 
 
-class Executor(Node):
+class Executor(SupervisedNode):
     """The processes of this machine. Make it with ``open_executor``."""
 
     def __init__(self, inherit: Sequence[int] = ()) -> None:

@@ -38,10 +38,10 @@ from realsys.config.rules.machine import own_gpus
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, DecodeError, Fenced, RealsysError, StreamError, WaitTimeout
 from realsys.launch.nodes import orders, preload
-from realsys.launch.nodes.base import Exit, Order, Process
 from realsys.launch.nodes.coordinator import PINGS_PER_LEASE
 from realsys.launch.nodes.local_executor import Executor, open_executor
-from realsys.launch.processes.signals import stop_signals
+from realsys.launch.nodes.orders import Exit, Order, Process
+from realsys.launch.supervise.stop_request import stop_signals
 from realsys.stream.request_reply import Request, WorkerEndpoint
 from realsys.stream.security import load_keys
 from realsys.weights.host.places import sweep

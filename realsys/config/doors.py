@@ -366,9 +366,9 @@ LAUNCHER = Door(
     {
         "local": "realsys.launch.launchers.local:LocalLauncher",
         "ray": "realsys.launch.launchers.ray_launcher:RayLauncher",
-        "slurm": "realsys.launch.launchers.slurm:SlurmLauncher",
+        "slurm": "realsys.launch.slurm.launcher:SlurmLauncher",
     },
-    derives("realsys.launch.launchers.base:Launcher"),
+    derives("realsys.launch.launchers.contract:Launcher"),
 )
 
 #: receives the metrics of the step log, in another process than the launcher (realsys.launch.trackers)

@@ -27,9 +27,9 @@ from realsys.config.schema import Config
 from realsys.data.prompts import Prompt, PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import AgentError, ConfigError, DataError, RecordError, RewardError
+from realsys.launch.commands.finding import find_trial
 from realsys.launch.commands.replay import last_recorded
-from realsys.launch.commands.samples.lines import printable
-from realsys.launch.commands.trials.finding import find_trial
+from realsys.launch.commands.samples import printable
 from realsys.observe.evaluation_statistics import Tally, pooled
 from realsys.observe.screen.terminal import WorkLine
 from realsys.reward.build import own_verifiers

@@ -24,15 +24,15 @@ from realsys.config.paths import TrialPaths
 from realsys.config.rules.resources import disk_bytes
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
-from realsys.launch.arguments.words import command_line, own_words, words_again
-from realsys.launch.commands.trials.compare import compare_trials
-from realsys.launch.launchers.build import check_start
+from realsys.launch.commands.compare import compare_trials
+from realsys.launch.launchers.contract import check_start
 from realsys.launch.preflight import check_disk
 from realsys.launch.prepare import check_folder, examine
 from realsys.launch.process_plan import own_environment
-from realsys.launch.processes.signals import stop_signals
 from realsys.launch.run import Planned, RunOptions, host_of_launcher, plan_run
 from realsys.launch.start import decide_start, is_complete, read_trial
+from realsys.launch.supervise.stop_request import stop_signals
+from realsys.launch.words import command_line, own_words, words_again
 from realsys.master.run.trial_start import TrialStart
 from realsys.observe.screen.terminal import tell
 from realsys.observe.screen.text_figures import aligned

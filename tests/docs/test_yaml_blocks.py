@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from realsys.config.compose import compose
-from realsys.launch.launchers.build import check_launcher
+from realsys.launch.launchers.contract import check_launcher
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BLOCKS = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import realsys.launch.results.conclude
+import realsys.launch.conclude
 import realsys.launch.run
 from realsys.config.paths import TrialPaths
 from realsys.hf.config import read_sizes
@@ -45,7 +45,7 @@ class Runs:
         self.paths = TrialPaths(root / "runs" / "arith" / "t")
         self._monkeypatch = monkeypatch
         monkeypatch.setattr(
-            realsys.launch.results.conclude, "draw_curves", lambda *_: None
+            realsys.launch.conclude, "draw_curves", lambda *_: None
         )  # half of a run's time; test_run.py looks
 
     def __call__(

@@ -15,7 +15,7 @@ from realsys.config.devices.device_plan import (
     SERVER,
     Block,
     Kind,
-    Node,
+    NodeDevices,
     Seat,
     place,
 )
@@ -29,7 +29,7 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
 
-def nodes_of(config: Config, machine: Machine) -> list[Node]:
+def nodes_of(config: Config, machine: Machine) -> list[NodeDevices]:
     """Return the nodes that the configuration describes; without them, ``machine`` alone. Raises ConfigError."""
     cluster = config.cluster
     if not cluster.nodes:
@@ -42,9 +42,9 @@ def nodes_of(config: Config, machine: Machine) -> list[Node]:
         problem = f"are among the nodes, and leave none for trainers and servers: cluster.nodes is {cluster.nodes}"
         raise ConfigError("cluster.cpu_nodes", light, problem)
     memory, light_memory = int(cluster.memory_gb_per_node * GIB), int(cluster.memory_gb_per_cpu_node * GIB)
-    nodes = [Node(f"node{n}", cluster.cpus_per_cpu_node, light_memory, 0, light=True) for n in range(light)]
+    nodes = [NodeDevices(f"node{n}", cluster.cpus_per_cpu_node, light_memory, 0, light=True) for n in range(light)]
     heavy = range(light, cluster.nodes)
-    return nodes + [Node(f"node{n}", cluster.cpus_per_node, memory, cluster.gpus_per_node) for n in heavy]
+    return nodes + [NodeDevices(f"node{n}", cluster.cpus_per_node, memory, cluster.gpus_per_node) for n in heavy]
 
 
 def gpus_of_torch(config: Config, machine: Machine) -> int:
@@ -60,7 +60,7 @@ def servers_use_gpus(config: Config, machine: Machine, backend: BackendRules) ->
 
 
 def seats_of(
-    config: Config, machine: Machine, nodes: Sequence[Node], kinds: Collection[Kind] | None = None
+    config: Config, machine: Machine, nodes: Sequence[NodeDevices], kinds: Collection[Kind] | None = None
 ) -> list[Seat]:
     """Place the processes of a trial, in the order in which they start. Raises ConfigError.
 
@@ -73,7 +73,7 @@ def seats_of(
     return sorted(seats, key=lambda seat: (order.index(seat.kind), seat.index, seat.node_rank))
 
 
-def _blocks(config: Config, machine: Machine, node: Node) -> list[Block]:
+def _blocks(config: Config, machine: Machine, node: NodeDevices) -> list[Block]:
     allocation, light = parse_allocation(config.allocation), OnHost(0, 0, 1).processes
     single: list[Kind] = ["gserver_manager", EVALUATOR if config.evaluate_only else "master_worker"]
     if config.cluster.name_store.start:
@@ -98,7 +98,7 @@ def _blocks(config: Config, machine: Machine, node: Node) -> list[Block]:
 
 
 def _server(
-    config: Config, allocation: Allocation, backend: BackendRules, node: Node, uses_gpus: bool
+    config: Config, allocation: Allocation, backend: BackendRules, node: NodeDevices, uses_gpus: bool
 ) -> tuple[int, int, int, int]:
     """Return GPUs, cores, bytes of host memory and pipeline stages of one server."""
     with BACKEND.guard(config.generation.backend, "sizes or memory_bytes raised"):

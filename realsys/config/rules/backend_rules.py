@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from realsys.config.allocation import Allocation
-from realsys.config.devices.device_plan import Node
+from realsys.config.devices.device_plan import NodeDevices
 from realsys.config.doors import BACKEND
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
@@ -72,7 +72,7 @@ class BackendRules:
         """Return the parallel sizes of one server. Raises ConfigError."""
         return ServerSizes(tensor=allocation.inference.tensor)
 
-    def memory_bytes(self, node: Node) -> int:
+    def memory_bytes(self, node: NodeDevices) -> int:
         """Return the host memory of one server in bytes, beyond that of a process that has imported torch."""
         return 0
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from realsys.config.devices.device_plan import Node
+from realsys.config.devices.device_plan import NodeDevices
 from realsys.config.rules.free_memory import free_host_bytes, gpu_bytes
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError
@@ -29,9 +29,9 @@ class Machine:
     torch_has_cuda: bool = False
     gpu_bytes: int = 0
 
-    def node(self) -> Node:
+    def node(self) -> NodeDevices:
         """Return this machine as the only node of a plan."""
-        return Node("this machine", self.cpus, self.memory_bytes, len(self.gpus))
+        return NodeDevices("this machine", self.cpus, self.memory_bytes, len(self.gpus))
 
     def planned(self, cluster: ClusterConfig) -> Machine:
         """Return the machine for which a trial is planned: a node as ``cluster`` describes it, else this machine.

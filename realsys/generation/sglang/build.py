@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from realsys.config.allocation import Allocation, parse_allocation
-from realsys.config.devices.device_plan import Node
+from realsys.config.devices.device_plan import NodeDevices
 from realsys.config.rules.backend_rules import ServerSizes
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.rules.machine import Machine
@@ -61,7 +61,7 @@ class SglangBackend(Backend):
     def sizes(self, allocation: Allocation) -> ServerSizes:
         return server_sizes(self.config.generation.sglang, allocation.inference.tensor)
 
-    def memory_bytes(self, node: Node) -> int:
+    def memory_bytes(self, node: NodeDevices) -> int:
         return 0 if node.gpus else _CPU_BYTES
 
     def sharing(self, share: float) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from realsys.cluster.store.names import Names
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import NameStoreError
-from realsys.launch.processes.failures import full_disk
+from realsys.launch.supervise.failures import full_disk
 from realsys.observe.evaluation_records import without_incomplete
 from realsys.observe.signal import SignalWatch
 from realsys.observe.step_log import StepTail, undone

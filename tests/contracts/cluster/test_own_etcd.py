@@ -23,8 +23,8 @@ from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import NameStoreError, WaitTimeout
-from realsys.launch.processes.own_etcd import etcd_answers
-from realsys.launch.recover import tidy
+from realsys.launch.supervise.own_etcd import etcd_answers
+from realsys.launch.trial_folder import tidy
 from realsys.workers.name_store import ensure_certificate
 from tests.support.processes.ports import lasting_ports
 

@@ -12,9 +12,9 @@ import msgspec
 
 from realsys.config.paths import TrialPaths
 from realsys.launch.nodes import orders
-from realsys.launch.nodes.base import Node
 from realsys.launch.nodes.coordinator import AgentStream, Terms, open_nodes
 from realsys.launch.nodes.node_agent import AgentEndpoint
+from realsys.launch.nodes.orders import SupervisedNode
 from realsys.launch.process_plan import ProcessSpec, needs_of
 from realsys.stream.security import ensure_keys, load_keys
 from tests.support.processes.forked import COMMAND, Command, server, start
@@ -56,7 +56,7 @@ class AgentTrial(Trial):
         server()  # not a child of the run
         self.open_nodes = self._open
         self.agents: dict[str, Command] = {}
-        self.remote: Mapping[str, Node] = {}
+        self.remote: Mapping[str, SupervisedNode] = {}
         self.started: list[Command] = []
         self._terms = Terms("127.0.0.1", lease_s, BOUND_S)
 
@@ -69,7 +69,7 @@ class AgentTrial(Trial):
         return agent
 
     @contextlib.asynccontextmanager
-    async def _open(self, specs: Sequence[ProcessSpec]) -> AsyncIterator[dict[str, Node]]:
+    async def _open(self, specs: Sequence[ProcessSpec]) -> AsyncIterator[dict[str, SupervisedNode]]:
         names = needs_of(specs)
         try:
             async with open_nodes(names, TrialPaths(self.root), self._terms) as nodes:

@@ -19,13 +19,13 @@ import psutil
 
 from realsys.config.devices.device_plan import Kind
 from realsys.config.paths import TrialPaths
-from realsys.launch.nodes.base import LOCAL, Node
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.nodes.node_agent import NodeSignals, serve
+from realsys.launch.nodes.orders import LOCAL, SupervisedNode
 from realsys.launch.process_plan import TRAINING, OnDeath, ProcessSpec, needs_of
-from realsys.launch.processes.restart_policy import Outcome
-from realsys.launch.processes.run_hooks import Bounds, Hooks
-from realsys.launch.processes.supervisor import Supervisor
+from realsys.launch.supervise.restart_policy import Outcome
+from realsys.launch.supervise.run_hooks import Bounds, Hooks
+from realsys.launch.supervise.supervisor import Supervisor
 from tests.conftest import shared_servers
 
 READY = """
@@ -35,7 +35,7 @@ def ready():
         s.connect("\\0" + sys.argv[1])
         s.sendall(sys.argv[2].encode())
 """
-OpenNodes = Callable[[Sequence[ProcessSpec]], AbstractAsyncContextManager[dict[str, Node]]]
+OpenNodes = Callable[[Sequence[ProcessSpec]], AbstractAsyncContextManager[dict[str, SupervisedNode]]]
 FOREVER = READY + "ready(); signal.pause()"
 STUBBORN = READY + "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready()\nwhile True: signal.pause()"
 
@@ -119,7 +119,7 @@ class Trial:
 
 
 @contextlib.asynccontextmanager
-async def in_process_agents(specs: Sequence[ProcessSpec]) -> AsyncIterator[dict[str, Node]]:
+async def in_process_agents(specs: Sequence[ProcessSpec]) -> AsyncIterator[dict[str, SupervisedNode]]:
     """Open the nodes of the specs. Agents of other nodes run in this process, until the supervisor ends them."""
     with tempfile.TemporaryDirectory() as folder:
         paths, names = TrialPaths(Path(folder)), needs_of(specs)

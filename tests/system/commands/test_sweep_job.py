@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import realsys
-from realsys.launch.arguments.words import own_words
 from realsys.launch.cli import main
+from realsys.launch.words import own_words
 from tests.support.jobs.jobs import BOUND_S, SMALL
 
 pytestmark = pytest.mark.system

@@ -22,8 +22,8 @@ import pytest
 
 from realsys.cluster.network import bind_tcp
 from realsys.config.paths import TrialPaths
-from realsys.launch.arguments.words import own_command
-from realsys.launch.lock import TrialLock, running_launcher
+from realsys.launch.trial_folder import TrialLock, running_launcher
+from realsys.launch.words import own_command
 from tests.support.processes.ports import lasting_ports
 
 pytestmark = pytest.mark.processes
@@ -49,7 +49,7 @@ def scripts(config, paths, machine, run_id, python_path):
 
 realsys.launch.run.plan = scripts
 if not given["draws"]:  # half of the time of a run here
-    realsys.launch.results.conclude.draw_curves = lambda *_: None
+    realsys.launch.conclude.draw_curves = lambda *_: None
 if given["largest_file"]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (given["largest_file"], given["largest_file"]))
 sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from realsys.errors import ConfigError
-from realsys.launch.lock import TrialLock, running_launcher
+from realsys.launch.trial_folder import TrialLock, running_launcher
 
 BOUND_S = 60.0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-import realsys.launch.results.conclude
+import realsys.launch.conclude
 import realsys.launch.run
 from realsys.cluster.failure import ErrorRecord, read_errors, write_error
 from realsys.cluster.store.connect import trial_names
@@ -23,9 +23,9 @@ from realsys.config.compose import compose
 from realsys.config.dump import read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.arguments.words import own_command
-from realsys.launch.lock import TrialLock, running_launcher
 from realsys.launch.prepare import prepare, resolve
+from realsys.launch.trial_folder import TrialLock, running_launcher
+from realsys.launch.words import own_command
 from realsys.manager.ledger.events import Opened
 from realsys.manager.ledger.journal import Journal
 from tests.support.scripted_runs import CTRL_C, DONE, RUN, STOPPED, Runs
@@ -286,7 +286,7 @@ def test_own_name_store_address_must_be_free(run: Runs, refused: Callable[..., s
 HOLD = """
 import sys
 from pathlib import Path
-from realsys.launch.lock import TrialLock
+from realsys.launch.trial_folder import TrialLock
 lock = TrialLock(Path(sys.argv[1]), "t", retry_timeout_s=0)
 lock.sign()
 if sys.argv[2:]:

@@ -17,10 +17,10 @@ import pytest
 import realsys.launch.run
 from realsys.cluster.failure import ErrorRecord
 from realsys.config.paths import TrialPaths
-from realsys.launch.arguments.words import own_command, resume_command
 from realsys.launch.cli import main
 from realsys.launch.process_plan import ProcessSpec
-from realsys.launch.processes.supervisor import Supervisor
+from realsys.launch.supervise.supervisor import Supervisor
+from realsys.launch.words import own_command, resume_command
 
 pytestmark = pytest.mark.processes
 

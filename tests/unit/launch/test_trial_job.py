@@ -9,9 +9,9 @@ import pytest
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
-from realsys.launch.lock import TrialLock
-from realsys.launch.slurm.slurm_client import JobState
-from realsys.launch.trial_job import TrialJob, describe_job, trial_state, trials_in
+from realsys.launch.slurm.client import JobState
+from realsys.launch.slurm.trial_job import TrialJob, describe_job, trial_state, trials_in
+from realsys.launch.trial_folder import TrialLock
 
 
 def trial(folder: Path, name: str = "a") -> TrialPaths:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realsys.config.allocation import parse_allocation
-from realsys.config.devices.device_plan import RANK, SERVER, Block, Node, Seat, as_lines, owners, place
+from realsys.config.devices.device_plan import RANK, SERVER, Block, NodeDevices, Seat, as_lines, owners, place
 from realsys.config.devices.needs import nodes_of, seats_of, tensor_groups
 from realsys.config.rules.machine import Machine
 from realsys.errors import ConfigError
@@ -26,10 +26,12 @@ MACHINE = Machine(cpus=8, memory_bytes=64 * GIB)
 PLANS = sorted(Path(__file__).with_name("device_plans").glob("*.txt"))
 
 
-def nodes_from(text: str) -> list[Node]:
+def nodes_from(text: str) -> list[NodeDevices]:
     """Read `COUNTxGPUS,...`; with 0l GPUs the nodes are light."""
     sizes = [size for part in text.split(",") for count, size in [part.split("x")] for _ in range(int(count))]
-    return [Node(f"node{n}", 16, 256 * GIB, int(size.rstrip("l")), light="l" in size) for n, size in enumerate(sizes)]
+    return [
+        NodeDevices(f"node{n}", 16, 256 * GIB, int(size.rstrip("l")), light="l" in size) for n, size in enumerate(sizes)
+    ]
 
 
 def planned(line: str) -> list[str]:
@@ -71,7 +73,7 @@ def is_run(gpus: Sequence[int]) -> bool:
     return list(gpus) == list(range(gpus[0], gpus[0] + len(gpus)))
 
 
-def check_seats(seats: Sequence[Seat], wanted: Sequence[Block], nodes: Sequence[Node]) -> None:
+def check_seats(seats: Sequence[Seat], wanted: Sequence[Block], nodes: Sequence[NodeDevices]) -> None:
     """Assert whole-group, all-placed and one-rank of a plan."""
     sizes = {node.name: node.gpus for node in nodes}
     assert all(0 <= gpu < sizes[seat.node] for seat in seats for gpu in seat.gpus)
@@ -99,7 +101,7 @@ def check_seats(seats: Sequence[Seat], wanted: Sequence[Block], nodes: Sequence[
 def test_every_plan_obeys_the_rules(
     gpus: list[int], groups: list[int], servers: list[tuple[int, int]], share: bool
 ) -> None:
-    nodes = [Node(f"n{number}", 64, 0, size) for number, size in enumerate(gpus)]
+    nodes = [NodeDevices(f"n{number}", 64, 0, size) for number, size in enumerate(gpus)]
     wanted = blocks(groups, servers)
     try:
         seats = place(nodes, wanted, "serve.d1+d1", share=share)
@@ -126,7 +128,7 @@ def test_overlapping_groups_of_roles_stay_together(text: str, groups: list[str])
 
 
 def test_node_that_is_listed_twice_is_refused() -> None:
-    node = Node("a", 8, 0, 8)
+    node = NodeDevices("a", 8, 0, 8)
     with pytest.raises(ConfigError, match="cluster.nodes=2: node a is listed twice"):
         place([node, node], blocks([1], []), "serve.d1+d1")
 
@@ -134,19 +136,19 @@ def test_node_that_is_listed_twice_is_refused() -> None:
 def test_node_without_memory_for_processes_is_refused() -> None:
     block = Block(RANK, range(2), 0, 1, 3 * GIB)
     with pytest.raises(ConfigError, match=r"need about 6\.0 GiB, 5\.0 GiB are free on a"):
-        place([Node("a", 8, 5 * GIB, 0)], [block], "serve.d1+d2")
+        place([NodeDevices("a", 8, 5 * GIB, 0)], [block], "serve.d1+d2")
 
 
 def test_nodes_are_those_of_the_configuration() -> None:
     sizes = ["cluster.gpus_per_node=8", "cluster.cpus_per_node=96", "cluster.memory_gb_per_node=1000"]
     assert nodes_of(changed("cluster.nodes=2", *sizes), MACHINE) == [
-        Node("node0", 96, 1000 * GIB, 8),
-        Node("node1", 96, 1000 * GIB, 8),
+        NodeDevices("node0", 96, 1000 * GIB, 8),
+        NodeDevices("node1", 96, 1000 * GIB, 8),
     ]
     light = ["cluster.cpu_nodes=1", "cluster.cpus_per_cpu_node=64", "cluster.memory_gb_per_cpu_node=500"]
     assert nodes_of(changed("cluster.nodes=2", *sizes, *light), MACHINE) == [
-        Node("node0", 64, 500 * GIB, 0, light=True),
-        Node("node1", 96, 1000 * GIB, 8),
+        NodeDevices("node0", 64, 500 * GIB, 0, light=True),
+        NodeDevices("node1", 96, 1000 * GIB, 8),
     ]
     [here] = nodes_of(changed(), MACHINE)
     assert (here.name, here.cpus, here.memory, here.gpus) == ("this machine", 8, 64 * GIB, 0)

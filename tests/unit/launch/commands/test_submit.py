@@ -10,10 +10,10 @@ import pytest
 
 from realsys.config.paths import TrialPaths
 from realsys.launch.cli import main
-from realsys.launch.commands import submit as submit_command
-from realsys.launch.slurm import slurm_client
-from realsys.launch.slurm.slurm_client import JobState
-from realsys.launch.trial_job import TrialJob
+from realsys.launch.slurm import client
+from realsys.launch.slurm import submit as submit_command
+from realsys.launch.slurm.client import JobState
+from realsys.launch.slurm.trial_job import TrialJob
 from realsys.storage.file_lock import FileLock
 from tests.support.data.few_rows import FEW_ROWS
 
@@ -73,7 +73,7 @@ def test_folder_of_a_possible_job_stays(
     call_s: float,
     problem: str,
 ) -> None:
-    monkeypatch.setattr(slurm_client, "_CALL_S", call_s)
+    monkeypatch.setattr(client, "_CALL_S", call_s)
     assert submit(script) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert problem in line and MAY_RUN in line and line.endswith("runs/arith/t stays")

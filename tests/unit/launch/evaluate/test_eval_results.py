@@ -7,8 +7,8 @@ import shlex
 from typing import Any
 
 from realsys.config.paths import TrialPaths
-from realsys.launch.arguments.words import own_command
-from realsys.launch.evaluate.eval_results import report, table
+from realsys.launch.commands.evaluate import report, table
+from realsys.launch.words import own_command
 from realsys.observe.evaluation_records import EvalSample, write_result
 
 

@@ -20,8 +20,7 @@ from realsys.data.conversion.convert import convert, convert_sets
 from realsys.data.prompts import open_splits
 from realsys.data.sources.open import source_rows
 from realsys.errors import ConfigError
-from realsys.launch.evaluate.eval_settings import Choices, evaluation_config
-from realsys.launch.evaluate.target import Target
+from realsys.launch.evaluation_target import Choices, Target, evaluation_config
 from realsys.launch.process_plan import plan
 from tests.support.training.data_models import jsonl
 from tests.support.training.data_models import trial as trial_of

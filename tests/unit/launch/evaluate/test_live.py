@@ -15,9 +15,9 @@ from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError, WaitTimeout
-from realsys.launch.evaluate import live
-from realsys.launch.evaluate.eval_settings import Choices
-from realsys.launch.evaluate.live import LiveEvaluations, client_of, live_sets
+from realsys.launch.commands import evaluate
+from realsys.launch.commands.evaluate import LiveEvaluations, client_of, live_sets
+from realsys.launch.evaluation_target import Choices
 from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
 from realsys.observe.evaluation_records import read_result
 
@@ -51,7 +51,7 @@ def state(done: int, *, total: int = 4, **more: Any) -> EvaluationReply:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_POLL_S", 0.0)
+    monkeypatch.setattr(evaluate, "_POLL_S", 0.0)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from realsys.generation.client import Generated, SamplingSpec
 from realsys.launch.cli import main
-from realsys.launch.evaluate.play import Shown, episode_lines
+from realsys.launch.commands.play import Shown, episode_lines
 from realsys.rollout.partial import Call, Deliver
 from realsys.types import Episode, Row, Ticket
 

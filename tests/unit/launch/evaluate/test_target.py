@@ -12,7 +12,7 @@ from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.evaluate.target import exported, find_target
+from realsys.launch.evaluation_target import exported, find_target
 from realsys.weights.disk.adopt import adopt
 from realsys.weights.disk.tensor_files import materialise, verify
 

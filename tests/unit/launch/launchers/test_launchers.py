@@ -18,8 +18,7 @@ from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig, NameStoreConfig
 from realsys.errors import ConfigError
 from realsys.launch.fit import fit
-from realsys.launch.launchers.base import Launcher
-from realsys.launch.launchers.build import check_launcher, make_launcher
+from realsys.launch.launchers.contract import Launcher, check_launcher, make_launcher
 from realsys.launch.process_plan import agent_command
 
 HERE = Machine(cpus=4, memory_bytes=64 << 30)

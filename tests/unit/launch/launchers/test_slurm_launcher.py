@@ -13,7 +13,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError
-from realsys.launch.launchers.slurm import SlurmLauncher
+from realsys.launch.slurm.launcher import SlurmLauncher
 from tests.support.polling import poll
 
 #: the step of the agents ends at once, that of the guards lasts

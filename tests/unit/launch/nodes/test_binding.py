@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from realsys.config.devices.device_plan import Needs, Node
-from realsys.launch.nodes.binding import Binding
+from realsys.config.devices.device_plan import Needs, NodeDevices
+from realsys.launch.nodes.coordinator import Binding
 
 _GIB = 1 << 30
 
@@ -22,8 +22,10 @@ LARGE = Needs.of([Process((0, 1)), Process((7,)), Process()], gpu_memory=79 * _G
 SMALL = Needs.of([Process()], gpu_memory=79 * _GIB)
 
 
-def machine(name: str, gpus: int = 8, cpus: int = 16, memory: int = 64 * _GIB, gpu_memory: int = 80 * _GIB) -> Node:
-    return Node(name, cpus, memory, gpus, gpu_memory=gpu_memory)
+def machine(
+    name: str, gpus: int = 8, cpus: int = 16, memory: int = 64 * _GIB, gpu_memory: int = 80 * _GIB
+) -> NodeDevices:
+    return NodeDevices(name, cpus, memory, gpus, gpu_memory=gpu_memory)
 
 
 def two_nodes() -> Binding:

@@ -16,7 +16,7 @@ from realsys.cluster.failure import ErrorRecord
 from realsys.config.paths import TrialPaths
 from realsys.launch.nodes.orders import Address, write_address
 from realsys.launch.process_plan import ProcessSpec
-from realsys.launch.processes.supervisor import Supervisor
+from realsys.launch.supervise.supervisor import Supervisor
 from realsys.stream.security import ensure_keys
 from tests.support.polling import poll
 from tests.support.processes.agents import BOUND_S, SHOWN, WORKER, AgentTrial, start_agent
@@ -165,7 +165,7 @@ import asyncio, os, sys
 from pathlib import Path
 from realsys.config.devices.device_plan import Needs
 from realsys.config.paths import TrialPaths
-from realsys.launch.nodes.base import Order
+from realsys.launch.nodes.orders import Order
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 
 root, log, script, lease_s = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], float(sys.argv[4])

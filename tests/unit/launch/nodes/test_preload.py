@@ -14,7 +14,7 @@ NODE = """
 import asyncio, json, os, signal, sys
 from pathlib import Path
 from realsys.launch.nodes import preload
-from realsys.launch.nodes.base import Order
+from realsys.launch.nodes.orders import Order
 from realsys.launch.nodes.local_executor import open_executor
 
 PROGRAM = "tests.support.processes.shown_program"

@@ -18,9 +18,9 @@ from realsys.config.rules.free_memory import smallest_gpu
 from realsys.config.rules.machine import VISIBLE
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.nodes import orders
-from realsys.launch.nodes.base import Exit, Listener, Node, NodePort, Order
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.nodes.node_agent import Lease, NodeSignals, serve
+from realsys.launch.nodes.orders import Exit, Listener, NodePort, Order, SupervisedNode
 
 NO_NEEDS = Needs(1, 0, 0)
 TERMS = Terms("127.0.0.1", lease_s=60.0, join_s=60.0)
@@ -30,7 +30,7 @@ SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 @contextlib.asynccontextmanager
 async def nodes_with_agents(
     folder: Path, needs: dict[str, Needs], agents: Sequence[str], terms: Terms = TERMS
-) -> AsyncIterator[dict[str, Node]]:
+) -> AsyncIterator[dict[str, SupervisedNode]]:
     """Open the nodes; the agents join one after the other, and all must end with code 0."""
     paths = TrialPaths(folder)
     async with open_nodes(needs, paths, terms) as nodes:
@@ -39,7 +39,7 @@ async def nodes_with_agents(
     assert await asyncio.gather(*serving) == [0] * len(agents)
 
 
-async def environment_of(node: Node, order: Order) -> dict[str, str]:
+async def environment_of(node: SupervisedNode, order: Order) -> dict[str, str]:
     """Run a process that shows its environment."""
     ended: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
     node.start(order, ended.set_result)

@@ -14,9 +14,9 @@ from realsys.config.devices.device_plan import Needs
 from realsys.config.paths import TrialPaths
 from realsys.errors import RemoteError
 from realsys.launch.nodes import orders
-from realsys.launch.nodes.base import Exit, Order
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.nodes.node_agent import NodeSignals, serve
+from realsys.launch.nodes.orders import Exit, Order
 from tests.support.processes.agents import NAME, FakeAgent, FakeCoordinator
 
 LEASE_S, MARGIN_S = 2.0, 0.25

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.launch.nodes.base import LOCAL
+from realsys.launch.nodes.orders import LOCAL
 from tests.support.processes.supervised import Trial
 
 

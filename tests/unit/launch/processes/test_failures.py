@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from realsys.cluster.failure import ErrorRecord
-from realsys.launch.nodes.base import ProcessId
-from realsys.launch.processes.failures import defect_of, first_failure, full_disk, last_error, log_since, no_room, tail
-from realsys.launch.processes.restart_policy import Death, Outcome
+from realsys.launch.nodes.orders import ProcessId
+from realsys.launch.supervise.failures import defect_of, first_failure, full_disk, last_error, log_since, no_room, tail
+from realsys.launch.supervise.restart_policy import Death, Outcome
 
 
 def record(when: float, kind: str, index: int, pid: int, message: str) -> ErrorRecord:

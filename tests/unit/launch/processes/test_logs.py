@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.launch.processes.failures import tail
-from realsys.launch.processes.logs import before, ending, keep_bounded, last_words, shorten
+from realsys.launch.supervise.failures import before, ending, keep_bounded, last_words, shorten, tail
 from tests.support.processes.supervised import FOREVER, Trial
 
 INNER = "import sys\nfor line in sys.stdin: print('inner', line.strip(), flush=True)"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from realsys.cluster.child_process import HEALTHY_AFTER_S
-from realsys.launch.nodes.base import ProcessId
-from realsys.launch.processes.restart_policy import (
+from realsys.launch.nodes.orders import ProcessId
+from realsys.launch.supervise.restart_policy import (
     NO_CHECKPOINT,
     Cause,
     Death,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from realsys.errors import ConfigError, WaitTimeout
-from realsys.launch.nodes.base import Node, OnExit, Order, Process
-from realsys.launch.processes.restart_policy import Outcome
-from realsys.launch.processes.run_hooks import Bounds, Hooks
-from realsys.launch.processes.supervisor import Supervisor
+from realsys.launch.nodes.orders import OnExit, Order, Process, SupervisedNode
+from realsys.launch.supervise.restart_policy import Outcome
+from realsys.launch.supervise.run_hooks import Bounds, Hooks
+from realsys.launch.supervise.supervisor import Supervisor
 
 
-class Machine(Node):
+class Machine(SupervisedNode):
     """A node whose wait ends with ``error``."""
 
     def __init__(self, error: Exception | None) -> None:

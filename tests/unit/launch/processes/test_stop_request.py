@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from realsys.launch.processes import stop_request
-from realsys.launch.processes.stop_request import ask_to_stop, take_request, watch_requests
+from realsys.launch.supervise import stop_request
+from realsys.launch.supervise.stop_request import ask_to_stop, take_request, watch_requests
 
 
 def test_request_is_taken_once(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from realsys.cluster.failure import ErrorRecord
 from realsys.launch.process_plan import Kind, ProcessSpec
-from realsys.launch.processes.supervisor import Supervisor
+from realsys.launch.supervise.supervisor import Supervisor
 from tests.support.processes.supervised import FOREVER, READY, STUBBORN, Trial, stop, waits_for
 
 pytestmark = pytest.mark.processes

@@ -9,8 +9,8 @@ import socket
 import pytest
 
 from realsys.cluster.failure import ErrorRecord
-from realsys.launch.processes.failures import first_failure
-from realsys.launch.processes.supervisor import Supervisor
+from realsys.launch.supervise.failures import first_failure
+from realsys.launch.supervise.supervisor import Supervisor
 from tests.support.processes.supervised import FOREVER, READY, STUBBORN, Trial, log, stop, waits_for
 
 pytestmark = pytest.mark.processes

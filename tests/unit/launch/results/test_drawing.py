@@ -13,7 +13,7 @@ import pytest
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.launch.results.conclude import draw
+from realsys.launch.conclude import draw
 from realsys.observe import curves
 from realsys.observe.curves import draw_while_running
 from tests.support.polling import poll

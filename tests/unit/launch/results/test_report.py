@@ -14,12 +14,12 @@ from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.commands.trials.finding import find_trial
-from realsys.launch.commands.trials.status import show_status
-from realsys.launch.nodes.base import ProcessId
-from realsys.launch.processes.failures import FirstFailure
-from realsys.launch.processes.restart_policy import Death, Outcome
-from realsys.launch.results.report import Summary, print_summary, summarise, write_summary
+from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.status import show_status
+from realsys.launch.conclude import Summary, print_summary, summarise, write_summary
+from realsys.launch.nodes.orders import ProcessId
+from realsys.launch.supervise.failures import FirstFailure
+from realsys.launch.supervise.restart_policy import Death, Outcome
 from realsys.observe.curves import draw_curves
 from realsys.observe.screen.display import LiveView, make_view
 from realsys.observe.screen.plain import PlainView, train_line

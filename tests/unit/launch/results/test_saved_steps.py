@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.launch.processes.restart_policy import NO_CHECKPOINT
-from realsys.launch.results.saved_steps import saved_line
+from realsys.launch.conclude import saved_line
+from realsys.launch.supervise.restart_policy import NO_CHECKPOINT
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.launch.processes.restart_policy import Outcome
-from realsys.launch.results.report import EVALUATION_KEYS, print_summary, summarise
+from realsys.launch.conclude import EVALUATION_KEYS, print_summary, summarise
+from realsys.launch.supervise.restart_policy import Outcome
 from realsys.observe.curves import draw_curves
 from realsys.observe.screen.progress import TIME_PARTS, Monitor, Progress, Record, mean, number
 from realsys.observe.step_log import StepTail

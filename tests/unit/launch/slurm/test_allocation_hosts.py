@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.launch.slurm.hosts import Allocation, expand
+from realsys.launch.slurm.launcher import Allocation, expand
 
 
 @pytest.mark.parametrize(

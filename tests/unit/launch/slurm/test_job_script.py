@@ -11,10 +11,9 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.config.sections.schema_slurm import ContainerConfig, SlurmConfig
-from realsys.launch.launchers.slurm import guard_command, srun_command, steps_as_text
-from realsys.launch.nodes.base import EXIT_NO_MACHINE
-from realsys.launch.slurm.hosts import Allocation
+from realsys.launch.nodes.orders import EXIT_NO_MACHINE
 from realsys.launch.slurm.job_script import Job, render
+from realsys.launch.slurm.launcher import Allocation, guard_command, srun_command, steps_as_text
 
 GOLDEN = Path(__file__).parent / "golden"
 JOB = Job(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from realsys.launch.slurm.job_watch import JobWatch
-from realsys.launch.slurm.slurm_client import JobState
+from realsys.launch.slurm.client import JobState, JobWatch
 
 
 def test_life_of_a_job_that_is_queued_again() -> None:

@@ -12,8 +12,8 @@ from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.config.sections.schema_slurm import SlurmConfig
 from realsys.errors import ConfigError
-from realsys.launch.slurm import slurm_client
-from realsys.launch.slurm.slurm_client import JobState, SlurmError, job_state, job_states
+from realsys.launch.slurm import client
+from realsys.launch.slurm.client import JobState, SlurmError, job_state, job_states
 
 #: job 1 is heterogeneous
 SQUEUE = """\
@@ -32,7 +32,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> None:
     def call(command: Sequence[str]) -> str:
         return SQUEUE if command[0] == "squeue" else SCONTROL
 
-    monkeypatch.setattr(slurm_client, "_call", call)
+    monkeypatch.setattr(client, "_call", call)
 
 
 def test_first_component_stands_for_a_job() -> None:
@@ -44,7 +44,7 @@ def test_first_component_stands_for_a_job() -> None:
 
 def test_machine_without_the_programs_has_no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "PATH", "/nowhere")
-    assert not slurm_client.is_here()
+    assert not client.is_here()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_refused_partition_names_its_field(refused: str, field: str, monkeypatch
         shown = f"specified: {refused}; Batch job" if refused else "name"
         raise SlurmError(f"sbatch: invalid partition {shown} submission failed: Invalid partition name specified")
 
-    monkeypatch.setattr(slurm_client, "_call", call)
+    monkeypatch.setattr(client, "_call", call)
     slurm = SlurmConfig(partition="gpu", cpu_partition="gpu_c")
     with pytest.raises(ConfigError, match=rf"cluster.slurm.{field}: sbatch: .*\(partitions: cpu, gpus\)"):
-        slurm_client.submit(Config(cluster=ClusterConfig(slurm=slurm)), Path("job.sh"))
+        client.submit(Config(cluster=ClusterConfig(slurm=slurm)), Path("job.sh"))

@@ -13,7 +13,7 @@ from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.config.sections.schema_slurm import ContainerConfig, SlurmConfig
 from realsys.errors import ConfigError
-from realsys.launch.slurm.slurm_options import check_network, check_slurm, seconds_of
+from realsys.launch.slurm.job_script import check_network, check_slurm, seconds_of
 
 
 def checked(slurm: SlurmConfig, nodes: int = 1) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from realsys.launch.commands.samples.lines import group_lines, printable
+from realsys.launch.commands.samples import group_lines, printable
 from realsys.view.samples.step_samples import Sample
 from realsys.view.samples.turns import Span
 

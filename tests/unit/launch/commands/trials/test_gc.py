@@ -27,13 +27,12 @@ from realsys.config.dump import read_config, write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.cli import main
-from realsys.launch.commands.trials import leftovers
-from realsys.launch.commands.trials.leftovers import Finder, Leftover, Trial, remove
-from realsys.launch.lock import TrialLock
-from realsys.launch.processes.own_etcd import etcd_answers
-from realsys.launch.slurm.slurm_client import JobState, SlurmError
-from realsys.launch.trial_job import TrialJob
-from realsys.launch.trial_keys import claim_keys, remove_keys
+from realsys.launch.commands import gc
+from realsys.launch.commands.gc import Finder, Leftover, Trial, remove
+from realsys.launch.slurm.client import JobState, SlurmError
+from realsys.launch.slurm.trial_job import TrialJob
+from realsys.launch.supervise.own_etcd import etcd_answers
+from realsys.launch.trial_folder import TrialLock, claim_keys, remove_keys
 from realsys.storage.scratch import occupy
 from realsys.workers.name_store import ensure_certificate
 from tests.support.processes.ports import lasting_ports
@@ -95,7 +94,7 @@ def test_end_removes_keys_of_dead_workers(root, etcd, etcd_server):
 
 
 def test_end_with_unreachable_store_names_the_remedy(root, monkeypatch):
-    monkeypatch.setattr("realsys.launch.trial_keys._END_S", 0.1)
+    monkeypatch.setattr("realsys.launch.trial_folder._END_S", 0.1)
     config, paths = make(root, "name_store=etcd", "cluster.name_store.address=127.0.0.1:1")
     said: list[str] = []
     remove_keys(config, paths, said.append)
@@ -174,7 +173,7 @@ def test_locked_trial_is_left_alone(root, capsys):
 
 
 def test_trial_with_unreachable_etcd_is_left_alone(root, monkeypatch, capsys):
-    monkeypatch.setattr(leftovers, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(gc, "_ANSWER_S", 0.1)
     _, paths = make(root, "name_store=etcd", "cluster.name_store.address=127.0.0.1:1")
     (paths.root / "x.tmp").touch()
     assert main(["gc", str(root), "--yes"]) == 0
@@ -198,7 +197,7 @@ def on_own_etcd(root: Path, trial: str, address: str = "127.0.0.1:1", *overrides
 def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, JobState]:
     """Jobs that SLURM knows."""
     jobs: dict[str, JobState] = {}
-    monkeypatch.setattr(leftovers, "job_state", jobs.get)
+    monkeypatch.setattr(gc, "job_state", jobs.get)
     return jobs
 
 
@@ -273,7 +272,7 @@ def test_job_is_doubt_where_slurm_is_silent(root, slurm, monkeypatch, capsys):
         asked.append(job)
         raise SlurmError("there is no program named scontrol")
 
-    monkeypatch.setattr(leftovers, "job_state", silent)
+    monkeypatch.setattr(gc, "job_state", silent)
     doubtful, ended, damaged = (on_own_etcd(root, name, "127.0.0.1:1", "cluster.launcher=slurm") for name in "abc")
     for paths in (doubtful, ended, damaged):
         paths.job.parent.mkdir()
@@ -327,7 +326,7 @@ def test_old_weight_versions_go_and_the_newest_stays(root, monkeypatch):
     versions = [paths.weights() / f"v{number:08d}.{1:019d}" for number in range(3)]
     for version in versions:
         version.mkdir(parents=True)
-    monkeypatch.setattr(leftovers, "superfluous", lambda role, keep: (versions[:-keep], {}))
+    monkeypatch.setattr(gc, "superfluous", lambda role, keep: (versions[:-keep], {}))
     assert main(["gc", str(root), "--yes"]) == 0
     assert [version.exists() for version in versions] == [False, False, True]
 

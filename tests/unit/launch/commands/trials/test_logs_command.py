@@ -9,10 +9,10 @@ import pytest
 
 from realsys.config.paths import TrialPaths
 from realsys.launch.cli import main
-from realsys.launch.commands.trials import logs
-from realsys.launch.slurm import job_follow
-from realsys.launch.slurm.slurm_client import JobState
-from realsys.launch.trial_job import TrialJob, job_log
+from realsys.launch.commands import logs
+from realsys.launch.slurm import submit
+from realsys.launch.slurm.client import JobState
+from realsys.launch.slurm.trial_job import TrialJob, job_log
 
 Event = tuple[JobState | None, Callable[[], object]]
 
@@ -50,8 +50,8 @@ def script_job(monkeypatch: pytest.MonkeyPatch, paths: TrialPaths, events: list[
         act()
         return state
 
-    monkeypatch.setattr(job_follow, "job_state", next_state)
-    monkeypatch.setattr(job_follow, "_LOOK_S", 0.0)
+    monkeypatch.setattr(submit, "job_state", next_state)
+    monkeypatch.setattr(submit, "_LOOK_S", 0.0)
     monkeypatch.setattr(logs, "is_here", lambda: True)
 
 

@@ -14,13 +14,13 @@ import pytest
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.launch.arguments.words import own_command
 from realsys.launch.cli import main
-from realsys.launch.commands.trials import snapshot, status
-from realsys.launch.commands.trials.snapshot import Observer
-from realsys.launch.lock import TrialLock
-from realsys.launch.slurm.slurm_client import JobState
-from realsys.launch.trial_job import TrialJob
+from realsys.launch.commands import status
+from realsys.launch.commands.status import Observer
+from realsys.launch.slurm.client import JobState
+from realsys.launch.slurm.trial_job import TrialJob
+from realsys.launch.trial_folder import TrialLock
+from realsys.launch.words import own_command
 from realsys.observe.events import EventLog
 from realsys.observe.screen.progress import Progress
 from tests.support.run_logs import run_records, train_record, write_log
@@ -110,7 +110,7 @@ def test_waiting_job_is_not_to_be_continued(
 ) -> None:
     """Before its first start there is no configuration to show."""
     states = iter([JobState("PENDING"), JobState("PENDING"), JobState("CANCELLED")])
-    monkeypatch.setattr(snapshot, "job_state", lambda _: next(states))
+    monkeypatch.setattr(status, "job_state", lambda _: next(states))
     trial.job.parent.mkdir()
     TrialJob.write(trial, "7")
     assert main(["status", "--json"]) == 0
@@ -155,7 +155,7 @@ def test_memory_is_in_line_and_json(
     async def answers(config: Config, paths: TrialPaths, progress: Progress) -> None:
         progress.status = {"workers": [{"name": "rollout_worker/0", "memory_bytes": 2 << 30}]}
 
-    monkeypatch.setattr("realsys.launch.commands.trials.snapshot.ask_once", answers)
+    monkeypatch.setattr("realsys.launch.commands.status.ask_once", answers)
     assert main(["status"]) == 0
     assert "memory: RolloutWorkers 2.0 GiB" in capsys.readouterr().out.splitlines()
     assert main(["status", "--json"]) == 0

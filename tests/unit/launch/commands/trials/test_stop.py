@@ -10,8 +10,8 @@ import pytest
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.launch.arguments.words import own_command
 from realsys.launch.cli import main
+from realsys.launch.words import own_command
 
 
 @pytest.mark.parametrize("command", [["stop"], ["status"], ["logs", "--trial-dir"]])

@@ -12,10 +12,10 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.launch.cli import main
-from realsys.launch.processes.failures import FirstFailure
-from realsys.launch.processes.restart_policy import Outcome
-from realsys.launch.results.report import summarise, write_summary
-from realsys.launch.trial_job import TrialJob
+from realsys.launch.conclude import summarise, write_summary
+from realsys.launch.slurm.trial_job import TrialJob
+from realsys.launch.supervise.failures import FirstFailure
+from realsys.launch.supervise.restart_policy import Outcome
 from tests.support.run_logs import run_records, write_log
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from realsys.config.dump import read_config
 from realsys.launch.cli import main
-from realsys.launch.commands.trials.view import ManagerStatus
+from realsys.launch.commands.view import ManagerStatus
 from tests.support.view.shown_trial import sample_trial
 
 

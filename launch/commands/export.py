@@ -1,0 +1,32 @@
+"""`realsys export`: writes the weights of a trial as a Hugging Face directory that refers to nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from realsys.errors import CheckpointError, ConfigError, WeightsError
+from realsys.launch.commands.finding import find_trial
+from realsys.launch.evaluation_target import find_target, write_model
+from realsys.launch.words import path_setting
+
+
+def export_model(trial_dir: Path, out: Path, step: int | None) -> int:
+    """Write the model of ``step`` to ``out``, without a step the trained one or the newest. Returns the exit code.
+
+    Raises ConfigError if the trial has no weights of the step, if they are damaged, or if ``out`` exists; ModelError if
+    the model that a checkpoint was trained from is not there any more.
+    """
+    target = find_target(str(find_trial(trial_dir).root), step)
+    out = out.expanduser().resolve()
+    if out.exists():
+        raise ConfigError("OUT", str(out), "exists: name a new folder")
+    source = f", from {target.model.name} of its checkpoints" if target.form == "checkpoint" else ""
+    print(f"writing the weights of step {target.step} to {out}{source}", flush=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_model(target, out)
+    except (WeightsError, CheckpointError, OSError) as error:
+        raise ConfigError("OUT", str(out), f"{target.model} cannot be exported: {error}") from None
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    print(f"{size / 2**20:,.1f} MiB; transformers loads it, and {path_setting('model.path', out)}")
+    return 0

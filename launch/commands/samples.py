@@ -1,0 +1,229 @@
+"""`realsys samples`: shows samples of a train step, of an evaluation, or of groups that were not trained.
+
+Reading and filters are those of the sample viewer (``realsys.view.samples``); each kind of sample has its lines here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from realsys.config.paths import TrialPaths
+from realsys.errors import ConfigError, RecordError
+from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.replay import last_recorded
+from realsys.observe.evaluation_records import EvalSample
+from realsys.view.samples.base import SampleRow, SampleSource, SampleView
+from realsys.view.samples.catalogue import DROPPED, Catalogue
+from realsys.view.samples.eval_samples import EvalSource
+from realsys.view.samples.filters import Filter, choose
+from realsys.view.samples.step_samples import VERDICTS, Sample, StepSource
+from realsys.view.samples.stored import chosen_evaluation
+
+_SHOWN = 4  # prompts without --limit
+
+Group = Sequence[SampleRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Samples to show.
+
+    filter   which ones; its page is not used
+    step     train step; None: the last recorded one
+    eval_id  an evaluation instead of a step: its id, "" for the newest one; None: no evaluation
+    of_set   name of its data set; "" any
+    dropped  groups that were not trained instead of a step
+    prompts  number of prompts, 0 for all; None: a few on the terminal, all as JSON
+    """
+
+    filter: Filter
+    step: int | None = None
+    eval_id: str | None = None
+    of_set: str = ""
+    dropped: bool = False
+    prompts: int | None = None
+    as_json: bool = False
+
+
+def show_samples(trial_dir: Path, options: Options) -> int:
+    """Print the chosen samples. Raises RealsysError for bad input and a damaged file."""
+    if options.prompts is not None and options.prompts < 0:
+        raise ConfigError("--limit", options.prompts, "must be 0 (all) or more")
+    paths = find_trial(trial_dir)
+    catalogue = Catalogue(paths)
+    source, encode, lines = _opened(paths, catalogue, options)
+    found = choose(source, msgspec.structs.replace(options.filter, offset=0, limit=0), time.monotonic, float("inf"))
+    groups = by_group(found.rows)
+    if options.filter.group and not any(row.group == options.filter.group for row in source.rows()):
+        raise RecordError(missing(options.filter.group, source))
+    whole = options.prompts is not None or options.as_json
+    shown = groups[: options.prompts or None] if whole else groups[:_SHOWN]
+    if options.as_json:
+        return _print_json(encode(row.sample_id) for group in shown for row in group)
+    console = Console()
+    console.print(printable(source.title), highlight=False, soft_wrap=True, markup=False)
+    for group in shown:
+        for text in lines(group):
+            console.print(text, highlight=False, soft_wrap=True)
+    if not groups:
+        console.print(f"none of {found.total} samples passes the filters", highlight=False)
+    elif len(shown) < len(groups):
+        more = f"\n{len(groups) - len(shown)} more prompts: --limit 0 shows all"
+        console.print(more, style="dim", highlight=False)
+    return 0
+
+
+def _opened(
+    paths: TrialPaths, catalogue: Catalogue, options: Options
+) -> tuple[SampleSource, Callable[[str], msgspec.Struct], Callable[[Group], Iterator[Text]]]:
+    """Return the source, the reader of one sample for JSON, and the writer of the lines of a group."""
+    if options.eval_id is not None:
+        stored = catalogue.evaluation(chosen_evaluation(paths.evaluations, options.eval_id, options.of_set))
+        return stored, stored.sample, lambda group: problem_lines([stored.sample(row.sample_id) for row in group])
+    if options.dropped:
+        dropped = catalogue.open(DROPPED)
+        return dropped, dropped.view, lambda group: dropped_lines([dropped.view(row.sample_id) for row in group])
+    step = catalogue.step(last_recorded(paths) if options.step is None else options.step)
+    return step, step.sample, lambda group: group_lines([step.sample(row.sample_id) for row in group])
+
+
+def by_group(rows: Sequence[SampleRow]) -> list[list[SampleRow]]:
+    """Return the samples by ticket or problem, in the order of the first sample of each."""
+    groups: dict[str, list[SampleRow]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    return list(groups.values())
+
+
+def missing(group: str, source: SampleSource) -> str:
+    """Return the refusal of a ticket or problem that is not there. It names some that are."""
+    names = list(dict.fromkeys(row.group for row in source.rows()))
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    match source:
+        case StepSource():
+            problem = f"step {source.record.step} has not trained ticket {group!r}"
+        case EvalSource():
+            problem = f"evaluation {source.name!r} has no problem {group!r}"
+        case _:
+            problem = f"no group of ticket {group!r} was kept"
+    return f"{problem}: it has {', '.join(names[:5])}{more}" if names else problem
+
+
+def _print_json(found: Iterator[msgspec.Struct]) -> int:
+    try:
+        sys.stdout.writelines(f"{msgspec.json.encode(sample).decode()}\n" for sample in found)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has ended, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+# ---- lines -------------------------------------------------------------------------------------------------------
+#
+# Samples as lines on a terminal. A completion is untrusted: ``printable`` escapes what could control the terminal.
+
+
+_COLOURS = {True: "green", False: "red", None: "default"}
+_STYLES = ("cyan", "yellow", "magenta", "green", "blue")  # versions take them in turn
+
+
+def group_lines(group: Sequence[Sample]) -> Iterator[Text]:
+    """Yield the lines for a prompt of a train step and its episodes."""
+    first = group[0]
+    yield Text()
+    yield Text(
+        f"ticket {first.ticket_id} attempt {first.attempt}: prompt {first.prompt_index}, seed {first.seed}, granted at "
+        f"v{first.granted_version}, {first.worker}, {first.seconds:.2f} s",
+        style="bold",
+    )
+    yield Text("prompt     ").append(printable(first.prompt))
+    if first.reference is not None:
+        yield Text("reference  ").append(printable(first.reference))
+    for sample in group:
+        if sample.prompt != first.prompt:  # a row that begins with another history
+            yield Text("  from  ").append(printable(sample.prompt), style="dim")
+        yield _facts(sample)
+        yield _answer(sample)
+
+
+def problem_lines(group: Sequence[EvalSample]) -> Iterator[Text]:
+    """Yield the lines of a problem of an evaluation and its completions."""
+    first = group[0]
+    yield Text()
+    yield Text(f"problem {first.problem}", style="bold")
+    yield Text("prompt     ").append(printable(first.prompt))
+    yield Text("reference  ").append(printable(first.reference))
+    for sample in group:
+        facts = [VERDICTS[sample.correct], f"reward {sample.reward:g}", sample.finish_reason, f"{sample.tokens} tokens"]
+        if sample.answer is not None:
+            facts.append(f"answer {printable(sample.answer)}")
+        facts += [f"{name} {value:g}" for name, value in sample.metrics.items()]
+        versions = sorted({sample.version_min, sample.version_max})
+        facts.append("v" + "-".join(map(str, versions)))
+        yield Text(f"  {sample.sample:>4}  ").append(", ".join(facts), style=_COLOURS[sample.correct])
+        yield Text(" " * 8).append(printable(sample.completion))
+
+
+def dropped_lines(group: Sequence[SampleView]) -> Iterator[Text]:
+    """Yield the lines of a group that was not trained, and its episodes."""
+    first = group[0]
+    yield Text()
+    yield Text(f"ticket {first.row.group}: prompt {first.row.prompt_index}", style="bold")
+    yield Text("prompt     ").append(printable(first.turns[0].text))
+    yield Text("reference  ").append(printable(first.reference or "unknown"))
+    for view in group:
+        row = view.row
+        reward = "no reward" if row.reward is None else f"reward {row.reward:g}"
+        facts = [reward, VERDICTS[row.correct], row.finish_reason, f"{row.tokens} tokens", printable(row.outcome)]
+        facts += [] if row.staleness is None else [f"{row.staleness} behind"]
+        label = f"  {row.sample_id.rpartition('/')[2]:>4}  "
+        yield Text(label).append(", ".join(facts), style=_COLOURS[row.correct])
+        text = Text(" " * 8)
+        for turn in view.turns[1:]:
+            text.append(printable(turn.text), style="dim" if turn.kind == "context" else "")
+        yield text
+
+
+def printable(text: str) -> str:
+    """Escape all characters but printable ones and line ends: a completion must not control the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text).replace("\n", "\n" + " " * 8)
+
+
+def _facts(sample: Sample) -> Text:
+    parts = [f"reward {sample.reward:g}", VERDICTS[sample.correct], sample.finish_reason]
+    parts += [f"{name} {value:g}" for name, value in sample.metrics.items()]
+    parts += [f"reward {reward:g} at {position}" for position, reward in sample.rewards]
+    if sample.score is not None:
+        parts.append(f"score {sample.score:+.3f}")
+    parts.append(f"staleness {sample.staleness}")
+    parts.append(f"advantage {_signed(sample.advantage)}")
+    if sample.logprob_difference is not None:
+        parts.append(f"|prox - behav| {sample.logprob_difference:.2e}")
+    parts.append(" -> ".join(f"{server} ({tokens})" for server, tokens in sample.route) or "no server known")
+    label = f"  {sample.sample_id.rpartition('/')[2]:>4}  "
+    return Text(label).append(", ".join(parts), style=_COLOURS[sample.correct])
+
+
+def _answer(sample: Sample) -> Text:
+    text = Text(" " * 8)
+    for span in sample.spans:
+        if span.version is None:
+            text.append("[context]", style="dim").append(printable(span.text), style="dim")
+            continue
+        style = _STYLES[span.version % len(_STYLES)]
+        text.append(f"[v{span.version}]", style=f"dim {style}").append(printable(span.text), style=style)
+    return text
+
+
+def _signed(value: Any) -> str:
+    return "unknown" if value is None else f"{value:+.4f}"
