@@ -14,10 +14,13 @@ import functools
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 
-from realsys.launch.arguments import planning, predictions, records, runs, timeline, trials
+from realsys.launch.arguments import planning, records, runs, timeline, trials
 from realsys.launch.arguments.base import Command
 
+#: commands that the launcher does not know: nothing imports the lab but this table
+LAB = "realsys.lab.commands"
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_CTRL_C = 0, 1, 2, 130
 
 #: every command, in the order of `realsys --help`
@@ -29,7 +32,7 @@ COMMANDS: Mapping[str, Command] = {
         *records.COMMANDS,
         *timeline.COMMANDS,
         *planning.COMMANDS,
-        *predictions.COMMANDS,
+        *import_module(LAB).COMMANDS,
         runs.NODE_AGENT,
     )
 }

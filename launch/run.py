@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from realsys.cluster.aio import run_beside
+from realsys.cluster.disk import full_disk
 from realsys.cluster.failure import read_errors
 from realsys.cluster.network import HOST, PORTS, interfaces, is_loopback, join_host_port, own_addresses
 from realsys.cluster.process import RUN_ID, STORE_ADDRESS
@@ -44,7 +45,7 @@ from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.preflight import check_gpus_are_given, disk_warnings
 from realsys.launch.prepare import Ready, examine, prepare, resolve
 from realsys.launch.process_plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
-from realsys.launch.supervise.failures import full_disk, no_room
+from realsys.launch.supervise.failures import no_room
 from realsys.launch.supervise.restart_policy import Outcome
 from realsys.launch.supervise.run_hooks import Bounds, Hooks, Say
 from realsys.launch.supervise.stop_request import watch_requests

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
-from realsys.launch.arguments.base import Command, add_config_dir, add_json, hours
+from realsys.launch.arguments.base import Command, add_config_dir, add_json
 
 
 def _add_data(parser: ArgumentParser) -> None:
@@ -26,23 +25,6 @@ def _data(args: Namespace) -> int:
     from realsys.launch.commands.data import check_data_set
 
     return check_data_set(args.source, args.overrides)
-
-
-def _add_simulate(parser: ArgumentParser) -> None:
-    parser.add_argument("scenario", metavar="SCENARIO", help="lognormal, pareto, faults or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="field.path=value; costs begin with sim.")
-    parser.add_argument("--hours", type=hours, metavar="H", help="same as sim.steps=0 sim.hours=H")
-    parser.add_argument("--seed", type=int, metavar="N", help="same as seed=N")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write results.json and simulation.png here")
-    add_json(parser, "print the measurements as JSON")
-
-
-def _simulate(args: Namespace) -> int:
-    from realsys.lab.simulate import simulate
-
-    duration = [] if args.hours is None else ["sim.steps=0", f"sim.hours={args.hours}"]
-    seed = [] if args.seed is None else [f"seed={args.seed}"]
-    return simulate(args.scenario, [*args.overrides, *duration, *seed], args.out, as_json=args.json)
 
 
 def _add_config(parser: ArgumentParser) -> None:
@@ -83,15 +65,6 @@ COMMANDS = (
         takes_overrides=True,
     ),
     Command("data", "check a data set", _add_data, _data, "Commands for data sets.", takes_overrides=True),
-    Command(
-        "simulate",
-        "run the decisions of a trial on a virtual clock",
-        _add_simulate,
-        _simulate,
-        "Run manager, ledger, routing and buffer of a trial on a virtual clock, with cost models for servers, workers "
-        "and trainer. Print throughput, waste and waits, and check all invariants.",
-        takes_overrides=True,
-    ),
     Command(
         "completion",
         "print the script that completes words in a shell",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from realsys.launch.arguments.base import Command, add_json, add_trial, preload_workers
 
@@ -64,25 +63,6 @@ def _samples(args: Namespace) -> int:
     return show_samples(args.trial_dir, options)
 
 
-def _add_regrade(parser: ArgumentParser) -> None:
-    add_trial(parser)
-    parser.add_argument(
-        "overrides", nargs="*", metavar="OVERRIDE", help="rollout.reward.FIELD=VALUE, rollout.environment=NAME, ..."
-    )
-    parser.add_argument("--verifier", metavar="NAME", help="name or package.module:function (default: the trial's)")
-    parser.add_argument("--args", metavar="{...}", help="keyword arguments of the verifier, as data.verifier_args")
-    parser.add_argument("--step", type=int, metavar="N", help="default: all recorded steps")
-    parser.add_argument("--show", type=int, metavar="N", default=0, help="print the first N that disagree (default: 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
-
-
-def _regrade(args: Namespace) -> int:
-    from realsys.lab.regrade import RegradeOptions, regrade
-
-    options = RegradeOptions(args.verifier, args.args, args.overrides, args.step, args.show, args.json)
-    return regrade(args.trial_dir, options)
-
-
 COMMANDS = (
     Command("replay", "repeat a recorded train step and compare it bit for bit", _add_recorded, _replay),
     Command(
@@ -92,14 +72,5 @@ COMMANDS = (
         _samples,
         "Show the samples of a recorded train step with their rewards, the completions of an evaluation (--eval), or "
         "groups that were not trained (--dropped).",
-    ),
-    Command(
-        "regrade",
-        "judge the recorded samples of a trial again",
-        _add_regrade,
-        _regrade,
-        "Judge the recorded samples of a trial again, with its verifier or with another one, and report how often the "
-        "verdict differs. The trial is only read; it may be running.",
-        takes_overrides=True,
     ),
 )

@@ -1,4 +1,4 @@
-"""Commands that start processes: run, sweep, resume, submit, eval, play, and the agent of another machine."""
+"""Commands that start processes: run, resume, submit, eval, play, and the agent of another machine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _add_run_options(parser: ArgumentParser) -> None:
     )
 
 
-def _add_run(parser: ArgumentParser) -> None:
+def add_run(parser: ArgumentParser) -> None:
     _add_run_options(parser)
     parser.add_argument("--plain", action="store_true", help="one line per step instead of the live display")
 
 
-def _options(args: Namespace, *, plain: bool) -> RunOptions:
+def run_options(args: Namespace, *, plain: bool) -> RunOptions:
     from realsys.launch.run import RunOptions
 
     return RunOptions(args.trial, args.config_dir, args.dry_run, plain=plain)
@@ -39,13 +39,7 @@ def _run(args: Namespace) -> int:
     from realsys.launch.run import run
 
     preload_workers(args)
-    return run(args.overrides, _options(args, plain=args.plain))
-
-
-def _sweep(args: Namespace) -> int:
-    from realsys.lab.sweep import sweep
-
-    return sweep(args.overrides, _options(args, plain=args.plain))
+    return run(args.overrides, run_options(args, plain=args.plain))
 
 
 def _add_resume(parser: ArgumentParser) -> None:
@@ -78,7 +72,7 @@ def _add_submit(parser: ArgumentParser) -> None:
 def _submit(args: Namespace) -> int:
     from realsys.launch.slurm.submit import SubmitOptions, submit_trial
 
-    return submit_trial(args.overrides, SubmitOptions(_options(args, plain=True), args.detach))
+    return submit_trial(args.overrides, SubmitOptions(run_options(args, plain=True), args.detach))
 
 
 def _add_eval(parser: ArgumentParser) -> None:
@@ -143,20 +137,10 @@ COMMANDS = (
     Command(
         "run",
         "run a trial",
-        _add_run,
+        add_run,
         _run,
         "Run a trial, on this machine or over several (cluster.nodes): make its folder, start its processes, show and "
         "report it. The same command again continues a trial that was stopped.",
-        takes_overrides=True,
-    ),
-    Command(
-        "sweep",
-        "run a trial for each combination of listed values",
-        _add_run,
-        _sweep,
-        "Run trials with different settings, one after the other, and compare them: field=A,B lists values, and each "
-        "combination is a trial, whose name has its values behind --trial. All are checked before the first one "
-        "starts. The same command again continues, and leaves complete trials alone.",
         takes_overrides=True,
     ),
     Command(

@@ -92,6 +92,23 @@ class AgentStream(MasterStream):
         self.on_unreadable(worker, error)
 
 
+class Session(ABC):
+    """Connection to the agent of one machine.
+
+    joined  its notice
+    ending  End was sent
+    ended   it has answered that no process is left
+    """
+
+    joined: orders.Joined
+    ending = False
+    ended = False
+
+    @abstractmethod
+    def ask(self, message: msgspec.Struct, kind: type[Reply], timeout_s: float | None = None) -> asyncio.Future[Reply]:
+        """Send an order and return the future of its reply."""
+
+
 class _Agent(Session):
     """One agent that has joined. ``heard`` is in monotonic seconds, ``heard_at`` in unix seconds."""
 
@@ -331,23 +348,6 @@ async def _open_remote(
 
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
-
-
-class Session(ABC):
-    """Connection to the agent of one machine.
-
-    joined  its notice
-    ending  End was sent
-    ended   it has answered that no process is left
-    """
-
-    joined: orders.Joined
-    ending = False
-    ended = False
-
-    @abstractmethod
-    def ask(self, message: msgspec.Struct, kind: type[Reply], timeout_s: float | None = None) -> asyncio.Future[Reply]:
-        """Send an order and return the future of its reply."""
 
 
 class _RemoteProcess(Process):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from realsys.cluster.disk import FULL
 from realsys.cluster.failure import ErrorRecord
 from realsys.launch.nodes.orders import ProcessId
 from realsys.launch.supervise.restart_policy import KILL_HEARD_AFTER_S, Cause, Death, Outcome
@@ -22,8 +23,6 @@ from realsys.observe.screen.text_figures import size_text
 _LOG_LINES = 15
 _TAIL_BYTES = 1 << 16
 _PROBLEM = 1000  # characters of a line of a log
-FULL = "No space left on device"
-_FULL_BELOW = 1 << 16  # bytes
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _LOGGED = re.compile(r" (?:ERROR|CRITICAL) \S+: (.*)")
@@ -123,18 +122,6 @@ def last_error(text: str) -> tuple[str, tuple[str, ...]]:
             full = next(text for text in (exception, logged, line) if FULL in text)
     problem = full or exception or logged
     return problem.strip()[:_PROBLEM], () if full else defect_of(exception.partition(":")[0], traceback)
-
-
-def full_disk(folder: Path) -> str:
-    """Return that the disk of ``folder`` is full; "" if it is not. A full disk may have kept its victim from saying so.
-
-    The margin is less than what any process writes at a time.
-    """
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError:
-        return ""
-    return f"{FULL}: {folder}: free space on this disk" if free < _FULL_BELOW else ""
 
 
 def no_room(folder: Path, need: int) -> str:

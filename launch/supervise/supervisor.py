@@ -26,6 +26,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Concatenate, ParamSpec
 
+from realsys.cluster.disk import FULL
 from realsys.cluster.process import TRAINING_START
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.nodes.orders import (
@@ -40,7 +41,7 @@ from realsys.launch.nodes.orders import (
     all_ready,
 )
 from realsys.launch.process_plan import LEADERS, NAME_STORE, ProcessSpec
-from realsys.launch.supervise.failures import FULL, first_cause, last_error, process_of
+from realsys.launch.supervise.failures import first_cause, last_error, process_of
 from realsys.launch.supervise.restart_policy import (
     NO_CHECKPOINT,
     Cause,
@@ -378,7 +379,7 @@ def _whole(children: Sequence[Child]) -> list[Child]:
 #
 # Stops the processes of a trial.
 #
-#     MasterWorker (takes a checkpoint while the ModelWorkers still answer; this wait lasts as long as there is progress)
+#     MasterWorker (takes a checkpoint while the ModelWorkers still answer; the wait lasts as long as it makes progress)
 #       ──SIGTERM──> all others ──SIGTERM──> the name store ──SIGKILL──> every descendant, on every node
 #
 # Processes that are left after ``stop_timeout_s`` get SIGKILL with their group.

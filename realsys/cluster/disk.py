@@ -1,16 +1,23 @@
-"""Disk work of the master: in a thread, so that its event loop runs on, and with a time limit."""
+"""Disks that are slow or full. Disk work of the master is done in a thread, so that its event loop runs on, and with a
+time limit.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from realsys.errors import WaitTimeout
 
 Result = TypeVar("Result")
+
+FULL = "No space left on device"
+_FULL_BELOW = 1 << 16  # bytes
 
 
 async def on_disk(what: str, timeout_s: float, work: Callable[[], Result]) -> Result:
@@ -50,3 +57,15 @@ async def on_disk(what: str, timeout_s: float, work: Callable[[], Result]) -> Re
             return done.result()  # it was ready when the time was up, or ``work`` raised a TimeoutError
         problem = f"not done within {timeout_s:g} s; the disk hangs, or is too slow for cluster.request_timeout_s"
         raise WaitTimeout(f"master_worker: {what}: {problem}") from None
+
+
+def full_disk(folder: Path) -> str:
+    """Return that the disk of ``folder`` is full; "" if it is not. A full disk may have kept its victim from saying so.
+
+    The margin is less than what any process writes at a time.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f"{FULL}: {folder}: free space on this disk" if free < _FULL_BELOW else ""

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from realsys.cluster.disk import full_disk
 from realsys.cluster.store.base import NameStore
 from realsys.cluster.store.connect import is_known, make_name_store, trial_names
 from realsys.cluster.store.names import Names
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import NameStoreError
-from realsys.launch.supervise.failures import full_disk
 from realsys.observe.evaluation_records import without_incomplete
 from realsys.observe.signal import SignalWatch
 from realsys.observe.step_log import StepTail, undone

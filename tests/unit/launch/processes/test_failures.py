@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from realsys.cluster.disk import full_disk
 from realsys.cluster.failure import ErrorRecord
 from realsys.launch.nodes.orders import ProcessId
-from realsys.launch.supervise.failures import defect_of, first_failure, full_disk, last_error, log_since, no_room, tail
+from realsys.launch.supervise.failures import defect_of, first_failure, last_error, log_since, no_room, tail
 from realsys.launch.supervise.restart_policy import Death, Outcome
 
 
