@@ -122,10 +122,10 @@ class _Agent(Session):
         self._stream = stream
 
     @property
-    def machine(self) -> device_plan.Node:
+    def machine(self) -> device_plan.NodeDevices:
         joined = self.joined
         sizes = (joined.cpus, joined.memory, joined.gpus)
-        return device_plan.Node(joined.name, *sizes, gpu_memory=joined.gpu_memory)
+        return device_plan.NodeDevices(joined.name, *sizes, gpu_memory=joined.gpu_memory)
 
     def ask(self, message: msgspec.Struct, kind: type[Reply], timeout_s: float | None = None) -> asyncio.Future[Reply]:
         timeout_s = _ORDER_S if timeout_s is None else timeout_s
@@ -345,9 +345,6 @@ async def _open_remote(
 #
 # A process that is started while the node is free waits, within a bound, for a machine. The same holds while another
 # node is free whose address the process needs.
-
-
-Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 
 class _RemoteProcess(Process):

@@ -43,7 +43,7 @@ FIRST_INIT_PORT = 25000
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NodeDevices:
     """Resources of one machine. ``memory`` is free bytes; 0 cores or bytes: not known.
 
     light       it has the processes other than training ranks and servers, and no other node has them
@@ -108,7 +108,7 @@ class Seat:
 class _Used:
     """A node while processes are placed on it. ``owners`` has the number of owners of each GPU."""
 
-    node: Node
+    node: NodeDevices
     owners: list[int]
     seats: list[Seat] = field(default_factory=list)
 
@@ -132,7 +132,7 @@ class _Used:
         return seat
 
 
-def place(nodes: Sequence[Node], blocks: Sequence[Block], allocation: str, *, share: bool = False) -> list[Seat]:
+def place(nodes: Sequence[NodeDevices], blocks: Sequence[Block], allocation: str, *, share: bool = False) -> list[Seat]:
     """Return a seat for every process, in the order of the blocks.
 
     ``share``: servers may use GPUs that have owners. ``allocation`` is the field's text, for messages.
@@ -239,7 +239,7 @@ class Needs:
         gpus = 1 + max((gpu for seat in there for gpu in seat.gpus), default=-1)
         return cls(len(there), gpus, sum(seat.memory for seat in there), gpu_memory if gpus else 0)
 
-    def problem(self, node: Node) -> str:
+    def problem(self, node: NodeDevices) -> str:
         """Return why ``node`` cannot hold the processes; "" if it can."""
         most = max(_FEWEST_PROCESSES, _PROCESSES_PER_CORE * node.cpus)
         if self.gpus > node.gpus:
@@ -275,7 +275,7 @@ def owners(seats: Sequence[Seat]) -> Counter[tuple[str, int]]:
     return Counter((seat.node, gpu) for seat in seats for gpu in seat.gpus)
 
 
-def as_lines(nodes: Sequence[Node], seats: Sequence[Seat]) -> list[str]:
+def as_lines(nodes: Sequence[NodeDevices], seats: Sequence[Seat]) -> list[str]:
     """Return the plan as text: a line for the whole, and one for each node."""
     taken, there = len(owners(seats)), sum(node.gpus for node in nodes)
     lines = [f"nodes: {len(nodes)}, GPUs: {there}, idle: {there - taken}"]
