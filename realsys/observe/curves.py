@@ -310,10 +310,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 # ---- drawing -----------------------------------------------------------------------------------------------------
 #
 # Draws curves.png while a run lasts, in a process at the lowest priority.
@@ -368,3 +364,7 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

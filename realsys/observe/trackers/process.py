@@ -84,10 +84,6 @@ def _finish(followers: list[Follower], ended: Ended, say: Callable[[str], None])
             say(f"tracker {follower.name} did not finish within {ended.finish_s:g} s: {LATER}")
 
 
-if __name__ == "__main__":
-    main()
-
-
 # ---- follower ----------------------------------------------------------------------------------------------------
 #
 # One tracker in a thread: it follows the step log until the run ends, and is made again if it fails.
@@ -188,3 +184,7 @@ class Follower:
             self._say(f"{text}: the run goes on, and the tracker is tried again")
         self._ended.wait(pause)
         return True
+
+
+if __name__ == "__main__":
+    main()
