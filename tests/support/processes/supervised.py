@@ -93,6 +93,8 @@ class Trial:
                     running = asyncio.create_task(supervisor.run())
                     if then is not None:
                         await self.ready(*until)
+                        while 0 in map(supervisor.running().get, until):  # noqa: ASYNC110 - no event tells its pid
+                            await asyncio.sleep(0.01)
                         if (following := then(supervisor)) is not None:
                             await following
                     return await running
