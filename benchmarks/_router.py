@@ -33,7 +33,7 @@ from realsys.manager.messages import (
     ScheduleReply,
     ScheduleRequest,
 )
-from realsys.manager.shell import Manager, ManagerParts
+from realsys.manager.process import Manager, ManagerParts
 from realsys.types import Ticket
 
 TOKEN, ANSWERS, CALLS = "benchmark", 16, ("/allocate_rollout", "/schedule_request", "/finish_rollout")

@@ -39,7 +39,7 @@ from realsys.config.schema import AsyncConfig, Config, ManagerConfig
 from realsys.config.sections.schema_train import TrainConfig
 from realsys.manager.messages import AllocateRequest
 from realsys.manager.operations import ALLOCATE
-from realsys.manager.shell import Manager, ManagerParts
+from realsys.manager.process import Manager, ManagerParts
 from realsys.types import PublishedVersion, ServerAddress
 from realsys.workers.name_store import command
 

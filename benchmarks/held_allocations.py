@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._table import report
+from realsys.manager.commit_loop import ManagerService
+from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import AllocateRequest, FinishRequest, TrainedRequest
 from realsys.manager.operations import ALLOCATE, FINISH, TRAINED
-from realsys.manager.service import ManagerService
-from realsys.manager.settings import ManagerSettings
-from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion, ServerAddress, Ticket
 
 PLACES = 64

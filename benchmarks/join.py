@@ -36,9 +36,9 @@ from benchmarks.heartbeats import cpu_s, open_store, own_etcd
 from realsys.cluster.heartbeat import Heartbeat, LeaseTerms
 from realsys.config.schema import AsyncConfig, Config
 from realsys.config.sections.schema_train import TrainConfig
+from realsys.manager.client import ManagerClient
 from realsys.manager.messages import AllocateRequest
-from realsys.manager.shell import Manager, ManagerParts
-from realsys.rollout.manager_client import ManagerClient
+from realsys.manager.process import Manager, ManagerParts
 from realsys.types import PublishedVersion, ServerAddress
 
 PROCESSES, THREADS = 2, 32  # processes of all workers; threads of each process

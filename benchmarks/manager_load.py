@@ -39,7 +39,7 @@ from realsys.cluster.store.file_store import FileNameStore
 from realsys.config.schema import AsyncConfig, Config, RolloutConfig
 from realsys.config.sections.schema_train import TrainConfig
 from realsys.manager.messages import AllocateReply, AllocateRequest, FinishRequest, ScheduleRequest, TrainedRequest
-from realsys.manager.shell import Manager, ManagerParts
+from realsys.manager.process import Manager, ManagerParts
 from realsys.types import PublishedVersion, ServerAddress, Ticket
 
 OPEN = 10_240

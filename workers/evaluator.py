@@ -8,9 +8,9 @@ import uvloop
 
 from realsys.cluster.aio import run_until_stopped
 from realsys.cluster.worker import EXIT_STOPPED, WorkerContext, worker_main
+from realsys.manager.client import ManagerClient
 from realsys.master.run.evaluation_run import EvaluationRun
 from realsys.master.step_log import StepLog
-from realsys.rollout.manager_client import ManagerClient
 
 
 async def serve(ctx: WorkerContext) -> None:

@@ -7,8 +7,8 @@ import uvloop
 from realsys.cluster.aio import stop_event
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.data.prompts import split_sizes
-from realsys.manager.http import Pages
-from realsys.manager.shell import Manager, ManagerParts
+from realsys.manager.process import Manager, ManagerParts
+from realsys.manager.routes import Pages
 from realsys.observe.step_log import LatestRecords
 from realsys.view.app import SECRET, routes
 

@@ -11,11 +11,11 @@ import uvloop
 from realsys.cluster.aio import run_until_stopped, stop_event
 from realsys.cluster.process import training_start
 from realsys.cluster.worker import EXIT_STOPPED, WorkerContext, worker_main
+from realsys.manager.client import ManagerClient
 from realsys.master.run.parts import Connections, build_parts
 from realsys.master.run.phases import MasterRun
 from realsys.master.run.stopping import progress
 from realsys.master.step_log import StepLog
-from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.request_reply import MasterStream
 from realsys.stream.security import keys_for
 from realsys.types import TrainerAddress

@@ -12,10 +12,10 @@ from realsys.config.rules.backend_rules import backend_rules
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
+from realsys.manager.client import ManagerClient
 from realsys.reward.build import open_verifiers
 from realsys.rollout import agents, environments
 from realsys.rollout.gateway.gateway import gateway_of
-from realsys.rollout.manager_client import ManagerClient
 from realsys.rollout.partial import PartialRolloutManager
 from realsys.rollout.sessions import group_player
 from realsys.rollout.stores.dropped_store import DroppedStore

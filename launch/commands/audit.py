@@ -17,8 +17,7 @@ from rich.text import Text
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, LedgerError
 from realsys.launch.commands.finding import find_trial
-from realsys.manager.audit.audit_report import AuditReport
-from realsys.manager.audit.auditor import Auditor
+from realsys.manager.audit import Auditor, AuditReport
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.tickets import tickets_in
 from realsys.observe.step_log import RECOVERED, surviving_steps

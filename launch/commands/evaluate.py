@@ -39,6 +39,7 @@ from realsys.launch.run import Planned, plan_of, supervise
 from realsys.launch.start import changes
 from realsys.launch.supervise.restart_policy import Outcome
 from realsys.launch.words import command_line
+from realsys.manager.client import ManagerClient
 from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
 from realsys.master.evaluation import ResultWriter, outcome_of
 from realsys.master.run.evaluation_run import EVAL_ID
@@ -47,7 +48,6 @@ from realsys.observe.percent import percent, percentage
 from realsys.observe.screen.plain import EvaluationView
 from realsys.observe.screen.terminal import Terminal, tell
 from realsys.observe.step_log import read_steps
-from realsys.rollout.manager_client import ManagerClient
 from realsys.weights.host.places import sweep
 
 

@@ -34,7 +34,7 @@ from realsys.launch.commands.evaluate import planned_evaluation
 from realsys.launch.commands.samples import printable
 from realsys.launch.evaluation_target import Choices, find_target
 from realsys.launch.prepare import make_inputs
-from realsys.manager.ledger.order import sampling_seed
+from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.observe.screen.terminal import Terminal
 from realsys.reward.build import own_verifiers

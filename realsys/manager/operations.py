@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from realsys.manager import messages as m
-from realsys.manager.overview import status
-from realsys.manager.state import ManagerState
+from realsys.manager.decisions import ManagerState
+from realsys.manager.status import status
 
 SCHEDULE_WAIT_S = 2.0  # a schedule request waits this long for a server to become routable
 

@@ -19,9 +19,8 @@ from collections.abc import Iterable
 
 from realsys.errors import GenerationError
 from realsys.generation.client import GenerationClient
-from realsys.manager.routing.server_table import Server
-from realsys.manager.routing.servers import Idle, Probe, UpdateOrder
-from realsys.manager.service import ManagerService, wait_for
+from realsys.manager.commit_loop import ManagerService, wait_for
+from realsys.manager.routing.servers import Idle, Probe, Server, UpdateOrder
 from realsys.observe.spans import span
 from realsys.types import ServerAddress
 

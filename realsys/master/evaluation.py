@@ -18,12 +18,12 @@ from realsys.config.evaluation_sets import EvaluationSet, id_of_set
 from realsys.config.schema import Config
 from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.errors import RecordError, StuckError, WaitTimeout
+from realsys.manager.client import ManagerClient
 from realsys.manager.messages import EvaluateRequest, EvaluationReply
 from realsys.observe import spans
 from realsys.observe.evaluation_records import EvalSample, Outcome, collect, majority_of, record, write_result
 from realsys.observe.evaluation_statistics import Tally
 from realsys.reward.answers import AnswerComparer
-from realsys.rollout.manager_client import ManagerClient
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from realsys.manager.client import ManagerClient
 from realsys.manager.messages import ClaimRequest, TrainedRequest
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.evaluation import Repair
 from realsys.master.intake_state import IntakeState, TrainBatch
-from realsys.rollout.manager_client import ManagerClient
 from realsys.types import SampleMeta
 
 log = logging.getLogger(__name__)

@@ -34,6 +34,7 @@ from realsys.cluster.failpoint import failpoint
 from realsys.config.evaluation_sets import evaluation_sets, id_of_set, set_of_id
 from realsys.config.schema import Config
 from realsys.errors import PromptsUsedUp
+from realsys.manager.client import ManagerClient
 from realsys.manager.ledger.tickets import ticket_ranges
 from realsys.manager.messages import TrainedRequest
 from realsys.master.calls.call_arguments import CallArguments
@@ -60,7 +61,6 @@ from realsys.observe import spans
 from realsys.observe.signal import SignalWatch
 from realsys.observe.spans import span
 from realsys.observe.step_log import USED_UP
-from realsys.rollout.manager_client import ManagerClient
 
 log = logging.getLogger(__name__)
 

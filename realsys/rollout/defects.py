@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from realsys.errors import AgentError, RealsysError
 from realsys.harness.contract import NOT_OF_THE_USER, place_of
-from realsys.rollout.manager_client import RolloutSuperseded
+from realsys.manager.client import RolloutSuperseded
 
 MOST_FAILED = 128  # episodes in a row; an agent that fails 90 % of all reaches it with a probability of 1e-6
 MAX_LOGGED = 1000  # distinct messages that are logged

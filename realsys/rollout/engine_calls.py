@@ -22,11 +22,11 @@ from msgspec.structs import replace
 
 from realsys.errors import AgentError
 from realsys.generation.client import Generated, SamplingSpec
-from realsys.manager.ledger.order import sampling_seed
+from realsys.manager.client import RolloutSuperseded
+from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.observe.spans import span
 from realsys.rollout.gateway.capture import Capture
 from realsys.rollout.gateway.gateway import Gateway
-from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.partial import Call, Deliver
 from realsys.types import Ticket
 

@@ -34,9 +34,9 @@ from msgspec.structs import replace
 from realsys.errors import GenerationError, ServerBusy, ServerSilent
 from realsys.generation.client import Generated, SamplingSpec, generated_so_far, joined_kv_versions
 from realsys.generation.received import Received
-from realsys.manager.ledger.order import sampling_seed
+from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.manager.messages import MOST_RELEASED, ScheduleReply, ScheduleRequest
-from realsys.manager.routing.prefix import prefix_hashes
+from realsys.manager.routing.placement import prefix_hashes
 from realsys.observe.spans import span
 from realsys.types import I32, FinishReason, Ticket
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from realsys.algorithm.batch.token_losses import EQUAL_REWARDS, SUCCESS_RATE
 from realsys.config.sections.schema_sampling import FilterConfig, KeepConfig
-from realsys.manager.ledger.order import sampling_seed
+from realsys.manager.ledger.prompt_order import sampling_seed
 
 
 class Judged(Protocol):

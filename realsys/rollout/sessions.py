@@ -27,13 +27,13 @@ from realsys.config.sections.schema_sampling import FilterConfig, KeepConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, RealsysError, RewardError, StuckError
 from realsys.generation.client import Generated, SamplingSpec
+from realsys.manager.client import RolloutSuperseded
 from realsys.observe.spans import span
 from realsys.rollout.agents.base import Agent
 from realsys.rollout.defects import Defects, explain, one_line
 from realsys.rollout.engine_calls import Calls, Engine, EpisodeSession
 from realsys.rollout.episodes import check_episode
 from realsys.rollout.gateway.gateway import Gateway
-from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.selection import kept_episodes, reason_to_drop
 from realsys.rollout.task import Task
 from realsys.types import Episode, Ticket

@@ -26,6 +26,7 @@ from realsys.cluster.failpoint import failpoint
 from realsys.cluster.process import resident_bytes
 from realsys.data.prompts import Prompt
 from realsys.errors import RealsysError, RewardError, StuckError
+from realsys.manager.client import RolloutSuperseded
 from realsys.manager.ledger.events import Outcome
 from realsys.manager.messages import (
     MAX_TICKETS,
@@ -42,7 +43,6 @@ from realsys.observe import spans
 from realsys.observe.spans import span
 from realsys.reward.build import Verifiers
 from realsys.rollout.defects import one_line
-from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.sessions import Played
 from realsys.types import Episode, Group, Ticket
 

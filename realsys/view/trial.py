@@ -23,7 +23,7 @@ from realsys.errors import RealsysError
 from realsys.hf.config import read_model
 from realsys.manager.ledger.events import TicketEvent
 from realsys.manager.ledger.journal import read_journal
-from realsys.manager.ledger.ledger_state import LedgerState
+from realsys.manager.ledger.ledger import LedgerState
 from realsys.observe.events import RESTARTS, Event, EventTail
 from realsys.observe.step_log import StepTail
 from realsys.timeline.step_times import last_steps, sum_of

@@ -16,17 +16,15 @@ from typing import Any, Protocol
 import msgspec
 
 from realsys.lab.simulation.clock import Clock
-from realsys.manager.audit.auditor import Auditor
+from realsys.manager.audit import Auditor
+from realsys.manager.commit_loop import HeldAllocations
+from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.events import Event
 from realsys.manager.ledger.journal import decode_record, encode_record
-from realsys.manager.messages import MAX_WAIT_S, AllocateRequest
+from realsys.manager.messages import MAX_WAIT_S, AllocateRequest, NoServer, Refusal
 from realsys.manager.operations import Operation
-from realsys.manager.refusals import NoServer, Refusal
 from realsys.manager.routing.placement import LOAD_PERIOD_S
 from realsys.manager.routing.servers import Idle, Probe, UpdateOrder
-from realsys.manager.service import HeldAllocations
-from realsys.manager.settings import ManagerSettings
-from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion, ServerAddress
 
 #: Receives the reply, or the refusal.

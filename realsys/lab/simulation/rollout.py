@@ -27,12 +27,13 @@ from realsys.manager.messages import (
     Answer,
     FinishReply,
     FinishRequest,
+    NoServer,
+    Refusal,
     ScheduleReply,
     ScheduleRequest,
     TouchRequest,
 )
 from realsys.manager.operations import ALLOCATE, FINISH, SCHEDULE, TOUCH
-from realsys.manager.refusals import NoServer, Refusal
 from realsys.rollout.partial import LAST_DELAY_S, MAX_FAILURES
 from realsys.rollout.selection import kept_episodes, reason_to_drop
 from realsys.train.records.record_files import read_record, recorded_steps

@@ -13,11 +13,11 @@ from realsys.lab.simulation.rollout import GroupRun, Lengths, Worker
 from realsys.lab.simulation.scenarios import Plan
 from realsys.lab.simulation.servers import Engine, Host
 from realsys.lab.simulation.trainer import Trainer
+from realsys.manager.decisions import ManagerSettings
 from realsys.manager.ledger.events import Event, Reissued
-from realsys.manager.ledger.ledger_state import STALE
+from realsys.manager.ledger.ledger import STALE
 from realsys.manager.routing.placement import LOAD_PERIOD_S
 from realsys.manager.routing.servers import UpdateOrder
-from realsys.manager.settings import ManagerSettings
 from realsys.types import PublishedVersion, SampleMeta, ServerAddress
 
 EVAL_PROMPTS = 4096

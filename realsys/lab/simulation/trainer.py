@@ -21,9 +21,8 @@ from realsys.lab.simulation.manager import ManagerMachine
 from realsys.lab.simulation.rollout import GroupRun
 from realsys.lab.simulation.scenarios import SimSettings
 from realsys.lab.simulation.servers import Host, Job
-from realsys.manager.messages import ClaimRequest, EvaluateRequest, RollBackRequest, TrainedRequest
+from realsys.manager.messages import ClaimRequest, EvaluateRequest, Refusal, RollBackRequest, TrainedRequest
 from realsys.manager.operations import CLAIM, EVALUATE, ROLL_BACK, STATUS, TRAINED
-from realsys.manager.refusals import Refusal
 from realsys.master.intake_state import IntakeSettings, IntakeState, TrainBatch
 from realsys.master.publish import VersionsInUse
 from realsys.master.recovery import eval_id_of

@@ -20,17 +20,20 @@ groups, with those that were trained before the checkpoint that a trial resumes 
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
+from realsys.errors import LedgerError
 from realsys.manager.ledger import events as e
-from realsys.manager.ledger.ledger_state import STALE, LedgerState
-from realsys.manager.ledger.order import Curriculum, PromptOrder
-from realsys.manager.ledger.tickets import OpenTicket, ticket_name
-from realsys.manager.messages import DataPosition, FinishReply
-from realsys.manager.refusals import BadCall
+from realsys.manager.ledger.prompt_order import Curriculum, PromptOrder
+from realsys.manager.ledger.staleness import StalenessBound
+from realsys.manager.ledger.ticket_history import LONGEST_LAG, PromptRates, TicketColumns, bounded
+from realsys.manager.ledger.tickets import LedgerCounts, OpenState, OpenTicket, label, ticket_name
+from realsys.manager.messages import BadCall, DataPosition, FinishReply
 
 
 class Ledger(LedgerState):
@@ -270,3 +273,286 @@ class Ledger(LedgerState):
             if prompt is None or curriculum.takes(self._order.seed, position, self.rates.of(prompt)):
                 return position
         return self.cursor
+
+
+# ---- ledger state ------------------------------------------------------------------------------------------------
+#
+# State of the rollout ledger, and how each event of the journal changes it. Pure.
+#
+# journal ──event──> apply ──> open tickets, columns of all tickets, counts, position in the data
+#    ^                                                 │
+#    └───────────── Snapshot (compaction) <────────────┘
+
+
+ROLLED_BACK = "rolled back"
+STALE = "stale"  # cause of a reissue: the group was too old
+
+
+class LedgerState:
+    """State of all train tickets. Only ``apply`` changes it.
+
+    base     version before which nothing can be rolled back: -1, or the step of the checkpoint that was resumed
+    newest   newest version that a batch was trained for
+    cursor   position of the next new prompt
+    prompts  pending at the checkpoint that was resumed: granted before new ones
+    """
+
+    def __init__(self) -> None:
+        self.open: dict[str, OpenTicket] = {}
+        self.columns = TicketColumns()
+        self.rates = PromptRates()
+        self.counts = LedgerCounts()
+        self.prompts: deque[int] = deque()
+        self.cursor = 0
+        self.opened: e.Opened | None = None  # settings that bind the decisions
+        self.rolled_back: e.RolledBack | None = None  # last start of a trainer
+        self.reissued = 0  # tickets that this start reissued
+        self.base = -1
+        self.newest = -1
+        self._records = 0
+        self._waiting: list[str] = []  # heap of waiting ticket ids; may hold tickets that wait no more
+
+    def apply(self, event: e.TicketEvent) -> None:
+        """Apply one event. Raises LedgerError if it cannot follow the ones before: another trial's, or damage."""
+        match event:
+            case e.Granted():
+                self._apply_granted(event)
+            case e.Finished():
+                self._apply_finished(event)
+            case e.Claimed():
+                self._apply_claimed(event)
+            case e.Trained():
+                self._apply_trained(event)
+            case e.Reissued():
+                self._apply_reissued(event)
+            case e.Dropped():
+                self._end(self._open(event.ticket_id, event), self.columns.reason_code(event.reason))
+            case e.RolledBack():
+                self._apply_rolled_back(event)
+            case e.Opened():
+                self._apply_opened(event)
+            case e.Resumed():
+                self._apply_resumed(event)
+            case e.Snapshot():
+                self._apply_snapshot(event)
+        self._records += 1
+
+    def ended(self, ticket_id: str) -> str | None:
+        """Return ``trained@k`` or ``dropped: reason``, None while the ticket is open or unknown."""
+        return self.columns.end_of(ticket_id)
+
+    def state_of(self, ticket_id: str) -> str:
+        """Return, for a message, the state of an open ticket, the end of another, or ``never granted``."""
+        ticket = self.open.get(ticket_id)
+        return ticket.state if ticket is not None else self.ended(ticket_id) or "never granted"
+
+    def _apply_resumed(self, event: e.Resumed) -> None:
+        if self.counts.granted or self.counts.inherited or self.cursor:
+            raise LedgerError(f"ledger: {event.checkpoint} can only be resumed by a new trial, before its first ticket")
+        self.counts.inherited = event.groups
+        self.cursor = event.cursor
+        self.base = event.step
+        self.newest = event.step
+        self.prompts.extend(event.pending)
+        self.rates = PromptRates(event.rates)
+
+    def _apply_opened(self, event: e.Opened) -> None:
+        if self.opened is not None and len(self.columns) and (problem := event.conflict(self.opened)):
+            raise LedgerError(f"ledger: {problem}")
+        self.opened = event
+        self.rates.resize(event.prompts)
+
+    def _apply_rolled_back(self, event: e.RolledBack) -> None:
+        """In the order of the ticket numbers, so that a replay gives the same state."""
+        if self.rolled_back is not None and event.incarnation <= self.rolled_back.incarnation:
+            raise LedgerError(f"ledger: {event} cannot follow {self.rolled_back}")
+        lost = [ticket for _, ticket in sorted(self.open.items()) if ticket.state != "waiting"]
+        for ticket in lost:
+            self._leave(ticket)
+            ticket.state = "waiting"
+        younger = self.columns.reopen_younger(event.version)
+        lost += [self._untrain(number, version, event.time) for number, version in younger]
+        self.counts.trained -= len(younger)
+        if lost:  # one count and one heapify: as many tickets as the run has trained may be lost
+            self.counts.open["waiting"] += len(lost)
+            self.counts.reissued_by_cause[bounded(self.counts.reissued_by_cause, ROLLED_BACK)] += len(lost)
+            self._waiting += [ticket.ticket_id for ticket in lost]
+            heapq.heapify(self._waiting)
+        self.rolled_back = event
+        self.reissued = len(lost)
+        self.newest = max(self.base, event.version)
+        self.counts.starts += 1
+
+    def _untrain(self, number: int, version: int, now: float) -> OpenTicket:
+        """Let a trained ticket wait again: the weights that it is in do not exist any more."""
+        prompt, attempt = self.columns.prompt[number], self.columns.attempt[number]
+        ticket = OpenTicket(ticket_name(number), prompt, attempt, "", "", version, now, 0, "waiting")
+        return self.open.setdefault(ticket.ticket_id, ticket)
+
+    def _apply_granted(self, event: e.Granted) -> None:
+        ticket = self.open.get(event.ticket_id)
+        if ticket is None:
+            if event.ticket_id != ticket_name(len(self.columns)) or event.attempt != 0:
+                raise LedgerError(f"ledger: {event}: expected ticket {ticket_name(len(self.columns))}, attempt 0")
+            self._advance(event)
+            self.columns.append(event.prompt_index)
+            self.counts.granted += 1
+            self.counts.open["running"] += 1
+            failures = 0
+        else:
+            if ticket.state != "waiting" or event.attempt != ticket.attempt + 1:
+                raise LedgerError(f"ledger: {event} cannot follow {ticket}")
+            self.columns.attempt[int(event.ticket_id)] = event.attempt
+            self._move(ticket, "running")
+            failures = ticket.failures
+        ticket = _running(event, self.columns.prompt[int(event.ticket_id)], failures)
+        ticket.weights = _oldest_weights(self.opened, self.counts.counted)
+        self.open[event.ticket_id] = ticket
+        self.counts.attempts += 1
+
+    def _advance(self, event: e.Granted) -> None:
+        """Take the prompt of a new ticket: the next one of the order, or the first of those given back."""
+        if event.position >= 0:
+            passes_over = self.opened is not None and self.opened.curriculum is not None
+            if event.position < self.cursor or (event.position > self.cursor and not passes_over):
+                raise LedgerError(f"ledger: {event}: the next prompt is that of position {self.cursor}")
+            self.cursor = event.position + 1
+        elif not self.prompts or self.prompts.popleft() != event.prompt_index:
+            raise LedgerError(f"ledger: {event}: prompt {event.prompt_index} is not the next of those given back")
+
+    def _apply_finished(self, event: e.Finished) -> None:
+        ticket = self._open(event.ticket_id, event)
+        if ticket.state != "running" or ticket.attempt != event.attempt:
+            raise LedgerError(f"ledger: {event} cannot follow {ticket}")
+        self.rates.observe(ticket.prompt_index, event.correct, event.judged)
+        if event.outcome == "accepted":
+            self._move(ticket, "finished")
+            ticket.news_at = event.time
+        elif event.retry:
+            ticket.failures += 1
+            self._wait(ticket, "failed")
+        else:
+            reason = f"{event.outcome} {label(event.reason)}" if event.reason else event.outcome
+            self._end(ticket, self.columns.reason_code(reason))
+
+    def _apply_reissued(self, event: e.Reissued) -> None:
+        ticket = self.open.get(event.ticket_id)
+        if ticket is None or ticket.attempt != event.attempt or ticket.state == "waiting":
+            raise LedgerError(f"ledger: {event} cannot follow {ticket or self.ended(event.ticket_id)}")
+        if event.cause == STALE:
+            number = int(event.ticket_id)
+            self.columns.stale[number] = min(self.columns.stale[number] + 1, e.MOST_STALE)
+        self._wait(ticket, label(event.cause))
+
+    def _apply_claimed(self, event: e.Claimed) -> None:
+        for ticket in [self._open(ticket_id, event) for ticket_id in event.tickets]:
+            if ticket.state == "claimed":
+                raise LedgerError(f"ledger: {event} cannot follow {ticket}")
+            self._move(ticket, "claimed")
+
+    def _apply_trained(self, event: e.Trained) -> None:
+        if event.oldest and len(event.oldest) != len(event.tickets):
+            raise LedgerError(f"ledger: {len(event.tickets)} tickets trained, versions of {len(event.oldest)}")
+        for i, ticket_id in enumerate(event.tickets):
+            ticket = self._open(ticket_id, event)
+            if ticket.state != "claimed":  # claim-before-train
+                raise LedgerError(f"ledger: {event} cannot follow {ticket}")
+            self._end(ticket, event.version)
+            if event.oldest:  # version k is trained with the weights of k - 1 in place
+                self.columns.lag[int(ticket_id)] = max(0, min(event.version - 1 - event.oldest[i], LONGEST_LAG))
+        self.newest = max(self.newest, event.version)
+
+    def _open(self, ticket_id: str, event: e.TicketEvent) -> OpenTicket:
+        """Return the open ticket of an event. An ended ticket does not change any more (``one-end``)."""
+        ticket = self.open.get(ticket_id)
+        if ticket is None:
+            raise LedgerError(f"ledger: {event}: ticket {ticket_id} is not open: it is {self.state_of(ticket_id)}")
+        return ticket
+
+    def _move(self, ticket: OpenTicket, state: OpenState) -> None:
+        self._leave(ticket)
+        ticket.state = state
+        self.counts.open[state] += 1
+
+    def _wait(self, ticket: OpenTicket, cause: str) -> None:
+        self._move(ticket, "waiting")
+        heapq.heappush(self._waiting, ticket.ticket_id)
+        self.counts.reissued_by_cause[bounded(self.counts.reissued_by_cause, cause)] += 1
+
+    def _end(self, ticket: OpenTicket, code: int) -> None:
+        self._leave(ticket)
+        del self.open[ticket.ticket_id]
+        self.columns.outcome[int(ticket.ticket_id)] = code
+        if code >= 0:
+            self.counts.trained += 1
+        else:
+            self.counts.dropped += 1
+            self.counts.dropped_by_reason[self.columns.reason(code)] += 1
+
+    def _leave(self, ticket: OpenTicket) -> None:
+        self.counts.open[ticket.state] -= 1
+        assert self.counts.open[ticket.state] >= 0, f"{ticket.state} count below zero at {ticket}"
+
+    def snapshot(self, now: float, evaluations: list[e.EvaluationState], forgotten: dict[str, int]) -> e.Snapshot:
+        """Return the whole state as one record, which shares nothing that changes with it."""
+        return e.Snapshot(
+            records=self._records,
+            opened=self.opened,
+            rolled_back=self.rolled_back,
+            reissued=self.reissued,
+            starts=self.counts.starts,
+            inherited=self.counts.inherited,
+            base=self.base,
+            newest=self.newest,
+            cursor=self.cursor,
+            **self.columns.in_snapshot(),
+            rates=self.rates.measured(),
+            open=[dataclasses.replace(ticket) for ticket in self.open.values()],
+            prompts=list(self.prompts),
+            reissued_by_cause=dict(self.counts.reissued_by_cause),
+            evaluations=evaluations,
+            forgotten=forgotten,
+            time=now,
+        )
+
+    def _apply_snapshot(self, event: e.Snapshot) -> None:
+        if self._records:
+            raise LedgerError(f"ledger: a snapshot of {event.records} records after {self._records} others")
+        if problem := event.problem():
+            raise LedgerError(f"ledger: {problem}")
+        self.opened = event.opened
+        self.rolled_back = event.rolled_back
+        self.reissued = event.reissued
+        self.base = event.base
+        self.newest = event.newest
+        self.cursor = event.cursor
+        self._records = event.records - 1
+        self.columns = TicketColumns(event)
+        self.rates = PromptRates(event.rates)
+        if event.opened is not None:
+            self.rates.resize(event.opened.prompts)
+        self.prompts = deque(event.prompts)
+        self.open = {ticket.ticket_id: dataclasses.replace(ticket) for ticket in event.open}
+        self._waiting = sorted(ticket.ticket_id for ticket in event.open if ticket.state == "waiting")
+        self.counts = _counts(event, self.columns)
+
+
+def _running(event: e.Granted, prompt_index: int, failures: int) -> OpenTicket:
+    owner = event.worker, event.incarnation, event.version, event.time
+    return OpenTicket(event.ticket_id, prompt_index, event.attempt, *owner, failures, request=event.request)
+
+
+def _oldest_weights(opened: e.Opened | None, n: int) -> int:
+    """Return the oldest version that may sample the n-th group; -1: any."""
+    return max(-1, StalenessBound(opened.batch_groups, opened.eta).oldest_weights(n)) if opened is not None else -1
+
+
+def _counts(event: e.Snapshot, columns: TicketColumns) -> LedgerCounts:
+    counts = LedgerCounts(event.inherited, len(columns), starts=event.starts)
+    counts.attempts = counts.granted + sum(event.attempt)
+    for ticket in event.open:
+        counts.open[ticket.state] += 1
+    counts.trained, counts.dropped_by_reason = columns.ends()
+    counts.dropped = sum(counts.dropped_by_reason.values())
+    counts.reissued_by_cause.update(event.reissued_by_cause)
+    return counts

@@ -13,13 +13,13 @@ from realsys.cluster.disk import on_disk
 from realsys.cluster.worker import WorkerContext
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.errors import WeightsError
+from realsys.manager.client import ManagerClient
 from realsys.manager.messages import RollBackRequest
 from realsys.master.evaluation import Evaluations, ResultWriter
 from realsys.master.publish import VersionKey, unserved
 from realsys.master.recovery import NOTHING
 from realsys.master.run.run_status import RunStatus
 from realsys.master.step_log import StepLog
-from realsys.rollout.manager_client import ManagerClient
 from realsys.types import PublishedVersion
 from realsys.weights.disk.adopt import adopt, step_of
 from realsys.weights.disk.tensor_files import verify

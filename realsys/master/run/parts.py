@@ -26,6 +26,7 @@ from realsys.data.dataset_files import dataset_files
 from realsys.data.demos import DemoDataset
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
+from realsys.manager.client import ManagerClient
 from realsys.master.calls.call_arguments import CallArguments
 from realsys.master.calls.executor import GraphExecutor
 from realsys.master.calls.model_workers import ModelWorkers
@@ -43,7 +44,6 @@ from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
 from realsys.master.warmup import Warmup, WarmupParts
 from realsys.model_calls import SamplesArrived
-from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.master.head_routing import RoutedStream
 from realsys.stream.request_reply import MasterStream
 from realsys.train.records.record_messages import Recorded

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from realsys.manager.routing.rates import memory_sums
+from realsys.manager.routing.rollout_workers import memory_sums
 from realsys.observe.percent import apportioned, percent
 from realsys.observe.screen.progress import Record, mean, number, time_parts
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import MALFORMED, AgentError, DataError
 from realsys.generation.client import Generated, SamplingSpec
+from realsys.manager.client import RolloutSuperseded
 from realsys.reward.verifiers.base import is_metric_name
 from realsys.rollout.conversation import Conversation, Node, Plan
 from realsys.rollout.gateway.echoes import Echoes
@@ -34,7 +35,6 @@ from realsys.rollout.gateway.requests import Entry, Requests
 from realsys.rollout.gateway.settings import Limits, Mode, Wishes, check_tokens, ignored, spec_of
 from realsys.rollout.gateway.wire.base import BadRequest, Call, Choice, Dialect, Head, Reply
 from realsys.rollout.gateway.wire.generate import SESSION_HEADER
-from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.task import Response
 from realsys.types import Row
 

@@ -15,8 +15,8 @@ import re
 from dataclasses import dataclass
 
 from realsys.errors import AgentError, DataError, GenerationError, RealsysError
+from realsys.manager.client import RolloutSuperseded
 from realsys.rollout.gateway.wire.base import BadRequest
-from realsys.rollout.manager_client import RolloutSuperseded
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from realsys.config.schema import GenerationConfig
 from realsys.errors import GenerationError, ServerSilent, WaitTimeout
 from realsys.generation.client import GenerationClient, SamplingSpec
 from realsys.generation.sglang.api import SglangApi
-from realsys.rollout.manager_client import ManagerClient
+from realsys.manager.client import ManagerClient
 from tests.support.processes.ports import lasting_ports
 
 BOUND_S = 30.0

@@ -27,7 +27,7 @@ from realsys.cluster.network import bind_tcp
 from realsys.errors import GenerationError
 from realsys.generation.client import GenerationClient
 from realsys.generation.server import build_app as generation_app
-from realsys.manager.http import ManagerApp
+from realsys.manager.routes import ManagerApp
 from realsys.reward.service.reward_server import RewardServer
 
 BOUND_S = 60.0

@@ -15,8 +15,8 @@ from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.generation.client import GenerationClient, SamplingSpec
 from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.rows import KvPolicy
+from realsys.manager.decisions import ManagerState
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
-from realsys.manager.state import ManagerState
 from realsys.rollout.engine_calls import Calls, EpisodeSession
 from realsys.rollout.partial import PartialRolloutManager
 from realsys.weights.disk.stage import DiskReader

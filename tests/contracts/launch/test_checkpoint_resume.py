@@ -19,12 +19,12 @@ from realsys.launch.cli import main
 from realsys.launch.commands.audit import audit_trial
 from realsys.launch.prepare import prepare, resolve
 from realsys.launch.start import read_trial
+from realsys.manager.client import ManagerClient
 from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
-from realsys.manager.ledger.order import permutation
+from realsys.manager.ledger.prompt_order import permutation
 from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
-from realsys.rollout.manager_client import ManagerClient
 from realsys.storage.files import FileInfo
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState, RoleState
 from tests.support.ledger.manager_trial import TOKEN, Trial, config, drive

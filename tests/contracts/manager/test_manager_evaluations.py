@@ -15,8 +15,8 @@ import pytest
 from realsys.config.schema import EvalConfig
 from realsys.errors import RealsysError
 from realsys.generation.client import Generated, GenerationClient, SamplingSpec
+from realsys.manager.client import ManagerClient
 from realsys.manager.messages import AllocateRequest, Answer, EvaluateRequest, EvaluationReply, FinishRequest
-from realsys.rollout.manager_client import ManagerClient
 from realsys.rollout.partial import Call, PartialRolloutManager
 from realsys.types import PublishedVersion, Ticket
 from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, Trial, config, trial

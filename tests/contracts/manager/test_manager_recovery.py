@@ -12,10 +12,10 @@ import pytest
 from realsys.config.paths import TrialPaths
 from realsys.errors import Fenced, StreamError
 from realsys.launch.commands.audit import audit_trial
+from realsys.manager.client import ManagerClient
 from realsys.manager.ledger.events import Opened, RolledBack, Snapshot
 from realsys.manager.ledger.journal import read_journal, twin_path
 from realsys.manager.messages import EvaluateRequest, RollBackRequest, TrainedRequest
-from realsys.rollout.manager_client import ManagerClient
 from realsys.types import PublishedVersion
 from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, Trial, drive
 

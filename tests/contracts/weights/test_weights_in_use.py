@@ -12,9 +12,9 @@ import torch
 
 from realsys.cluster.store.memory_store import MemoryNameStore
 from realsys.errors import WeightsError
+from realsys.manager.decisions import ManagerState
 from realsys.manager.messages import TrainedRequest
 from realsys.manager.routing.servers import UpdateOrder
-from realsys.manager.state import ManagerState
 from realsys.master.publish import Publisher, VersionKey
 from realsys.storage.commit_folder import Removed
 from realsys.weights.base import Committed, PublisherParts, Share

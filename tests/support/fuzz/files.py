@@ -30,13 +30,12 @@ from realsys.errors import (
     WeightsError,
 )
 from realsys.launch.commands.audit import audit_trial
+from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.events import Event
 from realsys.manager.ledger.journal import Journal, read_journal
 from realsys.manager.ledger.tickets import ticket_name
+from realsys.manager.process import decode_value
 from realsys.manager.routing import rollout_workers as workers
-from realsys.manager.settings import ManagerSettings
-from realsys.manager.shell import decode_value
-from realsys.manager.state import ManagerState
 from realsys.observe.screen.progress import Progress
 from realsys.observe.step_log import read_steps
 from realsys.storage.commit_folder import FolderFormat

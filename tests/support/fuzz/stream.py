@@ -20,13 +20,12 @@ from realsys.generation import protocol as p
 from realsys.generation.sglang import api as sglang_api
 from realsys.launch.nodes import orders
 from realsys.manager import messages as m
-from realsys.manager.http import ManagerApp
+from realsys.manager.client import ManagerClient
+from realsys.manager.commit_loop import ManagerService
+from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.journal import Journal
+from realsys.manager.routes import ManagerApp
 from realsys.manager.routing.servers import UpdateOrder
-from realsys.manager.service import ManagerService
-from realsys.manager.settings import ManagerSettings
-from realsys.manager.state import ManagerState
-from realsys.rollout.manager_client import ManagerClient
 from realsys.stream import codec
 from realsys.stream import wire as protocol
 from realsys.train.checkpoint import checkpoint_messages

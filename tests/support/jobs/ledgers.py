@@ -9,7 +9,7 @@ from realsys.launch.commands.audit import audit_trial
 from realsys.manager.ledger.events import EvalEvent, Granted, Trained
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.ledger import Ledger
-from realsys.manager.ledger.order import PromptOrder
+from realsys.manager.ledger.prompt_order import PromptOrder
 from tests.support.jobs.jobs import Job
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from realsys.algorithm.batch.sequence_buffer import SequenceBuffer
-from realsys.manager.ledger.evaluations import Evaluations
+from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.ledger import Ledger
+from realsys.manager.ledger.pinned_evaluations import Evaluations
 from realsys.manager.ledger.tickets import OpenTicket
 from realsys.manager.routing.placement import Reservations
-from realsys.manager.routing.rollout_workers import Heartbeat
-from realsys.manager.routing.server_table import Server
-from realsys.manager.state import ManagerState
+from realsys.manager.routing.rollout_workers import WorkerHeartbeat
+from realsys.manager.routing.servers import Server
 from realsys.master.intake_state import Departures, IntakeState
 from realsys.types import PublishedVersion, SampleMeta, Ticket
 from tests.support.ledger.state_explorer import Canonical
@@ -28,7 +28,7 @@ def _server(server: Server) -> Any:
     return server.address.incarnation, server.verified, server.target, flags
 
 
-def _heartbeat(heartbeat: Heartbeat) -> Any:
+def _heartbeat(heartbeat: WorkerHeartbeat) -> Any:
     return heartbeat.kind, heartbeat.incarnation, heartbeat.state
 
 
@@ -57,7 +57,7 @@ KEY = Canonical(
     {
         OpenTicket: _ticket,
         Server: _server,
-        Heartbeat: _heartbeat,
+        WorkerHeartbeat: _heartbeat,
         SampleMeta: _sample,
         SequenceBuffer: _buffer,
         IntakeState: _intake,

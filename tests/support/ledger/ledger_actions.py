@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from realsys.manager.messages import (
+    BadCall,
     ClaimReply,
     ClaimRequest,
     FinishRequest,
+    OlderTrainer,
     RollBackRequest,
     TrainedReply,
     TrainedRequest,
 )
-from realsys.manager.refusals import BadCall, OlderTrainer
 from realsys.manager.routing.servers import UpdateOrder
 from realsys.types import PublishedVersion
 from tests.support.ledger.ledger_workers import Workers

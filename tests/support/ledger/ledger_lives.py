@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from realsys.config.paths import TrialPaths
+from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.events import (
     Event,
 )
@@ -20,7 +21,6 @@ from realsys.manager.messages import (
     RollBackRequest,
     TrainedRequest,
 )
-from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion, Ticket
 from tests.support.ledger.manager_states import ANSWER, SETTINGS, address, update
 

@@ -6,8 +6,7 @@ import contextlib
 from dataclasses import dataclass
 
 from realsys.manager.ledger.events import Outcome
-from realsys.manager.messages import AllocateRequest, FinishRequest, ScheduleRequest
-from realsys.manager.refusals import NoServer
+from realsys.manager.messages import AllocateRequest, FinishRequest, NoServer, ScheduleRequest
 from realsys.types import SampleMeta, Ticket
 from tests.support.ledger.fingerprints import ledger_key
 from tests.support.ledger.ledger_world import LEASE_S, Attempt, Truth, WorldState

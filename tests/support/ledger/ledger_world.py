@@ -17,21 +17,20 @@ from typing import Any, Literal
 import msgspec
 
 from realsys.algorithm.batch.sequence_buffer import StalePolicy
-from realsys.manager.audit.auditor import Auditor
+from realsys.manager.audit import Auditor
+from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.events import EvalEvent, Event, Resumed, Snapshot
 from realsys.manager.ledger.journal import decode_record, encode_record
 from realsys.manager.ledger.ledger import Ledger
-from realsys.manager.ledger.order import PromptOrder
+from realsys.manager.ledger.prompt_order import PromptOrder
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.messages import TrainedRequest
-from realsys.manager.overview import status
 from realsys.manager.routing.fan_out import FanOut
 from realsys.manager.routing.health import BlameRules
-from realsys.manager.routing.holds import HoldRules
-from realsys.manager.routing.placement import Gate
+from realsys.manager.routing.pinned_servers import HoldRules
+from realsys.manager.routing.placement import LoadGate
 from realsys.manager.routing.servers import Pace
-from realsys.manager.settings import ManagerSettings
-from realsys.manager.state import ManagerState
+from realsys.manager.status import status
 from realsys.master.intake_state import IntakeSettings, IntakeState
 from realsys.master.stuck import StuckCheck
 from realsys.types import PublishedVersion, SampleMeta, ServerAddress, Ticket
@@ -116,7 +115,17 @@ class Attempt:
 #: The model's own fields that tell no two states apart.
 _BOOKKEEPING = {"bounds", "passed", "manager", "journal", "synced", "syncs", "prompts", "oldest"}
 #: settings: frozen, so the copies of a state share them
-_SETTINGS = (ManagerSettings, IntakeSettings, StalenessBound, BlameRules, FanOut, Gate, HoldRules, Pace, PromptOrder)
+_SETTINGS = (
+    ManagerSettings,
+    IntakeSettings,
+    StalenessBound,
+    BlameRules,
+    FanOut,
+    LoadGate,
+    HoldRules,
+    Pace,
+    PromptOrder,
+)
 COPIER = Copier(Bounds, Passed, *_SETTINGS)
 
 

@@ -10,12 +10,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
+from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.events import Event, Outcome
-from realsys.manager.messages import AllocateRequest, RollBackRequest, TrainedReply, TrainedRequest
-from realsys.manager.refusals import OlderTrainer
+from realsys.manager.messages import AllocateRequest, OlderTrainer, RollBackRequest, TrainedReply, TrainedRequest
 from realsys.manager.routing.servers import Pace
-from realsys.manager.settings import ManagerSettings
-from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion, ServerAddress
 from tests.support.ledger.fingerprints import recount
 

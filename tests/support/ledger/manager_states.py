@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.messages import (
     AllocateRequest,
     Answer,
@@ -13,8 +14,6 @@ from realsys.manager.messages import (
     ScheduleRequest,
 )
 from realsys.manager.routing.servers import Probe, UpdateOrder
-from realsys.manager.settings import ManagerSettings
-from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion, ServerAddress, Ticket
 
 SETTINGS = ManagerSettings(2, 1, 4, 2, 1, {"train": 10, "eval": 3}, stale_policy="drop")

@@ -19,10 +19,10 @@ from realsys.cluster.store.names import Names
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
 from realsys.config.sections.schema_train import TrainConfig
 from realsys.generation.protocol import ServerInfo
-from realsys.manager.http import Pages
-from realsys.manager.service import ManagerService, Signal
-from realsys.manager.shell import Manager, ManagerParts
-from realsys.manager.state import ManagerState
+from realsys.manager.commit_loop import ManagerService, Signal
+from realsys.manager.decisions import ManagerState
+from realsys.manager.process import Manager, ManagerParts
+from realsys.manager.routes import Pages
 from realsys.observe.step_log import LatestRecords
 from realsys.types import PublishedVersion, ServerAddress
 

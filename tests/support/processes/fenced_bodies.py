@@ -116,7 +116,7 @@ def receives(ctx: WorkerContext) -> None:
 def manages(ctx: WorkerContext) -> None:
     """A GserverManager."""
     from realsys.cluster.aio import stop_event
-    from realsys.manager.shell import Manager, ManagerParts
+    from realsys.manager.process import Manager, ManagerParts
 
     async def body() -> None:
         parts = ManagerParts(

@@ -18,6 +18,7 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
 from realsys.config.schema import Config
 from realsys.errors import WeightsError
+from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.messages import (
     AllocateRequest,
     Answer,
@@ -27,9 +28,7 @@ from realsys.manager.messages import (
     TrainedReply,
     TrainedRequest,
 )
-from realsys.manager.overview import status
-from realsys.manager.settings import ManagerSettings
-from realsys.manager.state import ManagerState
+from realsys.manager.status import status
 from realsys.master.calls.call_arguments import CallArguments
 from realsys.master.calls.plans import plan_roles
 from realsys.master.intake import Intake

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from realsys.manager.decisions import ManagerState
 from realsys.manager.messages import (
     ClaimReply,
     ClaimRequest,
@@ -10,7 +11,6 @@ from realsys.manager.messages import (
     TrainedReply,
     TrainedRequest,
 )
-from realsys.manager.state import ManagerState
 from realsys.types import PublishedVersion
 from tests.support.ledger.manager_states import SETTINGS, address, update
 

@@ -8,7 +8,7 @@ from realsys.config.dump import read_config
 from realsys.data.prompts import open_splits
 from realsys.manager.ledger.events import Granted
 from realsys.manager.ledger.journal import read_journal
-from realsys.manager.ledger.order import PromptOrder
+from realsys.manager.ledger.prompt_order import PromptOrder
 from tests.support.jobs.job_models import make_qwen3
 from tests.support.jobs.jobs import command, run
 from tests.support.jobs.ledgers import check_ledger

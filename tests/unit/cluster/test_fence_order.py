@@ -20,17 +20,16 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError, Fenced, KeyMissing, StreamError
 from realsys.generation.client import GenerationClient
+from realsys.manager.client import ManagerClient
+from realsys.manager.commit_loop import ManagerService
+from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import DataPosition
-from realsys.manager.service import ManagerService
-from realsys.manager.settings import ManagerSettings
-from realsys.manager.state import ManagerState
 from realsys.master.checkpoints import Checkpoints, CheckpointSources, commit, prepare
 from realsys.master.publish import Publisher, VersionKey
 from realsys.master.records.recorder import Recorder
 from realsys.master.step_log import StepLog
 from realsys.model_calls import Empty
-from realsys.rollout.manager_client import ManagerClient
 from realsys.stream.push_pull import Puller, Pusher
 from realsys.stream.request_reply import MasterStream, WorkerEndpoint
 from realsys.train.checkpoint.checkpoint_files import CheckpointState

@@ -19,8 +19,9 @@ from hypothesis.stateful import (
     rule,
 )
 
+from realsys.manager.decisions import ARRIVAL_GRACE_S, ManagerState
 from realsys.manager.ledger.events import EvalsResumed, Event, Outcome
-from realsys.manager.ledger.order import Curriculum
+from realsys.manager.ledger.prompt_order import Curriculum
 from realsys.manager.messages import (
     AllocateRequest,
     Answer,
@@ -28,14 +29,15 @@ from realsys.manager.messages import (
     ClaimRequest,
     EvaluateRequest,
     FinishRequest,
+    NoServer,
+    NotRunning,
+    Refusal,
     ScheduleReply,
     ScheduleRequest,
     TrainedRequest,
 )
-from realsys.manager.refusals import NoServer, NotRunning, Refusal
 from realsys.manager.routing.placement import STRATEGIES
 from realsys.manager.routing.servers import Pace
-from realsys.manager.state import ARRIVAL_GRACE_S, ManagerState
 from realsys.types import Ticket
 from tests.support.ledger.machine_rules import SurroundingsMachine
 from tests.support.ledger.manager_model import (

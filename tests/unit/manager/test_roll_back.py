@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from realsys.errors import LedgerError
+from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.events import Opened, RolledBack
 from realsys.manager.messages import EvaluateRequest, FinishRequest
-from realsys.manager.overview import status
-from realsys.manager.state import ManagerState
+from realsys.manager.status import status
 from tests.support.ledger.manager_states import (
     ANSWER,
     SETTINGS,

@@ -6,11 +6,10 @@ import dataclasses
 
 import pytest
 
-from realsys.manager.messages import AllocateRequest, ScheduleRequest
-from realsys.manager.overview import status
-from realsys.manager.refusals import NoServer
+from realsys.manager.decisions import ManagerState
+from realsys.manager.messages import AllocateRequest, NoServer, ScheduleRequest
 from realsys.manager.routing.servers import Idle, Pace, Probe, UpdateOrder
-from realsys.manager.state import ManagerState
+from realsys.manager.status import status
 from tests.support.ledger.manager_states import (
     SETTINGS,
     address,

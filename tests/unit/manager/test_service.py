@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from realsys.errors import LedgerError
+from realsys.manager.commit_loop import ManagerService, steady_clock
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import AllocateReply, AllocateRequest, ClaimRequest, RollBackRequest, TrainedRequest
 from realsys.manager.operations import ALLOCATE, CLAIM, DATA_POSITION, ROLL_BACK, TRAINED
-from realsys.manager.service import ManagerService, steady_clock
 from tests.support.ledger.manager_states import SETTINGS, ready, tickets, update, version
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from realsys.config.schema import Config
+from realsys.manager.decisions import ManagerSettings
 from realsys.manager.ledger.events import EvalStarted, EvaluationState, Resumed
 from realsys.manager.messages import (
     AllocateRequest,
@@ -17,10 +18,9 @@ from realsys.manager.messages import (
     TouchRequest,
     TrainedRequest,
 )
-from realsys.manager.metrics import render_metrics
-from realsys.manager.overview import status
-from realsys.manager.routing.rates import memory_sums
-from realsys.manager.settings import ManagerSettings
+from realsys.manager.routes import render_metrics
+from realsys.manager.routing.rollout_workers import memory_sums
+from realsys.manager.status import status
 from realsys.manager.weight_updates import LOAD_KEYS
 from realsys.observe.step_fields import field_of
 from tests.support.ledger.manager_states import (

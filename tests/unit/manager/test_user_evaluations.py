@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.manager.ledger.evaluations import MOST_RESTARTS
-from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
-from realsys.manager.refusals import BadCall, NotFound, NotRunning
-from realsys.manager.state import ManagerState
+from realsys.manager.decisions import ManagerState
+from realsys.manager.ledger.pinned_evaluations import MOST_RESTARTS
+from realsys.manager.messages import BadCall, CancelRequest, EvaluateRequest, EvaluationReply, NotFound, NotRunning
 from realsys.types import Ticket
 from tests.support.ledger.manager_states import finish, place, tickets, update
 from tests.support.training.training_sides import A, B, published, replayed, running, start

@@ -15,6 +15,7 @@ import pytest
 
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
 from realsys.errors import Fenced, StreamError, StuckError, WaitTimeout
+from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.events import Outcome
 from realsys.manager.messages import (
     AllocateRequest,
@@ -23,15 +24,14 @@ from realsys.manager.messages import (
     EvaluateRequest,
     EvaluationReply,
     FinishRequest,
+    OlderTrainer,
     RollBackReply,
     RollBackRequest,
     TrainedReply,
     TrainedRequest,
 )
-from realsys.manager.overview import status
-from realsys.manager.refusals import OlderTrainer
 from realsys.manager.routing.servers import UpdateOrder
-from realsys.manager.state import ManagerState
+from realsys.manager.status import status
 from realsys.master import evaluation
 from realsys.master.evaluation import Evaluations
 from realsys.master.recovery import Start, eval_id_of, unanswered

@@ -8,9 +8,9 @@ from aiohttp import web
 
 from realsys.cluster.http.signature import authorization
 from realsys.errors import GenerationError, NameStoreError, StreamError, WaitTimeout
+from realsys.manager import client
+from realsys.manager.client import ManagerClient, RolloutSuperseded
 from realsys.manager.messages import AllocateReply, AllocateRequest, FinishReply, FinishRequest, ScheduleRequest
-from realsys.rollout import manager_client
-from realsys.rollout.manager_client import ManagerClient, RolloutSuperseded
 from realsys.types import Ticket
 
 
@@ -53,8 +53,8 @@ def with_client(body, resolve, **options):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(manager_client, "FIRST_DELAY_S", 0.005)
-    monkeypatch.setattr(manager_client, "LAST_DELAY_S", 0.02)
+    monkeypatch.setattr(client, "FIRST_DELAY_S", 0.005)
+    monkeypatch.setattr(client, "LAST_DELAY_S", 0.02)
 
 
 ADDRESS = {}

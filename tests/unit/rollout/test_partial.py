@@ -13,12 +13,12 @@ from realsys.errors import GenerationError, ServerBusy, ServerFailed, ServerSile
 from realsys.generation.client import Generated, SamplingSpec
 from realsys.generation.protocol import Part, Progress
 from realsys.generation.received import PartsOfOne, Received
+from realsys.manager.client import RolloutSuperseded
 from realsys.manager.messages import (
     ScheduleReply,
     ScheduleRequest,
 )
 from realsys.rollout import partial
-from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.partial import Call, PartialRolloutManager
 from realsys.types import FinishReason, Ticket
 

@@ -9,8 +9,8 @@ import pytest
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, GenerationError, NoVerifierError, RealsysError, RewardError, StuckError
 from realsys.generation.client import SamplingSpec
+from realsys.manager.client import RolloutSuperseded
 from realsys.rollout.defects import MOST_FAILED
-from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.rows import RowBuilder
 from realsys.rollout.sessions import GroupPlayer, GroupRules, group_player, group_rules
 from realsys.stream.codec import decode_group, encode_group

@@ -17,6 +17,7 @@ from realsys.errors import (
     StuckError,
     WaitTimeout,
 )
+from realsys.manager.client import RolloutSuperseded
 from realsys.manager.messages import (
     AllocateReply,
     AllocateRequest,
@@ -26,7 +27,6 @@ from realsys.manager.messages import (
     TouchRequest,
 )
 from realsys.rollout import worker_loop
-from realsys.rollout.manager_client import RolloutSuperseded
 from realsys.rollout.sessions import Played
 from realsys.rollout.worker_loop import LoopParts, RolloutLoop, answer_of
 from realsys.types import Episode, Group, Row, Ticket

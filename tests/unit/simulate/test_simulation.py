@@ -14,8 +14,8 @@ from realsys.lab.simulate import results
 from realsys.lab.simulation.invariants import Broken
 from realsys.lab.simulation.scenarios import plan
 from realsys.lab.simulation.simulation import Simulation
+from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.staleness import StalenessBound
-from realsys.manager.state import ManagerState
 
 SMALL = ("train.batch_groups=8", "rollout.group_size=4", "sim.steps=40", "sim.check_every=50")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from realsys.data.conversion.mixture import copies, epoch
 from realsys.errors import DataError
-from realsys.manager.ledger.order import PromptOrder
+from realsys.manager.ledger.prompt_order import PromptOrder
 
 
 def sources(*sizes):

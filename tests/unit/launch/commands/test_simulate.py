@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from realsys.launch.cli import main
-from realsys.manager.state import ManagerState
+from realsys.manager.decisions import ManagerState
 
 SMALL = ["train.batch_groups=2", "rollout.group_size=2", "sim.steps=3"]
 

@@ -11,7 +11,8 @@ import pytest
 from realsys.config.paths import TrialPaths
 from realsys.launch.cli import main
 from realsys.launch.commands.audit import audit_trial
-from realsys.manager.audit.audit_report import CLAIMS
+from realsys.manager.audit import CLAIMS
+from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.events import (
     Granted,
     Opened,
@@ -21,8 +22,7 @@ from realsys.manager.ledger.events import (
     Trained,
 )
 from realsys.manager.ledger.journal import Journal
-from realsys.manager.ledger.order import permutation
-from realsys.manager.state import ManagerState
+from realsys.manager.ledger.prompt_order import permutation
 from tests.support.ledger.ledger_lives import B, index, life, write
 from tests.support.ledger.manager_states import SETTINGS
 

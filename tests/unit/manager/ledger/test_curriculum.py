@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realsys.errors import LedgerError
-from realsys.manager.audit.auditor import Auditor
-from realsys.manager.ledger.columns import PromptRates
+from realsys.manager.audit import Auditor
 from realsys.manager.ledger.events import Granted, Opened, Resumed, TicketEvent
 from realsys.manager.ledger.journal import decode_record, encode_record
 from realsys.manager.ledger.ledger import Ledger
-from realsys.manager.ledger.order import UNSEEN, Curriculum, PromptOrder
+from realsys.manager.ledger.prompt_order import UNSEEN, Curriculum, PromptOrder
+from realsys.manager.ledger.ticket_history import PromptRates
 
 MIDDLE = Curriculum(200, 800, 0.25)
 SIZE = 8

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from realsys.manager.ledger.evaluation import Evaluation
-from realsys.manager.ledger.evaluations import Evaluations
+from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.events import RolledBack
+from realsys.manager.ledger.pinned_evaluations import Evaluation, Evaluations
 from realsys.manager.messages import AllocateRequest, Answer, EvaluateRequest, FinishRequest
-from realsys.manager.state import ManagerState
 from realsys.types import Ticket
 from tests.support.ledger.fingerprints import KEY, evaluations_key
 from tests.support.ledger.ledger_actions import World

@@ -7,7 +7,7 @@ import pytest
 from realsys.errors import LedgerError
 from realsys.manager.ledger.events import Claimed, Dropped, Finished, Granted, Reissued, Resumed, RolledBack, Trained
 from realsys.manager.ledger.ledger import Ledger
-from realsys.manager.ledger.order import PromptOrder, permutation, sampling_seed
+from realsys.manager.ledger.prompt_order import PromptOrder, permutation, sampling_seed
 
 
 def make(*, size: int = 10, epochs: int = 0, max_attempts: int = 3) -> Ledger:

@@ -12,14 +12,12 @@ import msgspec
 import pytest
 
 from realsys.errors import Fenced, LedgerError
-from realsys.manager.ledger import compaction
-from realsys.manager.ledger.compaction import Compactor
+from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.events import Event, Granted, Opened, Snapshot
-from realsys.manager.ledger.journal import Journal, encode_record, read_journal, twin_path
+from realsys.manager.ledger.journal import Compactor, Journal, encode_record, read_journal, twin_path
 from realsys.manager.ledger.ledger import Ledger
-from realsys.manager.ledger.order import PromptOrder
+from realsys.manager.ledger.prompt_order import PromptOrder
 from realsys.manager.messages import AllocateRequest, EvaluateRequest, RollBackRequest
-from realsys.manager.state import ManagerState
 from tests.support.ledger.manager_states import SETTINGS, finish, ready, tickets, update, version
 
 
@@ -115,8 +113,8 @@ def test_records_appended_during_compaction_keep_order(tmp_path: Path, monkeypat
     loop: asyncio.AbstractEventLoop
     for _ in range(5):
         grant()
-    monkeypatch.setattr(compaction, "encode_record", during(encode_record))
-    monkeypatch.setattr(compaction, "_sync_and_close", during(compaction._sync_and_close))
+    monkeypatch.setattr(journal, "encode_record", during(encode_record))
+    monkeypatch.setattr(journal, "_sync_and_close", during(journal._sync_and_close))
     asyncio.run(main())
     with pytest.raises(LedgerError, match="another gserver_manager"):
         Journal(path)
@@ -141,7 +139,7 @@ def test_full_disk_leaves_journal_unchanged(tmp_path: Path, monkeypatch: pytest.
             os.close(given[0])  # type: ignore[arg-type]
         raise OSError(28, "No space left on device")
 
-    target = {"write": (compaction, "lock"), "tail": (os, "pread"), "sync": (compaction, "_sync_and_close")}[where]
+    target = {"write": (journal, "lock"), "tail": (os, "pread"), "sync": (journal, "_sync_and_close")}[where]
     with monkeypatch.context() as patch:
         patch.setattr(*target, full)
         assert compactor.due

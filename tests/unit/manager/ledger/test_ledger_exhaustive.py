@@ -21,14 +21,13 @@ import msgspec
 import pytest
 
 from realsys.algorithm.batch.sequence_buffer import SequenceBuffer
-from realsys.manager.ledger.ledger import Ledger
-from realsys.manager.ledger.ledger_state import LedgerState
+from realsys.manager.decisions import ManagerState
+from realsys.manager.ledger.ledger import Ledger, LedgerState
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.messages import AllocateRequest, FinishRequest
-from realsys.manager.overview import status
 from realsys.manager.routing.placement import Reservations
 from realsys.manager.routing.servers import ServerRegistry
-from realsys.manager.state import ManagerState
+from realsys.manager.status import status
 from realsys.master.intake_state import IntakeState
 from realsys.master.stuck import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck
 from tests.support.ledger.ledger_actions import World

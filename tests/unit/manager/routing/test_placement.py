@@ -9,17 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realsys.manager.routing.placement import (
+    BLOCK,
+    MAX_BLOCKS,
     STRATEGIES,
     ExpectedLength,
-    Gate,
+    LoadGate,
     PrefixAware,
     Reservation,
     Reservations,
     RouteRequest,
     ServerLoad,
     make_strategy,
+    prefix_hashes,
 )
-from realsys.manager.routing.prefix import BLOCK, MAX_BLOCKS, prefix_hashes
 
 REQUEST = RouteRequest("t", sequences=4, tokens=100)
 
@@ -79,7 +81,7 @@ def test_prefix_chooses_server_with_longest_match() -> None:
 
 
 def test_popular_prefix_spreads_beyond_the_gate() -> None:
-    strategy = PrefixAware(Gate(ratio=1.5, slack=4.0))
+    strategy = PrefixAware(LoadGate(ratio=1.5, slack=4.0))
     assert strategy.choose(sent([1]), servers(a=0, b=1000)) == "a"
     assert strategy.choose(sent([1]), servers(a=1901, b=1000)) == "b", "1.5 * 1000 + 4 * 100 = 1900"
     assert strategy.choose(sent([1]), servers(a=1000, b=1900)) == "a", "now both hold it: the less loaded one"

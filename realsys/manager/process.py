@@ -26,13 +26,12 @@ from realsys.cluster.store.names import Names
 from realsys.config.schema import Config
 from realsys.errors import MALFORMED, KeyMissing
 from realsys.generation.client import GenerationClient
-from realsys.manager.http import NO_PAGES, ManagerApp, Pages
+from realsys.manager.commit_loop import ManagerService
+from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.journal import Journal
-from realsys.manager.overview import status
+from realsys.manager.routes import NO_PAGES, ManagerApp, Pages
 from realsys.manager.routing.placement import LOAD_PERIOD_S
-from realsys.manager.service import ManagerService
-from realsys.manager.settings import ManagerSettings
-from realsys.manager.state import ManagerState
+from realsys.manager.status import status
 from realsys.manager.weight_updates import WeightUpdates
 from realsys.types import PublishedVersion, ServerAddress
 

@@ -20,11 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from realsys.manager.ledger.evaluation import Evaluation
-from realsys.manager.ledger.evaluations import Evaluations
 from realsys.manager.ledger.events import EvalHeld, EvalLost
+from realsys.manager.ledger.pinned_evaluations import Evaluation, Evaluations
 from realsys.manager.routing.placement import Reservations
-from realsys.manager.routing.server_table import Hold, Server, ServerTable
+from realsys.manager.routing.servers import Hold, Server, ServerTable
 
 
 @dataclass(frozen=True, slots=True)

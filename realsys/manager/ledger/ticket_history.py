@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from realsys.manager.ledger.events import Snapshot
-from realsys.manager.ledger.order import UNSEEN
+from realsys.manager.ledger.prompt_order import UNSEEN
 from realsys.manager.ledger.tickets import label, ticket_number
 
 OPEN, FIRST_REASON = -1, -2  # outcome codes; a version >= 0 means trained, <= -2 dropped for reason -2 - code

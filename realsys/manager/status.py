@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
+from realsys.manager.decisions import NO_VERSION, ManagerState
 from realsys.manager.messages import EvaluationReply
-from realsys.manager.routing.update_times import STAGES
-from realsys.manager.state import ManagerState
-from realsys.manager.trial_state import NO_VERSION
+from realsys.manager.routing.fan_out import STAGES
 
 
 def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:

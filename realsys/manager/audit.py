@@ -9,11 +9,17 @@ with the ledger's own replay. A problem never ends the audit: it is noted with i
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
 from realsys.errors import LedgerError
-from realsys.manager.audit.audit_report import RollBackRow
-from realsys.manager.audit.audit_tally import ENDED, AuditTally, Seen
 from realsys.manager.ledger import events as e
-from realsys.manager.ledger.ledger_state import STALE
+from realsys.manager.ledger.events import Finished, Granted, Opened
+from realsys.manager.ledger.ledger import STALE, Ledger
+from realsys.manager.ledger.prompt_order import PromptOrder
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.ledger.tickets import OPEN_STATES, label, ticket_name
 
@@ -247,3 +253,253 @@ class Auditor(AuditTally):
         self.attempts = len(event.attempt) + sum(event.attempt)
         self.causes.update(event.reissued_by_cause)
         self.prompts.start(event.cursor, event.prompts, event.rates)
+
+
+# ---- audit tally -------------------------------------------------------------------------------------------------
+#
+# AuditTally: the tickets, counts and problems of an audit, and its report.
+
+
+ENDED = ("trained", "dropped")
+
+
+@dataclass(slots=True)
+class Seen:
+    """A ticket as the records tell it."""
+
+    prompt: int
+    state: str = "running"
+    attempt: int = 0
+    oldest: int = -1  # version of its oldest token, as the worker reported it
+    version: int = -1  # version that it is trained in
+    lag: int = -1
+    reason: str = ""
+    stale: int = 0  # reissues because its group was too old
+
+
+@dataclass
+class AuditTally:
+    """Everything that the records said so far.
+
+    newest       version that was trained last
+    granted_at   version of the last grant
+    lost_steps   versions that a trainer went back to: it may have died before it wrote its log
+    """
+
+    tickets: dict[str, Seen] = field(default_factory=dict)
+    problems: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in CLAIMS})
+    states: Counter[str] = field(default_factory=Counter)
+    causes: Counter[str] = field(default_factory=Counter)
+    opened: Opened | None = None
+    prompts: PromptAudit = field(default_factory=PromptAudit)
+    starts: list[RollBackRow] = field(default_factory=list)
+    trainer_incarnation: str = ""
+    records: int = 0
+    compacted: int = 0
+    inherited: int = 0
+    attempts: int = 0
+    newest: int = 0
+    granted_at: int = -1
+    lost_steps: set[int] = field(default_factory=set)
+    ledger: Ledger = field(default_factory=lambda: Ledger(PromptOrder(seed=0, size=1), max_attempts=1))
+
+    def note(self, check: str, line: int, text: str) -> None:
+        """Add a problem of the record in ``line``."""
+        self.problems[check].append(f"line {line}: {text}")
+
+    def move(self, seen: Seen, state: str) -> None:
+        """Count a ticket in another state."""
+        self.states[seen.state] -= 1
+        self.states[state] += 1
+        seen.state = state
+
+    def current(self, ticket_id: str, attempt: int | None, what: str, line: int) -> Seen | None:
+        """Return the open ticket of a record. Notes a problem, and returns None, if it is unknown or has ended."""
+        seen = self.tickets.get(ticket_id)
+        if seen is None:
+            self.note("attempts", line, f"ticket {ticket_id} {what}, but never granted")
+        elif seen.state in ENDED:
+            self.note("ends", line, f"ticket {ticket_id} {what} after it was {seen.state}")
+            return None
+        elif attempt is not None and attempt != seen.attempt:
+            self.note("attempts", line, f"ticket {ticket_id}: attempt {attempt} {what}, but {seen.attempt} is current")
+        return seen
+
+    def compare_steps(self, logged: Mapping[int, Sequence[str]], recovered: Collection[int] = ()) -> None:
+        """Compare with the step log. ``logged``: step -> its tickets, unless a recovery undid it; ``recovered``: steps
+        that a recovery went back to.
+        """
+        lost = self.lost_steps.union(recovered)
+        trained: dict[int, set[str]] = {}
+        for name, seen in self.tickets.items():
+            if seen.state == "trained":
+                trained.setdefault(seen.version, set()).add(name)
+        problems = self.problems["steps"]
+        for step in sorted(trained.keys() | logged.keys()):
+            ours, theirs = trained.get(step, set()), set(logged.get(step, ()))
+            if step not in logged and (step == self.newest or step in lost):
+                continue  # the trainer reports to the ledger before it writes its log, and may have died in between
+            if twice := len(logged.get(step, ())) - len(theirs):
+                problems.append(f"step {step}: the step log names {twice} tickets twice")
+            if missing := sorted(ours - theirs):
+                problems.append(f"step {step}: not in the step log: ticket {', '.join(missing)}")
+            if extra := sorted(theirs - ours):
+                problems.append(f"step {step}: only in the step log: ticket {', '.join(extra)}")
+
+    def report(self, *, torn_bytes: int = 0, skipped: Mapping[str, str] | None = None) -> AuditReport:
+        """Return the report. ``skipped``: checks that could not be made, and why."""
+        reasons = dict(skipped or {})
+        states = {state: self.states[state] for state in (*OPEN_STATES, *ENDED)}
+        replayed = self.ledger.counts.by_state()
+        if not self.problems["replay"] and states != replayed:
+            self.problems["replay"].append(f"the records lead to {states}, the manager's replay to {replayed}")
+        if self.opened is None and not self.tickets:
+            for name in ("staleness", "admission"):
+                reasons.setdefault(name, "no record says what B and eta were")
+        elif self.opened is not None and self.opened.stale_policy == "train":
+            reasons["staleness"] = f"stale_policy={self.opened.stale_policy}: older groups may be trained"
+        trained = [seen for seen in self.tickets.values() if seen.state == "trained"]
+        lags = Counter(seen.lag for seen in trained)
+        checks = [Check(name, claim, self.problems[name], reasons.get(name, "")) for name, claim in CLAIMS.items()]
+        return AuditReport(
+            ok=all(check.ok for check in checks),
+            records=self.records,
+            compacted=self.compacted,
+            torn_bytes=torn_bytes,
+            inherited=self.inherited,
+            granted=len(self.tickets),
+            attempts=self.attempts,
+            states=states,
+            dropped_by_reason=dict(Counter(seen.reason for seen in self.tickets.values() if seen.state == "dropped")),
+            reissued_by_cause=dict(self.causes),
+            starts=self.starts,
+            steps=len({seen.version for seen in trained}),
+            histogram={str(lag) if lag >= 0 else "unknown": lags[lag] for lag in sorted(lags)},
+            open={name: seen.state for name, seen in self.tickets.items() if seen.state not in ENDED},
+            checks=checks,
+        )
+
+
+# ---- prompt audit ------------------------------------------------------------------------------------------------
+#
+# PromptAudit: which prompt a new ticket must have, by the order of the prompts and the curriculum.
+
+
+class PromptAudit:
+    """Position in the data, and the success rate of every prompt with a verdict, in per mille."""
+
+    def __init__(self) -> None:
+        self._order: PromptOrder | None = None
+        self._curriculum: tuple[int, int, float] | None = None
+        self._cursor = 0
+        self._given_back: deque[int] = deque()  # prompts that may be granted again
+        self._rates: dict[int, int] = {}
+
+    def open(self, event: Opened) -> None:
+        """Take the settings that decide the order."""
+        self._order = PromptOrder(event.seed, event.prompts)
+        self._curriculum = event.curriculum
+
+    def start(self, cursor: int, given_back: Sequence[int], rates: Sequence[int]) -> None:
+        """Begin at the position of a checkpoint or a snapshot."""
+        self._cursor = cursor
+        self._given_back.extend(given_back)
+        self._rates = {prompt: rate for prompt, rate in enumerate(rates) if rate >= 0}
+
+    def finished(self, prompt: int, event: Finished) -> None:
+        """Average the success rate of a group with that of its prompt's groups before."""
+        if event.judged:
+            rate = round(1000 * event.correct / event.judged)
+            before = self._rates.get(prompt)
+            self._rates[prompt] = rate if before is None else (before + rate + (rate > before)) // 2
+
+    def granted(self, event: Granted) -> str:
+        """Take the prompt of a new ticket. Returns why it is the wrong one, "" if it is right."""
+        if event.position < 0:
+            if event.prompt_index not in self._given_back:
+                return f"prompt {event.prompt_index} was not given back"
+            self._given_back.remove(event.prompt_index)
+            return ""
+        problem = self._misplaced(event)
+        self._cursor = max(self._cursor, event.position + 1)
+        return problem
+
+    def _misplaced(self, event: Granted) -> str:
+        if event.position < self._cursor:
+            return f"prompt position {event.position} was granted before"
+        if passed := self._wrongly_passed(event.position):
+            return f"prompt position {event.position} was granted before {passed[0]}"
+        if self._order is not None and self._order.at(event.position) != event.prompt_index:
+            return f"prompt {event.prompt_index} instead of {self._order.at(event.position)}"
+        return ""
+
+    def _wrongly_passed(self, position: int) -> list[int]:
+        """Return the positions before ``position`` that the curriculum, if there is one, had to take."""
+        passed = range(self._cursor, position)
+        if not passed or self._curriculum is None or self._order is None:
+            return list(passed[:1])
+        low, high, _ = self._curriculum
+        rates = ((at, self._rates.get(self._order.at(at) or 0)) for at in passed)
+        return [at for at, rate in rates if rate is None or low <= rate <= high]
+
+
+# ---- audit report ------------------------------------------------------------------------------------------------
+#
+# Report of an audit of the ledger: counts, and the claims that did not hold.
+
+
+#: check -> claim that holds if the check is ok
+CLAIMS = {
+    "journal": "every record can be read, and none is missing before the last",
+    "prompts": "every prompt position below the cursor was granted once, or passed over by the curriculum",
+    "attempts": "one attempt of a ticket at a time, each after the loss of the one before",
+    "ends": "no ticket ended twice (one-end)",
+    "trained": "no ticket was trained twice, unless a roll-back lies between",
+    "versions": "each version was trained once, in order, by the trainer that started last (monotonic)",
+    "staleness": "nothing older than eta was trained, or reissued too often for it (stale_policy=mask, drop)",
+    "admission": "floor((N - 1) / B) <= v + eta at every grant",
+    "steps": "the trainer's own record names the same tickets for each step",
+    "replay": "the manager's replay accepts every record, and each ticket is in exactly one state",
+}
+
+
+class Check(msgspec.Struct):
+    """Result of one check. ``problems`` is empty if the claim holds; ``skipped`` says why it was not checked."""
+
+    name: str
+    claim: str
+    problems: list[str] = []
+    skipped: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+class RollBackRow(msgspec.Struct):
+    """One start of a trainer."""
+
+    version: int
+    incarnation: str
+    reissued: int
+    time: float
+
+
+class AuditReport(msgspec.Struct):
+    """Output of ``realsys audit --json``. ``histogram``: versions behind of the oldest token -> trained tickets."""
+
+    ok: bool
+    records: int
+    compacted: int
+    torn_bytes: int
+    inherited: int
+    granted: int
+    attempts: int
+    states: dict[str, int]
+    dropped_by_reason: dict[str, int]
+    reissued_by_cause: dict[str, int]
+    starts: list[RollBackRow]
+    steps: int
+    histogram: dict[str, int]
+    open: dict[str, str]
+    checks: list[Check]

@@ -22,13 +22,11 @@ from typing import TypeVar
 
 from realsys.cluster.fence import CheckAlive, unleased
 from realsys.errors import LedgerError
-from realsys.manager.ledger.compaction import Compactor
-from realsys.manager.ledger.journal import Journal
-from realsys.manager.messages import AllocateReply
+from realsys.manager.decisions import ManagerState
+from realsys.manager.ledger.journal import Compactor, Journal
+from realsys.manager.messages import AllocateReply, NoServer
 from realsys.manager.operations import Operation, Reply, Request
-from realsys.manager.refusals import NoServer
 from realsys.manager.routing.rollout_workers import incarnation_of
-from realsys.manager.state import ManagerState
 from realsys.observe import spans
 
 IsGone = Callable[[], Awaitable[bool]]

@@ -23,8 +23,8 @@ from realsys.cluster.fence import CheckAlive, unleased
 from realsys.cluster.http.http_client import CallFailed, HttpClient
 from realsys.errors import MALFORMED, Fenced, GenerationError, RealsysError, StreamError, WaitTimeout
 from realsys.manager import operations
+from realsys.manager.messages import NoServer, OlderTrainer
 from realsys.manager.operations import Operation, Reply, Request
-from realsys.manager.refusals import NoServer, OlderTrainer
 
 log = logging.getLogger(__name__)
 
