@@ -341,9 +341,7 @@ class DataPosition(msgspec.Struct, frozen=True):
     rates: list[Rate] = []
 
 
-# ---- refusals ----------------------------------------------------------------------------------------------------
-#
-# Refusals of the manager: the pure state raises them, and the HTTP surface turns each into its status and one line.
+# -- Refusals: the pure state raises them, and the routes turn each into its status and one line -------------------
 
 
 class Refusal(Exception):

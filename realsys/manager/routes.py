@@ -128,7 +128,7 @@ def _json(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-# ---- metrics -----------------------------------------------------------------------------------------------------
+# -- GET /metrics --------------------------------------------------------------------------------------------------
 #
 # GET /metrics: the manager's state and the newest numbers of the step log, in Prometheus' text format.
 #

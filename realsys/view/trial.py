@@ -23,7 +23,7 @@ from realsys.errors import RealsysError
 from realsys.hf.config import read_model
 from realsys.manager.ledger.events import TicketEvent
 from realsys.manager.ledger.journal import read_journal
-from realsys.manager.ledger.ledger import LedgerState
+from realsys.manager.ledger.ledger import Ledger
 from realsys.observe.events import RESTARTS, Event, EventTail
 from realsys.observe.step_log import StepTail
 from realsys.timeline.step_times import last_steps, sum_of
@@ -130,7 +130,7 @@ class TrialReader:
 
 def ledger_counts(paths: TrialPaths) -> dict[str, Any]:
     """Replay the journal of a trial and return its tickets by state, as GET /status has them. Raises LedgerError."""
-    state = LedgerState()
+    state = Ledger.replaying()
     for event, _ in read_journal(paths.ledger):
         if isinstance(event, TicketEvent):
             state.apply(event)

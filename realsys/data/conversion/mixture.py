@@ -6,7 +6,8 @@
 
 The shares are those of the weights, to one row. An epoch has every row at least once, so no prompt is never trained.
 The order of an epoch is not decided here: the ledger shuffles the positions of a mixture like those of any other data
-(``realsys.manager.ledger.prompt_order``). The result depends on rows, weights and seed alone, so a cursor into it stays valid.
+(``realsys.manager.ledger.prompt_order``). The result depends on rows, weights and seed alone, so a cursor into it
+stays valid.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ cache: it survives the death of the process) before the call that caused it is a
 death of the machine. Opening the file cuts off a torn last record; any other damage is an error, because the records
 after it cannot be trusted.
 
-A compaction (``compaction``) replaces the file by a snapshot record and the records appended since the snapshot:
+A compaction (``Compactor``) replaces the file by a snapshot record and the records appended since the snapshot:
 
     snapshot ──write (thread)──> .tmp, synced ──copy_tail──> appends go to both ──sync it (thread)──> switch: rename
 
@@ -286,9 +286,7 @@ class Journal:
         return events
 
 
-# ---- compaction --------------------------------------------------------------------------------------------------
-#
-# Compaction of the journal: one snapshot record replaces the records before it (steps: ``journal``).
+# -- Compaction ----------------------------------------------------------------------------------------------------
 
 
 class Compactor:

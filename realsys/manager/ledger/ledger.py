@@ -13,9 +13,14 @@ claim-before-train  A group may reach the trainer although its attempt counts as
                     a batch first: an ended ticket cannot be claimed, and a claimed one ends by its training only.
 monotonic           Versions are ordered by (incarnation of the trainer, number), and so are roll-backs.
 
-Decisions (``grant``, ``finish``, ...) check, apply and return events; ``apply`` (``ledger_state``) alone replays a
-journal. ``counted`` is N of the admission inequality without the candidate: running, finished, claimed and trained
-groups, with those that were trained before the checkpoint that a trial resumes from.
+Decisions (``grant``, ``finish``, ...) check, apply and return events; ``apply`` alone replays a journal:
+
+    journal ──event──> apply ──> open tickets, history of all tickets, counts, position in the data
+       ^                                                 │
+       └───────────── Snapshot (compaction) <────────────┘
+
+``counted`` is N of the admission inequality without the candidate: running, finished, claimed and trained groups, with
+those that were trained before the checkpoint that a trial resumes from.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import dataclasses
 import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Self
 
 import msgspec
 
@@ -35,16 +41,44 @@ from realsys.manager.ledger.ticket_history import LONGEST_LAG, PromptRates, Tick
 from realsys.manager.ledger.tickets import LedgerCounts, OpenState, OpenTicket, label, ticket_name
 from realsys.manager.messages import BadCall, DataPosition, FinishReply
 
+ROLLED_BACK = "rolled back"
+STALE = "stale"  # cause of a reissue: the group was too old
 
-class Ledger(LedgerState):
-    """The decisions: each applies the events that it returns."""
+
+class Ledger:
+    """State of all train tickets, and the decisions about them. Only ``apply`` changes it.
+
+    base     version before which nothing can be rolled back: -1, or the step of the checkpoint that was resumed
+    newest   newest version that a batch was trained for
+    cursor   position of the next new prompt
+    prompts  pending at the checkpoint that was resumed: granted before new ones
+    """
 
     def __init__(self, order: PromptOrder, max_attempts: int, curriculum: Curriculum | None = None) -> None:
-        super().__init__()
+        self.open: dict[str, OpenTicket] = {}
+        self.columns = TicketColumns()
+        self.rates = PromptRates()
+        self.counts = LedgerCounts()
+        self.prompts: deque[int] = deque()
+        self.cursor = 0
+        self.opened: e.Opened | None = None  # settings that bind the decisions
+        self.rolled_back: e.RolledBack | None = None  # last start of a trainer
+        self.reissued = 0  # tickets that this start reissued
+        self.base = -1
+        self.newest = -1
+        self._records = 0
+        self._waiting: list[str] = []  # heap of waiting ticket ids; may hold tickets that wait no more
         self._order = order
         self._max_attempts = max_attempts
         self._curriculum = curriculum
         self._found = (-1, -1, -1)  # (cursor, revision of the rates, next position): the last search
+
+    @classmethod
+    def replaying(cls) -> Self:
+        """Return a ledger for ``apply`` alone: its decisions would need the order of the trial's prompts."""
+        return cls(PromptOrder(seed=0, size=1), max_attempts=1)
+
+    # -- decisions: each applies the events that it returns ------------------------------------------------------------
 
     @property
     def counted(self) -> int:
@@ -274,43 +308,7 @@ class Ledger(LedgerState):
                 return position
         return self.cursor
 
-
-# ---- ledger state ------------------------------------------------------------------------------------------------
-#
-# State of the rollout ledger, and how each event of the journal changes it. Pure.
-#
-# journal ──event──> apply ──> open tickets, columns of all tickets, counts, position in the data
-#    ^                                                 │
-#    └───────────── Snapshot (compaction) <────────────┘
-
-
-ROLLED_BACK = "rolled back"
-STALE = "stale"  # cause of a reissue: the group was too old
-
-
-class LedgerState:
-    """State of all train tickets. Only ``apply`` changes it.
-
-    base     version before which nothing can be rolled back: -1, or the step of the checkpoint that was resumed
-    newest   newest version that a batch was trained for
-    cursor   position of the next new prompt
-    prompts  pending at the checkpoint that was resumed: granted before new ones
-    """
-
-    def __init__(self) -> None:
-        self.open: dict[str, OpenTicket] = {}
-        self.columns = TicketColumns()
-        self.rates = PromptRates()
-        self.counts = LedgerCounts()
-        self.prompts: deque[int] = deque()
-        self.cursor = 0
-        self.opened: e.Opened | None = None  # settings that bind the decisions
-        self.rolled_back: e.RolledBack | None = None  # last start of a trainer
-        self.reissued = 0  # tickets that this start reissued
-        self.base = -1
-        self.newest = -1
-        self._records = 0
-        self._waiting: list[str] = []  # heap of waiting ticket ids; may hold tickets that wait no more
+    # -- replay --------------------------------------------------------------------------------------------------------
 
     def apply(self, event: e.TicketEvent) -> None:
         """Apply one event. Raises LedgerError if it cannot follow the ones before: another trial's, or damage."""

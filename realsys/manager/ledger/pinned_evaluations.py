@@ -266,11 +266,7 @@ def _ticket_id(eval_id: str, unit: int) -> str:
     return f"eval-{eval_id}-{unit:06d}"
 
 
-# ---- evaluation --------------------------------------------------------------------------------------------------
-#
-# Progress of one evaluation: which completions wait, what the others add up to, and whether its numbers may be shown.
-#
-# Which events change it, and when, is decided in ``evaluations``.
+# -- Progress of one evaluation: which completions wait, and what the others add up to -----------------------------
 
 
 #: Size of a block of attempt numbers. An evaluation that begins anew, is started again or meets another manager takes

@@ -108,7 +108,7 @@ class LedgerCounts:
         return states | {"trained": self.trained, "dropped": self.dropped}
 
 
-# ---- repeats -----------------------------------------------------------------------------------------------------
+# -- Lost replies --------------------------------------------------------------------------------------------------
 #
 # Allocations whose reply may have been lost: without them, their tickets would hold quota until the lease lapses.
 #

@@ -19,9 +19,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
-from realsys.manager.routing.servers import Server
 from realsys.types import PublishedVersion
+
+if TYPE_CHECKING:  # the servers import this module
+    from realsys.manager.routing.servers import Server
 
 STORAGE: tuple[str, ...] = ()  # sources of a server that reads the shared storage
 
@@ -77,9 +80,7 @@ class FanOut:
         return {host: end for host, end in ends if end > now}
 
 
-# ---- update times ------------------------------------------------------------------------------------------------
-#
-# Times of weight updates: the last ones of all servers for the status page, all of them as histograms.
+# -- Times of weight updates: the last ones for the status page, all of them as histograms -------------------------
 
 
 #: Seconds that a server reports of an update: it stages (reads, verifies, prepares) while it generates, and pauses to

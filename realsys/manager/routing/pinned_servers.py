@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from realsys.manager.ledger.events import EvalHeld, EvalLost
 from realsys.manager.ledger.pinned_evaluations import Evaluation, Evaluations
 from realsys.manager.routing.placement import Reservations
-from realsys.manager.routing.servers import Hold, Server, ServerTable
+from realsys.manager.routing.servers import Hold, Server, ServerRegistry
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class HoldRules:
 
 
 class Holds:
-    """Decides which servers keep their version (``ServerTable.holds``)."""
+    """Decides which servers keep their version (``ServerRegistry.holds``)."""
 
     def __init__(
-        self, rules: HoldRules, servers: ServerTable, reservations: Reservations, evaluations: Evaluations
+        self, rules: HoldRules, servers: ServerRegistry, reservations: Reservations, evaluations: Evaluations
     ) -> None:
         self._rules = rules
         self._servers = servers

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
-from realsys.manager.routing.servers import Server, ServerTable
+from realsys.manager.routing.servers import Server, ServerRegistry
 
 #: Seconds between two reports of a server's load.
 LOAD_PERIOD_S = 2.0
@@ -342,7 +342,7 @@ class Reservations:
         return self._servers[server]
 
 
-# ---- router ------------------------------------------------------------------------------------------------------
+# -- Router --------------------------------------------------------------------------------------------------------
 #
 # Router: chooses a server for a request by registry, load, expected length and strategy.
 #
@@ -364,7 +364,7 @@ class Router:
     """Pure. ``reuse_versions``: versions by which a cached prefix may be older than a server's weights."""
 
     def __init__(
-        self, servers: ServerTable, reservations: Reservations, strategy: Strategy, reuse_versions: int = 0
+        self, servers: ServerRegistry, reservations: Reservations, strategy: Strategy, reuse_versions: int = 0
     ) -> None:
         self._servers = servers
         self._reservations = reservations
@@ -433,9 +433,7 @@ class Router:
         return served is not None and published is not None and minimum <= served.version <= published.version
 
 
-# ---- prefix ------------------------------------------------------------------------------------------------------
-#
-# Hashes of the prefixes of a prompt, by which routing finds a server that has computed one.
+# -- Hashes of a prompt's prefixes, by which routing finds a server that has computed one --------------------------
 
 
 BLOCK = 64  # tokens; engines share prefixes in whole pages, so smaller blocks would find no more

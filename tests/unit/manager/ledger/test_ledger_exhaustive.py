@@ -22,7 +22,7 @@ import pytest
 
 from realsys.algorithm.batch.sequence_buffer import SequenceBuffer
 from realsys.manager.decisions import ManagerState
-from realsys.manager.ledger.ledger import Ledger, LedgerState
+from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.messages import AllocateRequest, FinishRequest
 from realsys.manager.routing.placement import Reservations
@@ -103,12 +103,12 @@ def any_attempt(finish: Any, ledger: Ledger, ticket_id: str, attempt: int, *rest
     return finish(ledger, ticket_id, ticket.attempt if ticket else attempt, *rest)
 
 
-def counted_twice(apply: Any, ledger: LedgerState, event: Any) -> None:
+def counted_twice(apply: Any, ledger: Ledger, event: Any) -> None:
     apply(ledger, event)
     ledger.counts.open["finished"] += event.outcome == "accepted"
 
 
-def kept(apply: Any, ledger: LedgerState, event: Any) -> None:
+def kept(apply: Any, ledger: Ledger, event: Any) -> None:
     """A group that is filtered out keeps its place."""
     filtered = event.outcome == "filtered"
     apply(ledger, msgspec.structs.replace(event, outcome="accepted") if filtered else event)
@@ -125,7 +125,7 @@ def no_record(lose: Any, state: ManagerState, *args: Any) -> Any:
     return lost
 
 
-def keeps_the_finished(apply: Any, ledger: LedgerState, event: Any) -> None:
+def keeps_the_finished(apply: Any, ledger: Ledger, event: Any) -> None:
     finished = {name: ticket for name, ticket in ledger.open.items() if ticket.state == "finished"}
     for name in finished:
         del ledger.open[name]
@@ -177,8 +177,8 @@ ENDS, CLAIM, LOSES = SMALL[1], bounds("claims_twice"), SMALL[-1]
 #: Defect, patch, bounds that reach it, part of the message.
 DEFECTS = [
     ("a drop gives no quota back", instead(Ledger, "drop", nothing), MASKED, "has ended"),
-    ("a filtered group keeps its quota", instead(LedgerState, "_apply_finished", kept), bounds("filtered"), "truth"),
-    ("a finish counts twice", instead(LedgerState, "_apply_finished", counted_twice), LAPSE, "but in truth"),
+    ("a filtered group keeps its quota", instead(Ledger, "_apply_finished", kept), bounds("filtered"), "truth"),
+    ("a finish counts twice", instead(Ledger, "_apply_finished", counted_twice), LAPSE, "but in truth"),
     ("any finish counts", instead(Ledger, "finish", any_attempt), LAPSE, "but in truth"),
     ("one ticket too many", instead(StalenessBound, "oldest_weights", one_more), LAPSE, "is over the bound"),
     ("no record of a lapse", instead(ManagerState, "_lose", no_record), LAPSE, "not what the journal says"),
@@ -194,12 +194,12 @@ DEFECTS = [
         bounds("lapses_though_alive", prompts=1),
         "without end",
     ),
-    ("the buffered is kept", instead(LedgerState, "_apply_rolled_back", keeps_the_finished), CRASH, "but in truth"),
+    ("the buffered is kept", instead(Ledger, "_apply_rolled_back", keeps_the_finished), CRASH, "but in truth"),
     ("an old side may publish", instead(ServerRegistry, "publish", any_side), CRASH, "of the side before"),
     ("whatever arrived is trained", instead(Ledger, "claim", any_claim), ENDS, "in _claim"),
     ("a claim is not kept", instead(Ledger, "claim", not_kept), CLAIM, "but in truth"),
     ("what is claimed can be lost", instead(Ledger, "lose", claimed_too), bounds("dies"), "in _death_noticed"),
-    ("a claim is not replayed", instead(LedgerState, "_apply_claimed", nothing), CLAIM, "but in truth"),
+    ("a claim is not replayed", instead(Ledger, "_apply_claimed", nothing), CLAIM, "but in truth"),
     (
         "nothing is synced",
         instead(WorldState, "_commit", never_synced),
