@@ -64,9 +64,9 @@ from realsys.model_calls import (
     TransferReply,
     TransferRequest,
 )
+from realsys.stream.endpoint import WorkerEndpoint
 from realsys.stream.master.head_routing import RoutedStream
 from realsys.stream.master.master_stream import MasterStream
-from realsys.stream.request_reply import WorkerEndpoint
 from realsys.stream.security import CurveKeys
 from realsys.types import SampleMeta
 

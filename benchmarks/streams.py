@@ -33,8 +33,10 @@ import zmq
 from benchmarks._table import report
 from realsys.model_calls import Empty
 from realsys.stream.codec import encode_group, encode_message
-from realsys.stream.push_pull import Puller, Pusher, PushLimits
-from realsys.stream.request_reply import MasterStream, WorkerEndpoint
+from realsys.stream.endpoint import WorkerEndpoint
+from realsys.stream.master.master_stream import MasterStream
+from realsys.stream.puller import Puller
+from realsys.stream.pusher import Pusher, PushLimits
 from realsys.stream.security import CurveKeys
 from realsys.types import Group, Ticket
 from tests.support.training.sample_records import group_of, single_turn

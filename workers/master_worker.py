@@ -16,7 +16,7 @@ from realsys.master.run.parts import Connections, build_parts
 from realsys.master.run.phases import MasterRun
 from realsys.master.run.stopping import progress
 from realsys.master.step_log import StepLog
-from realsys.stream.request_reply import MasterStream
+from realsys.stream.master.master_stream import MasterStream
 from realsys.stream.security import keys_for
 from realsys.types import TrainerAddress
 

@@ -24,9 +24,10 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.config.allocation import ACTOR, parse_allocation
     from realsys.config.dataflow import dataflow_of
     from realsys.gpu.meter import make_meter
-    from realsys.stream.push_pull import Puller
-    from realsys.stream.request_reply import GroupIntake, WorkerEndpoint
+    from realsys.stream.endpoint import WorkerEndpoint
+    from realsys.stream.puller import Puller
     from realsys.stream.security import keys_for
+    from realsys.stream.worker_io import GroupIntake
     from realsys.train.call_service import ModelWorkerService, WorkerParts, load_calls
     from realsys.train.data_manager import DataManager
     from realsys.train.megatron.device import prepare_device

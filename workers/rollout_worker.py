@@ -22,7 +22,7 @@ from realsys.rollout.stores.dropped_store import DroppedStore
 from realsys.rollout.stores.evaluation_store import EvaluationStore
 from realsys.rollout.worker_loop import LoopParts, RolloutLoop
 from realsys.storage.dropped_groups import DroppedWriter
-from realsys.stream.push_pull import Pusher, PushLimits
+from realsys.stream.pusher import Pusher, PushLimits
 from realsys.stream.security import keys_for
 
 

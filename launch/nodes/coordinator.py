@@ -48,6 +48,7 @@ from realsys.launch.nodes.orders import (
     SupervisedNode,
     no_agent,
 )
+from realsys.stream.master.master_stream import MasterStream
 from realsys.stream.request_reply import MasterStream
 from realsys.stream.security import ensure_keys
 

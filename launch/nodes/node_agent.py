@@ -42,8 +42,10 @@ from realsys.launch.nodes.coordinator import PINGS_PER_LEASE
 from realsys.launch.nodes.local_executor import Executor, open_executor
 from realsys.launch.nodes.orders import Exit, Order, Process
 from realsys.launch.supervise.stop_request import stop_signals
+from realsys.stream.endpoint import WorkerEndpoint
 from realsys.stream.request_reply import Request, WorkerEndpoint
 from realsys.stream.security import load_keys
+from realsys.stream.worker_io import Request
 from realsys.weights.host.places import sweep
 
 log = logging.getLogger(__name__)

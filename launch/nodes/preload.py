@@ -37,7 +37,7 @@ COMPUTE = (
     "realsys.generation.embedded.build",
     "realsys.generation.server",
     "realsys.generation.serving",
-    "realsys.stream.push_pull",
+    "realsys.stream.puller",
     "realsys.train.call_service",
     "realsys.train.megatron.mesh",
     "realsys.train.megatron.rendezvous",

@@ -99,7 +99,7 @@ _SHARE = 0.8
 
 
 class Request(Protocol):
-    """The part of ``realsys.stream.request_reply.Request`` that the service uses."""
+    """The part of ``realsys.stream.worker_io.Request`` that the service uses."""
 
     @property
     def handler(self) -> str: ...
@@ -107,7 +107,7 @@ class Request(Protocol):
 
 
 class Endpoint(Protocol):
-    """The part of ``realsys.stream.request_reply.WorkerEndpoint`` that the service uses."""
+    """The part of ``realsys.stream.endpoint.WorkerEndpoint`` that the service uses."""
 
     def next_request(self, timeout_s: float) -> Any: ...
     def serve_in_background(self, *handlers: str) -> None: ...

@@ -45,7 +45,7 @@ from realsys.master.step_log import StepLog
 from realsys.master.warmup import Warmup, WarmupParts
 from realsys.model_calls import SamplesArrived
 from realsys.stream.master.head_routing import RoutedStream
-from realsys.stream.request_reply import MasterStream
+from realsys.stream.master.master_stream import MasterStream
 from realsys.train.records.record_messages import Recorded
 from realsys.weights.base import PublisherParts
 from realsys.weights.build import build as build_transport

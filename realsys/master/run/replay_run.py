@@ -12,7 +12,7 @@ from realsys.config.allocation import parse_allocation
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.records.replayer import Replay, ReplayJob, meshes_of
 from realsys.stream.master.head_routing import RoutedStream
-from realsys.stream.request_reply import MasterStream
+from realsys.stream.master.master_stream import MasterStream
 from realsys.train.records.record_messages import Recorded
 
 

@@ -20,8 +20,8 @@ import pytest
 
 from realsys.cluster.failure import read_errors
 from realsys.errors import StreamError
-from realsys.stream.push_pull import Pusher
-from realsys.stream.request_reply import MasterStream
+from realsys.stream.master.master_stream import MasterStream
+from realsys.stream.pusher import Pusher
 from realsys.weights.disk import manifest
 from tests.support.processes.fenced_bodies import DONE
 from tests.support.processes.tester_trial import BOUND_S, Trial

@@ -29,8 +29,9 @@ from realsys.master.calls.executor import CallResult, GraphExecutor
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.calls.ownership import Ownership
 from realsys.model_calls import ClearRequest, Empty, MfcReply, MfcRequest, MfcShare, TransferReply, TransferRequest
+from realsys.stream.endpoint import WorkerEndpoint
 from realsys.stream.master.head_routing import RoutedStream
-from realsys.stream.request_reply import MasterStream, WorkerEndpoint
+from realsys.stream.master.master_stream import MasterStream
 from realsys.train.data_manager import DataManager, array_size
 from realsys.train.exchange import whole_request
 from realsys.train.megatron.device import Device

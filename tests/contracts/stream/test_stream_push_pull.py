@@ -15,7 +15,7 @@ from realsys.cluster.topology import group_contiguously
 from realsys.errors import KeyMissing, StreamError, WaitTimeout
 from realsys.stream import pusher as pusher_module
 from realsys.stream.codec import encode_group
-from realsys.stream.push_pull import Pusher, PushLimits
+from realsys.stream.pusher import Pusher, PushLimits
 from realsys.stream.wire import Push, PushAck, PushNack
 from realsys.types import Group
 from tests.support.streams.stream_parts import (

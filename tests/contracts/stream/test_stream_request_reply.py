@@ -10,8 +10,11 @@ import zmq
 
 from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout, WorkerLost
 from realsys.model_calls import ClearRequest, SamplesArrived
-from realsys.stream.push_pull import Puller, Pusher
-from realsys.stream.request_reply import GroupIntake, MasterStream, WorkerEndpoint
+from realsys.stream.endpoint import WorkerEndpoint
+from realsys.stream.master.master_stream import MasterStream
+from realsys.stream.puller import Puller
+from realsys.stream.pusher import Pusher
+from realsys.stream.worker_io import GroupIntake
 from realsys.types import Group, SampleMeta
 from tests.support.streams.stream_parts import BOUND_S, make_group
 from tests.support.streams.stream_workers import Answering, Number, with_workers

@@ -12,7 +12,8 @@ import zmq
 
 from realsys.errors import KeyMissing, StreamError
 from realsys.stream.codec import encode_group
-from realsys.stream.push_pull import Puller, Pusher, PushLimits
+from realsys.stream.puller import Puller
+from realsys.stream.pusher import Pusher, PushLimits
 from realsys.stream.wire import Push
 from realsys.types import Group
 from tests.support.streams.stream_parts import (

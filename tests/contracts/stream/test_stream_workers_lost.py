@@ -14,9 +14,12 @@ import zmq
 from realsys.errors import Fenced, StreamError, WorkerLost
 from realsys.model_calls import SamplesArrived
 from realsys.stream.codec import encode_message
-from realsys.stream.push_pull import Puller, Pusher
-from realsys.stream.request_reply import GroupIntake, MasterStream, WorkerEndpoint
+from realsys.stream.endpoint import WorkerEndpoint
+from realsys.stream.master.master_stream import MasterStream
+from realsys.stream.puller import Puller
+from realsys.stream.pusher import Pusher
 from realsys.stream.wire import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome
+from realsys.stream.worker_io import GroupIntake
 from realsys.types import Group
 from tests.support.streams.stream_parts import BOUND_S, CuttableProxy, make_group, router_by_hand
 from tests.support.streams.stream_workers import Answering, Number, happens, with_workers

@@ -23,8 +23,8 @@ from realsys.launch.nodes import orders
 from realsys.launch.nodes.coordinator import AgentStream
 from realsys.stream import wire as protocol
 from realsys.stream.codec import encode_message
-from realsys.stream.push_pull import Puller
-from realsys.stream.request_reply import MasterStream
+from realsys.stream.master.master_stream import MasterStream
+from realsys.stream.puller import Puller
 from tests.support.fuzz.mutations import Spoiler, example
 from tests.support.fuzz.stream import frames_of
 from tests.support.fuzz.targets import Target

@@ -79,7 +79,7 @@ def publishes(ctx: WorkerContext) -> None:
 
 def pushes(ctx: WorkerContext) -> None:
     """A RolloutWorker with a finished group; connected, so that nothing but the sending is left to do."""
-    from realsys.stream.push_pull import Pusher
+    from realsys.stream.pusher import Pusher
     from tests.support.streams.stream_parts import make_group
 
     async def body() -> None:
@@ -97,8 +97,9 @@ def pushes(ctx: WorkerContext) -> None:
 
 def receives(ctx: WorkerContext) -> None:
     """A DP head: stores each group, acknowledges it, and notifies the master."""
-    from realsys.stream.push_pull import Puller
-    from realsys.stream.request_reply import GroupIntake, WorkerEndpoint
+    from realsys.stream.endpoint import WorkerEndpoint
+    from realsys.stream.puller import Puller
+    from realsys.stream.worker_io import GroupIntake
     from realsys.types import Group
 
     def store(group: Group) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 
 from realsys.errors import DecodeError, StreamError
-from realsys.stream.request_reply import MasterStream, Request, WorkerEndpoint
+from realsys.stream.endpoint import WorkerEndpoint
+from realsys.stream.master.master_stream import MasterStream
+from realsys.stream.worker_io import Request
 from tests.support.streams.stream_parts import BOUND_S
 
 

@@ -30,8 +30,10 @@ from realsys.master.publish import Publisher, VersionKey
 from realsys.master.records.recorder import Recorder
 from realsys.master.step_log import StepLog
 from realsys.model_calls import Empty
-from realsys.stream.push_pull import Puller, Pusher
-from realsys.stream.request_reply import MasterStream, WorkerEndpoint
+from realsys.stream.endpoint import WorkerEndpoint
+from realsys.stream.master.master_stream import MasterStream
+from realsys.stream.puller import Puller
+from realsys.stream.pusher import Pusher
 from realsys.train.checkpoint.checkpoint_files import CheckpointState
 from realsys.types import PublishedVersion
 from realsys.weights.base import PublisherParts
