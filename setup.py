@@ -57,7 +57,7 @@ setup(
         "rich>=13",
         "safetensors>=0.4",
         "tokenizers>=0.21",
-        "torch>=2.11,<2.14",  # its attention kernel differs between versions (realsys.gpu.attention_kernel)
+        "torch>=2.11,<2.14",  # its attention kernel differs between versions (realsys.cluster.gpu_devices)
         "transformers>=4.50",
         "uvicorn>=0.30",
         "uvloop>=0.19",

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 import zmq
 
 from benchmarks._processes import helper_processes
-from realsys.stream import sockets
-from realsys.stream.security import CurveKeys
+from realsys.cluster.stream import sockets
+from realsys.cluster.stream.security import CurveKeys
 
 Times = dict[str, float]  # unit -> milliseconds
 
@@ -56,7 +56,7 @@ def round_trips(workers: int, processes: int, rounds: int, bound_s: float) -> li
         server.close()
 
 
-def _round_trip(server: sockets.Server, routes: Sequence[bytes], bound_s: float) -> Times:
+def _round_trip(server: sockets.ServerSocket, routes: Sequence[bytes], bound_s: float) -> Times:
     clocks = Clocks()
     for route in routes:
         sockets.send_frames(server.socket, [route, HEADER, PAYLOAD])
@@ -65,7 +65,7 @@ def _round_trip(server: sockets.Server, routes: Sequence[bytes], bound_s: float)
     return clocks.passed()
 
 
-def _receive(server: sockets.Server, bound_s: float) -> list[bytes]:
+def _receive(server: sockets.ServerSocket, bound_s: float) -> list[bytes]:
     assert server.socket.poll(int(1000 * bound_s)), f"no message in {bound_s:g} s"
     return server.socket.recv_multipart(zmq.NOBLOCK)
 

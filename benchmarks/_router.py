@@ -21,8 +21,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from realsys.cluster.store.file_store import FileNameStore
-from realsys.cluster.store.names import Names
+from realsys.cluster.names.file_store import FileNameStore
+from realsys.cluster.names.keys import Names
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
 from realsys.config.sections.schema_train import TrainConfig
 from realsys.manager.messages import (

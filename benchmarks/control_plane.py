@@ -49,6 +49,9 @@ from benchmarks._processes import helper_processes
 from benchmarks._table import report
 from realsys.algorithm.batch.minibatches import plan_minibatches, sequence_refs
 from realsys.algorithm.batch.sequence_buffer import owners_of
+from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
+from realsys.cluster.stream.security import CurveKeys
+from realsys.cluster.stream.worker_endpoint import WorkerEndpoint
 from realsys.cluster.topology import Mesh, routing_table, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.dataflow import Dataflow, FunctionCall
@@ -64,10 +67,6 @@ from realsys.model_calls import (
     TransferReply,
     TransferRequest,
 )
-from realsys.stream.endpoint import WorkerEndpoint
-from realsys.stream.master.head_routing import RoutedStream
-from realsys.stream.master.master_stream import MasterStream
-from realsys.stream.security import CurveKeys
 from realsys.types import SampleMeta
 
 TENSOR, MINIBATCHES = 4, 4

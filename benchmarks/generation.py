@@ -40,7 +40,7 @@ from transformers import PreTrainedModel
 
 from benchmarks._models import on_one_core, random_qwen2
 from benchmarks._table import report
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
 from realsys.cluster.network import free_ports
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.errors import WeightsError

@@ -4,7 +4,7 @@
 
 A step is actor_inf (log-probs) and actor_train (loss, backward pass, clipping, AdamW) of random bfloat16 models over
 two full micro-batches, as large as --tokens and the GPU's memory allow. 7b runs actor_inf only: its optimizer state
-does not fit on one GPU. ``mfu_%`` is model FLOPs over the peak of the device's name (realsys.gpu.peak).
+does not fit on one GPU. ``mfu_%`` is model FLOPs over the peak of the device's name (realsys.cluster.gpu_devices).
 ``predicted_GiB`` is what realsys.config.memory expects of the peak, without libraries. ``syncs/microbatch`` is how
 often the host waits for the device in one more micro-batch.
 
@@ -32,11 +32,11 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks._gpu import SIZES, STAND_IN, default_models, fail, random_model, require_gpu, write_rows
 from benchmarks._training import RAW_ADVANTAGES, make_batch, request, single_rank, timed
 from realsys.algorithm.batch.balance import model_flops
+from realsys.cluster.gpu_devices import peak_flops
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.memory.device_memory import rank_uses
 from realsys.config.schema import Config
-from realsys.gpu.peak import peak_flops
 from realsys.train.calls import Role, find_handler
 from realsys.train.megatron.device import Device, prepare_device
 from realsys.types import SequenceRef

@@ -31,10 +31,10 @@ import uvloop
 from benchmarks._processes import helper_processes
 from benchmarks._router import BOUND_S, NAMES, TOKEN, running
 from benchmarks._table import report
-from realsys.cluster.heartbeat import Heartbeat, LeaseTerms
+from realsys.cluster.lease import Heartbeat, LeaseTerms
+from realsys.cluster.names.contract import NameStore
+from realsys.cluster.names.file_store import FileNameStore
 from realsys.cluster.network import free_ports
-from realsys.cluster.store.base import NameStore
-from realsys.cluster.store.file_store import FileNameStore
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig
 from realsys.config.sections.schema_train import TrainConfig
 from realsys.manager.messages import AllocateRequest
@@ -52,7 +52,7 @@ def open_store(place: str) -> NameStore:
     """Open the file store in the folder ``place``, or the etcd at that address."""
     if place.startswith("/"):
         return FileNameStore(Path(place))
-    from realsys.cluster.store.etcd_store import EtcdNameStore
+    from realsys.cluster.names.etcd_store import EtcdNameStore
 
     return EtcdNameStore(place, call_timeout_s=10.0, retry_timeout_s=20.0)
 

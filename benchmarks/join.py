@@ -33,7 +33,7 @@ from benchmarks._processes import helper_processes
 from benchmarks._router import BOUND_S, NAMES, TOKEN, SimulatedServers, running
 from benchmarks._table import report
 from benchmarks.heartbeats import cpu_s, open_store, own_etcd
-from realsys.cluster.heartbeat import Heartbeat, LeaseTerms
+from realsys.cluster.lease import Heartbeat, LeaseTerms
 from realsys.config.schema import AsyncConfig, Config
 from realsys.config.sections.schema_train import TrainConfig
 from realsys.manager.client import ManagerClient
@@ -111,7 +111,7 @@ def join(place: str, port: int, indices: Sequence[int], pipe: Connection) -> Non
         await asyncio.gather(*(one(index) for index in indices))
         pipe.send((time.process_time() - before, max(times)))
 
-    import realsys.cluster.store.etcd_store  # a worker imports it before it joins  # noqa: F401
+    import realsys.cluster.names.etcd_store  # a worker imports it before it joins  # noqa: F401
 
     pipe.send("imported")
     pipe.recv()

@@ -35,7 +35,7 @@ from benchmarks._table import report
 from benchmarks.heartbeats import cpu_s
 from benchmarks.join import joined, serve_servers
 from benchmarks.router import ANSWER, PREFIX, Client, percentile
-from realsys.cluster.store.file_store import FileNameStore
+from realsys.cluster.names.file_store import FileNameStore
 from realsys.config.schema import AsyncConfig, Config, RolloutConfig
 from realsys.config.sections.schema_train import TrainConfig
 from realsys.manager.messages import AllocateReply, AllocateRequest, FinishRequest, ScheduleRequest, TrainedRequest

@@ -22,8 +22,8 @@ import numpy as np
 
 from benchmarks._models import on_one_core, random_qwen2
 from benchmarks._table import report
-from realsys.cluster.http.http_client import HttpClient
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_client import HttpClient
+from realsys.cluster.http_server import HttpServer
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.generation.client import GenerationClient, SamplingSpec
 from realsys.generation.embedded.build import build_engine

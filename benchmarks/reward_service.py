@@ -23,7 +23,7 @@ import msgspec
 import uvloop
 
 from benchmarks._table import report
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
 from realsys.reward.build import Verifiers
 from realsys.reward.pool import VerifierPool
 from realsys.reward.service.dispatch import Bounds

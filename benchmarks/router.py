@@ -45,7 +45,7 @@ from benchmarks._router import (
     serve_manager,
 )
 from benchmarks._table import report
-from realsys.cluster.store.file_store import FileNameStore
+from realsys.cluster.names.file_store import FileNameStore
 from realsys.manager.messages import (
     AllocateReply,
     AllocateRequest,

@@ -31,13 +31,12 @@ import uvloop
 import zmq
 
 from benchmarks._table import report
+from realsys.cluster.stream.codec import encode_group, encode_message
+from realsys.cluster.stream.master_stream import MasterStream
+from realsys.cluster.stream.push_pull import Puller, Pusher, PushLimits
+from realsys.cluster.stream.security import CurveKeys
+from realsys.cluster.stream.worker_endpoint import WorkerEndpoint
 from realsys.model_calls import Empty
-from realsys.stream.codec import encode_group, encode_message
-from realsys.stream.endpoint import WorkerEndpoint
-from realsys.stream.master.master_stream import MasterStream
-from realsys.stream.puller import Puller
-from realsys.stream.pusher import Pusher, PushLimits
-from realsys.stream.security import CurveKeys
 from realsys.types import Group, Ticket
 from tests.support.training.sample_records import group_of, single_turn
 

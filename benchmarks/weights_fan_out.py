@@ -32,7 +32,7 @@ import torch
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from benchmarks._table import report
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
 from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.routing.fan_out import FanOut
 from realsys.manager.routing.servers import Pace, ServerRegistry, UpdateOrder

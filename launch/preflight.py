@@ -10,8 +10,9 @@ import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from realsys.cluster.names.connect import check_own_etcd, make_name_store, trial_names
 from realsys.cluster.network import bind_problem, is_loopback, take_address
-from realsys.cluster.store.connect import check_own_etcd, make_name_store, trial_names
+from realsys.cluster.stream.sockets import private_folder
 from realsys.config.dataflow import dataflow_of
 from realsys.config.memory.models import model_of
 from realsys.config.paths import TrialPaths
@@ -22,7 +23,6 @@ from realsys.errors import ConfigError, NameStoreError, StreamError
 from realsys.hf.config import read_model
 from realsys.hf.weight_headers import check_weights
 from realsys.observe.screen.text_figures import size_text
-from realsys.stream.sockets import private_folder
 
 _ETCD_TIMEOUT_S = 5.0
 #: Shortest lease with etcd on another host. An election takes seconds, with a lost host or a slow disk tens of seconds.

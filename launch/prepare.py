@@ -22,6 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Self, TypeVar
 
+from realsys.cluster.files import write_secret
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.dump import newest_dump, read_config, write_config
@@ -44,7 +45,6 @@ from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
 from realsys.master.run.trial_start import TrialStart, write_start
 from realsys.reward.judge.rubric_file import read_rubric
-from realsys.storage.files import write_secret
 
 Role = TypeVar("Role", bound=RoleConfig)
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 import realsys
+from realsys.cluster.names.connect import is_elsewhere
 from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES, RUN_ID, STORE_ADDRESS
-from realsys.cluster.store.connect import is_elsewhere
 from realsys.cluster.topology import ModelShardID, place
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from realsys.cluster.aio import run_beside
-from realsys.cluster.disk import full_disk
+from realsys.cluster.aio import full_disk, run_beside
 from realsys.cluster.failure import read_errors
 from realsys.cluster.network import HOST, PORTS, interfaces, is_loopback, join_host_port, own_addresses
 from realsys.cluster.process import RUN_ID, STORE_ADDRESS
@@ -300,7 +299,7 @@ async def _own_store_answers(config: Config, paths: TrialPaths, spec: ProcessSpe
     if at := spec.addresses.get(STORE_ADDRESS):
         address = join_host_port(host, at.port)
     # Imported here: grpc takes time to load and is needed for etcd only.
-    from realsys.cluster.store.etcd_members import EtcdAccess
+    from realsys.cluster.names.etcd_members import EtcdAccess
     from realsys.launch.supervise.own_etcd import etcd_answers
 
     access = EtcdAccess.by_one_file(paths.etcd_certificate)

@@ -195,7 +195,7 @@ class EtcdServer:
         command += ["--logger=zap", "--log-level=warn", f"--log-outputs={log}", "--unsafe-no-fsync"]
         # Short elections: etcd grants no lease shorter than one and a half of them.
         command += ["--heartbeat-interval=50", "--election-timeout=500"]
-        from realsys.cluster.store.etcd_store import EtcdNameStore  # grpc: not into sessions that fork and need no etcd
+        from realsys.cluster.names.etcd_store import EtcdNameStore  # grpc: not into sessions that fork and need no etcd
 
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         probe = EtcdNameStore(self.address, call_timeout_s=60.0)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 
+from realsys.cluster.gpu_environment import bind_to_gpus
 from realsys.cluster.worker import WorkerContext, worker_main
-from realsys.gpu.affinity import bind_to_gpus
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ def serve(ctx: WorkerContext) -> None:
     if ctx.config.cluster.bind_cpus == "all":
         bind_to_gpus()
     # Imported here: torch takes seconds, and wrong arguments should not.
-    from realsys.cluster.http.http_server import HttpServer
+    from realsys.cluster.http_server import HttpServer
     from realsys.errors import GenerationError
     from realsys.generation.backend import EngineParts, make_backend, own_span
     from realsys.generation.server import build_app

@@ -10,14 +10,14 @@ import uvloop
 
 from realsys.cluster.aio import run_until_stopped, stop_event
 from realsys.cluster.process import training_start
+from realsys.cluster.stream.master_stream import MasterStream
+from realsys.cluster.stream.security import keys_for
 from realsys.cluster.worker import EXIT_STOPPED, WorkerContext, worker_main
 from realsys.manager.client import ManagerClient
 from realsys.master.run.parts import Connections, build_parts
 from realsys.master.run.phases import MasterRun
 from realsys.master.run.stopping import progress
 from realsys.master.step_log import StepLog
-from realsys.stream.master.master_stream import MasterStream
-from realsys.stream.security import keys_for
 from realsys.types import TrainerAddress
 
 #: Share of ``cluster.stop_progress_s`` that a stopped run may stand still; the rest is for closing.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from realsys.cluster.gpu_environment import bind_to_gpus, prepare_environment
 from realsys.cluster.process import training_start
 from realsys.cluster.worker import WorkerContext, worker_main
-from realsys.gpu.affinity import bind_to_gpus
-from realsys.gpu.environment import prepare_environment
 
 if TYPE_CHECKING:
-    from realsys.stream.security import CurveKeys
+    from realsys.cluster.stream.security import CurveKeys
     from realsys.train.megatron.rendezvous import Seat
 
 
@@ -20,14 +19,13 @@ def serve(ctx: WorkerContext) -> None:
     if ctx.config.cluster.bind_cpus != "none":
         bind_to_gpus()
     # Imported here: torch and Megatron take seconds, and wrong arguments should not.
+    from realsys.cluster.gpu_devices import make_meter
+    from realsys.cluster.stream.push_pull import Puller
+    from realsys.cluster.stream.security import keys_for
+    from realsys.cluster.stream.worker_endpoint import GroupIntake, WorkerEndpoint
     from realsys.cluster.topology import place
     from realsys.config.allocation import ACTOR, parse_allocation
     from realsys.config.dataflow import dataflow_of
-    from realsys.gpu.meter import make_meter
-    from realsys.stream.endpoint import WorkerEndpoint
-    from realsys.stream.puller import Puller
-    from realsys.stream.security import keys_for
-    from realsys.stream.worker_io import GroupIntake
     from realsys.train.call_service import ModelWorkerService, WorkerParts, load_calls
     from realsys.train.data_manager import DataManager
     from realsys.train.megatron.device import prepare_device
@@ -77,7 +75,7 @@ def serve(ctx: WorkerContext) -> None:
 
 
 def _seat(ctx: WorkerContext, world: int, keys: CurveKeys | None) -> Seat:
-    from realsys.stream.sockets import answers
+    from realsys.cluster.stream.sockets import answers
     from realsys.train.megatron.rendezvous import Seat
 
     return Seat(

@@ -12,9 +12,9 @@ import uvloop
 
 from realsys.cluster.aio import run_until_stopped
 from realsys.cluster.process import training_start
+from realsys.cluster.stream.master_stream import MasterStream
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.master.run.replay_run import replay
-from realsys.stream.master.master_stream import MasterStream
 from realsys.types import TrainerAddress
 
 

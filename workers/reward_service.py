@@ -10,7 +10,7 @@ import msgspec
 import uvloop
 
 from realsys.cluster.aio import stop_event
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.errors import ConfigError
 from realsys.reward.build import make_pool

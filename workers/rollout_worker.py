@@ -5,6 +5,8 @@ from __future__ import annotations
 import uvloop
 
 from realsys.cluster.aio import stop_event
+from realsys.cluster.stream.push_pull import Pusher, PushLimits
+from realsys.cluster.stream.security import keys_for
 from realsys.cluster.topology import receivers_of
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.config.allocation import parse_allocation
@@ -22,8 +24,6 @@ from realsys.rollout.stores.dropped_store import DroppedStore
 from realsys.rollout.stores.evaluation_store import EvaluationStore
 from realsys.rollout.worker_loop import LoopParts, RolloutLoop
 from realsys.storage.dropped_groups import DroppedWriter
-from realsys.stream.pusher import Pusher, PushLimits
-from realsys.stream.security import keys_for
 
 
 async def serve(ctx: WorkerContext) -> None:

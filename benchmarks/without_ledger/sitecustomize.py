@@ -59,8 +59,8 @@ def _no_acknowledgement(module: Any) -> None:
 PATCHES: dict[str, Callable[[Any], None]] = {
     "realsys.manager.ledger.journal": _no_journal,
     "realsys.manager.ledger.ledger": _no_leases,
-    "realsys.stream.pusher": _no_waiting,
-    "realsys.stream.puller": _no_acknowledgement,
+    "realsys.cluster.stream.push_pull": _no_waiting,
+    "realsys.cluster.stream.push_pull": _no_acknowledgement,
 }
 
 

@@ -14,8 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from realsys.cluster.store.base import NameStore
-from realsys.cluster.store.connect import is_known, make_name_store, trial_names
+from realsys.cluster.names.connect import is_known, make_name_store, trial_names
+from realsys.cluster.names.contract import NameStore
 from realsys.config.compose import with_overrides
 from realsys.config.dump import read_config
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets, id_of_set

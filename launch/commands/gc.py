@@ -12,9 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from realsys.cluster.store.base import NameStore, Tree
-from realsys.cluster.store.connect import is_known, make_name_store, store_address, trial_names
-from realsys.cluster.store.names import ROOT, Names
+from realsys.cluster.files import MEMBERS, PREFIX
+from realsys.cluster.names.connect import is_known, make_name_store, store_address, trial_names
+from realsys.cluster.names.contract import NameStore, Tree
+from realsys.cluster.names.keys import ROOT, Names
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -33,7 +34,6 @@ from realsys.launch.trial_folder import (
     remove_path,
 )
 from realsys.launch.words import command_line
-from realsys.storage.scratch import MEMBERS, PREFIX
 from realsys.weights.disk.manifest import superfluous
 
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import numpy as np
 from rich.text import Text
 
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.prompts import Prompt, PromptDataset

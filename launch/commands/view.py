@@ -9,8 +9,8 @@ from typing import Any
 
 import aiohttp
 
-from realsys.cluster.store.base import NameStore
-from realsys.cluster.store.connect import is_known, make_name_store
+from realsys.cluster.names.connect import is_known, make_name_store
+from realsys.cluster.names.contract import NameStore
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config

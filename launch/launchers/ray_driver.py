@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from realsys.cluster.child_process import Backoff, how_it_ended
+from realsys.cluster.children.child_process import Backoff, how_it_ended
 from realsys.launch.launchers import ray_actor
 from realsys.launch.launchers.ray_launcher import RayNode, Report, Task, agent_name, shortage
 

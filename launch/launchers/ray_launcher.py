@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.cluster.child_process import ChildProcess, how_it_ended
+from realsys.cluster.children.child_process import ChildProcess, how_it_ended
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig

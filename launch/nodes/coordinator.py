@@ -31,6 +31,9 @@ from typing import TypeVar
 import msgspec
 
 from realsys.cluster.network import join_host_port
+from realsys.cluster.stream.master_stream import MasterStream
+from realsys.cluster.stream.request_reply import MasterStream
+from realsys.cluster.stream.security import ensure_keys
 from realsys.config.devices import device_plan
 from realsys.config.devices.device_plan import Needs, NodeDevices
 from realsys.config.paths import TrialPaths
@@ -48,9 +51,6 @@ from realsys.launch.nodes.orders import (
     SupervisedNode,
     no_agent,
 )
-from realsys.stream.master.master_stream import MasterStream
-from realsys.stream.request_reply import MasterStream
-from realsys.stream.security import ensure_keys
 
 log = logging.getLogger(__name__)
 Reply = TypeVar("Reply", bound=msgspec.Struct)

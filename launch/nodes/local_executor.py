@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
-from realsys.cluster.child_process import ChildProcess, child_pids, kill_descendants, reap_orphans
+from realsys.cluster.children.child_process import ChildProcess, child_pids, kill_descendants, reap_orphans
 from realsys.cluster.prctl import subreaper
 from realsys.cluster.process import PARENT_PID, SHIELDED
 from realsys.config.rules.machine import own_gpus, visible_to

@@ -32,6 +32,9 @@ from realsys.cluster import failpoint
 from realsys.cluster.network import interfaces, own_addresses
 from realsys.cluster.prctl import die_with_parent
 from realsys.cluster.process import PARENT_PID, configure_logging
+from realsys.cluster.stream.request_reply import WorkerEndpoint, WorkerRequest
+from realsys.cluster.stream.security import load_keys
+from realsys.cluster.stream.worker_endpoint import WorkerEndpoint, WorkerRequest
 from realsys.config.paths import TrialPaths
 from realsys.config.rules.free_memory import free_host_bytes, gpu_bytes
 from realsys.config.rules.machine import own_gpus
@@ -42,10 +45,6 @@ from realsys.launch.nodes.coordinator import PINGS_PER_LEASE
 from realsys.launch.nodes.local_executor import Executor, open_executor
 from realsys.launch.nodes.orders import Exit, Order, Process
 from realsys.launch.supervise.stop_request import stop_signals
-from realsys.stream.endpoint import WorkerEndpoint
-from realsys.stream.request_reply import Request, WorkerEndpoint
-from realsys.stream.security import load_keys
-from realsys.stream.worker_io import Request
 from realsys.weights.host.places import sweep
 
 log = logging.getLogger(__name__)
@@ -176,7 +175,7 @@ class Agent:
         self.replaced = not self._over.is_set() and self._lease.left_s > 0
         self._over.set()
 
-    def _obey(self, request: Request) -> None:
+    def _obey(self, request: WorkerRequest) -> None:
         # This process may have been suspended since the order arrived.
         if self._over.is_set() or self._lease.left_s < 0:
             return
@@ -187,7 +186,7 @@ class Agent:
         except Exception as exc:  # the boundary of a request
             self._failed(request, exc)
 
-    def _failed(self, request: Request, exc: Exception) -> None:
+    def _failed(self, request: WorkerRequest, exc: Exception) -> None:
         """Handle the failure of an order: the coordinator ends the run.
 
         An order that cannot be read ends only this session: the agent kills its processes and joins again. But if it is
@@ -200,7 +199,7 @@ class Agent:
         with contextlib.suppress(StreamError):
             self._endpoint.reply_error(request, exc)
 
-    def _handle(self, request: Request) -> None:
+    def _handle(self, request: WorkerRequest) -> None:
         match request.handler:
             case "Ping":
                 self._lease.renew(request.decode(orders.Ping).lease_s)
@@ -245,7 +244,7 @@ class Agent:
         else:
             process.signal(order.number)
 
-    async def _end(self, request: Request, order: orders.End) -> None:
+    async def _end(self, request: WorkerRequest, order: orders.End) -> None:
         killed = await self._executor.end(order.timeout_s)
         with contextlib.suppress(StreamError):
             self._endpoint.reply(request, orders.Ended(killed))

@@ -11,12 +11,12 @@ import os
 import time
 from collections.abc import Sequence
 
-from realsys.cluster.fork_server import ForkServer
+from realsys.cluster.children.fork_server import ForkServer
 
 CONTROL = (
-    "realsys.cluster.heartbeat",
-    "realsys.cluster.store.connect",
-    "realsys.cluster.store.etcd_store",
+    "realsys.cluster.lease",
+    "realsys.cluster.names.connect",
+    "realsys.cluster.names.etcd_store",
     "realsys.workers.name_store",
     "realsys.workers.gserver_manager",
     "realsys.workers.rollout_worker",
@@ -26,9 +26,9 @@ CONTROL = (
     "realsys.workers.evaluator",
 )
 COMPUTE = (
-    "realsys.cluster.heartbeat",
-    "realsys.cluster.store.connect",
-    "realsys.cluster.store.etcd_store",
+    "realsys.cluster.lease",
+    "realsys.cluster.names.connect",
+    "realsys.cluster.names.etcd_store",
     "realsys.workers.model_worker",
     "realsys.workers.generation_server",
     "realsys.workers.generation_part",
@@ -37,7 +37,7 @@ COMPUTE = (
     "realsys.generation.embedded.build",
     "realsys.generation.server",
     "realsys.generation.serving",
-    "realsys.stream.puller",
+    "realsys.cluster.stream.push_pull",
     "realsys.train.call_service",
     "realsys.train.megatron.mesh",
     "realsys.train.megatron.rendezvous",

@@ -26,7 +26,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from realsys.cluster.child_process import ChildProcess, how_it_ended
+from realsys.cluster.children.child_process import ChildProcess, how_it_ended
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError

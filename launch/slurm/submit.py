@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from realsys.cluster.files import FileLock
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
@@ -26,7 +27,6 @@ from realsys.launch.slurm.launcher import steps_as_text
 from realsys.launch.slurm.trial_job import TrialJob, describe_job, job_log
 from realsys.launch.words import command_line, own_words, words_again
 from realsys.observe.screen.terminal import LogTail, show_new
-from realsys.storage.file_lock import FileLock
 
 _EXIT_CTRL_C = 130
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from realsys.cluster.disk import FULL
+from realsys.cluster.aio import FULL
 from realsys.cluster.failure import ErrorRecord
 from realsys.launch.nodes.orders import ProcessId
 from realsys.launch.supervise.restart_policy import KILL_HEARD_AFTER_S, Cause, Death, Outcome

@@ -6,9 +6,8 @@ import asyncio
 
 import grpc
 
-from realsys.cluster.http.http_client import attempts
-from realsys.cluster.store.etcd3_compat import import_etcd3
-from realsys.cluster.store.etcd_members import EtcdAccess
+from realsys.cluster.http_client import attempts
+from realsys.cluster.names.etcd_members import EtcdAccess, import_etcd3
 from realsys.errors import NameStoreError, WaitTimeout
 
 _PERIOD_S = 0.05

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from realsys.cluster.child_process import HEALTHY_AFTER_S, Backoff, how_it_ended
+from realsys.cluster.children.child_process import HEALTHY_AFTER_S, Backoff, how_it_ended
 from realsys.errors import ConfigError
 from realsys.launch.nodes.orders import ProcessId
 

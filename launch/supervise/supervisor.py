@@ -26,7 +26,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Concatenate, ParamSpec
 
-from realsys.cluster.disk import FULL
+from realsys.cluster.aio import FULL
 from realsys.cluster.process import TRAINING_START
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.nodes.orders import (

@@ -40,9 +40,9 @@ from realsys.errors import Fenced, RealsysError, WaitTimeout
 from realsys.observe import spans
 
 if TYPE_CHECKING:
-    from realsys.cluster.heartbeat import Heartbeat
-    from realsys.cluster.store.base import Lease, NameStore
-    from realsys.cluster.store.names import Names
+    from realsys.cluster.lease import Heartbeat
+    from realsys.cluster.names.contract import Lease, NameStore
+    from realsys.cluster.names.keys import Names
     from realsys.config.paths import TrialPaths
     from realsys.config.schema import Config
 
@@ -102,7 +102,7 @@ class WorkerContext:
         self._heartbeat.set_state(state)
 
     def check_alive(self) -> None:
-        """Call it before every act that others see (``realsys.cluster.fence``). Without a lease the process ends."""
+        """Call it before every act that others see (``realsys.cluster.lease``). Without a lease the process ends."""
         self._heartbeat.check()
 
     def count(self, counters: Callable[[], Mapping[str, int]]) -> None:
@@ -202,9 +202,9 @@ def _parse(kind: str, argv: Sequence[str] | None) -> tuple[Path, int]:
 
 def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSignals, reporter: _FailureReporter) -> int:
     """Set up, run the body, take down. Returns the exit code."""
-    from realsys.cluster.heartbeat import Heartbeat, LeaseTerms, lease_clock
+    from realsys.cluster.lease import Heartbeat, LeaseTerms, lease_clock
+    from realsys.cluster.names.connect import PASSWORD_VARIABLE, make_name_store, trial_names
     from realsys.cluster.network import take_address
-    from realsys.cluster.store.connect import PASSWORD_VARIABLE, make_name_store, trial_names
     from realsys.config.dump import read_config
 
     failpoint.arm(f"{kind}/{index}")

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from realsys.cluster.failpoint import failpoint
-from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_client import CallFailed, HttpClient
+from realsys.cluster.http_client import CallFailed, HttpClient
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.config.schema import GenerationConfig
 from realsys.errors import MALFORMED, GenerationError, ServerBusy, ServerFailed, ServerSilent
 from realsys.generation.protocol import (

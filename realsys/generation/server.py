@@ -20,8 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_guard import Admission, Guard
+from realsys.cluster.http_server import Admission, Guard
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.process import gpu_peak_bytes, resident_bytes
 from realsys.errors import MALFORMED, GenerationError, ServerBusy
 from realsys.generation import protocol as p

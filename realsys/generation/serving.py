@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
 from realsys.cluster.worker import WorkerContext
 from realsys.errors import GenerationError
 from realsys.generation.backend import Change, GenerationEngine

@@ -19,8 +19,8 @@ from typing import Any, Generic
 import msgspec
 
 from realsys.cluster.failpoint import failpoint
-from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_client import CallFailed, HttpClient
+from realsys.cluster.http_client import CallFailed, HttpClient
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import MALFORMED, Fenced, GenerationError, RealsysError, StreamError, WaitTimeout
 from realsys.manager import operations
 from realsys.manager.messages import NoServer, OlderTrainer

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import LedgerError
 from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.journal import Compactor, Journal

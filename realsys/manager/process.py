@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from realsys.cluster.aio import first_completed
-from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_server import HttpServer
-from realsys.cluster.store.base import NameStore, Watch
-from realsys.cluster.store.names import Names
+from realsys.cluster.http_server import HttpServer
+from realsys.cluster.lease import CheckAlive, unleased
+from realsys.cluster.names.contract import NameStore, Watch
+from realsys.cluster.names.keys import Names
 from realsys.config.schema import Config
 from realsys.errors import MALFORMED, KeyMissing
 from realsys.generation.client import GenerationClient

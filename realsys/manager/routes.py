@@ -1,7 +1,7 @@
 """The manager's HTTP surface: a route for each row of ``operations``, the metrics, and the routes of its caller's page.
 
 Bodies are msgspec Structs, decoded from and encoded to the raw request: no pydantic on the hot routes. State-changing
-calls need the trial's token (``realsys.cluster.http.http_guard``). An error is one line: {"error": "..."}.
+calls need the trial's token (``realsys.cluster.http_server``). An error is one line: {"error": "..."}.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_guard import Admission, Guard
+from realsys.cluster.http_server import Admission, Guard
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import MALFORMED, RealsysError
 from realsys.manager.commit_loop import ManagerService
 from realsys.manager.decisions import ManagerState

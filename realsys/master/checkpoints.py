@@ -24,9 +24,11 @@ from typing import Protocol, TypeVar
 import msgspec
 import xxhash
 
-from realsys.cluster.disk import on_disk
+from realsys.cluster.aio import on_disk
+from realsys.cluster.commit_folder import checksum_of
 from realsys.cluster.failpoint import failpoint
-from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.files import FileInfo
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.topology import Mesh
 from realsys.config.paths import TrialPaths
 from realsys.config.roles import role_settings
@@ -35,8 +37,6 @@ from realsys.errors import CheckpointError, RealsysError
 from realsys.hf.config import read_sizes
 from realsys.manager.messages import DataPosition
 from realsys.model_calls import Empty
-from realsys.storage.commit_folder import checksum_of
-from realsys.storage.files import FileInfo
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState, RoleState
 from realsys.train.checkpoint.checkpoint_messages import (

@@ -24,10 +24,10 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from realsys.cluster.disk import on_disk
+from realsys.cluster.aio import on_disk
 from realsys.cluster.failpoint import failpoint
-from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.store.base import NameStore
+from realsys.cluster.lease import CheckAlive, unleased
+from realsys.cluster.names.contract import NameStore
 from realsys.config.allocation import ACTOR
 from realsys.errors import NameStoreError, WeightsError
 from realsys.model_calls import Empty

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import RealsysError
 from realsys.manager.ledger.tickets import ticket_ranges
 

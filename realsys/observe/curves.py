@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from realsys.cluster.child_process import ChildProcess
+from realsys.cluster.children.child_process import ChildProcess
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from realsys.cluster.child_process import ChildProcess, how_it_ended
+from realsys.cluster.children.child_process import ChildProcess, how_it_ended
 from realsys.config.schema import RewardConfig
 from realsys.errors import MALFORMED, RewardError
 from realsys.reward.frames import (

@@ -40,13 +40,13 @@ import msgspec
 import torch
 
 from realsys.algorithm.losses import load_loss
+from realsys.cluster.gpu_devices import GpuMeter
 from realsys.cluster.process import resident_bytes
 from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import KV_VERSIONS, TEMPERATURES, TOKEN_REWARDS, Dataflow, check_calls, dataflow_of
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ModelError, NotFiniteError
-from realsys.gpu.meter import GpuMeter
 from realsys.model_calls import (
     ClearRequest,
     Empty,
@@ -99,7 +99,7 @@ _SHARE = 0.8
 
 
 class Request(Protocol):
-    """The part of ``realsys.stream.worker_io.Request`` that the service uses."""
+    """The part of ``realsys.cluster.stream.worker_endpoint.WorkerRequest`` that the service uses."""
 
     @property
     def handler(self) -> str: ...
@@ -107,7 +107,7 @@ class Request(Protocol):
 
 
 class Endpoint(Protocol):
-    """The part of ``realsys.stream.endpoint.WorkerEndpoint`` that the service uses."""
+    """The part of ``realsys.cluster.stream.worker_endpoint.WorkerEndpoint`` that the service uses."""
 
     def next_request(self, timeout_s: float) -> Any: ...
     def serve_in_background(self, *handlers: str) -> None: ...

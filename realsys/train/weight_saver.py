@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from realsys.cluster.commit_folder import checksum_of
 from realsys.errors import WeightsError
 from realsys.model_calls import Empty
-from realsys.storage.commit_folder import checksum_of
 from realsys.train.calls import Role
 from realsys.train.hooks import onloaded
 from realsys.train.megatron.offload import HostCopies

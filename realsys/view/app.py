@@ -26,9 +26,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from realsys.cluster.files import FileStamp, file_stamp
 from realsys.config.paths import TrialPaths
 from realsys.errors import RealsysError
-from realsys.storage.files import FileStamp, file_stamp
 from realsys.view.samples.catalogue import Catalogue
 from realsys.view.samples.filters import Filter, choose
 from realsys.view.trial import TrialReader

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from starlette.applications import Starlette
 
-from realsys.cluster.http.http_guard import Admission, Guard
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import Admission, Guard, HttpServer
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, RealsysError
 from realsys.view.app import OPEN, SECRET, Live, routes

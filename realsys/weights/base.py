@@ -36,8 +36,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from realsys.cluster.fence import CheckAlive, unleased
-from realsys.storage.commit_folder import Removed
+from realsys.cluster.commit_folder import Removed
+from realsys.cluster.lease import CheckAlive, unleased
 
 if TYPE_CHECKING:
     from torch import Tensor

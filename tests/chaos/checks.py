@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from realsys.cluster.files import FileLock
 from realsys.config.doors import VERIFIER
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
@@ -22,7 +23,6 @@ from realsys.launch.commands.audit import audit_trial
 from realsys.manager.ledger.events import RolledBack, Trained
 from realsys.manager.ledger.journal import read_journal
 from realsys.reward.verifiers.base import Item, verdict_of
-from realsys.storage.file_lock import FileLock
 from realsys.train.records.record_files import read_arrays, read_record, recorded_steps
 from realsys.weights.host.places import MEMBERS, folder_name
 from tests.chaos.live import ChaosRun

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from realsys.cluster.store.connect import store_address
+from realsys.cluster.names.connect import store_address
 from realsys.config.dump import read_config
 from realsys.launch.nodes.orders import read_address
 from tests.chaos.live import ChaosRun

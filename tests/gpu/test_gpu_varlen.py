@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from realsys.cluster.gpu_devices import AttentionKernel, attention_kernel, choose_kernel
 from realsys.config.schema import Config
-from realsys.gpu.attention_kernel import AttentionKernel, attention_kernel, choose_kernel
 from realsys.train.megatron.device import Device
 from tests.gpu.conftest import STAND_IN, ComputeOn
 from tests.support.gpu.reference_attention import recorded, reference

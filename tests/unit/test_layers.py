@@ -47,7 +47,7 @@ WITHOUT_TORCH = (
     "realsys.generation.sglang.engine",
     "realsys.generation.simple",
     "realsys.gpu",
-    "realsys.gpu.environment",
+    "realsys.cluster.gpu_environment",
     "realsys.train",
     "realsys.train.checkpoint.checkpoint_files",
     "realsys.train.checkpoint.checkpoint_messages",

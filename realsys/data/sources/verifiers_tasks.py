@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from realsys.cluster.child_process import how_it_ended
+from realsys.cluster.children.child_process import how_it_ended
 from realsys.config.sections.schema_data import VERIFIERS
 from realsys.data.sources.source_row import Rows, SourceRow
 from realsys.errors import DataError

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from realsys.cluster.gpu_devices import choose_device
 from realsys.config.schema import GenerationConfig
 from realsys.generation.backend import Load
 from realsys.generation.embedded.core import CoreSizes, EngineCore
@@ -14,7 +15,6 @@ from realsys.generation.embedded.engine import Engine
 from realsys.generation.embedded.forward.weights import fuse, read_tensors
 from realsys.generation.embedded.rows import KvPolicy
 from realsys.generation.stop_strings import read_tokenizer
-from realsys.gpu.devices import choose_device
 from realsys.hf.config import read_model
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.cluster.http.http_client import CallFailed, HttpClient
+from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.errors import GenerationError
 from realsys.generation.client import decode_reply
 from realsys.generation.protocol import PauseMode

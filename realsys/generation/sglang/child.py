@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from realsys.cluster.http.http_client import HttpClient
+from realsys.cluster.children.guarded_process import GuardedProcess
+from realsys.cluster.http_client import HttpClient
 from realsys.errors import GenerationError
-from realsys.guarded.guarded_process import GuardedProcess
 
 _SHARED_MEMORY = r"/dev/shm/sglang_loads_\S+"  # SGLang's processes publish their load there, and never remove it
 _HEALTH_INTERVAL_S = 0.2  # the only way to learn that SGLang is ready

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from realsys.cluster.child_process import Backoff
-from realsys.cluster.http.http_client import HttpClient
+from realsys.cluster.children.child_process import Backoff
+from realsys.cluster.http_client import HttpClient
 from realsys.cluster.network import free_ports, join_host_port
 from realsys.errors import GenerationError
 from realsys.generation.sglang.api import Piece, SglangApi

@@ -30,7 +30,7 @@ from typing import Self
 import msgspec
 
 from realsys.cluster.failpoint import failpoint
-from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import MALFORMED, LedgerError
 from realsys.manager.ledger.events import Event, Snapshot
 

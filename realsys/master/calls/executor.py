@@ -35,6 +35,7 @@ import msgspec
 
 from realsys.algorithm.batch.redistribute import TransferPlan, holders_of_outputs, plan_call
 from realsys.cluster.aio import first_completed
+from realsys.cluster.stream.codec import encode_message
 from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.errors import RewardError
@@ -42,7 +43,6 @@ from realsys.master.calls.gpu_use import gpu_use
 from realsys.master.calls.ownership import Ownership
 from realsys.model_calls import Empty, MfcReply, MfcRequest, TransferReply
 from realsys.observe import spans
-from realsys.stream.codec import encode_message
 from realsys.train.step_gate import StepAbandoned
 from realsys.types import METADATA_KEYS, SequenceRef
 

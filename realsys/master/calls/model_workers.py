@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
+from realsys.cluster.stream.codec import encode_message
+from realsys.cluster.stream.master_stream import RoutedStream
 from realsys.cluster.topology import Mesh
 from realsys.model_calls import (
     ClearRequest,
@@ -21,8 +23,6 @@ from realsys.model_calls import (
     SamplesArrived,
     TransferReply,
 )
-from realsys.stream.codec import encode_message
-from realsys.stream.master.head_routing import RoutedStream
 from realsys.train.checkpoint.checkpoint_messages import (
     FinishCheckpointRequest,
     LoadCheckpointRequest,

@@ -25,7 +25,9 @@ import msgspec
 import xxhash
 
 from realsys.algorithm.batch.redistribute import last_stage
-from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.commit_folder import Removed
+from realsys.cluster.files import FileInfo
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import Dataflow
@@ -35,8 +37,6 @@ from realsys.config.schema import Config
 from realsys.errors import NotFiniteError, RecordError
 from realsys.master.calls.executor import CallResult, Minibatches
 from realsys.model_calls import Empty
-from realsys.storage.commit_folder import Removed
-from realsys.storage.files import FileInfo
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints, directory_name
 from realsys.train.records import record_files as files
 from realsys.train.records.record_files import RECORD, StepRecord, number

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from realsys.cluster.disk import on_disk
+from realsys.cluster.aio import on_disk
 from realsys.cluster.worker import WorkerContext
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.errors import WeightsError

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from realsys.algorithm import dataflows
 from realsys.algorithm.batch.balance import CostFunction
+from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
 from realsys.cluster.topology import Mesh, place, routing_table
 from realsys.cluster.worker import WorkerContext
 from realsys.config.allocation import ACTOR, parse_allocation
@@ -44,8 +45,6 @@ from realsys.master.step import StepRunner
 from realsys.master.step_log import StepLog
 from realsys.master.warmup import Warmup, WarmupParts
 from realsys.model_calls import SamplesArrived
-from realsys.stream.master.head_routing import RoutedStream
-from realsys.stream.master.master_stream import MasterStream
 from realsys.train.records.record_messages import Recorded
 from realsys.weights.base import PublisherParts
 from realsys.weights.build import build as build_transport

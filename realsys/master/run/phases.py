@@ -14,8 +14,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from realsys.cluster.aio import unless
-from realsys.cluster.disk import on_disk
+from realsys.cluster.aio import on_disk, unless
 from realsys.cluster.worker import WorkerContext
 from realsys.config.allocation import ACTOR
 from realsys.config.evaluation_sets import evaluation_sets, id_of_set

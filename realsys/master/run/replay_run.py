@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import msgspec
 
+from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
 from realsys.cluster.topology import routing_table
 from realsys.cluster.worker import WorkerContext
 from realsys.config.allocation import parse_allocation
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.records.replayer import Replay, ReplayJob, meshes_of
-from realsys.stream.master.head_routing import RoutedStream
-from realsys.stream.master.master_stream import MasterStream
 from realsys.train.records.record_messages import Recorded
 
 

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from realsys.cluster.disk import full_disk
-from realsys.cluster.store.base import NameStore
-from realsys.cluster.store.connect import is_known, make_name_store, trial_names
-from realsys.cluster.store.names import Names
+from realsys.cluster.aio import full_disk
+from realsys.cluster.names.connect import is_known, make_name_store, trial_names
+from realsys.cluster.names.contract import NameStore
+from realsys.cluster.names.keys import Names
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import NameStoreError

@@ -23,7 +23,7 @@ from typing import Any, Self
 import msgspec
 
 import realsys
-from realsys.cluster.child_process import ChildProcess, how_it_ended
+from realsys.cluster.children.child_process import ChildProcess, how_it_ended
 from realsys.config.doors import TRACKER
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.cluster.http.http_client import CallFailed
+from realsys.cluster.http_client import CallFailed
 from realsys.config.sections.schema_judge import Criterion
 from realsys.errors import MALFORMED
 from realsys.reward.frames import ELAPSED, ENDPOINT, NO_VERDICT

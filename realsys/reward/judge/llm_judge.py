@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from realsys.cluster.http.http_client import CallFailed, HttpClient
+from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.config.schema import Config
 from realsys.errors import NoVerifierError, RealsysError, RewardError, StuckError
 from realsys.reward.failure_tally import FailureTally

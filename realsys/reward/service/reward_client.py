@@ -21,9 +21,9 @@ from random import Random
 import msgspec
 
 from realsys.cluster.failpoint import failpoint
-from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_client import CallFailed, HttpClient
-from realsys.cluster.store.base import NameStore, Tree, Watch
+from realsys.cluster.http_client import CallFailed, HttpClient
+from realsys.cluster.lease import CheckAlive, unleased
+from realsys.cluster.names.contract import NameStore, Tree, Watch
 from realsys.errors import MALFORMED, NoVerifierError, RewardError
 from realsys.reward.frames import CPU_TIME, REFUSED, RESOURCES, Failure, encoded
 from realsys.reward.service.dispatch import Bounds, Dispatch, Send, Settled

@@ -22,8 +22,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from realsys.cluster.failpoint import failpoint
-from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_guard import Admission, Guard, Refused
+from realsys.cluster.http_server import Admission, Guard, RefusedRequest
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import MALFORMED, NoVerifierError, RewardError
 from realsys.reward.frames import Failure
 from realsys.reward.pool import OVER_LIMIT, VerifierPool
@@ -84,7 +84,7 @@ class RewardServer:
             return _json(_error(f"/verify: {error}"), 400)
         try:
             self._room.enter(len(body.items))
-        except Refused as full:
+        except RefusedRequest as full:
             return _json(_error(full.message), full.status, {"Retry-After": f"{full.retry_after_s:.0f}"})
         failpoint("reward.judge")
         batch = _Batch(self._pool, self._room, body)

@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 
-from realsys.cluster.http.http_guard import Refused
+from realsys.cluster.http_server import RefusedRequest
 from realsys.observe.rate import RateWindow
 
 MAX_BYTES = 512 << 20  # bytes of the requests that a service holds
@@ -59,9 +59,9 @@ class Room:
         """Return items decided per second."""
         return self.decided.rate(self._clock())
 
-    def _full(self, problem: str, excess: int) -> Refused:
+    def _full(self, problem: str, excess: int) -> RefusedRequest:
         """Return the refusal, with the time in which ``excess`` items are decided."""
         self.refused += 1
         rate = self.rate()
         wait_s = min(_LAST_S, max(_FIRST_S, math.ceil(excess / rate))) if rate else _LAST_S
-        return Refused(503, f"the reward service is full: {problem}", retry_after_s=wait_s)
+        return RefusedRequest(503, f"the reward service is full: {problem}", retry_after_s=wait_s)

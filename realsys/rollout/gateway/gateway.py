@@ -13,8 +13,8 @@ import functools
 import secrets
 from typing import TYPE_CHECKING
 
-from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.config.rules.lengths import longest_sequence
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_guard import Admission, Guard
+from realsys.cluster.http_server import Admission, Guard
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.rollout.gateway.capture import Capture
 from realsys.rollout.gateway.delivery import JSON, Connection, deliver, send_body
 from realsys.rollout.gateway.problems import Problem, over, problem_of

@@ -1,6 +1,6 @@
 """Format of a checkpoint on disk. No torch.
 
-    {trial}/checkpoints/step-00000010/           a folder as in realsys.storage.commit_folder
+    {trial}/checkpoints/step-00000010/           a folder as in realsys.cluster.commit_folder
         actor-00001-of-00004.safetensors         tensors of one rank of the role's mesh
         actor-00001-of-00004.json                RankIndex: where each tensor is in that file
         state.json                               CheckpointState, the manifest
@@ -17,12 +17,12 @@ from pathlib import Path
 
 import msgspec
 
+from realsys.cluster.commit_folder import FolderFormat, FolderManifest, checksum_of
+from realsys.cluster.files import FileInfo
 from realsys.config.allocation import ParallelLayout
 from realsys.config.paths import TrialPaths
 from realsys.errors import CheckpointError
 from realsys.manager.messages import DataPosition
-from realsys.storage.commit_folder import FolderFormat, Manifest, checksum_of
-from realsys.storage.files import FileInfo
 
 STATE = "state.json"
 
@@ -38,7 +38,7 @@ class RoleState(msgspec.Struct, frozen=True):
     layout: str
 
 
-class CheckpointState(Manifest, frozen=True):
+class CheckpointState(FolderManifest, frozen=True):
     """Everything of a checkpoint except the tensors.
 
     ``kl``: state of the adaptive KL controller, empty without one. ``time``: unix seconds.

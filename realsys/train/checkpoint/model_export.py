@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
+from realsys.cluster.commit_folder import checksum_of
 from realsys.config.allocation import ACTOR
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError
 from realsys.hf.architecture import HfModel
 from realsys.hf.config import read_model
-from realsys.storage.commit_folder import checksum_of
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import RankIndex
 from realsys.train.checkpoint.saver import PARAMETER

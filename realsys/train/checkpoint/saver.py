@@ -23,8 +23,8 @@ import msgspec
 import torch
 
 from realsys.cluster.failpoint import failpoint
+from realsys.cluster.files import FileInfo, write_durably
 from realsys.errors import CheckpointError
-from realsys.storage.files import FileInfo, write_durably
 from realsys.train.calls.role import Role
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState, Piece, RankIndex

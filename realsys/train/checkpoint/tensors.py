@@ -18,9 +18,9 @@ from typing import BinaryIO, cast
 
 import torch
 
+from realsys.cluster.commit_folder import checksum_of
+from realsys.cluster.files import FileInfo, TensorEntry, write_safetensors
 from realsys.errors import CheckpointError
-from realsys.storage.commit_folder import checksum_of
-from realsys.storage.files import FileInfo, TensorEntry, write_safetensors
 from realsys.train.checkpoint.checkpoint_files import Piece, RankIndex, data_file, rank_stem
 
 Shape = tuple[int, ...]

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from realsys.gpu.attention_kernel import attention_kernel
-from realsys.gpu.devices import choose_device
+from realsys.cluster.gpu_devices import attention_kernel, choose_device
 
 _FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.tensor, torch.full, torch.arange})
 _CUDA_TYPE_OF = {

@@ -30,10 +30,10 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from realsys.cluster.names.contract import NameStore, Tree
+from realsys.cluster.names.keys import Names
 from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of, split_host_port
 from realsys.cluster.process import on_thread
-from realsys.cluster.store.base import NameStore, Tree
-from realsys.cluster.store.names import Names
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import MALFORMED, NameStoreError, WaitTimeout
 from realsys.train.megatron.device import Device

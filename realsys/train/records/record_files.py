@@ -1,6 +1,6 @@
 """Format of a recorded train step on disk. No torch.
 
-    {trial}/record/step-00000007/     a folder as in realsys.storage.commit_folder
+    {trial}/record/step-00000007/     a folder as in realsys.cluster.commit_folder
         worker-00000.safetensors      arrays of the samples that this worker held: one tensor per key, the
                                       samples one after the other; WorkerIndex, in its metadata, says which
         batch.json                    StepRecord, the manifest: everything else
@@ -23,9 +23,9 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from realsys.cluster.commit_folder import FolderFormat, FolderManifest, Removed, checksum_of
 from realsys.config.schema import Config
 from realsys.errors import MALFORMED, RecordError
-from realsys.storage.commit_folder import FolderFormat, Manifest, Removed, checksum_of
 from realsys.train.data_manager import Array
 from realsys.types import GroupOrigin, SampleMeta
 
@@ -56,7 +56,7 @@ class WorkerIndex(msgspec.Struct, frozen=True):
     origins: list[GroupOrigin]
 
 
-class StepRecord(Manifest, frozen=True):
+class StepRecord(FolderManifest, frozen=True):
     """Everything of a step except the arrays. Version ``version`` was trained and became ``step``.
 
     groups  the batch, in its order

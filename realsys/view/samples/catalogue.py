@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from realsys.cluster.files import FileStamp, file_stamp
 from realsys.config.allocation import ACTOR
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
@@ -21,7 +22,6 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError
 from realsys.observe.evaluation_records import RESULT, SAMPLES, headline, read_result, stored_evaluations
 from realsys.storage.dropped_groups import group_files
-from realsys.storage.files import FileStamp, file_stamp
 from realsys.train.records.record_files import BATCH, record_of_step, recorded_steps
 from realsys.view.samples.base import SampleSource
 from realsys.view.samples.dropped_samples import DroppedSource

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import WeightsError
 from realsys.hf.weight_headers import StoredTensor, read_header, weight_files
 from realsys.weights.disk import manifest as manifests

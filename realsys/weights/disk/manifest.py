@@ -1,6 +1,6 @@
 """Format of a weight version on disk. No torch.
 
-    weights/{role}/v{N:08d}.{incarnation}/   a folder as in realsys.storage.commit_folder:
+    weights/{role}/v{N:08d}.{incarnation}/   a folder as in realsys.cluster.commit_folder:
         shards, index, config, tokenizer, MANIFEST.json
 
 The manifest lists every tensor with the pieces that it is made of. If all pieces are whole and in the
@@ -19,11 +19,11 @@ from pathlib import Path
 
 import msgspec
 
-from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.commit_folder import TEMPORARY, FolderFormat, Removed
+from realsys.cluster.commit_folder import FolderManifest as FolderManifest
+from realsys.cluster.files import FileInfo, write_durably
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import WeightsError
-from realsys.storage.commit_folder import TEMPORARY, FolderFormat, Removed
-from realsys.storage.commit_folder import Manifest as FolderManifest
-from realsys.storage.files import FileInfo, write_durably
 from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
 
 MANIFEST = "MANIFEST.json"

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from realsys.cluster.commit_folder import Removed
 from realsys.errors import WeightsError
-from realsys.storage.commit_folder import Removed
 from realsys.weights.base import Committed, PublisherParts
 from realsys.weights.disk import manifest
 from realsys.weights.disk.manifest import VERSION

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 import xxhash
 
-from realsys.storage.commit_folder import TEMPORARY
+from realsys.cluster.commit_folder import TEMPORARY
 from realsys.weights.disk import delta
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.dtypes import as_bytes, dtype_name

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from realsys.cluster import files
+from realsys.cluster.commit_folder import TEMPORARY
 from realsys.cluster.failpoint import failpoint
+from realsys.cluster.files import FileInfo, TensorEntry
 from realsys.errors import WeightsError
-from realsys.storage import files
-from realsys.storage.commit_folder import TEMPORARY
-from realsys.storage.files import FileInfo, TensorEntry
 from realsys.weights.disk import manifest as manifests
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.manifest import ITEM_BYTES

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from realsys.cluster.failpoint import failpoint
-from realsys.cluster.fence import CheckAlive, unleased
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.weights.base import Share
 from realsys.weights.disk.records import DiskPlan, ShardInfo
 from realsys.weights.disk.shards import ShardWriter

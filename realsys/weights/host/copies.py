@@ -32,9 +32,9 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from realsys.cluster.store.file_store import boot_id
+from realsys.cluster.files import FileLock
+from realsys.cluster.names.file_store import boot_id
 from realsys.errors import MALFORMED, WeightsError
-from realsys.storage.file_lock import FileLock
 from realsys.weights.disk import manifest as manifests
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.manifest import Manifest, auxiliary_files

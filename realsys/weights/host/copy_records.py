@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from realsys.storage.files import TensorEntry, safetensors_header
+from realsys.cluster.files import TensorEntry, safetensors_header
 from realsys.weights.disk.manifest import ITEM_BYTES, Manifest, tensor_bytes
 
 COPY, WEIGHTS, READERS = "COPY.json", "model.safetensors", "readers"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from realsys.cluster.fence import CheckAlive
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
+from realsys.cluster.lease import CheckAlive
 from realsys.config.schema import Config
 from realsys.weights.base import WeightReader
 from realsys.weights.host.host_reader import HostReader

@@ -23,9 +23,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from realsys.cluster.fence import CheckAlive, unleased
-from realsys.cluster.http.http_guard import Admission, Guard
-from realsys.cluster.http.signature import authorization
+from realsys.cluster.http_server import Admission, Guard
+from realsys.cluster.http_signature import authorization
+from realsys.cluster.lease import CheckAlive, unleased
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.host.copies import HostCopies, LeasedCopy
 from realsys.weights.host.copy_records import WEIGHTS

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import xxhash
 
+from realsys.cluster.files import FileLock
 from realsys.config.rules.free_memory import free_host_bytes
 from realsys.errors import WeightsError
-from realsys.storage.file_lock import FileLock
 
 SHARED_MEMORY = Path("/dev/shm")
 MEMBERS = "members"

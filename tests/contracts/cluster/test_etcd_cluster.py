@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from realsys.cluster.failure import read_errors
-from realsys.cluster.store.base import Tree
-from realsys.cluster.store.etcd_store import EtcdNameStore
+from realsys.cluster.names.contract import Tree
+from realsys.cluster.names.etcd_store import EtcdNameStore
 from realsys.errors import ConfigError, NameStoreError
 from realsys.launch.preflight import check_etcd
 from tests.support.processes.etcd_cluster import Certificates, EtcdCluster

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from realsys.cluster.failure import read_errors
+from realsys.cluster.stream.master_stream import MasterStream
+from realsys.cluster.stream.push_pull import Pusher
 from realsys.errors import StreamError
-from realsys.stream.master.master_stream import MasterStream
-from realsys.stream.pusher import Pusher
 from realsys.weights.disk import manifest
 from tests.support.processes.fenced_bodies import DONE
 from tests.support.processes.tester_trial import BOUND_S, Trial

@@ -15,10 +15,10 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from realsys.cluster.fence import unleased
-from realsys.cluster.http import http_client
-from realsys.cluster.http.http_client import CallFailed, HttpClient
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster import http_client
+from realsys.cluster.http_client import CallFailed, HttpClient
+from realsys.cluster.http_server import HttpServer
+from realsys.cluster.lease import unleased
 from realsys.cluster.network import advertised_host
 from realsys.config.schema import GenerationConfig
 from realsys.errors import GenerationError, ServerSilent, WaitTimeout

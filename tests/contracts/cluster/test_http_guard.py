@@ -18,11 +18,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from realsys.cluster.http import http_guard
-from realsys.cluster.http.http_client import CallFailed, HttpClient
-from realsys.cluster.http.http_guard import MAX_HEAD, Admission, Guard, Refused
-from realsys.cluster.http.http_server import HttpServer
-from realsys.cluster.http.signature import authorization, signed_digest
+from realsys.cluster import http_server
+from realsys.cluster.http_client import CallFailed, HttpClient
+from realsys.cluster.http_server import MAX_HEAD, Admission, Guard, HttpServer, RefusedRequest
+from realsys.cluster.http_signature import authorization, signed_digest
 from realsys.cluster.network import bind_tcp
 from realsys.errors import GenerationError
 from realsys.generation.client import GenerationClient
@@ -161,7 +160,7 @@ def test_request_that_never_ends_is_closed(
     served: tuple[Guard, str], monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     """Callers without a token must not keep connections open."""
-    monkeypatch.setattr(http_guard, "REQUEST_S", 0.2)
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.2)
     talk(served[1], sent)  # returns when the other side closes
 
 
@@ -169,7 +168,7 @@ def test_flood_of_half_requests_leaves_room_for_others(
     served: tuple[Guard, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Callers without a token must not take the descriptors with which a process renews its lease."""
-    monkeypatch.setattr(http_guard, "most_connections", lambda: 10)
+    monkeypatch.setattr(http_server, "most_connections", lambda: 10)
     where = urlsplit(served[1])
     with contextlib.ExitStack() as stack:
         flood = []
@@ -185,7 +184,7 @@ def test_connection_whose_next_request_never_begins_is_closed(
     served: tuple[Guard, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An empty line ends uvicorn's wait for the next request, and begins none."""
-    monkeypatch.setattr(http_guard, "REQUEST_S", SHORT_S)
+    monkeypatch.setattr(http_server, "REQUEST_S", SHORT_S)
     where = urlsplit(served[1])
     with socket.create_connection((where.hostname, where.port), timeout=BOUND_S) as connection:
         connection.sendall(head(10).replace(b"Connection: close\r\n", b"") + bytes(10))
@@ -199,7 +198,7 @@ def test_connection_whose_next_request_never_begins_is_closed(
 
 
 def test_answer_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_guard, "REQUEST_S", SHORT_S)
+    monkeypatch.setattr(http_server, "REQUEST_S", SHORT_S)
 
     async def think(request: Request) -> PlainTextResponse:
         await asyncio.sleep(1.5 * SHORT_S)
@@ -221,7 +220,7 @@ def test_full_service_refuses_before_the_body() -> None:
     def room(size: int) -> Iterator[None]:
         sizes.append(size)
         if size > 500:
-            raise Refused(503, "it is full", retry_after_s=4)
+            raise RefusedRequest(503, "it is full", retry_after_s=4)
         yield
         sizes.append(-size)
 

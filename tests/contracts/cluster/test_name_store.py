@@ -17,10 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from realsys.cluster.store.base import Lease, NameStore, Tree
-from realsys.cluster.store.etcd_store import EtcdNameStore
-from realsys.cluster.store.file_store import FileNameStore
-from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.cluster.names.contract import Lease, NameStore, Tree
+from realsys.cluster.names.etcd_store import EtcdNameStore
+from realsys.cluster.names.file_store import FileNameStore
+from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import Fenced, KeyExists, KeyMissing, NameStoreError, WaitTimeout
 
 BOUND_S = 60.0

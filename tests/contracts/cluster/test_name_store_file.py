@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from realsys.cluster.store import file_store
-from realsys.cluster.store.file_store import FileNameStore
+from realsys.cluster.names import file_store
+from realsys.cluster.names.file_store import FileNameStore
 from realsys.errors import Fenced, KeyExists, KeyMissing, NameStoreError
 
 
@@ -306,7 +306,7 @@ def test_watch_continues_after_failed_listings(tmp_path):
     warned, recovered = threading.Event(), threading.Event()
     handler = logging.Handler()
     handler.emit = lambda record: warned.set()  # type: ignore[method-assign]
-    logger = logging.getLogger("realsys.cluster.store.base")
+    logger = logging.getLogger("realsys.cluster.names.contract")
     logger.addHandler(handler)
     try:
         with store.watch("k", lambda tree: recovered.set() if tree == {"k": "2"} else None):

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from realsys.cluster.failure import read_errors
+from realsys.cluster.names.etcd_members import EtcdAccess
+from realsys.cluster.names.etcd_store import EtcdNameStore
 from realsys.cluster.process import RUN_ID, SHIELDED
-from realsys.cluster.store.etcd_members import EtcdAccess
-from realsys.cluster.store.etcd_store import EtcdNameStore
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config

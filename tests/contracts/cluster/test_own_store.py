@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from realsys.cluster.names.connect import is_known, store_address
 from realsys.cluster.process import STORE_ADDRESS
-from realsys.cluster.store.connect import is_known, store_address
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.workers.name_store import ensure_certificate

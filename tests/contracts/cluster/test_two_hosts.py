@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from realsys.cluster.stream.security import ensure_keys
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.stream.security import ensure_keys
 from tests.support.processes.netns import Hosts, outputs
 
 pytestmark = pytest.mark.needs("netns")
@@ -26,14 +26,14 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 import asyncio
-from realsys.cluster.http.http_client import HttpClient
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_client import HttpClient
+from realsys.cluster.http_server import HttpServer
 from realsys.cluster.network import split_host_port, take_address
-from realsys.cluster.store.connect import make_name_store
+from realsys.cluster.names.connect import make_name_store
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.train.megatron.device import prepare_device
-from realsys.stream.security import keys_for
+from realsys.cluster.stream.security import keys_for
 from realsys.train.megatron.rendezvous import rendezvous
 from tests.support.processes.seats import NAMES, announced, make_seat, master_of
 

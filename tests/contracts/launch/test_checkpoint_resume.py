@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from realsys.cluster.files import FileInfo
 from realsys.config.compose import compose
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -25,7 +26,6 @@ from realsys.manager.ledger.journal import Journal
 from realsys.manager.ledger.prompt_order import permutation
 from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
-from realsys.storage.files import FileInfo
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState, RoleState
 from tests.support.ledger.manager_trial import TOKEN, Trial, config, drive
 

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 from realsys.algorithm.batch.minibatches import plan_minibatches
+from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
+from realsys.cluster.stream.worker_endpoint import WorkerEndpoint
 from realsys.cluster.topology import Mesh, routing_table
 from realsys.config.allocation import ParallelLayout
 from realsys.config.dataflow import SOURCE_KEYS, Dataflow, FunctionCall
@@ -29,9 +31,6 @@ from realsys.master.calls.executor import CallResult, GraphExecutor
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.master.calls.ownership import Ownership
 from realsys.model_calls import ClearRequest, Empty, MfcReply, MfcRequest, MfcShare, TransferReply, TransferRequest
-from realsys.stream.endpoint import WorkerEndpoint
-from realsys.stream.master.head_routing import RoutedStream
-from realsys.stream.master.master_stream import MasterStream
 from realsys.train.data_manager import DataManager, array_size
 from realsys.train.exchange import whole_request
 from realsys.train.megatron.device import Device

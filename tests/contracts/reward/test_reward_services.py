@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from realsys.cluster.http.http_client import CallFailed, HttpClient
-from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.cluster.http_client import CallFailed, HttpClient
+from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import ConfigError, NoVerifierError
 from realsys.reward.service import room, verdict_protocol
 from realsys.reward.verifier_process import Limits

@@ -10,17 +10,15 @@ import msgspec
 import pytest
 import zmq
 
+from realsys.cluster.stream import push_pull as pullers
+from realsys.cluster.stream import worker_endpoint as endpoints
+from realsys.cluster.stream.codec import decode_with, encode_group, encode_message
+from realsys.cluster.stream.master_stream import MasterStream
+from realsys.cluster.stream.push_pull import Puller, Pusher
+from realsys.cluster.stream.wire import TO_MASTER, Hello, Push, PushAck, PushNack, Welcome
+from realsys.cluster.stream.worker_endpoint import GroupIntake, WorkerEndpoint
 from realsys.errors import DecodeError, Fenced
 from realsys.model_calls import Empty
-from realsys.stream import endpoint as endpoints
-from realsys.stream import puller as pullers
-from realsys.stream.codec import decode_with, encode_group, encode_message
-from realsys.stream.endpoint import WorkerEndpoint
-from realsys.stream.master.master_stream import MasterStream
-from realsys.stream.puller import Puller
-from realsys.stream.pusher import Pusher
-from realsys.stream.wire import TO_MASTER, Hello, Push, PushAck, PushNack, Welcome
-from realsys.stream.worker_io import GroupIntake
 from tests.support.streams.stream_parts import BOUND_S, make_group, router_by_hand
 
 

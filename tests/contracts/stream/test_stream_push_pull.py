@@ -11,12 +11,12 @@ import pytest
 import zmq
 from zmq.utils import garbage
 
+from realsys.cluster.stream import push_pull as pusher_module
+from realsys.cluster.stream.codec import encode_group
+from realsys.cluster.stream.push_pull import Pusher, PushLimits
+from realsys.cluster.stream.wire import Push, PushAck, PushNack
 from realsys.cluster.topology import group_contiguously
 from realsys.errors import KeyMissing, StreamError, WaitTimeout
-from realsys.stream import pusher as pusher_module
-from realsys.stream.codec import encode_group
-from realsys.stream.pusher import Pusher, PushLimits
-from realsys.stream.wire import Push, PushAck, PushNack
 from realsys.types import Group
 from tests.support.streams.stream_parts import (
     BOUND_S,
@@ -228,7 +228,7 @@ def test_garbage_is_counted_logged_and_dropped(caplog: pytest.LogCaptureFixture)
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
     try:
-        with caplog.at_level(logging.WARNING, "realsys.stream"), pulling() as puller:
+        with caplog.at_level(logging.WARNING, "realsys.cluster.stream"), pulling() as puller:
             dealer.connect(puller.address)
             header = msgspec.msgpack.encode(Push("stranger", 0, 0))
             for frames in (

@@ -8,13 +8,11 @@ import logging
 import pytest
 import zmq
 
+from realsys.cluster.stream.master_stream import MasterStream
+from realsys.cluster.stream.push_pull import Puller, Pusher
+from realsys.cluster.stream.worker_endpoint import GroupIntake, WorkerEndpoint
 from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout, WorkerLost
 from realsys.model_calls import ClearRequest, SamplesArrived
-from realsys.stream.endpoint import WorkerEndpoint
-from realsys.stream.master.master_stream import MasterStream
-from realsys.stream.puller import Puller
-from realsys.stream.pusher import Pusher
-from realsys.stream.worker_io import GroupIntake
 from realsys.types import Group, SampleMeta
 from tests.support.streams.stream_parts import BOUND_S, make_group
 from tests.support.streams.stream_workers import Answering, Number, with_workers
@@ -101,7 +99,7 @@ def test_timeout_names_worker_and_handler() -> None:
 
 
 def test_notices_that_nobody_asks_for_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realsys.stream.master.notices.MAX_UNCLAIMED", 3)
+    monkeypatch.setattr("realsys.cluster.stream.master_stream.MAX_UNCLAIMED", 3)
 
     async def body(stream: MasterStream, workers: list[Answering]) -> None:
         for number in range(4):
@@ -160,7 +158,7 @@ def test_garbage_at_master_is_counted_logged_and_dropped(caplog: pytest.LogCaptu
         context.destroy(linger=0)
         assert stream.connected == [0, 1]
 
-    with caplog.at_level(logging.WARNING, "realsys.stream"):
+    with caplog.at_level(logging.WARNING, "realsys.cluster.stream"):
         with_workers(body)
     assert "master: dropped message 1 from localhost:" in caplog.text
 

@@ -10,13 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
+from realsys.cluster.stream.worker_endpoint import WorkerEndpoint
 from realsys.cluster.topology import routing_table, whole_mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import RemoteError, StreamError, WaitTimeout, WorkerLost
 from realsys.model_calls import Empty
-from realsys.stream.endpoint import WorkerEndpoint
-from realsys.stream.master.head_routing import RoutedStream
-from realsys.stream.master.master_stream import MasterStream
 from tests.support.streams.stream_parts import BOUND_S
 
 LAYOUT = ParallelLayout(data=2, pipeline=2, tensor=2)

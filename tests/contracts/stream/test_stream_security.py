@@ -18,16 +18,15 @@ from pathlib import Path
 import pytest
 import zmq
 
+from realsys.cluster.stream.master_stream import MasterStream
+from realsys.cluster.stream.push_pull import Puller, Pusher, PushLimits
+from realsys.cluster.stream.security import KEY_FILE, CurveKeys, ensure_keys, keys_for, load_keys
+from realsys.cluster.stream.sockets import answers, private_folder
+from realsys.cluster.stream.worker_endpoint import WorkerEndpoint
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError, WaitTimeout
 from realsys.launch.preflight import check_addresses
 from realsys.model_calls import Empty
-from realsys.stream.endpoint import WorkerEndpoint
-from realsys.stream.master.master_stream import MasterStream
-from realsys.stream.puller import Puller
-from realsys.stream.pusher import Pusher, PushLimits
-from realsys.stream.security import KEY_FILE, CurveKeys, ensure_keys, keys_for, load_keys
-from realsys.stream.sockets import answers, private_folder
 from tests.support.streams.stream_parts import BOUND_S, PullerThread, connect_by_hand, make_group, pulling
 
 

@@ -11,15 +11,13 @@ import msgspec
 import pytest
 import zmq
 
+from realsys.cluster.stream.codec import encode_message
+from realsys.cluster.stream.master_stream import MasterStream
+from realsys.cluster.stream.push_pull import Puller, Pusher
+from realsys.cluster.stream.wire import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome
+from realsys.cluster.stream.worker_endpoint import GroupIntake, WorkerEndpoint
 from realsys.errors import Fenced, StreamError, WorkerLost
 from realsys.model_calls import SamplesArrived
-from realsys.stream.codec import encode_message
-from realsys.stream.endpoint import WorkerEndpoint
-from realsys.stream.master.master_stream import MasterStream
-from realsys.stream.puller import Puller
-from realsys.stream.pusher import Pusher
-from realsys.stream.wire import Ack, Hello, NoticeHeader, ReplyHeader, RequestHeader, Welcome
-from realsys.stream.worker_io import GroupIntake
 from realsys.types import Group
 from tests.support.streams.stream_parts import BOUND_S, CuttableProxy, make_group, router_by_hand
 from tests.support.streams.stream_workers import Answering, Number, happens, with_workers
@@ -87,7 +85,7 @@ def test_older_incarnation_does_not_take_over() -> None:
 
 def test_number_of_workers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The master remembers each of them. One that it knows may still come back."""
-    monkeypatch.setattr("realsys.stream.master.master_stream.MAX_PEERS", 1)
+    monkeypatch.setattr("realsys.cluster.stream.master_stream.MAX_PEERS", 1)
 
     async def run() -> None:
         with thread_errors() as errors:
@@ -168,7 +166,7 @@ def test_lost_request_is_resent_before_later_ones(monkeypatch: pytest.MonkeyPatc
         reached += point == "request.receive"
         return "drop" if point == "request.receive" and reached == 5 else ""
 
-    monkeypatch.setattr("realsys.stream.worker_io.failpoint", drop_the_fifth)
+    monkeypatch.setattr("realsys.cluster.stream.worker_endpoint.failpoint", drop_the_fifth)
 
     async def body(stream: MasterStream, workers: list[Answering]) -> None:
         replies = [stream.request(0, "echo", Number(value), Number) for value in range(200)]

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
 from realsys.manager.routes import ManagerApp, Pages
 from realsys.view.app import SECRET, routes
 from tests.support.view.shown_trial import live_status, sample_trial

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.cluster.commit_folder import Removed
+from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import WeightsError
 from realsys.manager.decisions import ManagerState
 from realsys.manager.messages import TrainedRequest
 from realsys.manager.routing.servers import UpdateOrder
 from realsys.master.publish import Publisher, VersionKey
-from realsys.storage.commit_folder import Removed
 from realsys.weights.base import Committed, PublisherParts, Share
 from realsys.weights.disk import manifest
 from realsys.weights.disk.publisher import DiskPublisher

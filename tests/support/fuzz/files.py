@@ -12,9 +12,11 @@ import msgspec
 import numpy as np
 import xxhash
 
-from realsys.cluster import heartbeat
+from realsys.cluster import lease
+from realsys.cluster.commit_folder import FolderFormat
 from realsys.cluster.failure import ErrorRecord, read_errors, record_of, write_error
-from realsys.cluster.store.file_store import FileNameStore
+from realsys.cluster.names.file_store import FileNameStore
+from realsys.cluster.stream.security import KEY_FILE, CurveKeys, ensure_keys, load_keys
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -38,8 +40,6 @@ from realsys.manager.process import decode_value
 from realsys.manager.routing import rollout_workers as workers
 from realsys.observe.screen.progress import Progress
 from realsys.observe.step_log import read_steps
-from realsys.storage.commit_folder import FolderFormat
-from realsys.stream.security import KEY_FILE, CurveKeys, ensure_keys, load_keys
 from realsys.train.checkpoint import checkpoint_files as checkpoint
 from realsys.train.records import record_files as record
 from realsys.types import PublishedVersion, ServerAddress
@@ -66,7 +66,7 @@ def name_store(folder: Path) -> Iterator[Target]:
         msgspec.json.encode(table["rollout_worker/0"].counters)
 
     yield Target("name store: heartbeat, manager", heartbeats, observe, ())
-    yield Target("name store: heartbeat, worker", heartbeats, heartbeat.incarnation_in, (ValueError,))
+    yield Target("name store: heartbeat, worker", heartbeats, lease.incarnation_in, (ValueError,))
     for kind in (PublishedVersion, ServerAddress):
         yield Target(
             f"name store: {kind.__name__}",

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from realsys.cluster.files import FileInfo
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.rules.checks import check_model
 from realsys.config.schema import Config, TinyModelConfig
@@ -26,7 +27,6 @@ from realsys.reward.frames import LENGTH, MAX_REPLY, Reply
 from realsys.reward.outcomes import JournalReader
 from realsys.reward.verifier_process import Limits, VerifierProcess
 from realsys.reward.verifiers.base import Verdict
-from realsys.storage.files import FileInfo
 from realsys.train.checkpoint.checkpoint_files import Piece, RankIndex, data_file, rank_stem
 from tests.support.fuzz.files import spoilt, through
 from tests.support.fuzz.mutations import Spoiler, example

@@ -16,15 +16,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from realsys.cluster.http.http_guard import Admission, Guard
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import Admission, Guard, HttpServer
+from realsys.cluster.stream import wire as protocol
+from realsys.cluster.stream.codec import encode_message
+from realsys.cluster.stream.master_stream import MasterStream
+from realsys.cluster.stream.push_pull import Puller
 from realsys.errors import DecodeError, WorkerLost
 from realsys.launch.nodes import orders
 from realsys.launch.nodes.coordinator import AgentStream
-from realsys.stream import wire as protocol
-from realsys.stream.codec import encode_message
-from realsys.stream.master.master_stream import MasterStream
-from realsys.stream.puller import Puller
 from tests.support.fuzz.mutations import Spoiler, example
 from tests.support.fuzz.stream import frames_of
 from tests.support.fuzz.targets import Target

@@ -13,7 +13,9 @@ import msgspec
 import numpy as np
 
 from realsys import model_calls, types
-from realsys.cluster.http.http_client import reason_of
+from realsys.cluster.http_client import reason_of
+from realsys.cluster.stream import codec
+from realsys.cluster.stream import wire as protocol
 from realsys.errors import DecodeError, GenerationError, StreamError
 from realsys.generation import client as generation_client
 from realsys.generation import protocol as p
@@ -26,8 +28,6 @@ from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.routes import ManagerApp
 from realsys.manager.routing.servers import UpdateOrder
-from realsys.stream import codec
-from realsys.stream import wire as protocol
 from realsys.train.checkpoint import checkpoint_messages
 from realsys.train.records import record_messages
 from realsys.types import PublishedVersion, ServerAddress, Ticket

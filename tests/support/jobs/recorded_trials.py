@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 import xxhash
 
+from realsys.cluster.files import FileInfo
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.data.arith import write_dataset
 from realsys.data.char_model import write_char_tokenizer
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
-from realsys.storage.files import FileInfo
 from realsys.train.records import record_files as files
 from realsys.types import FinishReason, GroupOrigin, RowOrigin, SampleMeta, Ticket
 from tests.support.processes.config_trees import changed

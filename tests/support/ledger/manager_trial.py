@@ -14,8 +14,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from realsys.cluster.store.memory_store import MemoryNameStore
-from realsys.cluster.store.names import Names
+from realsys.cluster.names.keys import Names
+from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
 from realsys.config.sections.schema_train import TrainConfig
 from realsys.generation.protocol import ServerInfo

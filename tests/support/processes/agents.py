@@ -10,13 +10,13 @@ from pathlib import Path
 
 import msgspec
 
+from realsys.cluster.stream.security import ensure_keys, load_keys
 from realsys.config.paths import TrialPaths
 from realsys.launch.nodes import orders
 from realsys.launch.nodes.coordinator import AgentStream, Terms, open_nodes
 from realsys.launch.nodes.node_agent import AgentEndpoint
 from realsys.launch.nodes.orders import SupervisedNode
 from realsys.launch.process_plan import ProcessSpec, needs_of
-from realsys.stream.security import ensure_keys, load_keys
 from tests.support.processes.forked import COMMAND, Command, server, start
 from tests.support.processes.supervised import FOREVER, READY, Trial
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import grpc
 
-from realsys.cluster.store.etcd3_compat import import_etcd3
-from realsys.cluster.store.etcd_members import EtcdAccess
+from realsys.cluster.names.etcd_members import EtcdAccess, import_etcd3
 from tests.support.processes.ports import lasting_ports
 
 START_S = 60.0

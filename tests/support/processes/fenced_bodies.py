@@ -79,7 +79,7 @@ def publishes(ctx: WorkerContext) -> None:
 
 def pushes(ctx: WorkerContext) -> None:
     """A RolloutWorker with a finished group; connected, so that nothing but the sending is left to do."""
-    from realsys.stream.pusher import Pusher
+    from realsys.cluster.stream.push_pull import Pusher
     from tests.support.streams.stream_parts import make_group
 
     async def body() -> None:
@@ -97,9 +97,8 @@ def pushes(ctx: WorkerContext) -> None:
 
 def receives(ctx: WorkerContext) -> None:
     """A DP head: stores each group, acknowledges it, and notifies the master."""
-    from realsys.stream.endpoint import WorkerEndpoint
-    from realsys.stream.puller import Puller
-    from realsys.stream.worker_io import GroupIntake
+    from realsys.cluster.stream.push_pull import Puller
+    from realsys.cluster.stream.worker_endpoint import GroupIntake, WorkerEndpoint
     from realsys.types import Group
 
     def store(group: Group) -> None:
@@ -138,7 +137,7 @@ def manages(ctx: WorkerContext) -> None:
 
 def generates(ctx: WorkerContext) -> None:
     """A GenerationServer with the embedded engine."""
-    from realsys.cluster.http.http_server import HttpServer
+    from realsys.cluster.http_server import HttpServer
     from realsys.config.schema import EmbeddedConfig, GenerationConfig
     from realsys.generation.embedded.build import build_engine
     from realsys.generation.server import build_app

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from realsys.cluster.fork_server import Forked, ForkServer
+from realsys.cluster.children.fork_server import Forked, ForkServer
 from realsys.launch.nodes.preload import COMPUTE, CONTROL
 from tests.conftest import shared_servers, starts
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from realsys.cluster.store.base import NameStore
-from realsys.cluster.store.names import Names
+from realsys.cluster.names.contract import NameStore
+from realsys.cluster.names.keys import Names
+from realsys.cluster.stream import sockets
+from realsys.cluster.stream.security import CurveKeys
 from realsys.config.schema import Config
-from realsys.stream import sockets
-from realsys.stream.security import CurveKeys
 from realsys.train.megatron.rendezvous import Seat
 from realsys.types import TrainerAddress
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from realsys.cluster.failure import read_errors
-from realsys.cluster.store.base import NameStore
-from realsys.cluster.store.connect import make_name_store, trial_names
+from realsys.cluster.names.connect import make_name_store, trial_names
+from realsys.cluster.names.contract import NameStore
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
 
 KEY = "sk-test-0123456789"
 _JUDGED = re.compile(r"----- BEGIN ([0-9a-f]{16}) -----\n(.*)\n----- END \1 -----", re.DOTALL)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
 from realsys.reward.pool import VerifierPool
 from realsys.reward.service.dispatch import Bounds
 from realsys.reward.service.reward_client import ServiceVerifiers

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.core import EngineCore

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
 from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig
 from realsys.errors import GenerationError
 from realsys.generation.backend import EngineParts, GenerationEngine, Materialised, make_backend

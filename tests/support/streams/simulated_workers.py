@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from realsys.cluster.stream.codec import decode_message
 from realsys.cluster.topology import Mesh
 from realsys.config.dataflow import Dataflow
 from realsys.model_calls import (
@@ -24,7 +25,6 @@ from realsys.model_calls import (
     TransferReply,
     TransferRequest,
 )
-from realsys.stream.codec import decode_message
 from realsys.types import METADATA_KEYS
 
 BOUND = 3000  # far beyond the turns of all requests of a test together

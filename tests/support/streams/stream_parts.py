@@ -11,9 +11,8 @@ from contextlib import contextmanager
 import numpy as np
 import zmq
 
-from realsys.stream.puller import Puller
-from realsys.stream.pusher import Pusher
-from realsys.stream.security import CurveKeys
+from realsys.cluster.stream.push_pull import Puller, Pusher
+from realsys.cluster.stream.security import CurveKeys
 from realsys.types import Episode, Group, Ticket
 from tests.support.training.sample_records import make_row
 

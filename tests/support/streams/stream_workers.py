@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 
+from realsys.cluster.stream.master_stream import MasterStream
+from realsys.cluster.stream.worker_endpoint import WorkerEndpoint, WorkerRequest
 from realsys.errors import DecodeError, StreamError
-from realsys.stream.endpoint import WorkerEndpoint
-from realsys.stream.master.master_stream import MasterStream
-from realsys.stream.worker_io import Request
 from tests.support.streams.stream_parts import BOUND_S
 
 
@@ -47,7 +46,7 @@ class Answering:
         except StreamError as exc:
             self.ended = exc
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, request: WorkerRequest) -> None:
         try:
             payload = request.decode(Number)
             self.handled.append((request.handler, payload.value))

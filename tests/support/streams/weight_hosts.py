@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
 from realsys.weights.host.host_reader import HostReader
 from realsys.weights.host.peers import copy_app
 from tests.support.streams.weight_versions import DiskVersions

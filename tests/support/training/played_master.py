@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
+from realsys.cluster.gpu_devices import GpuMeter
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.gpu.meter import GpuMeter
 from realsys.model_calls import InitializeRequest, MfcRequest, MfcShare
 from realsys.train.call_service import ModelWorkerService, WorkerParts
 from realsys.train.data_manager import DataManager

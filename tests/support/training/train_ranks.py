@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from realsys.cluster.gpu_environment import prepare_environment
 from realsys.cluster.network import take_address
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
-from realsys.gpu.environment import prepare_environment
 from realsys.train.calls import Role
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device, prepare_device

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from realsys.cluster.files import FileInfo
 from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.data.char_model import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.observe.evaluation_records import EvalSample, write_result
 from realsys.storage.dropped_groups import DroppedGroup, Room, write_group
-from realsys.storage.files import FileInfo
 from realsys.train.records import record_files as files
 from realsys.train.records.record_files import StepRecord
 from realsys.types import GroupOrigin, Row, RowOrigin, SampleMeta, Ticket

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import xxhash
 
+from realsys.cluster.files import FileInfo
 from realsys.config.paths import TrialPaths
-from realsys.storage.files import FileInfo
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
 from realsys.train.records import record_files as files
 from tests.support.jobs.jobs import realsys

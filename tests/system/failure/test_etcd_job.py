@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from realsys.cluster.store.connect import make_name_store, trial_names
-from realsys.cluster.store.etcd_store import EtcdNameStore
+from realsys.cluster.names.connect import make_name_store, trial_names
+from realsys.cluster.names.etcd_store import EtcdNameStore
 from realsys.config.dump import read_config
 from realsys.config.paths import TrialPaths
 from tests.support.jobs.jobs import arith, processes_of, run_arith, running

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realsys.cluster.child_process import (
+from realsys.cluster.children.child_process import (
     HEALTHY_AFTER_S,
     LONGEST_BACKOFF_S,
     Backoff,

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from realsys.cluster.disk import on_disk
+from realsys.cluster.aio import on_disk
 from realsys.errors import WaitTimeout
 
 

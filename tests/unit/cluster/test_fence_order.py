@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from realsys.cluster.http.http_guard import Admission, Guard
-from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.cluster.http_server import Admission, Guard
+from realsys.cluster.names.memory_store import MemoryNameStore
+from realsys.cluster.stream.master_stream import MasterStream
+from realsys.cluster.stream.push_pull import Puller, Pusher
+from realsys.cluster.stream.worker_endpoint import WorkerEndpoint
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError, Fenced, KeyMissing, StreamError
@@ -30,10 +33,6 @@ from realsys.master.publish import Publisher, VersionKey
 from realsys.master.records.recorder import Recorder
 from realsys.master.step_log import StepLog
 from realsys.model_calls import Empty
-from realsys.stream.endpoint import WorkerEndpoint
-from realsys.stream.master.master_stream import MasterStream
-from realsys.stream.puller import Puller
-from realsys.stream.pusher import Pusher
 from realsys.train.checkpoint.checkpoint_files import CheckpointState
 from realsys.types import PublishedVersion
 from realsys.weights.base import PublisherParts

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 #: a process with one thread, as a server needs: forks one, runs CODE
 PRELUDE = """
 import os, signal, sys, threading
-from realsys.cluster.fork_server import ForkServer
+from realsys.cluster.children.fork_server import ForkServer
 PROGRAM = {program!r}
 ARGV = [sys.executable, "-P", "-m", PROGRAM]
 server = ForkServer.fork([*{modules!r}, PROGRAM])

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from realsys.cluster.heartbeat import Heartbeat, LeaseTerms, lease_clock
-from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.cluster.lease import Heartbeat, LeaseTerms, lease_clock
+from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.sections.schema_cluster import ClusterConfig, NameStoreConfig
 from realsys.errors import Fenced, NameStoreError
 
@@ -97,7 +97,7 @@ def test_newer_incarnation_wins_and_the_older_stops(store, losses):
 
 def test_incarnation_grows_after_clock_was_set_back(store, losses, monkeypatch):
     first = heartbeat(store, losses)
-    monkeypatch.setattr("realsys.cluster.heartbeat.time.time_ns", lambda: 5)
+    monkeypatch.setattr("realsys.cluster.lease.time.time_ns", lambda: 5)
     assert heartbeat(store, losses).incarnation > first.incarnation
 
 
@@ -245,8 +245,8 @@ def test_beats_read_the_key_once_per_fifth_of_lease(store, losses, monkeypatch):
 
 def test_suspension_counts_unless_all_is_on_one_machine(monkeypatch):
     """CLOCK_BOOTTIME counts it, and the monotonic clock does not."""
-    monkeypatch.setattr("realsys.cluster.heartbeat.time.monotonic", lambda: 1.0)
-    monkeypatch.setattr("realsys.cluster.heartbeat.time.clock_gettime", lambda clock: 1000.0)
+    monkeypatch.setattr("realsys.cluster.lease.time.monotonic", lambda: 1.0)
+    monkeypatch.setattr("realsys.cluster.lease.time.clock_gettime", lambda clock: 1000.0)
 
     def now(nodes: int, backend: str, spares: int = 0) -> float:
         store = NameStoreConfig.model_validate({"backend": backend})

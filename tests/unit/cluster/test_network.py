@@ -16,11 +16,11 @@ from realsys.cluster.network import (
     port_of,
     split_host_port,
 )
+from realsys.cluster.stream.security import CurveKeys
+from realsys.cluster.stream.sockets import bind_server
 from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, RealsysError
-from realsys.stream.security import CurveKeys
-from realsys.stream.sockets import bind_server
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost", "::1", "[::1]"])

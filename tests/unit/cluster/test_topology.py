@@ -157,8 +157,8 @@ def test_grouping_is_contiguous_balanced_and_leaves_nobody_out(senders, receiver
 def test_cluster_package_is_light():
     """Every process imports it first: no torch, no grpc, no pydantic, no numpy."""
     code = (
-        "import sys, realsys.cluster.worker, realsys.cluster.store.base, realsys.cluster.store.file_store, "
-        "realsys.cluster.heartbeat, realsys.cluster.network, realsys.cluster.store.names\n"
+        "import sys, realsys.cluster.worker, realsys.cluster.names.contract, realsys.cluster.names.file_store, "
+        "realsys.cluster.lease, realsys.cluster.network, realsys.cluster.names.keys\n"
         "print({m.partition('.')[0] for m in sys.modules} & {'torch', 'grpc', 'pydantic', 'numpy', 'etcd3', 'zmq'})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

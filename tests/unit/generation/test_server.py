@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from realsys.cluster.http.http_server import HttpServer
+from realsys.cluster.http_server import HttpServer
 from realsys.errors import GenerationError, ServerBusy, ServerFailed
 from realsys.generation.backend import Completion, Snapshot
 from realsys.generation.client import GenerationClient, SamplingSpec

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.gpu.affinity import as_cpu_list, bind_to_gpus, cores_near, parse_cpu_list, present_gpus
+from realsys.cluster.gpu_environment import as_cpu_list, bind_to_gpus, cores_near, parse_cpu_list, present_gpus
 
 #: PCI address -> minor number, NUMA node. The minor numbers do not follow the addresses.
 GPUS = {"0000:0f:00.0": (1, 0), "0000:2b:00.0": (0, 0), "0000:90:00.0": (3, 1), "0000:B7:00.0": (2, 1)}

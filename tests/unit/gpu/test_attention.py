@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from realsys.cluster import gpu_devices as attention
+from realsys.cluster.gpu_devices import attention_kernel, choose_kernel
 from realsys.errors import DeviceError
-from realsys.gpu import attention_kernel as attention
-from realsys.gpu.attention_kernel import attention_kernel, choose_kernel
 from realsys.train.megatron.layers import spec
 from realsys.train.megatron.layers.spec import PackedAttention, pack_segments
 from realsys.train.megatron.megatron_core import TransformerConfig

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from realsys.cluster import gpu_devices
+from realsys.cluster.gpu_devices import choose_device
+from realsys.cluster.gpu_environment import is_given_gpu, prepare_environment
 from realsys.config.rules import machine
 from realsys.config.rules.machine import visible_gpus
 from realsys.errors import DeviceError
-from realsys.gpu import devices
-from realsys.gpu.devices import choose_device
-from realsys.gpu.environment import is_given_gpu, prepare_environment
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_unusable_gpu_is_an_error_with_its_circumstances(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(devices, "_driver", lambda: "470.57.02")
+    monkeypatch.setattr(gpu_devices, "_driver", lambda: "470.57.02")
     with pytest.raises(DeviceError) as caught:
         choose_device(0, {"CUDA_VISIBLE_DEVICES": "5"})
     message = str(caught.value)

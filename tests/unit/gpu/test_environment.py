@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from realsys.gpu.attention_kernel import activate_flash_attention_3
-from realsys.gpu.environment import prepare_environment
+from realsys.cluster.gpu_devices import activate_flash_attention_3
+from realsys.cluster.gpu_environment import prepare_environment
 from realsys.train.megatron import device as module
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from realsys.gpu import meter
-from realsys.gpu.meter import GpuMeter, NvmlSampler, make_meter, nvml_sample
-from realsys.gpu.peak import PEAK_TFLOPS, peak_flops
+from realsys.cluster import gpu_devices
+from realsys.cluster.gpu_devices import PEAK_TFLOPS, GpuMeter, NvmlSampler, make_meter, nvml_sample, peak_flops
 
 CUDA = torch.device("cuda", 0)
 
@@ -130,6 +129,6 @@ def test_meter_is_made_for_gpus_only(nvml: SimpleNamespace, monkeypatch: pytest.
     made = make_meter(CUDA, 0.0)
     assert made is not None and made.sampler is not None and made.peak == 989e12
     made.sampler.stop()
-    monkeypatch.setattr(meter, "nvml_sample", lambda uuid: None)
+    monkeypatch.setattr(gpu_devices, "nvml_sample", lambda uuid: None)
     without = make_meter(CUDA, 700.0)
     assert without is not None and without.sampler is None and without.peak == 700e12

@@ -15,6 +15,8 @@ import msgspec
 import pytest
 import xxhash
 
+from realsys.cluster import commit_folder
+from realsys.cluster.files import FileInfo
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.config.paths import TrialPaths
@@ -23,8 +25,6 @@ from realsys.errors import CheckpointError, RemoteError
 from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import Checkpoints, CheckpointSources
 from realsys.model_calls import Empty
-from realsys.storage import commit_folder
-from realsys.storage.files import FileInfo
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import (
     CHECKPOINT,

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from realsys.cluster.store.base import KeyMissing
-from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.cluster.commit_folder import Removed
+from realsys.cluster.names.contract import KeyMissing
+from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import WeightsError
 from realsys.master.publish import Publisher, VersionKey
-from realsys.storage.commit_folder import Removed
 from realsys.types import PublishedVersion
 from realsys.weights.base import Committed
 from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest

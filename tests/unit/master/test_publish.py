@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realsys.cluster.store.base import Lease
-from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.cluster.commit_folder import Removed
+from realsys.cluster.names.contract import Lease
+from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import Fenced, NameStoreError, WeightsError
 from realsys.master import publish
 from realsys.master.publish import Publisher, VersionKey, set_key
-from realsys.storage.commit_folder import Removed
 from realsys.weights.base import PublisherParts, Share
 from realsys.weights.disk import manifest as m
 from realsys.weights.disk import publisher

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import xxhash
 
+from realsys.cluster.files import FileInfo
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import CheckpointError
 from realsys.manager.messages import DataPosition
@@ -15,7 +16,6 @@ from realsys.master.checkpoints import commit, prepare
 from realsys.master.recovery import Start, decide, evaluated, find_start, has_trained, recovered_record
 from realsys.master.step_log import StepLog
 from realsys.observe.step_log import StepTail, read_steps, surviving, undone
-from realsys.storage.files import FileInfo
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RankIndex, read_state, verify
 

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from realsys.cluster.stream.codec import decode_group, encode_group
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, GenerationError, NoVerifierError, RealsysError, RewardError, StuckError
 from realsys.generation.client import SamplingSpec
@@ -13,7 +14,6 @@ from realsys.manager.client import RolloutSuperseded
 from realsys.rollout.defects import MOST_FAILED
 from realsys.rollout.rows import RowBuilder
 from realsys.rollout.sessions import GroupPlayer, GroupRules, group_player, group_rules
-from realsys.stream.codec import decode_group, encode_group
 from realsys.types import Episode, Group, Ticket
 from tests.support.processes.config_trees import changed
 from tests.support.serving.rollout_fakes import FakeEngine, ScriptedAgent

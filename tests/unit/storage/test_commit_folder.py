@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from realsys.cluster import commit_folder
+from realsys.cluster.commit_folder import FolderFormat, FolderManifest, Removed, checksum_of
+from realsys.cluster.files import FileInfo, TensorEntry, write_safetensors
 from realsys.errors import CheckpointError, Fenced
-from realsys.storage import commit_folder
-from realsys.storage.commit_folder import FolderFormat, Manifest, Removed, checksum_of
-from realsys.storage.files import FileInfo, TensorEntry, write_safetensors
 
 
-class Notes(Manifest, frozen=True):
+class Notes(FolderManifest, frozen=True):
     author: str
 
 

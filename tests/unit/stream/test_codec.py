@@ -13,9 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.errors import DecodeError, StreamError
-from realsys.model_calls import ClearRequest, SamplesArrived
-from realsys.stream.codec import (
+from realsys.cluster.stream.codec import (
     GroupHeader,
     Slabs,
     decode_group,
@@ -24,7 +22,9 @@ from realsys.stream.codec import (
     encode_group,
     encode_message,
 )
-from realsys.stream.wire import TO_MASTER, TO_PULLER, TO_PUSHER, TO_WORKER, PushAck
+from realsys.cluster.stream.wire import TO_MASTER, TO_PULLER, TO_PUSHER, TO_WORKER, PushAck
+from realsys.errors import DecodeError, StreamError
+from realsys.model_calls import ClearRequest, SamplesArrived
 from realsys.types import Episode, Group, Row, Ticket
 from tests.support.streams.stream_parts import make_group
 from tests.support.training.sample_records import make_mask, make_row
@@ -352,7 +352,7 @@ def test_single_turn_header_is_not_larger_than_before(episodes: int, before: int
 
 RACE = """
 import sys, threading, msgspec
-from realsys.stream.codec import decode_message
+from realsys.cluster.stream.codec import decode_message
 sys.setswitchinterval(1e-6)
 for i in range(60):
     inner = msgspec.defstruct(f"Inner{i}", [(f"f{k}", int) for k in range(8)], array_like=True)

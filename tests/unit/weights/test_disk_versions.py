@@ -12,8 +12,8 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
+from realsys.cluster.commit_folder import Removed
 from realsys.errors import WeightsError
-from realsys.storage.commit_folder import Removed
 from realsys.weights.disk import manifest as m
 from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
 from realsys.weights.disk.shards import ShardWriter

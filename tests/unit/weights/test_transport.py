@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.rules.checks import check
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig

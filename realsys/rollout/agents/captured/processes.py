@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from realsys.cluster.child_process import ChildProcess, how_it_ended
+from realsys.cluster.children.child_process import ChildProcess, how_it_ended
 from realsys.config.schema import RolloutConfig
 from realsys.errors import AgentError, ConfigError
 from realsys.harness import BOOT

@@ -22,12 +22,12 @@ from typing import Any
 
 import zmq
 
-from realsys.cluster.child_process import Backoff
+from realsys.cluster.children.child_process import Backoff
+from realsys.cluster.children.guarded_process import GuardedProcess
+from realsys.cluster.stream.sockets import LoopReader, ZContext
 from realsys.data.sources.verifiers_tasks import program, surroundings
 from realsys.errors import AgentError
-from realsys.guarded.guarded_process import GuardedProcess
 from realsys.rollout.agents.verifiers.wire import Assembly, Outcome, Record, pack, unpack
-from realsys.stream.sockets import LoopReader, ZContext
 
 log = logging.getLogger(__name__)
 

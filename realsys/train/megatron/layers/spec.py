@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from realsys.gpu.attention_kernel import attention_kernel
+from realsys.cluster.gpu_devices import attention_kernel
 from realsys.train.megatron.layers.fused import apply, pad_rows, rms_norm, rotate, swiglu
 from realsys.train.megatron.megatron_core import (
     MLP,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from realsys.cluster.stream.codec import decode_group, encode_group
 from realsys.config.dataflow import dataflow_of
 from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer
 from realsys.rollout import agents
 from realsys.rollout.task import Task
-from realsys.stream.codec import decode_group, encode_group
 from realsys.types import Episode, Group, SequenceRef
 from tests.support.processes.config_trees import changed
 from tests.support.serving.gateways import TICKET, chat_server, make_sharp_chat_model, over_server

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from realsys.cluster.files import FileInfo
 from realsys.errors import CheckpointError
-from realsys.storage.files import FileInfo
 from realsys.train.calls import Role
 from realsys.train.checkpoint.checkpoint_files import Piece
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from realsys.cluster.files import FileInfo
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import CheckpointError
-from realsys.storage.files import FileInfo
 from realsys.train.calls import Role
 from realsys.train.checkpoint.checkpoint_files import Piece
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint

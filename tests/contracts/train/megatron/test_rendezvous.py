@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from realsys.cluster.names.connect import make_name_store
 from realsys.cluster.network import advertised_host, join_host_port, split_host_port
-from realsys.cluster.store.connect import make_name_store
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.config.paths import TrialPaths

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from realsys.cluster.files import FileLock
 from realsys.config.paths import TrialPaths
 from realsys.launch.cli import main
 from realsys.launch.slurm import client
 from realsys.launch.slurm import submit as submit_command
 from realsys.launch.slurm.client import JobState
 from realsys.launch.slurm.trial_job import TrialJob
-from realsys.storage.file_lock import FileLock
 from tests.support.data.few_rows import FEW_ROWS
 
 SETTINGS = [

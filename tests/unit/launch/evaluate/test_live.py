@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from realsys.cluster.store.connect import trial_names
-from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.cluster.names.connect import trial_names
+from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.dump import write_config
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from realsys.cluster.stream.security import CurveKeys, ensure_keys
 from realsys.config.devices.device_plan import Needs
 from realsys.config.paths import TrialPaths
 from realsys.errors import Fenced, RealsysError, WaitTimeout
 from realsys.launch.nodes import coordinator, orders
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.nodes.node_agent import AgentEndpoint, Lease
-from realsys.stream.security import CurveKeys, ensure_keys
 from tests.support.processes.agents import FakeAgent
 
 

@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from realsys.cluster.failure import ErrorRecord
+from realsys.cluster.stream.security import ensure_keys
 from realsys.config.paths import TrialPaths
 from realsys.launch.nodes.orders import Address, write_address
 from realsys.launch.process_plan import ProcessSpec
 from realsys.launch.supervise.supervisor import Supervisor
-from realsys.stream.security import ensure_keys
 from tests.support.polling import poll
 from tests.support.processes.agents import BOUND_S, SHOWN, WORKER, AgentTrial, start_agent
 from tests.support.processes.supervised import log, stop, waits_for

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from realsys.cluster.disk import full_disk
+from realsys.cluster.aio import full_disk
 from realsys.cluster.failure import ErrorRecord
 from realsys.launch.nodes.orders import ProcessId
 from realsys.launch.supervise.failures import defect_of, first_failure, last_error, log_since, no_room, tail

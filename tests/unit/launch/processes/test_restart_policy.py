@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.cluster.child_process import HEALTHY_AFTER_S
+from realsys.cluster.children.child_process import HEALTHY_AFTER_S
 from realsys.launch.nodes.orders import ProcessId
 from realsys.launch.supervise.restart_policy import (
     NO_CHECKPOINT,

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from realsys.cluster.store.connect import make_name_store, trial_names
+from realsys.cluster.names.connect import make_name_store, trial_names
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.observe.screen import progress as monitoring

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from realsys.cluster.stream.codec import encode_message
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.master.calls.model_workers import ModelWorkers
 from realsys.model_calls import ClearRequest, KeepDroppedRequest, MfcRequest, MfcShare, Transfer, TransferRequest
-from realsys.stream.codec import encode_message
 from realsys.train.records.record_messages import HoldRequest
 from tests.support.training.sample_records import make_ref
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from realsys.cluster.store.connect import trial_names
-from realsys.cluster.store.memory_store import MemoryNameStore
+from realsys.cluster.names.connect import trial_names
+from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.paths import TrialPaths
 from realsys.errors import WeightsError
 from realsys.manager.messages import EvaluateRequest, EvaluationReply, RollBackRequest

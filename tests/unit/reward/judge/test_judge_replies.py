@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from realsys.cluster.http.http_client import CallFailed
+from realsys.cluster.http_client import CallFailed
 from realsys.config.sections.schema_judge import Criterion
 from realsys.reward.judge.judge_replies import Trouble, read_reply, trouble_of
 

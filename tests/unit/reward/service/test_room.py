@@ -2,7 +2,7 @@
 
 import pytest
 
-from realsys.cluster.http.http_guard import Refused
+from realsys.cluster.http_server import RefusedRequest
 from realsys.reward.service.room import Room
 
 
@@ -16,7 +16,7 @@ class Clock:
 def test_full_room_refuses_until_items_leave():
     room = Room(10, Clock())
     room.enter(8)
-    with pytest.raises(Refused, match="8 completions are held, at most 10") as refused:
+    with pytest.raises(RefusedRequest, match="8 completions are held, at most 10") as refused:
         room.enter(3)
     assert refused.value.status == 503 and refused.value.retry_after_s > 0
     room.leave(decided=True)
@@ -30,7 +30,7 @@ def test_empty_room_takes_any_request():
     room.enter(64)
     with room.body(1000):
         assert room.bytes == 1000
-        with pytest.raises(Refused, match="1000 bytes of requests are held"), room.body(1):
+        with pytest.raises(RefusedRequest, match="1000 bytes of requests are held"), room.body(1):
             pass
     assert room.bytes == 0
 
@@ -43,7 +43,7 @@ def test_refusal_says_how_long_to_wait():
         room.leave(decided=True)
     room.enter(40)
     clock.now += 10.0  # 4 items per second
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedRequest) as refused:
         room.enter(12)
     assert refused.value.retry_after_s == 3
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 import pytest
 import zmq
 
+from realsys.cluster.stream.codec import encode_message
+from realsys.cluster.stream.master_stream import Acknowledgements, Message, OpenCall, Peer, name_workers, open_call
+from realsys.cluster.stream.wire import Ack, FailureReply
 from realsys.errors import DecodeError, RemoteError, WaitTimeout
 from realsys.model_calls import TransferReply
-from realsys.stream.codec import encode_message
-from realsys.stream.master.calls import Acknowledgements, Call, Message, Peer, name_workers, open_call
-from realsys.stream.wire import Ack, Failure
 from tests.support.streams.stream_parts import BOUND_S
 
 
-def with_call(body: Callable[[Call, list[Peer]], None], workers: int = 3) -> None:
+def with_call(body: Callable[[OpenCall, list[Peer]], None], workers: int = 3) -> None:
     """Run ``body`` with a call to some workers whose requests are on their way."""
 
     async def run() -> None:
@@ -37,7 +37,7 @@ def reply(received: int) -> zmq.Frame:
 
 
 def test_replies_keep_the_order_of_workers() -> None:
-    def body(call: Call, peers: list[Peer]) -> None:
+    def body(call: OpenCall, peers: list[Peer]) -> None:
         for worker in (2, 0, 1):
             assert not call.result.done()
             call.take_reply(peers[worker], None, reply(worker))
@@ -50,12 +50,12 @@ def test_replies_keep_the_order_of_workers() -> None:
 @pytest.mark.parametrize(
     ("failure", "payload", "error"),
     [
-        (Failure("ValueError", "no such key", "trace"), reply(0), RemoteError),
+        (FailureReply("ValueError", "no such key", "trace"), reply(0), RemoteError),
         (None, zmq.Frame(b"\xc1"), DecodeError),
     ],
 )
-def test_first_failure_ends_the_call(failure: Failure | None, payload: zmq.Frame, error: type[Exception]) -> None:
-    def body(call: Call, peers: list[Peer]) -> None:
+def test_first_failure_ends_the_call(failure: FailureReply | None, payload: zmq.Frame, error: type[Exception]) -> None:
+    def body(call: OpenCall, peers: list[Peer]) -> None:
         call.take_reply(peers[1], failure, payload)
         with pytest.raises(error, match="model_worker/1"):
             call.result.result()
@@ -67,7 +67,7 @@ def test_first_failure_ends_the_call(failure: Failure | None, payload: zmq.Frame
 def test_discarded_request_leaves_those_of_successor() -> None:
     """A new incarnation counts its requests from 1 again."""
 
-    def body(call: Call, peers: list[Peer]) -> None:
+    def body(call: OpenCall, peers: list[Peer]) -> None:
         successor = Peer(0, "model_worker/0", "2", b"")
         open_call("clear", TransferReply, [0], BOUND_S).add_request(successor, b"payload")
         call.discard()
@@ -77,7 +77,7 @@ def test_discarded_request_leaves_those_of_successor() -> None:
 
 
 def test_timeout_names_some_of_many_workers() -> None:
-    def body(call: Call, peers: list[Peer]) -> None:
+    def body(call: OpenCall, peers: list[Peer]) -> None:
         call.take_reply(peers[0], None, reply(0))
         call.expire(2.0)
         with pytest.raises(WaitTimeout, match="model_worker/1, .*, model_worker/8 and 11 others: no reply to transfer"):

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from realsys.cluster.heartbeat import Heartbeat, LeaseTerms
+from realsys.cluster.files import occupy
+from realsys.cluster.lease import Heartbeat, LeaseTerms
+from realsys.cluster.names.connect import make_name_store, trial_names
+from realsys.cluster.names.contract import NameStore
+from realsys.cluster.names.etcd_members import EtcdAccess
+from realsys.cluster.names.etcd_store import EtcdNameStore
+from realsys.cluster.names.file_store import FileNameStore
+from realsys.cluster.names.keys import Names
 from realsys.cluster.process import RUN_ID
-from realsys.cluster.store.base import NameStore
-from realsys.cluster.store.connect import make_name_store, trial_names
-from realsys.cluster.store.etcd_members import EtcdAccess
-from realsys.cluster.store.etcd_store import EtcdNameStore
-from realsys.cluster.store.file_store import FileNameStore
-from realsys.cluster.store.names import Names
 from realsys.config.compose import compose
 from realsys.config.dump import read_config, write_config
 from realsys.config.paths import TrialPaths
@@ -33,7 +34,6 @@ from realsys.launch.slurm.client import JobState, SlurmError
 from realsys.launch.slurm.trial_job import TrialJob
 from realsys.launch.supervise.own_etcd import etcd_answers
 from realsys.launch.trial_folder import TrialLock, claim_keys, remove_keys
-from realsys.storage.scratch import occupy
 from realsys.workers.name_store import ensure_certificate
 from tests.support.processes.ports import lasting_ports
 

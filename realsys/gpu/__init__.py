@@ -1,1 +1,0 @@
-"""Processes on GPUs: choice of the device and of the attention kernel, peak rates, meters."""
