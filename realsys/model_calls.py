@@ -78,7 +78,8 @@ class MfcReply(msgspec.Struct):
     ``scores``: sample id -> reward of a reward model; each DP head reports its own samples.
     ``abandoned``: the run stops, and the call was not run to its end, on any rank. ``not_finite``:
     arguments of the NotFiniteError that ended the call; the master raises it. ``gpu``: readings of the
-    worker's GPU since its last reply (``realsys.cluster.gpu_devices``); empty on a CPU. ``host_bytes``: resident memory.
+    worker's GPU since its last reply (``realsys.cluster.gpu_devices``); empty on a CPU. ``host_bytes``: resident
+    memory.
     """
 
     worker: int

@@ -33,7 +33,8 @@ def _no_leases(module: Any) -> None:
     module.Ledger.lose = lambda self, lost, cause, now: []
 
 
-def _no_waiting(module: Any) -> None:
+def _no_acknowledgement(module: Any) -> None:
+    """Let the pusher not wait for acknowledgements, and the puller send refusals only."""
     send = module._Link._send
 
     def send_and_forget(self: Any, session: Any, sequence: int) -> None:
@@ -44,9 +45,6 @@ def _no_waiting(module: Any) -> None:
 
     module._Link._send = send_and_forget
     module.Slabs.release = lambda self, slab: None  # libzmq may still be sending from it
-
-
-def _no_acknowledgement(module: Any) -> None:
     acknowledge = module.Puller._acknowledge
 
     def only_refusals(self: Any, route: bytes, message: Any) -> None:
@@ -59,7 +57,6 @@ def _no_acknowledgement(module: Any) -> None:
 PATCHES: dict[str, Callable[[Any], None]] = {
     "realsys.manager.ledger.journal": _no_journal,
     "realsys.manager.ledger.ledger": _no_leases,
-    "realsys.cluster.stream.push_pull": _no_waiting,
     "realsys.cluster.stream.push_pull": _no_acknowledgement,
 }
 

@@ -32,7 +32,6 @@ import msgspec
 
 from realsys.cluster.network import join_host_port
 from realsys.cluster.stream.master_stream import MasterStream
-from realsys.cluster.stream.request_reply import MasterStream
 from realsys.cluster.stream.security import ensure_keys
 from realsys.config.devices import device_plan
 from realsys.config.devices.device_plan import Needs, NodeDevices

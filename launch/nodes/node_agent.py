@@ -32,7 +32,6 @@ from realsys.cluster import failpoint
 from realsys.cluster.network import interfaces, own_addresses
 from realsys.cluster.prctl import die_with_parent
 from realsys.cluster.process import PARENT_PID, configure_logging
-from realsys.cluster.stream.request_reply import WorkerEndpoint, WorkerRequest
 from realsys.cluster.stream.security import load_keys
 from realsys.cluster.stream.worker_endpoint import WorkerEndpoint, WorkerRequest
 from realsys.config.paths import TrialPaths

@@ -184,8 +184,8 @@ def no_agent(names: Sequence[str], timeout_s: float) -> str:
 #
 # An agent says Joined first, with what its machine has. It gets no process before its first Pong has arrived.
 #
-# They travel on the request-reply stream (``realsys.cluster.stream``): a connection that is cut loses and doubles none of
-# them, and of each node only the newest agent may speak. The stream has keys on every address, loopback included: a
+# They travel on the request-reply stream (``realsys.cluster.stream``): a connection that is cut loses and doubles none
+# of them, and of each node only the newest agent may speak. The stream has keys on every address, loopback included: a
 # peer that can speak here can start programs.
 
 

@@ -1,4 +1,4 @@
-"""Coroutines that end early: at the request to stop, or with another coroutine."""
+"""Helpers of event loops: coroutines that end early, and disk work with a time limit."""
 
 from __future__ import annotations
 
@@ -103,14 +103,7 @@ async def _racing(
         await asyncio.wait(tasks)
 
 
-# ---- disk --------------------------------------------------------------------------------------------------------
-#
-# Disks that are slow or full. Disk work of the master is done in a thread, so that its event loop runs on, and with a
-# time limit.
-
-
-FULL = "No space left on device"
-_FULL_BELOW = 1 << 16  # bytes
+# -- Disk work of the master: in a thread, so that its event loop runs on, and with a time limit -------------------
 
 
 async def on_disk(what: str, timeout_s: float, work: Callable[[], Result]) -> Result:
@@ -150,6 +143,10 @@ async def on_disk(what: str, timeout_s: float, work: Callable[[], Result]) -> Re
             return done.result()  # it was ready when the time was up, or ``work`` raised a TimeoutError
         problem = f"not done within {timeout_s:g} s; the disk hangs, or is too slow for cluster.request_timeout_s"
         raise WaitTimeout(f"master_worker: {what}: {problem}") from None
+
+
+FULL = "No space left on device"
+_FULL_BELOW = 1 << 16  # bytes
 
 
 def full_disk(folder: Path) -> str:

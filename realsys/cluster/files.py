@@ -1,4 +1,4 @@
-"""Single files: written durably, with their size and checksum. No torch."""
+"""Single files: written durably, with their size and checksum; locks; scratch folders. No torch."""
 
 from __future__ import annotations
 
@@ -124,9 +124,7 @@ def file_stamp(path: Path) -> FileStamp | None:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-# ---- file lock ---------------------------------------------------------------------------------------------------
-#
-# Locks on files, between processes of one host. The kernel ends a lock with its process. No torch.
+# -- Locks between processes of one host. The kernel ends a lock with its process ----------------------------------
 
 
 class FileLock:
@@ -161,9 +159,7 @@ class FileLock:
             self._descriptor = -1
 
 
-# ---- scratch -----------------------------------------------------------------------------------------------------
-#
-# Folders that processes have on disks in memory.
+# -- Folders that processes have on disks in memory ----------------------------------------------------------------
 #
 # A process that is killed leaves its folder there, until the machine has no memory left. `realsys gc` removes a folder
 # that no process has locked.

@@ -92,7 +92,7 @@ def _driver() -> str:
     return next((word for word in words if word[0].isdigit()), "of unknown version")
 
 
-# ---- attention kernel --------------------------------------------------------------------------------------------
+# -- Attention kernel ----------------------------------------------------------------------------------------------
 #
 # Variable-length attention on CUDA: the call of torch's kernel, chosen once by the kernel's signature.
 #
@@ -186,7 +186,7 @@ def _try(kernel: AttentionKernel) -> None:
     torch.cuda.synchronize()
 
 
-# ---- meter -------------------------------------------------------------------------------------------------------
+# -- Meters --------------------------------------------------------------------------------------------------------
 #
 # Meters of one rank's GPU: peak memory of torch, and utilisation and memory from NVML.
 #
@@ -299,9 +299,7 @@ def make_meter(device: torch.device, peak_tflops: float) -> GpuMeter | None:
     return GpuMeter(device, peak, sampler)
 
 
-# ---- peak --------------------------------------------------------------------------------------------------------
-#
-# Peak rates of GPUs in bfloat16, for the model FLOPs utilisation (MFU). No torch.
+# -- Peak rates of GPUs in bfloat16, for the model FLOPs utilisation (MFU) -----------------------------------------
 
 
 #: Part of the name of a device -> TFLOP/s of dense bfloat16 products (data sheets of NVIDIA). The first match counts,

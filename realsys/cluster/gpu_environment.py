@@ -45,7 +45,7 @@ def prepare_environment(environment: MutableMapping[str, str], *, deterministic:
             environment.setdefault(name, value)
 
 
-# ---- affinity ----------------------------------------------------------------------------------------------------
+# -- Affinity ------------------------------------------------------------------------------------------------------
 #
 # CPU cores near the GPUs of a process. No torch: a process is bound before torch starts its threads.
 #

@@ -1,4 +1,4 @@
-"""HttpServer: uvicorn as every HTTP service of a trial runs it, on the caller's event loop or in its own thread.
+"""HTTP services of a trial: uvicorn, on the caller's event loop or in its own thread, with a guard in front.
 
 bind (``url`` is right from then on) ──> serve ──> stop: replies that are due are finished, within a bound
 """
@@ -29,6 +29,8 @@ from realsys.cluster.http_signature import signed_digest
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of
 from realsys.errors import Fenced, WaitTimeout
+
+log = logging.getLogger(__name__)
 
 _FINISH_S = 3  # time for the replies that are due
 _KEEP_ALIVE_S = 75  # longer than any client's, so that no request meets a connection that closes
@@ -115,7 +117,7 @@ class _Server(uvicorn.Server):
         self.on_ready()
 
 
-# ---- http guard --------------------------------------------------------------------------------------------------
+# -- Guard ---------------------------------------------------------------------------------------------------------
 #
 # Guard: the checks in front of every HTTP service of a trial, so that no route can lack them.
 #
@@ -127,8 +129,6 @@ class _Server(uvicorn.Server):
 # state and needs one of them; a GET has no body. A signature names the digest of the body, which is checked at its
 # end. A process that has lost its lease neither accepts a request nor answers one that it accepted before.
 
-
-log = logging.getLogger(__name__)
 
 MAX_HEAD = 64 << 10  # bytes of request line and headers
 REQUEST_S = 60.0  # bound on the time from the beginning of a connection or request to the end of its body

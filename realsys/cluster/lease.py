@@ -1,4 +1,4 @@
-"""A worker's leased heartbeat key, and the threads that notice its loss.
+"""A worker's lease: its heartbeat key, the threads that notice its loss, and the check before each visible act.
 
     beat thread      every heartbeat_s: renew the lease, which a successor would have ended; every fifth of the lease,
                      and before it writes a changed value: check that the key is still ours
@@ -14,6 +14,14 @@ Two threads, because the beat may hang inside the store (a dead file server, an 
 lease; all other processes then treat this worker as dead, and it must stop. The thread that finds the loss first calls
 ``on_lost``, once. A thread that holds the GIL for a whole lease (no known library does) would look dead too. In a
 process that wakes up after a suspension neither thread need be the first to run: hence ``check``.
+
+    Heartbeat.check ── the one implementation of CheckAlive; ``ctx.check_alive`` in a worker
+    unleased        ── for parts that run without a lease: tools, benchmarks, tests
+
+Every visible act checks the lease first: publishing weights, completing a checkpoint, writing shards, pushing and
+acknowledging groups, appending to the journal, calling the manager, replying over HTTP. The check and the act are two
+steps. If a process is suspended exactly between them, the receiver refuses the act (``monotonic``): manager, ledger and
+weight folders are ordered by incarnation and attempt, and refuse everything older than the newest that they have seen.
 """
 
 from __future__ import annotations
@@ -40,6 +48,14 @@ log = logging.getLogger(__name__)
 LOOKS_PER_LEASE = 5  # reading the key costs the store as much as a renewal
 #: a value with other counters is written at most this often: each write wakes all that watch the heartbeats
 COUNTERS_S = 30.0
+
+
+#: Returns while the lease holds; else raises Fenced, and ends the process if it is a worker.
+CheckAlive = Callable[[], None]
+
+
+def unleased() -> None:
+    """Return at every call: a part without a lease cannot lose it."""
 
 
 def lease_clock(cluster: ClusterConfig) -> Callable[[], float]:
@@ -294,28 +310,3 @@ def incarnation_in(value: str) -> int:
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not a heartbeat: {error}") from None
     raise ValueError(f"not a heartbeat: incarnation={incarnation!r:.80}")
-
-
-# ---- fence -------------------------------------------------------------------------------------------------------
-#
-# Check of a process's lease, right before each act that other processes see.
-#
-#     Heartbeat.check ── the one implementation; ``ctx.check_alive`` in a worker
-#     unleased        ── for parts that run without a lease: tools, benchmarks, tests
-#
-# A process that was suspended beyond its lease wakes up in the middle of its work, and its heartbeat
-# thread may be the last one to run. So every visible act checks the lease first: publishing weights,
-# completing a checkpoint, writing shards, pushing and acknowledging groups, appending to the journal,
-# calling the manager, replying over HTTP.
-#
-# The check and the act are two steps. If a process is suspended exactly between them, the receiver refuses
-# the act (``monotonic``): manager, ledger and weight folders are ordered by incarnation and attempt, and
-# refuse everything older than the newest that they have seen.
-
-
-#: Returns while the lease holds; else raises Fenced, and ends the process if it is a worker.
-CheckAlive = Callable[[], None]
-
-
-def unleased() -> None:
-    """Return at every call: a part without a lease cannot lose it."""

@@ -142,7 +142,7 @@ class ManagerState:
         self.rollout_workers = 0  # heartbeats of RolloutWorkers
         self._observed = False  # heartbeats have been seen since the start
         self.unseen: dict[str, float] = {}  # worker -> time of a grant to an incarnation whose heartbeat is not there
-        # Other allocations that are held, and those of them that have been woken for a ticket: counted by the commit loop.
+        # Other allocations that are held, and those of them that have been woken for a ticket: the commit loop counts.
         self.asking = 0
         self.promised = 0
         self.repeats = Repeats()

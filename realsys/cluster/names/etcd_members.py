@@ -249,7 +249,7 @@ class EtcdMembers:
         return NameStoreError(f"name store: cannot {action}: {where} answered {code.name}: {details}; {advice}")
 
 
-# ---- etcd3 compat ------------------------------------------------------------------------------------------------
+# -- Import of etcd3 -----------------------------------------------------------------------------------------------
 #
 # Makes ``etcd3`` 0.12 importable next to protobuf >= 4, without touching the installed package.
 #

@@ -385,7 +385,7 @@ def _payload(frame: Buffer, size: int, what: str) -> I32:
     return array
 
 
-# ---- runs --------------------------------------------------------------------------------------------------------
+# -- Runs ----------------------------------------------------------------------------------------------------------
 #
 # Runs of equal values in the arrays of a row, and the arrays again. Pure.
 #
@@ -462,9 +462,7 @@ def expand_masks(rows: Sequence[Sequence[int]], size: int) -> Mask:
     return masks
 
 
-# ---- decoders ----------------------------------------------------------------------------------------------------
-#
-# Decoders of msgpack messages, made once for each type.
+# -- Decoders of msgpack messages, made once for each type ---------------------------------------------------------
 
 
 _MAKING_DECODER = threading.Lock()

@@ -295,7 +295,7 @@ class MasterStream:
         self._reader.nudge()  # a send may have swallowed the edge of a waiting message
 
 
-# ---- calls -------------------------------------------------------------------------------------------------------
+# -- Calls ---------------------------------------------------------------------------------------------------------
 #
 # Calls of the master to one or many workers, and the workers as the master sees them.
 #
@@ -448,9 +448,7 @@ def name_workers(names: Collection[str]) -> str:
     return some if len(names) <= _NAMED else f"{some} and {len(names) - _NAMED} others"
 
 
-# ---- notices -----------------------------------------------------------------------------------------------------
-#
-# Notices of the workers to the master: which callback gets them, and what waits for one.
+# -- Notices: which callback gets them, and what waits for one -----------------------------------------------------
 
 
 #: notices that wait for their callback; bounded, because a misspelt handler would collect them for ever
@@ -497,9 +495,7 @@ class Notices:
             self._fail(exc)
 
 
-# ---- barriers ----------------------------------------------------------------------------------------------------
-#
-# Waits of the master for workers to connect.
+# -- Waits for workers to connect ----------------------------------------------------------------------------------
 
 
 class Barriers:
@@ -533,9 +529,7 @@ class Barriers:
                 complete.set_exception(error)
 
 
-# ---- head routing ------------------------------------------------------------------------------------------------
-#
-# Calls by handle: shards, DP heads and plain indices, in the names of the topology's routing table.
+# -- Calls by handle: shards, DP heads and plain indices, in the names of the topology's routing table -------------
 
 Handle = str | int
 

@@ -8,13 +8,11 @@
 pusher keeps a group until it is acknowledged: when the connection is lost, it looks up the address again and resends.
 The puller hands over each (identity, sequence) once.
 
-The sending end of the push-pull stream (see ``push_pull``).
-
     push(group) ──> Pusher ──> _Link of one receiver ──> sockets.ClientSession: one connection
                                      │                        │ lost
                                      └── looks up the address, makes the next session, resends
 
-Invariants
+Invariants of the sending end
     keep-until-ack  A group stays in ``_pending`` of its link until a PushAck or PushNack names its
                     sequence, or its push is cancelled. A lost connection therefore loses no group.
     one-session     A session belongs to one address and never reconnects. The receiver may have been
@@ -336,11 +334,9 @@ class _Link:
                 pending.stored.set_exception(StreamError(f"{self._identity}: {refusal}"))
 
 
-# ---- puller ------------------------------------------------------------------------------------------------------
+# -- Puller --------------------------------------------------------------------------------------------------------
 #
-# The receiving end of the push-pull stream (see ``push_pull``).
-#
-# Invariants
+# Invariants of the receiving end
 #     store-once       A sequence of an identity is handed to ``on_group`` at most once. A resent one gets
 #                      the same outcome again, because its first acknowledgement may be lost.
 #     store-then-ack   A PushAck leaves after ``on_group`` has returned. The sender discards the group then.

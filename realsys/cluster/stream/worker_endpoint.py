@@ -6,7 +6,7 @@
     pushers ──groups──>      │
                           GroupIntake.store() stores them; the Struct it returns becomes a notice
 
-One thread owns every socket (``worker_io``). Other threads only touch a queue and the outbox.
+One thread owns every socket (``WorkerIO``). Other threads only touch a queue and the outbox.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class WorkerEndpoint:
         return error
 
 
-# ---- worker io ---------------------------------------------------------------------------------------------------
+# -- I/O thread ----------------------------------------------------------------------------------------------------
 #
 # The I/O thread of a WorkerEndpoint, and the outbox through which other threads reach it.
 #

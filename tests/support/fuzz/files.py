@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from realsys.cluster import lease
 from realsys.cluster.commit_folder import FolderFormat
 from realsys.cluster.failure import ErrorRecord, read_errors, record_of, write_error
+from realsys.cluster.lease import incarnation_in
 from realsys.cluster.names.file_store import FileNameStore
 from realsys.cluster.stream.security import KEY_FILE, CurveKeys, ensure_keys, load_keys
 from realsys.config.dump import read_config
@@ -66,7 +66,7 @@ def name_store(folder: Path) -> Iterator[Target]:
         msgspec.json.encode(table["rollout_worker/0"].counters)
 
     yield Target("name store: heartbeat, manager", heartbeats, observe, ())
-    yield Target("name store: heartbeat, worker", heartbeats, lease.incarnation_in, (ValueError,))
+    yield Target("name store: heartbeat, worker", heartbeats, incarnation_in, (ValueError,))
     for kind in (PublishedVersion, ServerAddress):
         yield Target(
             f"name store: {kind.__name__}",
