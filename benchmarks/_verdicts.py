@@ -10,8 +10,8 @@ import psutil
 
 from realsys.errors import RewardError
 from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
-from realsys.reward.verifiers.base import Item
+from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.verifiers.contract import Item
 
 
 class Judge:
@@ -19,7 +19,7 @@ class Judge:
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
-        self._pool = VerifierPool(1, Limits(60.0, 120.0))
+        self._pool = VerifierPool(1, ItemLimits(60.0, 120.0))
 
     def one(self, item: Item) -> bool | None:
         """Return whether a program is right; None if there is no verdict."""

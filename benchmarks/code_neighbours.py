@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks._processes import helper_processes
 from benchmarks._table import report
 from benchmarks._verdicts import judges
-from realsys.reward.verifiers.base import Item
+from realsys.reward.verifiers.contract import Item
 from tests.support.sandbox.attacks import Attack, honest, read_attacks
 from tests.support.sandbox.surroundings import Outside, opened
 

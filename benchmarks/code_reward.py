@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks._table import report
 from benchmarks._verdicts import Judge, cpu_s, judges
-from realsys.reward.verifiers.base import Item
+from realsys.reward.verifiers.contract import Item
 
 _PROGRAM = "def double(n):\n    return 2 * n\n\n\nif __name__ == '__main__':\n    print(double(int(input())))\n"
 _TESTS: dict[str, dict[str, Any]] = {

@@ -24,8 +24,8 @@ from benchmarks._table import report
 from realsys.config.schema import RewardConfig
 from realsys.errors import RewardError
 from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.verifiers.contract import Item, Verdict
 
 _SHOWN = 160  # characters of a reference, and of the end of a completion
 
@@ -37,7 +37,7 @@ def read_cases(path: Path) -> list[dict[str, Any]]:
 
 async def judge(cases: list[dict[str, Any]], processes: int) -> tuple[list[Verdict | BaseException], int, Any]:
     """Return the verdicts, the number of refused references, and the failures by cause."""
-    pool = VerifierPool(processes, Limits.of(RewardConfig()))
+    pool = VerifierPool(processes, ItemLimits.of(RewardConfig()))
     try:
         calls = (pool.verify("math", Item("", case["pred"], case["gold"])) for case in cases)
         verdicts = await asyncio.gather(*calls, return_exceptions=True)

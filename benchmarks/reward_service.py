@@ -24,17 +24,17 @@ import uvloop
 
 from benchmarks._table import report
 from realsys.cluster.http_server import HttpServer
-from realsys.reward.build import Verifiers
+from realsys.reward.open_verifiers import Verifiers
 from realsys.reward.pool import VerifierPool
-from realsys.reward.service.dispatch import Bounds
+from realsys.reward.service.dispatch import DispatchBounds
 from realsys.reward.service.reward_client import ServiceVerifiers
 from realsys.reward.service.reward_server import RewardServer
-from realsys.reward.verifier_process import Limits
-from realsys.reward.verifiers.base import Item
+from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.verifiers.contract import Item
 from realsys.types import ServerAddress
 
 GROUP, WAITING = 16, 32  # completions of a group, groups that wait
-LIMITS = Limits(10.0, 60.0)
+LIMITS = ItemLimits(10.0, 60.0)
 #: name -> verifier, completion, reference
 LOADS = {
     "exact, 200 B": ("exact", "x" * 198 + "#7", "7"),
@@ -70,7 +70,7 @@ async def verifiers(services: int) -> AsyncIterator[Verifiers]:
         assert child.stdout is not None
         url = (await child.stdout.readline()).decode().strip()
         registered[str(index)] = msgspec.json.encode(ServerAddress(f"reward_service/{index}", url, 0, "", "")).decode()
-    client = ServiceVerifiers(Bounds(60.0, 600.0), None)
+    client = ServiceVerifiers(DispatchBounds(60.0, 600.0), None)
     client.registered(registered)
     try:
         yield client

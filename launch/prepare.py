@@ -44,7 +44,7 @@ from realsys.launch.trial_folder import TrialLock, claim_keys, held_by, remove_k
 from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
 from realsys.master.run.trial_start import TrialStart, write_start
-from realsys.reward.judge.rubric_file import read_rubric
+from realsys.reward.judge.rubric import read_rubric
 
 Role = TypeVar("Role", bound=RoleConfig)
 

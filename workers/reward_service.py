@@ -13,7 +13,7 @@ from realsys.cluster.aio import stop_event
 from realsys.cluster.http_server import HttpServer
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.errors import ConfigError
-from realsys.reward.build import make_pool
+from realsys.reward.open_verifiers import make_pool
 from realsys.reward.service.reward_server import RewardServer
 from realsys.types import ServerAddress
 

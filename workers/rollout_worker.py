@@ -15,7 +15,7 @@ from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
 from realsys.manager.client import ManagerClient
-from realsys.reward.build import open_verifiers
+from realsys.reward.open_verifiers import open_verifiers
 from realsys.rollout import agents, environments
 from realsys.rollout.gateway.gateway import gateway_of
 from realsys.rollout.partial import PartialRolloutManager

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.verifiers.contract import Item, Verdict
 
 
 def tests_passed(item: Item) -> Verdict:

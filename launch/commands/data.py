@@ -18,8 +18,8 @@ from realsys.data.prompts import plain_text
 from realsys.data.report.examine import UNVERIFIED, Examiner, Report
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
-from realsys.reward.judge.rubric_file import read_rubric
-from realsys.reward.verifiers.base import Item
+from realsys.reward.judge.rubric import read_rubric
+from realsys.reward.verifiers.contract import Item
 from realsys.rollout.references import ReferenceChecker
 
 EXIT_OK, EXIT_BAD_DATA = 0, 2

@@ -37,7 +37,7 @@ from realsys.launch.prepare import make_inputs
 from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.observe.screen.terminal import Terminal
-from realsys.reward.build import own_verifiers
+from realsys.reward.open_verifiers import own_verifiers
 from realsys.rollout import agents, environments
 from realsys.rollout.engine_calls import Engine
 from realsys.rollout.gateway.gateway import check as check_gateway

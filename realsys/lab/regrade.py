@@ -32,8 +32,8 @@ from realsys.launch.commands.replay import last_recorded
 from realsys.launch.commands.samples import printable
 from realsys.observe.evaluation_statistics import Tally, pooled
 from realsys.observe.screen.terminal import WorkLine
-from realsys.reward.build import own_verifiers
-from realsys.reward.judge.rubric_file import read_rubric
+from realsys.reward.judge.rubric import read_rubric
+from realsys.reward.open_verifiers import own_verifiers
 from realsys.rollout import environments
 from realsys.rollout.defects import explain
 from realsys.rollout.environments.base import Environment, Judgement

@@ -23,7 +23,7 @@ from realsys.manager.messages import EvaluateRequest, EvaluationReply
 from realsys.observe import spans
 from realsys.observe.evaluation_records import EvalSample, Outcome, collect, majority_of, record, write_result
 from realsys.observe.evaluation_statistics import Tally
-from realsys.reward.answers import AnswerComparer
+from realsys.reward.compare_answers import AnswerComparer
 
 log = logging.getLogger(__name__)
 

@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from realsys.errors import NoVerifierError, RealsysError, RewardError
-from realsys.reward.failure_tally import FailureTally
-from realsys.reward.frames import CPU_TIME, MAX_ITEMS, REFUSED, Outcome, encoded
-from realsys.reward.verifier_process import Limits, VerifierProcess, Work
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.verifier_process import ItemLimits, VerifierProcess, VerifierWork
+from realsys.reward.verifier_protocol import CPU_TIME, MAX_ITEMS, REFUSED, Outcome, encoded
+from realsys.reward.verifiers.contract import Item, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ _CLOSED = "the verifier pool is closed"
 class _Call:
     """One item, and the future of its verdict. ``again``: it has been judged once, without a verdict."""
 
-    work: Work
+    work: VerifierWork
     item: bytes
     future: asyncio.Future[Verdict]
     again: bool = False
@@ -63,7 +62,7 @@ class VerifierPool:
     def __init__(
         self,
         processes: int,
-        limits: Limits,
+        limits: ItemLimits,
         arguments: Mapping[str, Mapping[str, Any]] | None = None,
         *,
         judgements: int = 2,
@@ -77,7 +76,7 @@ class VerifierPool:
         self._processes = processes
         self._limits = limits
         self._once = judgements == 1
-        self._queue: dict[Work, deque[_Call]] = {}  # the first key is served next
+        self._queue: dict[VerifierWork, deque[_Call]] = {}  # the first key is served next
         self._idle: list[VerifierProcess | None] = [None] * processes  # None: to be started when needed
         self._running: set[VerifierProcess] = set()
         self._workers: set[asyncio.Task[None]] = set()  # one for each process that is not idle
@@ -107,7 +106,7 @@ class VerifierPool:
 
         Items that are given in one turn of the event loop cost one round trip together.
         """
-        return await self.judge(Work(name), encoded(name, item))
+        return await self.judge(VerifierWork(name), encoded(name, item))
 
     async def check_answer(self, name: str, item: Item) -> str | None:
         """Return why the verifier ``name`` cannot use the reference of an item; None if it can.
@@ -115,12 +114,12 @@ class VerifierPool:
         A check that raises, hangs or dies is such a reason, too. Raises NoVerifierError.
         """
         try:
-            await self.judge(Work(name, check=True), encoded(name, item))
+            await self.judge(VerifierWork(name, check=True), encoded(name, item))
         except RewardError as error:
             return str(error)
         return None
 
-    async def judge(self, work: Work, item: bytes) -> Verdict:
+    async def judge(self, work: VerifierWork, item: bytes) -> Verdict:
         """Do the work on an encoded item, with the errors of ``verify``."""
         if self._closed:
             raise NoVerifierError(_CLOSED)
@@ -284,3 +283,46 @@ class VerifierPool:
             self._running.discard(child)
             self.restarts += not self._closed
         await child.kill()
+
+
+# ---- failure tally -----------------------------------------------------------------------------------------------
+#
+# FailureTally: completions without a verdict, counted by cause, and the point from which the verifier is to blame.
+
+
+#: items in a row without a verdict after which the verifier counts as defective: a group could be trained with its
+#: cut-off completions only, and the run would continue with them
+HOPELESS = 64
+
+
+class FailureTally:
+    """Counts of one RolloutWorker.
+
+    undecided  items without a verdict since the start
+    failures   cause -> items since ``take``: those without a verdict, and those over a limit
+    """
+
+    def __init__(self) -> None:
+        self.undecided = 0
+        self.failures: Counter[str] = Counter()
+        self._in_a_row = 0  # failures since the last verdict
+
+    def decide(self) -> None:
+        """Count an item with a verdict."""
+        self._in_a_row = 0
+
+    def fail(self, error: RewardError) -> NoVerifierError | None:
+        """Count a failure of an item. After many in a row the verifier or its limit is to blame, not the item.
+
+        Then the attempt must fail with the error that is returned, so that the run ends by name.
+        """
+        self.failures[error.cause] += 1
+        self._in_a_row += 1
+        if self._in_a_row < HOPELESS:
+            return None
+        return NoVerifierError(f"{self._in_a_row} completions in a row had no verdict; the last one: {error}")
+
+    def take(self) -> dict[str, int]:
+        """Return the failures since the last call, by cause."""
+        failures, self.failures = dict(self.failures), Counter()
+        return failures

@@ -25,23 +25,23 @@ from realsys.cluster import failpoint
 from realsys.cluster.prctl import die_with_parent
 from realsys.config.doors import VERIFIER
 from realsys.harness.contract import NOT_OF_THE_USER, place_of
-from realsys.reward.frames import (
+from realsys.reward.verifier_protocol import (
     LENGTH,
     NO_VERDICT,
     RAISED,
     REFUSED,
     RESOURCES,
-    Batch,
-    Done,
-    Failure,
+    BatchDone,
+    JournalWriter,
     Loaded,
     NotLoaded,
+    NoVerdict,
     Outcome,
+    VerifierBatch,
     decode_item,
     frame,
 )
-from realsys.reward.outcomes import JournalWriter
-from realsys.reward.verifiers.base import Item, Verdict, Verifier, answer_problem, verdict_of, wrong_over_limit
+from realsys.reward.verifiers.contract import Item, Verdict, Verifier, answer_problem, verdict_of, wrong_over_limit
 
 _MESSAGE_LIMIT = 500  # characters of an exception
 _FILE_BYTES = 256 << 20  # bound on one file that a verifier writes; its printed output is one, too
@@ -80,7 +80,7 @@ def _limit(memory: int) -> None:
 def serve(channel: socket.socket, journal: JournalWriter) -> None:
     """Answer batches until the channel closes. A batch without items loads its verifier."""
     verifiers: dict[str, Verifier] = {}
-    channel.sendall(frame(Done(0, 0)))
+    channel.sendall(frame(BatchDone(0, 0)))
     while (batch := _receive(channel)) is not None:
         try:
             if batch.name not in verifiers:
@@ -111,17 +111,17 @@ def verify(verifier: Verifier, item: Item) -> Outcome:
     try:
         return verdict_of(result)
     except (TypeError, ValueError) as error:
-        return Failure(NO_VERDICT, describe(error))
+        return NoVerdict(NO_VERDICT, describe(error))
 
 
 def check(verifier: Verifier, item: Item) -> Outcome:
     """Return whether the verifier can use the reference. Raises what its check raises."""
     problem = answer_problem(verifier, item)
-    return Verdict(correct=True) if problem is None else Failure(REFUSED, one_line(problem))
+    return Verdict(correct=True) if problem is None else NoVerdict(REFUSED, one_line(problem))
 
 
 def verify_batch(
-    verifier: Verifier, batch: Batch, journal: JournalWriter, send: Callable[[msgspec.Struct], None]
+    verifier: Verifier, batch: VerifierBatch, journal: JournalWriter, send: Callable[[msgspec.Struct], None]
 ) -> None:
     """Verify the items in order. Send one message for all of them, unless they take long."""
     process, reported = os.getpid(), time.monotonic()
@@ -130,7 +130,7 @@ def verify_batch(
     count, told, spent = 0, 0, False
     for item in batch.items:
         if count > told and time.monotonic() - reported > batch.report_s:
-            send(Done(batch.serial, count))
+            send(BatchDone(batch.serial, count))
             told, reported = count, time.monotonic()
         outcome, spent = _judge(judge, item)
         if os.getpid() != process:  # the verifier forked, and returned in both processes
@@ -139,7 +139,7 @@ def verify_batch(
         count += 1
         if spent:
             break
-    send(Done(batch.serial, count, spent))
+    send(BatchDone(batch.serial, count, spent))
 
 
 def _judge(judge: Judge, item: bytes) -> tuple[bytes, bool]:
@@ -149,8 +149,8 @@ def _judge(judge: Judge, item: bytes) -> tuple[bytes, bool]:
         return frame(judge(decode_item(item))), False
     except Exception as error:  # the request boundary: reported, never a verdict
         if _is_spent(error):
-            return frame(Failure(RESOURCES, describe(error) + "; the process is replaced")), True
-        return frame(Failure(RAISED, describe(error))), False
+            return frame(NoVerdict(RESOURCES, describe(error) + "; the process is replaced")), True
+        return frame(NoVerdict(RAISED, describe(error))), False
 
 
 def _is_spent(error: BaseException | None) -> bool:
@@ -177,12 +177,12 @@ def one_line(text: str) -> str:
     return " ".join(text[:_MESSAGE_LIMIT].encode("utf-8", "backslashreplace").decode().split())
 
 
-def _receive(channel: socket.socket) -> Batch | None:
+def _receive(channel: socket.socket) -> VerifierBatch | None:
     header = _read(channel, LENGTH.size)
     if header is None:
         return None
     body = _read(channel, LENGTH.unpack(header)[0])
-    return None if body is None else msgspec.msgpack.decode(body, type=Batch)
+    return None if body is None else msgspec.msgpack.decode(body, type=VerifierBatch)
 
 
 def _read(channel: socket.socket, size: int) -> bytes | None:

@@ -25,20 +25,20 @@ import psutil
 from realsys.cluster.children.child_process import ChildProcess, how_it_ended
 from realsys.config.schema import RewardConfig
 from realsys.errors import MALFORMED, RewardError
-from realsys.reward.frames import (
+from realsys.reward.verifier_protocol import (
     CPU_TIME,
     ELAPSED,
     LENGTH,
     MAX_REPLY,
-    Batch,
-    Done,
+    BatchDone,
+    JournalReader,
     Loaded,
     NotLoaded,
     Outcome,
     Reply,
+    VerifierBatch,
     frame,
 )
-from realsys.reward.outcomes import JournalReader
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ _REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ItemLimits:
     """Limits of one item, from the moment when its process begins it.
 
     cpu_s      CPU time of the process: another load of the machine does not count
@@ -62,7 +62,7 @@ class Limits:
     elapsed_s: float
 
     @classmethod
-    def of(cls, config: RewardConfig) -> Limits:
+    def of(cls, config: RewardConfig) -> ItemLimits:
         return cls(config.timeout_s, config.elapsed_timeout_s)
 
     def left_s(self, cpu_s: float, elapsed_s: float) -> float:
@@ -77,12 +77,12 @@ class Limits:
         """Name the limit that was reached."""
         return f"{self.cpu_s:.3g} s of CPU time" if self.cause(cpu_s) == CPU_TIME else f"{self.elapsed_s:.3g} s"
 
-    def extended(self, seconds: float) -> Limits:
-        return Limits(self.cpu_s + seconds, self.elapsed_s + seconds)
+    def extended(self, seconds: float) -> ItemLimits:
+        return ItemLimits(self.cpu_s + seconds, self.elapsed_s + seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class VerifierWork:
     """Kind of work on an item: judge its completion with the verifier ``name``, or ``check`` its reference."""
 
     name: str
@@ -116,7 +116,7 @@ class VerifierProcess:
     async def open(self, timeout_s: float) -> None:
         """Wait until the process is up. Raises RewardError."""
         self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        await self._reply(Limits(math.inf, timeout_s), "to start")
+        await self._reply(ItemLimits(math.inf, timeout_s), "to start")
 
     def has_ended(self) -> bool:
         """Return True if the process ended since its last batch; then no item is to blame."""
@@ -128,7 +128,7 @@ class VerifierProcess:
             return None
         doing = f"to load verifier {name}"
         self._send(name, [], 0.0, arguments=arguments)
-        reply = await self._reply(Limits(math.inf, timeout_s), doing)
+        reply = await self._reply(ItemLimits(math.inf, timeout_s), doing)
         if isinstance(reply, NotLoaded):
             return reply
         if not isinstance(reply, Loaded):
@@ -141,7 +141,7 @@ class VerifierProcess:
         return self._loaded[name]
 
     async def judge(
-        self, work: Work, items: Sequence[bytes], limits: Limits, deliver: Callable[[list[Outcome]], None]
+        self, work: VerifierWork, items: Sequence[bytes], limits: ItemLimits, deliver: Callable[[list[Outcome]], None]
     ) -> bool:
         """Hand the outcomes of the items to ``deliver``, in order. Returns False if the process is spent.
 
@@ -155,7 +155,7 @@ class VerifierProcess:
             while told < len(items) and not spent:
                 # An item may begin up to report_s after the last report.
                 reply = await self._reply(limits.extended(report_s), f"verifier {name}")
-                if not isinstance(reply, Done) or not told < reply.count <= len(items):
+                if not isinstance(reply, BatchDone) or not told < reply.count <= len(items):
                     problem = f"said {reply} after {told} of {len(items)} outcomes"
                     raise RewardError(f"verifier process {self.process.pid} {problem} (verifier {name})")
                 told, spent = reply.count, reply.spent
@@ -180,9 +180,11 @@ class VerifierProcess:
         assert self._writer is not None, "open() comes first"
         self._batches += 1
         self._journal.begin(self._batches)
-        self._writer.write(frame(Batch(self._batches, name, list(items), report_s, check, dict(arguments or {}))))
+        self._writer.write(
+            frame(VerifierBatch(self._batches, name, list(items), report_s, check, dict(arguments or {})))
+        )
 
-    async def _reply(self, limits: Limits, doing: str) -> Reply:
+    async def _reply(self, limits: ItemLimits, doing: str) -> Reply:
         pid = self.process.pid
         try:
             reply = _REPLY.decode(await self._read(limits, doing))
@@ -195,7 +197,7 @@ class VerifierProcess:
             raise RewardError(f"verifier process {pid} replied to batch {reply.serial}, not {self._batches} ({doing})")
         return reply
 
-    async def _read(self, limits: Limits, doing: str) -> bytes:
+    async def _read(self, limits: ItemLimits, doing: str) -> bytes:
         """Return the next message. Raises RewardError if the process reaches a limit before."""
         reading = asyncio.create_task(self._read_message(doing))
         try:

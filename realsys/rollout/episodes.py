@@ -14,7 +14,7 @@ import numpy as np
 from realsys.cluster.stream.codec import BOOL, FINISH_REASONS, FLOAT, INT, LOGPROB_SLACK
 from realsys.errors import AgentError
 from realsys.manager.messages import MOST_METRICS
-from realsys.reward.verifiers.base import MAX_METRIC_NAME, is_metric_name
+from realsys.reward.verifiers.contract import MAX_METRIC_NAME, is_metric_name
 from realsys.types import Episode, Row, is_temperature
 
 _ARRAYS = (("tokens", INT), ("loss_mask", BOOL), ("logprobs", FLOAT), ("versions", INT))

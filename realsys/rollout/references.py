@@ -20,9 +20,9 @@ from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.data.lines import ORIGIN, Lines, Problem
 from realsys.data.prompts import open_splits, plain_text
 from realsys.errors import ConfigError, DataError, NoVerifierError, RewardError
-from realsys.reward.build import own_verifiers
-from realsys.reward.frames import NO_VERDICT
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.open_verifiers import own_verifiers
+from realsys.reward.verifier_protocol import NO_VERDICT
+from realsys.reward.verifiers.contract import Item, Verdict
 
 CHUNK = 1024  # references that are checked together
 MAX_PROCESSES = 8

@@ -41,7 +41,7 @@ from realsys.manager.messages import (
 )
 from realsys.observe import spans
 from realsys.observe.spans import span
-from realsys.reward.build import Verifiers
+from realsys.reward.open_verifiers import Verifiers
 from realsys.rollout.defects import one_line
 from realsys.rollout.sessions import Played
 from realsys.types import Episode, Group, Ticket

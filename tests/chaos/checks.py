@@ -22,7 +22,7 @@ from realsys.errors import RealsysError, WaitTimeout
 from realsys.launch.commands.audit import audit_trial
 from realsys.manager.ledger.events import RolledBack, Trained
 from realsys.manager.ledger.journal import read_journal
-from realsys.reward.verifiers.base import Item, verdict_of
+from realsys.reward.verifiers.contract import Item, verdict_of
 from realsys.train.records.record_files import read_arrays, read_record, recorded_steps
 from realsys.weights.host.places import MEMBERS, folder_name
 from tests.chaos.live import ChaosRun

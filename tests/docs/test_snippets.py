@@ -15,7 +15,7 @@ import pytest
 from realsys.algorithm.losses import LossInputs, Surrogate
 from realsys.data.prompts import Prompt
 from realsys.generation.client import Generated
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.verifiers.contract import Item, Verdict
 from realsys.rollout.agents.base import AgentParts
 from realsys.rollout.environments.base import EnvironmentParts, Judgement
 from realsys.rollout.task import Response, Task
@@ -71,7 +71,7 @@ def test_snippet_imports_what_it_uses(page: str, block: str) -> None:
 
 def test_missing_import_is_found() -> None:
     [block] = [block for page, block in SNIPPETS if page == "README.md" and "Verdict" in block]
-    assert not_imported(block.replace("from realsys.reward.verifiers.base import Item, Verdict\n", "")) == {
+    assert not_imported(block.replace("from realsys.reward.verifiers.contract import Item, Verdict\n", "")) == {
         "Item",
         "Verdict",
     }

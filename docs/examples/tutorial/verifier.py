@@ -5,7 +5,7 @@
 
 import re
 
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.verifiers.contract import Item, Verdict
 
 
 def running_sums(item: Item, share: float = 0.5) -> Verdict:

@@ -13,15 +13,19 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 WINDOW_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
-class Start:
+class StartedRequest:
     """A request that has started. ``tokens``: reserved at first, used once it has ended."""
 
     time: float
@@ -36,7 +40,9 @@ class RateLimits:
     requests: int = 0
     tokens: int = 0
     running: int = field(default=0, init=False)
-    _starts: deque[Start] = field(default_factory=deque, init=False)  # requests of the last WINDOW_S, oldest first
+    _starts: deque[StartedRequest] = field(
+        default_factory=deque, init=False
+    )  # requests of the last WINDOW_S, oldest first
     _paused_until: float = field(default=-math.inf, init=False)
 
     def wait_s(self, now: float, tokens: int) -> float:
@@ -49,16 +55,16 @@ class RateLimits:
         free_at = max(self._request_free_at(), self._tokens_free_at(self._bounded(tokens)))
         return max(0.0, free_at - now)
 
-    def start(self, now: float, tokens: int) -> Start:
+    def start(self, now: float, tokens: int) -> StartedRequest:
         """Start a request for which ``wait_s`` is 0. Raises RuntimeError for any other."""
         if (wait_s := self.wait_s(now, tokens)) > 0:
             raise RuntimeError(f"a request started at {now}, {wait_s} s too early")
-        started = Start(now, self._bounded(tokens))
+        started = StartedRequest(now, self._bounded(tokens))
         self._starts.append(started)
         self.running += 1
         return started
 
-    def end(self, started: Start, used: int | None) -> None:
+    def end(self, started: StartedRequest, used: int | None) -> None:
         """End a request. ``used``: its tokens; None: not known, so those that it reserved."""
         self.running -= 1
         if used is not None:
@@ -93,3 +99,49 @@ class RateLimits:
             excess -= started.tokens
             free_at = started.time + WINDOW_S
         return free_at
+
+
+# ---- gate --------------------------------------------------------------------------------------------------------
+#
+# Gate: lets requests start in their order, as RateLimits allows.
+
+
+class RequestGate:
+    """Queue before an endpoint, for one event loop."""
+
+    def __init__(self, limits: RateLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.waiting = 0  # requests that have not started
+        self._limits = limits
+        self._clock = clock
+        self._turn = asyncio.Lock()  # first come, first served: held by the request that starts next
+        self._ended = asyncio.Event()
+
+    async def enter(self, tokens: int) -> StartedRequest:
+        """Wait until a request of ``tokens`` may start, and start it.
+
+        The wait is bounded: running requests have a time limit, pauses a longest time, and windows end.
+        """
+        self.waiting += 1
+        try:
+            async with self._turn:
+                while (wait_s := self._limits.wait_s(self._clock(), tokens)) > 0:
+                    await self._wait(wait_s)
+                return self._limits.start(self._clock(), tokens)
+        finally:
+            self.waiting -= 1
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait until a request has ended, for at most ``seconds``."""
+        self._ended.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if math.isinf(seconds) else seconds):
+                await self._ended.wait()
+
+    def leave(self, started: StartedRequest, used: int | None) -> None:
+        """End a request. ``used``: its tokens, None if not known."""
+        self._limits.end(started, used)
+        self._ended.set()
+
+    def pause(self, seconds: float) -> None:
+        """Let nothing start for ``seconds``."""
+        self._limits.pause(self._clock(), seconds)

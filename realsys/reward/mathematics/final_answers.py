@@ -10,10 +10,10 @@ Pure functions on text. Values are compared elsewhere (``equality.py``).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
-
-from realsys.reward.mathematics.notation import mixed_numbers, rewrite
-from realsys.reward.mathematics.units import split_unit
+from decimal import Decimal
+from fractions import Fraction
 
 THINK, END_OF_THINK = "<think>", "</think>"
 _TAIL = 400  # characters at the end that may hold the last statement
@@ -118,7 +118,7 @@ def _without_tag(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class AnswerBox:
     """A ``\\boxed{...}`` in a text."""
 
     start: int
@@ -126,15 +126,15 @@ class Box:
     content: str
 
 
-def boxes(text: str) -> list[Box]:
+def boxes(text: str) -> list[AnswerBox]:
     """Return the boxes that are closed, in their order; one inside of another is part of its content."""
-    found: list[Box] = []
+    found: list[AnswerBox] = []
     at = 0
     while match := _BOX.search(text, at):
         end = _closing_brace(text, match.end())
         if end is None:
             break
-        found.append(Box(match.start(), end + 1, text[match.end() : end]))
+        found.append(AnswerBox(match.start(), end + 1, text[match.end() : end]))
         at = end + 1
     return found
 
@@ -167,7 +167,7 @@ def _suffix(rest: str) -> str:
     return ""
 
 
-def _boxed_alternatives(text: str, found: list[Box]) -> list[str]:
+def _boxed_alternatives(text: str, found: list[AnswerBox]) -> list[str]:
     last = found[-1]
     alternatives = [last.content]
     for before, after in zip(reversed(found[:-1]), reversed(found[1:]), strict=True):
@@ -244,3 +244,238 @@ def _is_bare(text: str) -> bool:
     if re.fullmatch(r"\W*[A-Za-z]\W*", rest):
         return True
     return not prose_words(rest) or (" " not in text and re.search(r"[\d+*/^=-]", text) is not None)
+
+
+# ---- notation ----------------------------------------------------------------------------------------------------
+#
+# Rewrites notations that math-verify misreads into ones that it reads. Pure functions on text.
+
+
+MAX_EXPONENT = 300  # a longer number is left as it is: math-verify does not have to write it out
+
+_SYMBOLS = {
+    **dict.fromkeys("−–", "-"),
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "÷": "/",
+    "±": r"\pm ",
+    "\u00a0": " ",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "°": r"^\circ ",
+    "²": "^2",
+    "³": "^3",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "∅": r"\emptyset ",
+    "ℝ": r"\mathbb{R}",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "½": r"\frac{1}{2}",
+    "¼": r"\frac{1}{4}",
+    "¾": r"\frac{3}{4}",
+}
+_CHARACTERS = str.maketrans(_SYMBOLS)
+_NUMBER = r"(?<![\w.^/\\])(?<![\^_]\{)(\d+(?:\.\d+)?)"
+_E_NOTATION = re.compile(_NUMBER + r"[eE]([+-]?\d{1,4})(?![\w^!]|\.\d)")
+_EXPONENT = r"(?:\{\s*([+-]?\d{1,4})\s*\}|\(([+-]?\d{1,4})\)|([+-]?\d{1,4}))"
+_POWER_OF_TEN = re.compile(
+    rf"{_NUMBER}\s*(?:\\times|\\cdot|\*|[xX](?=\s*10))\s*10\s*(?:\^|\*\*)\s*{_EXPONENT}(?![\w^!{{(]|\.\d)"
+)
+_MIXED = re.compile(r"(?<![\w./^{}])(\d+)\s+(\d+)/(\d+)(?![\w/^.])")
+_UNION = re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[{\\])")
+_ELEMENT = re.compile(r"(?<![A-Za-z\\])([A-Za-z])\s+in\s+(?=[(\[{\\])")
+_INFINITY = re.compile(r"(?<![A-Za-z\\])oo(?![A-Za-z])")
+_BRACES = re.compile(r"^\s*\{([^{}]*)\}\s*$")
+_PERCENT = re.compile(
+    r"\s*(?:\\?%|\\text\s*\{\s*(?:\\?%|percent|percentage|pct)\s*\}|\b(?:percent|percentage|pct))\s*$", re.I
+)
+
+_START = r"(?<![\d.,^(\[])(?<!\\\{)"  # not within a number, tuple, interval or set
+_GROUPS = re.compile(rf"{_START}\d{{1,3}}(?:(?:\\[,;:! ]|~|[\u2009\u202f\u00a0]|\{{,\}})\d{{3}})+(?!\d)")
+_SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_CONTINENTAL = re.compile(rf"{_START}\d{{1,3}}(?:\.\d{{3}})+,\d{{1,3}}(?![\d.,]*\d)")
+_OVERLINE = re.compile(r"(?<![\d.,])(\d{1,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*(?:\{(\d{1,20})\}|(\d))(?![\d^])")
+_DOTS = re.compile(r"(?<![\d.,])(\d{1,20})\.(\d{0,20}?)(\d{1,6}?)\3{2,20}\s*(?:\\(?:[lc]?dots)\b|\.\.\.|…)")
+_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_SCALED = re.compile(
+    r"(?<![\w.,/^])(\d+(?:(?:,|\{,\})\d{3})*(?:\.\d+)?)(?:\\[ ,;:!]|[~ ]){0,3}(\\text ?\{ ?)?"
+    rf"({'|'.join(_SCALES)})s?\b(?(2)( ?\}})?)",
+    re.I,
+)
+_PERCENT_IN_TEXT = re.compile(r"\\text\s*\{\s*(-?[\d.]+)\s*\\?(?:%|percent)\s*\}")
+
+
+def rewrite(text: str) -> str:
+    """Write symbols as LaTeX, a repeating decimal as a fraction, and other numbers as plain ones: ``1.5e3``,
+    ``1.5 \\times 10^3``, ``1\\,500`` and ``1.5 thousand`` as ``1500``.
+    """
+    text = _GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    text = _CONTINENTAL.sub(lambda match: match[0].replace(".", "").replace(",", "."), text)
+    text = _OVERLINE.sub(lambda match: _repeating(match[1], match[2], match[3] or match[4]), text)
+    text = _DOTS.sub(lambda match: _repeating(match[1], match[2], match[3]), text)
+    text = _SCALED.sub(_scaled, text)
+    text = text.translate(_CHARACTERS)
+    text = _E_NOTATION.sub(lambda match: _plain_text(match, match[1], match[2]), text)
+    return _POWER_OF_TEN.sub(lambda match: _plain_text(match, match[1], match[2] or match[3] or match[4]), text)
+
+
+def _plain_text(match: re.Match[str], digits: str, exponent: str) -> str:
+    if abs(int(exponent)) > MAX_EXPONENT or len(digits) > MAX_EXPONENT:
+        return match[0]
+    return f"{Decimal(digits).scaleb(int(exponent)):f}"
+
+
+def _repeating(whole: str, once: str, again: str) -> str:
+    """Return the fraction of a decimal whose digits ``again`` repeat behind ``once``."""
+    value = int(whole) + (Fraction(int(once or 0)) + Fraction(int(again), 10 ** len(again) - 1)) / 10 ** len(once)
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _scaled(match: re.Match[str]) -> str:
+    """Multiply a number by the word behind it; what follows the word in its ``\\text{...}`` stays there."""
+    number, text, word, closed = match.groups()
+    if len(number) > MAX_EXPONENT:
+        return match[0]
+    value = f"{Decimal(re.sub('[^0-9.]', '', number)) * _SCALES[word.lower()]:f}"
+    if "." in value:
+        value = value.rstrip("0").rstrip(".")
+    return value + (rf"{text} " if text and not closed else "")
+
+
+def tidy_answer(text: str) -> str:
+    """Rewrite the text of one answer, without the words around it: mixed numbers, sets and intervals."""
+    text = text.strip().removesuffix(".").strip()
+    if _SPACED.fullmatch(text):
+        return text.replace(" ", "")
+    text = mixed_numbers(text)
+    text = _UNION.sub(r" \\cup ", text)
+    text = _ELEMENT.sub(r"\1 \\in ", text)
+    text = _INFINITY.sub(r"\\infty ", text)
+    text = text.replace(r"\varnothing", r"\emptyset")
+    return _BRACES.sub(r"\\{\1\\}", text)
+
+
+def mixed_numbers(text: str) -> str:
+    """Write ``2 2/3`` as ``8/3``."""
+    return _MIXED.sub(_improper, text)
+
+
+def _improper(match: re.Match[str]) -> str:
+    whole, above, below = match.groups()
+    return f"{int(whole) * int(below) + int(above)}/{below}" if int(above) < int(below) else match[0]
+
+
+def split_percent(text: str) -> tuple[str, bool]:
+    """Return the text without a percent sign or word at its end, and True if it had one."""
+    if match := _PERCENT_IN_TEXT.fullmatch(text.strip()):
+        return match[1], True
+    body = _PERCENT.sub("", text)
+    return (body, True) if body.strip() and body != text else (text, False)
+
+
+# ---- units -------------------------------------------------------------------------------------------------------
+#
+# Units at the end of an answer. math-verify removes them, so that to it 5 cm are 5 m; here 5 cm are 50 mm.
+
+
+_SAME = {
+    ("length", "1"): "m meter meters metre metres",
+    ("length", "1/100"): "cm centimeter centimeters centimetre centimetres",
+    ("length", "1/1000"): "mm millimeter millimeters millimetre millimetres",
+    ("length", "1000"): "km kilometer kilometers kilometre kilometres",
+    ("length", "0.0254"): "in inch inches",
+    ("length", "0.3048"): "ft foot feet",
+    ("length", "0.9144"): "yd yard yards",
+    ("length", "1609.344"): "mi mile miles",
+    ("mass", "1"): "kg kilogram kilograms",
+    ("mass", "1/1000"): "g gram grams",
+    ("mass", "1/1000000"): "mg milligram milligrams",
+    ("mass", "0.45359237"): "lb lbs pound pounds £ GBP",  # a pound is either
+    ("mass", "0.028349523125"): "oz ounce ounces",
+    ("time", "1"): "s sec secs second seconds",
+    ("time", "1/1000"): "ms millisecond milliseconds",
+    ("time", "60"): "min mins minute minutes",
+    ("time", "3600"): "h hr hrs hour hours",
+    ("time", "86400"): "day days",
+    ("time", "604800"): "week weeks",
+    ("volume", "1/1000"): "L l liter liters litre litres",
+    ("volume", "1/1000000"): "mL ml milliliter milliliters",
+    ("volume", "0.003785411784"): "gal gallon gallons",
+    ("volume", "0.000946352946"): "qt quart quarts",
+    ("volume", "0.000473176473"): "pt pint pints",
+    ("money", "1"): "dollar dollars USD $",
+    ("money", "1/100"): "cent cents ¢",
+    ("euro", "1"): "euro euros EUR €",
+    ("yen", "1"): "yen yuan JPY CNY RMB ¥",  # the sign means both
+    ("rupee", "1"): "rupee rupees INR ₹",
+    ("force", "1"): "N newton newtons",
+    ("energy", "1"): "J joule joules",
+    ("power", "1"): "W watt watts",
+    ("pressure", "1"): "Pa pascal pascals",
+    ("frequency", "1"): "Hz hertz",
+    ("temperature", "1"): "K kelvin",
+}
+#: name -> (quantity, size in the first unit of the quantity)
+_UNITS = {name: (quantity, Fraction(size)) for (quantity, size), names in _SAME.items() for name in names.split()}
+_SPEEDS = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h", "kmph": "km/h"}
+
+_WRAPPED = r"\\(?:text|mbox|mathrm|textrm|textbf|textit|textnormal)\s*\{[^{}]*\}(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
+_SPACE = r"(?:\\[ ,;:!]|~|\s)"
+_IN_TEXT = re.compile(rf"(?<=[\d)\]}}]){_SPACE}*(?P<unit>{_WRAPPED}(?:{_SPACE}*(?:/|\\cdot)?{_SPACE}*{_WRAPPED})*)\.?$")
+_IN_WORDS = re.compile(rf"(?<=[\d)\]}}]){_SPACE}+(?P<unit>[A-Za-z][A-Za-z^\d/*. ]*?)\.?$")
+_GLUED = re.compile(r"(?<=\d)(?P<unit>[A-Za-z]{2,}[A-Za-z^\d/]*|m/s(?:\^2)?)$")
+_SIGN = re.compile(r"^(?P<minus>[-+]?)\s*(?:\\text\s*\{\s*)?\\?(?P<unit>[$£€¥₹])\s*\}?\s*(?=[-\d.\\(])")
+_SIGN_BEHIND = re.compile(r"(?<=[\d)}])\s*(?:\\text\s*\{\s*)?\\?(?P<unit>[$£€¥₹¢])\s*\}?$")
+_FACTOR = re.compile(r"(?P<name>[A-Za-z]+|[$£€¥₹¢])(?:\^(?P<power>-?\d))?$")
+_AREA = re.compile(r"^(?:square|sq\.?|cubic|cu\.?)\s+", re.I)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit: ``powers`` of its quantities, and its ``size`` in their first units."""
+
+    powers: frozenset[tuple[str, int]]
+    size: Fraction
+
+
+def split_unit(text: str) -> tuple[str, Unit | None]:
+    """Return the answer without the unit at its end, and the unit; None without a known unit.
+
+    Words that name something else (``\\text{ square units}``, ``\\text{ apples}``) are removed, too. A single letter
+    that follows a digit directly is a variable.
+    """
+    text = text.strip()
+    if match := _SIGN.match(text):
+        return match["minus"] + text[match.end() :], read_unit(match["unit"])
+    if match := _SIGN_BEHIND.search(text):
+        return text[: match.start()], read_unit(match["unit"])
+    if match := _IN_TEXT.search(text):
+        unit = read_unit(match["unit"])
+    elif (match := _IN_WORDS.search(text) or _GLUED.search(text)) is None or (unit := read_unit(match["unit"])) is None:
+        return text, None
+    return text[: match.start()].strip(), unit
+
+
+def read_unit(text: str) -> Unit | None:
+    """Read a unit such as ``cm``, ``m/s^2``, ``square feet`` or ``miles per hour``; None for anything else."""
+    text = re.sub(r"\\(?:text|mbox|mathrm|textrm|textbf|textit|textnormal)\s*|[{}.]|\\[ ,;:!]|~", " ", text)
+    text = re.sub(r"\s*\^\s*", "^", re.sub(r"\s+per\s+", "/", text.replace(r"\cdot", "*"))).strip()
+    prefix = _AREA.match(text)
+    text = _SPEEDS.get(text, text[prefix.end() :] if prefix else text)
+    powers: Counter[str] = Counter()
+    size = Fraction(1)
+    for number, part in enumerate(text.split("/")):
+        for factor in re.split(r"[\s*]+", part.strip()):
+            match = _FACTOR.match(factor)
+            if match is None or match["name"] not in _UNITS:
+                return None
+            quantity, factor_size = _UNITS[match["name"]]
+            power = int(match["power"] or 1) * (-1 if number else 1)
+            if prefix and not number:
+                power *= 2 if prefix[0][0] in "sS" else 3
+            powers["length" if quantity == "volume" else quantity] += power * (3 if quantity == "volume" else 1)
+            size *= factor_size**power
+    return Unit(frozenset((quantity, power) for quantity, power in powers.items() if power), size)

@@ -22,11 +22,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from realsys.reward.frames import DIED, MAX_ITEMS, REFUSED, Failure
-from realsys.reward.service.instance import Instance
 from realsys.reward.service.verdict_protocol import Decided, NoVerifier
-from realsys.reward.verifier_process import Work
-from realsys.reward.verifiers.base import Verdict
+from realsys.reward.verifier_process import VerifierWork
+from realsys.reward.verifier_protocol import DIED, MAX_ITEMS, REFUSED, NoVerdict
+from realsys.reward.verifiers.contract import Verdict
 
 FEWEST = 16  # items of a Send, if that many wait: one request costs more than the verdicts of a fast verifier
 MOST_BYTES = 8 << 20  # bytes of the items of one Send, unless a single item is larger
@@ -35,7 +34,7 @@ ALONE_AFTER, MOST_LOSSES = 2, 3  # services that died with an item
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class DispatchBounds:
     """Bounds on the wait of an item.
 
     retry_timeout_s  without an answer of any service
@@ -50,17 +49,17 @@ class Bounds:
 class Lot:
     """Key of a queue. ``avoid``: names of the services that failed these items. ``alone``: one in each Send."""
 
-    work: Work
+    work: VerifierWork
     avoid: frozenset[str] = frozenset()
     alone: bool = False
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class DispatchEntry:
     """One item. ``since``: when it began to wait for a service; ``gone``: it was dropped or settled."""
 
     number: int
-    work: Work
+    work: VerifierWork
     item: bytes
     added: float
     since: float
@@ -78,8 +77,8 @@ class Send:
 
     number: int
     instance: Instance
-    work: Work
-    entries: dict[int, Entry]  # those that are not decided
+    work: VerifierWork
+    entries: dict[int, DispatchEntry]  # those that are not decided
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,29 +86,29 @@ class Settled:
     """The end of an item."""
 
     number: int
-    outcome: Verdict | Failure | NoVerifier
+    outcome: Verdict | NoVerdict | NoVerifier
     over_limit: bool = False
 
 
 class Dispatch:
     """The items of one client. All times are seconds on one clock that only advances."""
 
-    def __init__(self, bounds: Bounds, random: Random, now: float) -> None:
+    def __init__(self, bounds: DispatchBounds, random: Random, now: float) -> None:
         self.waiting = 0  # items that no service has
         self._bounds = bounds
         self._random = random
         self._heard_at = now  # last answer of any service
         self._numbers = itertools.count()
         self._instances: dict[str, Instance] = {}
-        self._lots: dict[Lot, deque[Entry]] = {}  # the first is served next
-        self._entries: dict[int, Entry] = {}  # not ended
+        self._lots: dict[Lot, deque[DispatchEntry]] = {}  # the first is served next
+        self._entries: dict[int, DispatchEntry] = {}  # not ended
         self._sends: dict[int, Send] = {}
 
     # ---- events
 
-    def add(self, number: int, work: Work, item: bytes, now: float) -> None:
+    def add(self, number: int, work: VerifierWork, item: bytes, now: float) -> None:
         """An item wants a verdict."""
-        entry = self._entries[number] = Entry(number, work, item, now, now)
+        entry = self._entries[number] = DispatchEntry(number, work, item, now, now)
         self._put(entry)
 
     def drop(self, number: int) -> int | None:
@@ -179,7 +178,7 @@ class Dispatch:
                 self._again(entry, send.instance, now)
             else:
                 problem = f"{entry.losses} reward services died while they judged it; the last one: {reason}"
-                settled.append(self._settle(entry, Failure(DIED, problem)))
+                settled.append(self._settle(entry, NoVerdict(DIED, problem)))
         return settled
 
     def rejected(self, number: int, problem: str) -> list[Settled]:
@@ -256,7 +255,7 @@ class Dispatch:
     def _has_other(self, avoid: frozenset[str], now: float) -> bool:
         return any(each.name not in avoid and not each.is_away(now) for each in self._instances.values())
 
-    def _outcome(self, entry: Entry, instance: Instance, decided: Decided, now: float) -> Settled | None:
+    def _outcome(self, entry: DispatchEntry, instance: Instance, decided: Decided, now: float) -> Settled | None:
         """Return the end of an item, or None if it is judged again."""
         outcome = decided.outcome
         again = False
@@ -264,7 +263,7 @@ class Dispatch:
             instance.fail(outcome.message, now, self._random.random())
             entry.unable += 1
             again = entry.unable < JUDGEMENTS and self._has_other(frozenset([instance.name]), now)
-        elif isinstance(outcome, Failure) and outcome.cause != REFUSED:
+        elif isinstance(outcome, NoVerdict) and outcome.cause != REFUSED:
             entry.judged += 1
             again = entry.judged < JUDGEMENTS
         if not again:
@@ -272,11 +271,11 @@ class Dispatch:
         self._again(entry, instance, now)
         return None
 
-    def _again(self, entry: Entry, instance: Instance, now: float) -> None:
+    def _again(self, entry: DispatchEntry, instance: Instance, now: float) -> None:
         entry.avoid, entry.since = entry.avoid | {instance.name}, now
         self._put(entry)
 
-    def _put(self, entry: Entry, *, first: bool = False) -> None:
+    def _put(self, entry: DispatchEntry, *, first: bool = False) -> None:
         lot = Lot(entry.work, entry.avoid, entry.losses >= ALONE_AFTER)
         entries = self._lots.setdefault(lot, deque())
         if first:
@@ -285,7 +284,7 @@ class Dispatch:
             entries.append(entry)
         self.waiting += 1
 
-    def _close(self, send: Send) -> list[Entry]:
+    def _close(self, send: Send) -> list[DispatchEntry]:
         """End a Send. Returns the items that still want a verdict."""
         del self._sends[send.number]
         send.instance.end(send.number, len(send.entries))
@@ -293,25 +292,27 @@ class Dispatch:
             entry.send = None
         return [entry for entry in send.entries.values() if not entry.gone]
 
-    def _settle(self, entry: Entry, outcome: Verdict | Failure | NoVerifier, over_limit: bool = False) -> Settled:
+    def _settle(
+        self, entry: DispatchEntry, outcome: Verdict | NoVerdict | NoVerifier, over_limit: bool = False
+    ) -> Settled:
         entry.gone = True
         del self._entries[entry.number]
         return Settled(entry.number, outcome, over_limit)
 
-    def _deadline(self, entry: Entry) -> float:
+    def _deadline(self, entry: DispatchEntry) -> float:
         unheard = max(entry.since, self._heard_at) + self._bounds.retry_timeout_s
         return min(unheard, entry.added + self._bounds.total_timeout_s)
 
-    def _waited(self, entry: Entry, now: float) -> str:
+    def _waited(self, entry: DispatchEntry, now: float) -> str:
         """Say what an item has waited for."""
         problems = [f"{each.name}: {each.problem or 'no room'}" for each in self._instances.values()]
         why = "; ".join(problems) or "none is in the name store"
         return f"waited {now - entry.since:.0f} s for a reward service: {why}"
 
 
-def _batch(entries: deque[Entry], most: int) -> list[Entry]:
+def _batch(entries: deque[DispatchEntry], most: int) -> list[DispatchEntry]:
     """Take up to ``most`` items, and at most MOST_BYTES unless the first one alone has more."""
-    batch: list[Entry] = []
+    batch: list[DispatchEntry] = []
     size = 0
     while entries and len(batch) < most:
         if not entries[0].gone:
@@ -321,3 +322,81 @@ def _batch(entries: deque[Entry], most: int) -> list[Entry]:
             batch.append(entries[0])
         entries.popleft()
     return batch
+
+
+# ---- instance ----------------------------------------------------------------------------------------------------
+#
+# One reward service, as a client sees it. Pure: time and randomness are arguments.
+#
+#     well ──full──> left alone ──delay──> one Send on trial ──accepted──> well
+#       └───failed──────^  ^                      │ full, failed
+#                          └──────────────────────┘
+#
+# bounded-window   a service has at most ``WINDOW`` items of this client
+# left-alone       a service that was full, died or cannot judge gets nothing until its delay is over, and then one Send,
+#                  until that is accepted
+
+
+WINDOW = 2 * MAX_ITEMS  # items of one client at one service
+FIRST_DELAY_S, LAST_DELAY_S = 0.5, 10.0  # a service is left alone for this time, which doubles
+
+
+@dataclass(eq=False, slots=True)
+class Instance:
+    """State of one service. ``jitter``: random, from 0 to 1, so that clients do not try again at the same moment."""
+
+    name: str
+    url: str
+    incarnation: str
+    outstanding: int = 0  # items
+    refusals: int = 0  # refusals in a row
+    failures: int = 0  # failures in a row
+    blocked_until: float = 0.0
+    trial: int = -1  # number of the Send on trial
+    problem: str = ""  # last refusal or failure
+
+    def is_away(self, now: float) -> bool:
+        """Return True if it died or cannot judge, and its delay is not over."""
+        return self.failures > 0 and now < self.blocked_until
+
+    def room(self, now: float) -> int:
+        """Return how many more items it may get."""
+        if now < self.blocked_until or self.trial >= 0:
+            return 0
+        return max(0, WINDOW - self.outstanding)
+
+    def begin(self, send: int, items: int) -> None:
+        """It gets these items."""
+        self.outstanding += items
+        if self.refusals or self.failures:
+            self.trial = send
+
+    def accept(self, send: int) -> None:
+        """It has begun to answer a Send."""
+        self.failures = 0
+        if self.trial == send:
+            self.trial = -1
+            self.refusals = 0
+
+    def end(self, send: int, items: int) -> None:
+        """A Send is over. ``items``: those that were not decided."""
+        self.outstanding -= items
+        if self.trial == send:
+            self.trial = -1
+
+    def full(self, retry_after_s: float, problem: str, now: float, jitter: float) -> None:
+        """It has refused a Send for load."""
+        if now >= self.blocked_until:  # else this is another answer to the same load
+            self.refusals += 1
+        self._leave_alone(self.refusals, retry_after_s, problem, now, jitter)
+
+    def fail(self, problem: str, now: float, jitter: float) -> None:
+        """It died, is silent, or has said that it cannot judge."""
+        if not self.is_away(now):
+            self.failures += 1
+        self._leave_alone(self.failures, 0.0, problem, now, jitter)
+
+    def _leave_alone(self, times: int, least_s: float, problem: str, now: float, jitter: float) -> None:
+        delay_s = min(LAST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(times - 1, 16))
+        self.blocked_until = max(self.blocked_until, now + max(least_s, delay_s) * (1.0 + jitter / 2))
+        self.problem = problem

@@ -25,8 +25,7 @@ from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.names.contract import NameStore, Tree, Watch
 from realsys.errors import MALFORMED, NoVerifierError, RewardError
-from realsys.reward.frames import CPU_TIME, REFUSED, RESOURCES, Failure, encoded
-from realsys.reward.service.dispatch import Bounds, Dispatch, Send, Settled
+from realsys.reward.service.dispatch import Dispatch, DispatchBounds, Send, Settled
 from realsys.reward.service.verdict_protocol import (
     CONNECT_S,
     MAX_ITEM,
@@ -35,8 +34,9 @@ from realsys.reward.service.verdict_protocol import (
     VerifyReply,
     VerifyRequest,
 )
-from realsys.reward.verifier_process import Work
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.verifier_process import VerifierWork
+from realsys.reward.verifier_protocol import CPU_TIME, REFUSED, RESOURCES, NoVerdict, encoded
+from realsys.reward.verifiers.contract import Item, Verdict
 from realsys.types import ServerAddress
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,12 @@ class ServiceVerifiers:
     """Sends items to reward services. For one event loop."""
 
     def __init__(
-        self, bounds: Bounds, token: str | None, *, check_alive: CheckAlive = unleased, silence_s: float = SILENCE_S
+        self,
+        bounds: DispatchBounds,
+        token: str | None,
+        *,
+        check_alive: CheckAlive = unleased,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self.undecided = 0  # items without a verdict since the start
         self.failures: Counter[str] = Counter()  # cause -> items since ``take_failures``, as in VerifierPool
@@ -106,12 +111,12 @@ class ServiceVerifiers:
 
         Items that are given in one turn of the event loop travel together. Raises NoVerifierError.
         """
-        return await self._judge(Work(name), item)
+        return await self._judge(VerifierWork(name), item)
 
     async def check_answer(self, name: str, item: Item) -> str | None:
         """Return why the verifier ``name`` cannot use the reference of an item, as VerifierPool does."""
         try:
-            await self._judge(Work(name, check=True), item)
+            await self._judge(VerifierWork(name, check=True), item)
         except RewardError as error:
             return str(error)
         return None
@@ -132,7 +137,7 @@ class ServiceVerifiers:
         if self._watch is not None:
             await asyncio.to_thread(self._watch.close)
 
-    async def _judge(self, work: Work, item: Item) -> Verdict:
+    async def _judge(self, work: VerifierWork, item: Item) -> Verdict:
         data = encoded(work.name, item)
         if len(data) > MAX_ITEM:
             problem = f"an item for verifier {work.name} has {len(data)} bytes, a reward service takes {MAX_ITEM}"
@@ -218,7 +223,7 @@ class ServiceVerifiers:
             future, outcome = self._futures[end.number], end.outcome
             if end.over_limit:
                 self.failures[CPU_TIME] += 1
-            if isinstance(outcome, Failure) and outcome.cause != REFUSED:
+            if isinstance(outcome, NoVerdict) and outcome.cause != REFUSED:
                 self.failures[outcome.cause] += 1
                 self.undecided += 1
             if future.done():  # the caller was cancelled in this turn of the event loop

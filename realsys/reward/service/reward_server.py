@@ -8,9 +8,11 @@ POST /verify ──> room? ──> a task for each item in the pool ──> line
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import msgspec
 from fastapi import FastAPI
@@ -25,12 +27,12 @@ from realsys.cluster.failpoint import failpoint
 from realsys.cluster.http_server import Admission, Guard, RefusedRequest
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import MALFORMED, NoVerifierError, RewardError
-from realsys.reward.frames import Failure
+from realsys.observe.rate import RateWindow
 from realsys.reward.pool import OVER_LIMIT, VerifierPool
 from realsys.reward.service import verdict_protocol as p
-from realsys.reward.service.room import Room
-from realsys.reward.verifier_process import Work
-from realsys.reward.verifiers.base import Verdict
+from realsys.reward.verifier_process import VerifierWork
+from realsys.reward.verifier_protocol import NoVerdict
+from realsys.reward.verifiers.contract import Verdict
 
 _REQUEST: msgspec.json.Decoder[p.VerifyRequest] = msgspec.json.Decoder(p.VerifyRequest)
 
@@ -43,7 +45,7 @@ class RewardServer:
     ) -> None:
         """``token`` is what every POST must carry; None only for a service on loopback without a trial."""
         self._pool = pool
-        self._room = Room(max_items, time.monotonic)
+        self._room = RequestRoom(max_items, time.monotonic)
         routes = [
             Route("/verify", self._verify, methods=["POST"]),
             Route("/info", self._info),
@@ -114,10 +116,10 @@ class RewardServer:
 class _Batch:
     """The items of one request while they are judged."""
 
-    def __init__(self, pool: VerifierPool, room: Room, request: p.VerifyRequest) -> None:
+    def __init__(self, pool: VerifierPool, room: RequestRoom, request: p.VerifyRequest) -> None:
         self._pool = pool
         self._decided: list[p.Decided] = []
-        work = Work(request.name, request.check)
+        work = VerifierWork(request.name, request.check)
         self._room = room
         self._tasks = {
             asyncio.create_task(self._judge(index, work, bytes(item))) for index, item in enumerate(request.items)
@@ -154,12 +156,12 @@ class _Batch:
         if not self._tasks:
             self.done.set_result(None)
 
-    async def _judge(self, index: int, work: Work, item: bytes) -> None:
-        outcome: Verdict | Failure | p.NoVerifier
+    async def _judge(self, index: int, work: VerifierWork, item: bytes) -> None:
+        outcome: Verdict | NoVerdict | p.NoVerifier
         try:
             outcome = await self._pool.judge(work, item)
         except RewardError as error:
-            outcome = Failure(error.cause, str(error))
+            outcome = NoVerdict(error.cause, str(error))
         except NoVerifierError as error:
             outcome = p.NoVerifier(str(error))
         self._decided.append(p.Decided(index, outcome, outcome is OVER_LIMIT))
@@ -208,3 +210,65 @@ def _error(message: str) -> dict[str, str]:
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+# ---- room --------------------------------------------------------------------------------------------------------
+#
+# Room of a reward service: a bound on the items that it holds and on the bytes of their requests. Pure.
+#
+#     request ──bytes──> full? ── no ──> items ──> full? ── no ──> held until decided or until the caller has left
+#                          └── yes ─────────────────┴── yes ──> 503 with Retry-After
+#
+# bounded-room   it holds at most ``max_items`` and ``max_bytes``, or one request that is larger than that
+
+
+MAX_BYTES = 512 << 20  # bytes of the requests that a service holds
+_FIRST_S, _LAST_S = 1, 10  # bounds on the wait that a full service asks for
+
+
+class RequestRoom:
+    """Items and bytes that a service holds, and its rate of decisions. ``clock`` returns seconds."""
+
+    def __init__(self, max_items: int, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
+        self.items = 0
+        self.bytes = 0
+        self.refused = 0  # requests
+        self.decided = RateWindow()
+        self._max_items = max_items
+        self._max_bytes = max_bytes
+        self._clock = clock
+
+    @contextlib.contextmanager
+    def body(self, size: int) -> Iterator[None]:
+        """Hold the ``size`` bytes of a request. Raises Refused."""
+        if self.bytes and self.bytes + size > self._max_bytes:
+            raise self._full(f"{self.bytes} bytes of requests are held, at most {self._max_bytes}", self.items)
+        self.bytes += size
+        try:
+            yield
+        finally:
+            self.bytes -= size
+
+    def enter(self, count: int) -> None:
+        """Hold ``count`` more items; each must ``leave``. Raises Refused."""
+        if self.items and self.items + count > self._max_items:
+            excess = self.items + count - self._max_items
+            raise self._full(f"{self.items} completions are held, at most {self._max_items}", excess)
+        self.items += count
+
+    def leave(self, decided: bool) -> None:
+        """Let one item go. ``decided``: it was not given up by its caller."""
+        self.items -= 1
+        if decided:
+            self.decided.add(1, self._clock())
+
+    def rate(self) -> float:
+        """Return items decided per second."""
+        return self.decided.rate(self._clock())
+
+    def _full(self, problem: str, excess: int) -> RefusedRequest:
+        """Return the refusal, with the time in which ``excess`` items are decided."""
+        self.refused += 1
+        rate = self.rate()
+        wait_s = min(_LAST_S, max(_FIRST_S, math.ceil(excess / rate))) if rate else _LAST_S
+        return RefusedRequest(503, f"the reward service is full: {problem}", retry_after_s=wait_s)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import msgspec
 
-from realsys.reward.frames import Failure
-from realsys.reward.verifiers.base import Verdict
+from realsys.reward.verifier_protocol import NoVerdict
+from realsys.reward.verifiers.contract import Verdict
 
 PROGRESS_S = 2.0  # longest time without a line; a reply within this time is one piece
 SILENCE_S = 15.0  # a service that sends nothing for this time is suspended, or cut off
@@ -45,7 +45,7 @@ class Decided(msgspec.Struct, array_like=True):
     """End of one item. ``over_limit``: it is wrong because it reached the limit of CPU time."""
 
     index: int  # index of the item in the request
-    outcome: Verdict | Failure | NoVerifier
+    outcome: Verdict | NoVerdict | NoVerifier
     over_limit: bool = False
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from realsys.reward.verifiers.base import Item, Verdict, declare
+from realsys.reward.verifiers.contract import Item, Verdict, declare
 
 
 def check_answer(item: Item) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from realsys.reward.mathematics.equality import check_reference, is_right
 from realsys.reward.mathematics.final_answers import final_answer, has_format
-from realsys.reward.verifiers.base import Item, Verdict, declare
+from realsys.reward.verifiers.contract import Item, Verdict, declare
 
 
 def check_answer(item: Item) -> str | None:

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from realsys.data.sources.reasoning_gym import KEY, entry_of
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.verifiers.contract import Item, Verdict
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 

@@ -9,7 +9,7 @@ from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.observe.spans import span
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.verifiers.contract import Item, Verdict
 from realsys.rollout.environments.base import Environment, EnvironmentParts
 from realsys.rollout.task import Response, Task
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
-from realsys.reward.verifiers.base import Verdict
+from realsys.reward.verifiers.contract import Verdict
 from realsys.rollout.task import Response, Task
 
 

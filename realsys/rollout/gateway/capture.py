@@ -24,7 +24,7 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import MALFORMED, AgentError, DataError
 from realsys.generation.client import Generated, SamplingSpec
 from realsys.manager.client import RolloutSuperseded
-from realsys.reward.verifiers.base import is_metric_name
+from realsys.reward.verifiers.contract import is_metric_name
 from realsys.rollout.conversation import Conversation, Node, Plan
 from realsys.rollout.gateway.echoes import Echoes
 from realsys.rollout.gateway.formats.choices import read_choice

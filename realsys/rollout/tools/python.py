@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from realsys.errors import ConfigError
+from realsys.reward.sandbox.sandbox import Sandbox
+from realsys.reward.sandbox.settings import Output, RunLimits
 from realsys.rollout.tools.base import ToolError, describe, text_argument
-from realsys.sandbox import isolation
-from realsys.sandbox.limits import Limits, Output
-from realsys.sandbox.sandbox import Sandbox
 
 MEMORY_MB = 512.0
 _SHORTEST_S = 0.1
@@ -67,7 +66,7 @@ class Python:
             self._own.sandbox = Sandbox()
             self._sandboxes.append(self._own.sandbox)
         seconds = max(_SHORTEST_S, timeout_s)
-        limits = Limits(cpu_s=seconds, wall_s=seconds, memory_mb=MEMORY_MB)
+        limits = RunLimits(cpu_s=seconds, wall_s=seconds, memory_mb=MEMORY_MB)
         output: Output = self._own.sandbox.run(code, b"", limits)
         printed = output.stdout.decode("utf-8", "replace")
         if not output.ended.reason:

@@ -9,9 +9,9 @@ import pytest
 from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import ConfigError, NoVerifierError
-from realsys.reward.service import room, verdict_protocol
-from realsys.reward.verifier_process import Limits
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.service import reward_server, verdict_protocol
+from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.verifiers.contract import Item, Verdict
 from realsys.types import ServerAddress
 from realsys.workers.reward_service import serve
 from tests.support.processes.config_trees import changed
@@ -19,7 +19,7 @@ from tests.support.rewards.reward_services import TOKEN, client_of, registration
 from tests.support.serving.reward_pools import correct, outcomes, until
 
 RIGHT = Verdict(correct=True)
-SLOW = Limits(50.0, 50.0)
+SLOW = ItemLimits(50.0, 50.0)
 
 
 def bounded(body):
@@ -48,7 +48,7 @@ def test_items_of_dead_service_are_judged_elsewhere():
 
 def test_full_service_delays_and_refuses_nothing(monkeypatch):
     """It asks for a wait of a second, not of the ten that its rate would need."""
-    monkeypatch.setattr(room, "_LAST_S", room._FIRST_S)
+    monkeypatch.setattr(reward_server, "_LAST_S", reward_server._FIRST_S)
 
     async def body():
         async with services(1, items=16) as [service], client_of([service]) as client:

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from realsys.errors import NoVerifierError, RewardError
-from realsys.reward.frames import CAUSES
-from realsys.reward.verifier_process import Limits
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.verifier_protocol import CAUSES
+from realsys.reward.verifiers.contract import Item, Verdict
 from tests.support.rewards.reward_services import run
 from tests.support.serving.reward_pools import BEHAVE, correct, error_of, outcomes, until
 
@@ -83,7 +83,7 @@ def test_failure_is_counted_by_cause(kind, bad, cause):
         assert verifiers.take_failures() == {cause: 1} and verifiers.take_failures() == {}
         assert verifiers.undecided == 1
 
-    run(kind, body, Limits(30.0, 1.0 if bad == "hang" else 50.0))
+    run(kind, body, ItemLimits(30.0, 1.0 if bad == "hang" else 50.0))
 
 
 def test_completion_over_limit_is_wrong_if_declared(kind):
@@ -96,7 +96,7 @@ def test_completion_over_limit_is_wrong_if_declared(kind):
         assert [verdict.correct for verdict in verdicts] == [True, False, False, True]
         assert (verifiers.take_failures(), verifiers.undecided) == ({"cpu_time": 1}, 0)
 
-    run(kind, body, Limits(0.5, 30.0))
+    run(kind, body, ItemLimits(0.5, 30.0))
 
 
 def test_verifier_that_cannot_be_loaded_is_an_error(kind):
@@ -110,7 +110,7 @@ def test_verifier_that_cannot_be_loaded_is_an_error(kind):
 
 def test_verifier_without_any_verdict_is_to_blame(kind, monkeypatch):
     """Otherwise groups would be trained with their cut-off completions only, and nothing would say so."""
-    monkeypatch.setattr("realsys.reward.failure_tally.HOPELESS", 4)
+    monkeypatch.setattr("realsys.reward.pool.HOPELESS", 4)
 
     async def body(verifiers):
         for _ in range(3):
@@ -151,7 +151,7 @@ def test_cancelled_call_leaves_nothing_to_the_next(kind):
         assert verifiers.waiting == 0
         assert await correct(verifiers, "b") is False
 
-    run(kind, body, Limits(50.0, 50.0))
+    run(kind, body, ItemLimits(50.0, 50.0))
 
 
 def test_close_ends_waiting_calls(kind):
@@ -164,4 +164,4 @@ def test_close_ends_waiting_calls(kind):
             assert "closed" in await call or "died" in await call
         assert "closed" in await error_of(verifiers, "a")
 
-    run(kind, body, Limits(50.0, 50.0))
+    run(kind, body, ItemLimits(50.0, 50.0))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
+from realsys.reward.verifier_process import ItemLimits
 from tests.support.sandbox.attacks import code_tests, honest, read_attacks
 from tests.support.sandbox.surroundings import ENVIRONMENT, Outside, opened
 from tests.support.sandbox.unguarded import passes_unguarded
@@ -24,7 +24,7 @@ class Judge:
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
-        self._pool = VerifierPool(1, Limits(20.0, BOUND_S))
+        self._pool = VerifierPool(1, ItemLimits(20.0, BOUND_S))
 
     def judge(self, item) -> bool | None:
         async def within() -> bool | None:

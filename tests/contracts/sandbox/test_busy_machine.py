@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from realsys.sandbox.limits import WALL, Limits
-from realsys.sandbox.sandbox import Command, Sandbox
+from realsys.reward.sandbox.sandbox import Sandbox, SandboxCommand
+from realsys.reward.sandbox.settings import WALL, RunLimits
 from tests.support.sandbox.attacks import read_attacks
 
-LIMITS = Limits(cpu_s=2.0, wall_s=0.7)
+LIMITS = RunLimits(cpu_s=2.0, wall_s=0.7)
 SPIN = "import time\nwhile time.process_time() < 0.4: pass\nprint(1)\n"
 CHILD = "import os\nif os.fork(): os.wait()\nelse:\n" + "".join(f"    {line}\n" for line in SPIN.splitlines())
 THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n" + SPIN
@@ -36,8 +36,8 @@ def sandbox():
             burner.wait()
 
 
-def command(source) -> Command:
-    return Command((os.path.realpath(sys.executable), "program.py"), {"program.py": source.encode()})
+def command(source) -> SandboxCommand:
+    return SandboxCommand((os.path.realpath(sys.executable), "program.py"), {"program.py": source.encode()})
 
 
 def test_program_gets_its_time(sandbox):
@@ -55,6 +55,6 @@ def test_sleep_is_over_the_limit(sandbox):
 def test_waiting_for_own_children_is_not_free():
     attack = next(attack for attack in read_attacks() if attack.name == "limits/waits_for_its_own_children")
     with Sandbox() as sandbox:
-        ended = sandbox.run(attack.source, b"3\n", Limits(cpu_s=1.5, wall_s=1.5)).ended
+        ended = sandbox.run(attack.source, b"3\n", RunLimits(cpu_s=1.5, wall_s=1.5)).ended
     assert ended.reason == WALL
     assert ended.waited_s < 0.35 * ended.wall_s

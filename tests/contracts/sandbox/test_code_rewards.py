@@ -9,9 +9,9 @@ from realsys.config.schema import Config
 from realsys.data.layouts.chat_rows import verl
 from realsys.data.layouts.code_tests import KEY
 from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
-from realsys.reward.verifiers.base import Item
+from realsys.reward.verifier_process import ItemLimits
 from realsys.reward.verifiers.code import check_settings
+from realsys.reward.verifiers.contract import Item
 
 TESTS = {"function": "f", "calls": [{"args": [2], "result": 4}, {"args": [3], "result": 6}], "time_limit_s": 0.3}
 
@@ -23,7 +23,7 @@ def item(body: str) -> Item:
 
 
 async def verdicts(bodies, **arguments):
-    pool = VerifierPool(1, Limits(10.0, 60.0), {"code": arguments})
+    pool = VerifierPool(1, ItemLimits(10.0, 60.0), {"code": arguments})
     try:
         return await asyncio.gather(*(pool.verify("code", item(body)) for body in bodies))
     finally:
@@ -59,7 +59,7 @@ def test_rows_of_verl_are_judged(truth, program, right):
     row = verl({"prompt": "q", "reward_model": {"ground_truth": truth}})
 
     async def judge():
-        pool = VerifierPool(1, Limits(10.0, 60.0))
+        pool = VerifierPool(1, ItemLimits(10.0, 60.0))
         try:
             return await pool.verify("code", Item("", f"```python\n{program}\n```", row.answer, row.line()))
         finally:
@@ -77,7 +77,7 @@ def test_dead_sandbox_is_judged_again():
     """The first judgement fails with the zygote; the second has a new one."""
 
     async def judge():
-        pool = VerifierPool(1, Limits(10.0, 60.0))
+        pool = VerifierPool(1, ItemLimits(10.0, 60.0))
         try:
             assert (await pool.verify("code", item("return 2 * x"))).correct
             (sandbox,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "bwrap"][:1]
@@ -114,7 +114,7 @@ def test_reference_that_fails_is_refused(answer, problem):
     tests = {"function": "half", "source": "import fractions\nassert half(3) == fractions.Fraction(3, 2)\n"}
 
     async def check():
-        pool = VerifierPool(1, Limits(10.0, 60.0))
+        pool = VerifierPool(1, ItemLimits(10.0, 60.0))
         try:
             return await pool.check_answer("code", Item("", "", answer, {KEY: tests}))
         finally:

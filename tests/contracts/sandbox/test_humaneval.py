@@ -10,8 +10,8 @@ import pytest
 from realsys.data.layouts.code_tests import KEY
 from realsys.data.layouts.detect import layout_of
 from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
-from realsys.reward.verifiers.base import Item
+from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.verifiers.contract import Item
 from tests.support.sandbox.mutants import mutant, passes
 from tests.support.sandbox.tasks import TASKS
 
@@ -39,7 +39,7 @@ def items(rows) -> list[tuple[Item, Item]]:
 
 def verdicts(items):
     async def judge():
-        pool = VerifierPool(2, Limits(60.0, 120.0))
+        pool = VerifierPool(2, ItemLimits(60.0, 120.0))
         try:
             return await asyncio.gather(*(pool.verify("code", item) for item in items))
         finally:

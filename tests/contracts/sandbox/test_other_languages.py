@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
-from realsys.reward.verifiers.base import Item
+from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.verifiers.contract import Item
 
 pytestmark = pytest.mark.needs("bwrap")
 
@@ -35,7 +35,7 @@ def item(language, program) -> Item:
 
 def with_pool(body, **arguments):
     async def run():
-        pool = VerifierPool(1, Limits(120.0, 240.0), {"code": {"total_s": 200.0, **arguments}})
+        pool = VerifierPool(1, ItemLimits(120.0, 240.0), {"code": {"total_s": 200.0, **arguments}})
         try:
             return await body(pool)
         finally:

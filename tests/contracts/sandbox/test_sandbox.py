@@ -8,12 +8,10 @@ import psutil
 import pytest
 
 from realsys.errors import DataError, SandboxError
-from realsys.sandbox.isolation import Settings
-from realsys.sandbox.limits import CPU, CRASHED, MEMORY, OUTPUT, WALL, WRONG, Limits
-from realsys.sandbox.sandbox import Command, Sandbox, UnitTests
-from realsys.sandbox.served_program import ProgramRaised
+from realsys.reward.sandbox.sandbox import ProgramRaised, Sandbox, SandboxCommand, UnitTests
+from realsys.reward.sandbox.settings import CPU, CRASHED, MEMORY, OUTPUT, WALL, WRONG, IsolationSettings, RunLimits
 
-LIMITS = Limits(cpu_s=0.5, wall_s=1.5, memory_mb=256)
+LIMITS = RunLimits(cpu_s=0.5, wall_s=1.5, memory_mb=256)
 ADD = "def add(a, b=1):\n    return a + b\n"
 
 pytestmark = pytest.mark.needs("bwrap")
@@ -21,7 +19,7 @@ pytestmark = pytest.mark.needs("bwrap")
 
 @pytest.fixture(scope="module")
 def sandbox():
-    with Sandbox(Settings()) as sandbox:
+    with Sandbox(IsolationSettings()) as sandbox:
         sandbox.run("", b"", LIMITS)
         yield sandbox
 
@@ -101,26 +99,27 @@ def test_what_a_program_leaves_is_gone(sandbox):
 
 
 def test_command_makes_a_file_for_the_next(sandbox):
-    made = sandbox.run(Command(("/bin/sh", "make"), {"make": b"echo echo hi > made"}, "made"), b"", LIMITS).made
-    assert sandbox.run(Command(("/bin/sh", "made"), {"made": made}), b"", LIMITS).stdout == b"hi\n"
+    made = sandbox.run(SandboxCommand(("/bin/sh", "make"), {"make": b"echo echo hi > made"}, "made"), b"", LIMITS).made
+    assert sandbox.run(SandboxCommand(("/bin/sh", "made"), {"made": made}), b"", LIMITS).stdout == b"hi\n"
 
 
 def test_large_file_reaches_the_next_command(sandbox):
     size = 20 << 20  # more than one message has
-    make = Command(("/bin/sh", "make"), {"make": f"head -c {size} /dev/urandom > made".encode()}, "made")
+    make = SandboxCommand(("/bin/sh", "make"), {"make": f"head -c {size} /dev/urandom > made".encode()}, "made")
     made = sandbox.run(make, b"", LIMITS).made
     assert made is not None and len(made) == size
     assert (
-        sandbox.run(Command(("/usr/bin/wc", "-c", "made"), {"made": made}), b"", LIMITS).stdout == b"%d made\n" % size
+        sandbox.run(SandboxCommand(("/usr/bin/wc", "-c", "made"), {"made": made}), b"", LIMITS).stdout
+        == b"%d made\n" % size
     )
 
 
 def test_command_that_makes_nothing_is_seen(sandbox):
-    assert sandbox.run(Command(("/bin/sh", "-c", "true"), {}, "made"), b"", LIMITS).made is None
+    assert sandbox.run(SandboxCommand(("/bin/sh", "-c", "true"), {}, "made"), b"", LIMITS).made is None
 
 
 def test_failed_command_has_its_exit_code(sandbox):
-    output = sandbox.run(Command(("/bin/sh", "-c", "exit 7"), {}), b"", LIMITS)
+    output = sandbox.run(SandboxCommand(("/bin/sh", "-c", "exit 7"), {}), b"", LIMITS)
     assert (output.ended.code, output.ended.reason) == (7, CRASHED)
 
 
@@ -315,8 +314,8 @@ def test_closed_sandbox_leaves_no_processes():
 
 AS_ORDINARY_USER = """
 import os
-from realsys.sandbox.limits import Limits
-from realsys.sandbox.sandbox import Sandbox, UnitTests
+from realsys.reward.sandbox.settings import Limits
+from realsys.reward.sandbox.sandbox import Sandbox, UnitTests
 assert os.geteuid() == 1000
 source = "import os\\nprint(os.getuid(), os.listdir('/tmp'), os.path.exists('/root/.ssh'), flush=True)\\nos.fork()"
 with Sandbox() as sandbox:
@@ -334,8 +333,8 @@ def test_ordinary_user_has_a_sandbox():
 
 WITHOUT_NAMESPACES = """
 from realsys.errors import SandboxError
-from realsys.sandbox.limits import Limits
-from realsys.sandbox.sandbox import Sandbox
+from realsys.reward.sandbox.settings import Limits
+from realsys.reward.sandbox.sandbox import Sandbox
 try:
     with Sandbox() as sandbox:
         sandbox.run("print(1)", b"", Limits())
@@ -364,7 +363,7 @@ def test_machine_without_user_namespaces_is_told_what_to_allow():
 
 
 def test_no_isolation_keeps_the_limits():
-    with Sandbox(Settings("none")) as sandbox:
+    with Sandbox(IsolationSettings("none")) as sandbox:
         assert sandbox.run("print(1)", b"", LIMITS).stdout == b"1\n"
         assert sandbox.run("while True: pass", b"", LIMITS).ended.reason == CPU
         assert sandbox.test(ADD, UnitTests("assert add(1) == 2"), LIMITS).passed
@@ -374,8 +373,8 @@ def test_no_isolation_keeps_the_limits():
 def test_daemon_without_isolation_delays_nothing(body):
     daemon = f"    begin = time.monotonic()\n    {body}\n    os._exit(0)\n"
     source = "import os, time\nprint(1, flush=True)\nif not os.fork():\n    os.setsid()\n" + daemon
-    with Sandbox(Settings("none")) as sandbox:
-        output = sandbox.run(source, b"", Limits(cpu_s=0.5, wall_s=0.5))
+    with Sandbox(IsolationSettings("none")) as sandbox:
+        output = sandbox.run(source, b"", RunLimits(cpu_s=0.5, wall_s=0.5))
         assert output.stdout.startswith(b"1\n")
         assert output.ended.wall_s < 10.0
         assert sandbox.run("print(2)", b"", LIMITS).stdout == b"2\n"

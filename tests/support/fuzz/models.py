@@ -23,10 +23,9 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, WeightsError
 from realsys.generation.sglang.update import check_shapes
 from realsys.hf.config import read_model, read_sizes
-from realsys.reward.frames import LENGTH, MAX_REPLY, Reply
-from realsys.reward.outcomes import JournalReader
-from realsys.reward.verifier_process import Limits, VerifierProcess
-from realsys.reward.verifiers.base import Verdict
+from realsys.reward.verifier_process import ItemLimits, VerifierProcess
+from realsys.reward.verifier_protocol import LENGTH, MAX_REPLY, JournalReader, Reply
+from realsys.reward.verifiers.contract import Verdict
 from realsys.train.checkpoint.checkpoint_files import Piece, RankIndex, data_file, rank_stem
 from tests.support.fuzz.files import spoilt, through
 from tests.support.fuzz.mutations import Spoiler, example
@@ -201,7 +200,7 @@ def verifier(_: Path) -> Iterator[Target]:
         process._batches, process._reader = 1, asyncio.StreamReader()
         process._reader.feed_data(data)
         process._reader.feed_eof()
-        return await process._reply(Limits(60.0, 60.0), "to judge")
+        return await process._reply(ItemLimits(60.0, 60.0), "to judge")
 
     def make_journal(spoiler: Spoiler) -> bytes:
         bodies = [spoiler.spoil(spoiler.encode(example(Verdict, spoiler.rng))) for _ in range(3)]

@@ -11,20 +11,20 @@ import msgspec
 
 from realsys.cluster.http_server import HttpServer
 from realsys.reward.pool import VerifierPool
-from realsys.reward.service.dispatch import Bounds
+from realsys.reward.service.dispatch import DispatchBounds
 from realsys.reward.service.reward_client import ServiceVerifiers
 from realsys.reward.service.reward_server import RewardServer
-from realsys.reward.verifier_process import Limits
+from realsys.reward.verifier_process import ItemLimits
 from realsys.types import ServerAddress
 
 TOKEN = "secret"
-LIMITS = Limits(5.0, 5.0)
+LIMITS = ItemLimits(5.0, 5.0)
 
 
 class Service:
     """One service. ``stop`` ends it as a killed process would: connections break."""
 
-    def __init__(self, index: int, limits: Limits, arguments: Any = None, items: int = 4096) -> None:
+    def __init__(self, index: int, limits: ItemLimits, arguments: Any = None, items: int = 4096) -> None:
         self.pool = VerifierPool(1, limits, arguments, judgements=1)
         self.server = RewardServer(self.pool, items, token=TOKEN)
         self.http = HttpServer(self.server.app)
@@ -45,7 +45,7 @@ class Service:
 
 
 @contextlib.asynccontextmanager
-async def services(count: int, limits: Limits = LIMITS, **settings: Any) -> AsyncIterator[list[Service]]:
+async def services(count: int, limits: ItemLimits = LIMITS, **settings: Any) -> AsyncIterator[list[Service]]:
     """Run ``count`` services."""
     running = [Service(index, limits, **settings) for index in range(count)]
     try:
@@ -62,7 +62,7 @@ async def client_of(
     running: list[Service], *, retry_timeout_s: float = 20.0, silence_s: float = 15.0, token: str = TOKEN
 ) -> AsyncIterator[ServiceVerifiers]:
     """Run a client that knows these services."""
-    client = ServiceVerifiers(Bounds(retry_timeout_s, 60.0), token, silence_s=silence_s)
+    client = ServiceVerifiers(DispatchBounds(retry_timeout_s, 60.0), token, silence_s=silence_s)
     client.registered(registrations(running))
     try:
         yield client
@@ -76,7 +76,7 @@ def registrations(running: list[Service]) -> dict[str, str]:
 
 
 @contextlib.asynccontextmanager
-async def verifiers(kind: str, limits: Limits = LIMITS, arguments: Any = None) -> AsyncIterator[Any]:
+async def verifiers(kind: str, limits: ItemLimits = LIMITS, arguments: Any = None) -> AsyncIterator[Any]:
     """Run a VerifierPool, or two services and a client of them: the same interface."""
     if kind == "pool":
         pool = VerifierPool(1, limits, arguments)
@@ -89,7 +89,7 @@ async def verifiers(kind: str, limits: Limits = LIMITS, arguments: Any = None) -
             yield client
 
 
-def run(kind: str, body: Any, limits: Limits = LIMITS, arguments: Any = None) -> None:
+def run(kind: str, body: Any, limits: ItemLimits = LIMITS, arguments: Any = None) -> None:
     """Run ``body(verifiers)``; 60 s bound all of it."""
 
     async def main() -> None:

@@ -2,18 +2,17 @@
 
 from random import Random
 
-from realsys.reward.frames import DIED, RAISED, Failure
-from realsys.reward.service.dispatch import JUDGEMENTS, Bounds, Dispatch
-from realsys.reward.service.instance import WINDOW
+from realsys.reward.service.dispatch import JUDGEMENTS, WINDOW, Dispatch, DispatchBounds
 from realsys.reward.service.verdict_protocol import Decided, NoVerifier
-from realsys.reward.verifier_process import Work
-from realsys.reward.verifiers.base import Verdict
+from realsys.reward.verifier_process import VerifierWork
+from realsys.reward.verifier_protocol import DIED, RAISED, NoVerdict
+from realsys.reward.verifiers.contract import Verdict
 
 RETRY_S, TOTAL_S = 60.0, 600.0
 RIGHT = Verdict(correct=True)
-FAILED = Failure(RAISED, "it raised")
+FAILED = NoVerdict(RAISED, "it raised")
 UNABLE = NoVerifier("it cannot judge")
-EXACT = Work("exact")
+EXACT = VerifierWork("exact")
 
 
 class World:
@@ -21,7 +20,7 @@ class World:
 
     def __init__(self, *names: str, seed: int = 0) -> None:
         self.now = 100.0
-        self.dispatch = Dispatch(Bounds(RETRY_S, TOTAL_S), Random(seed), self.now)
+        self.dispatch = Dispatch(DispatchBounds(RETRY_S, TOTAL_S), Random(seed), self.now)
         self.ends = {}
         self.failed_at: dict[int, list[str]] = {}  # item -> services that gave no verdict
         self.lost_at: dict[int, set[str]] = {}  # item -> services that were lost or unable while they had it
@@ -37,7 +36,7 @@ class World:
         self.names = set(names)
         self.dispatch.registered({name: (f"http://{name}", incarnation) for name in names})
 
-    def add(self, count: int = 1, work: Work = EXACT, size: int = 10) -> None:
+    def add(self, count: int = 1, work: VerifierWork = EXACT, size: int = 10) -> None:
         for _ in range(count):
             self.dispatch.add(self.added, work, b"x" * size, self.now)
             self.added += 1
@@ -67,7 +66,7 @@ class World:
         """Let the service of a Send decide its first ``count`` items, or all."""
         indexes = list(send.entries)[:count]
         for number in (send.entries[index].number for index in indexes):
-            if isinstance(outcome, Failure):
+            if isinstance(outcome, NoVerdict):
                 self.failed_at.setdefault(number, []).append(send.instance.name)
             elif outcome is UNABLE:
                 self.lost_at.setdefault(number, set()).add(send.instance.name)

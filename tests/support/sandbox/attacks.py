@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from realsys.data.layouts.code_tests import KEY, CallTest, CodeTests, StdioTest
-from realsys.reward.verifiers.base import Item
+from realsys.reward.verifiers.contract import Item
 
 FOLDER = Path(__file__).parents[2] / "contracts" / "sandbox" / "attacks"
 TIME_LIMIT_S = 0.5  # CPU time of one run

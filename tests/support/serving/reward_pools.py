@@ -6,8 +6,8 @@ import pytest
 
 from realsys.errors import NoVerifierError, RewardError
 from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
-from realsys.reward.verifiers.base import Item
+from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.verifiers.contract import Item
 
 BEHAVE = "tests.support.serving.reward_verifiers:behave"
 
@@ -16,7 +16,7 @@ def with_pool(body, processes=1, timeout_s=5.0, cpu_s=None):
     """Run ``body(pool)`` on a pool that is closed afterwards; 60 s bound all of it."""
 
     async def run():
-        pool = VerifierPool(processes, Limits(cpu_s or timeout_s, timeout_s))
+        pool = VerifierPool(processes, ItemLimits(cpu_s or timeout_s, timeout_s))
         try:
             async with asyncio.timeout(60):
                 return await body(pool)

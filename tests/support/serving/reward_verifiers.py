@@ -11,7 +11,7 @@ import tempfile
 import threading
 from typing import Any
 
-from realsys.reward.verifiers.base import Item, Verdict, declare
+from realsys.reward.verifiers.contract import Item, Verdict, declare
 
 _kept: list[object] = []
 

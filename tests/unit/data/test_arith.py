@@ -11,7 +11,7 @@ import pytest
 from realsys.config.schema import ArithConfig
 from realsys.data import arith
 from realsys.errors import ConfigError
-from realsys.reward.verifiers.base import Item
+from realsys.reward.verifiers.contract import Item
 from realsys.reward.verifiers.exact import exact
 
 SMALL = ArithConfig(train_size=1500, eval_size=300, demo_size=1500)

@@ -5,10 +5,10 @@ import pytest
 from realsys.config.schema import Config
 from realsys.data.layouts.code_tests import KEY
 from realsys.errors import ConfigError, SandboxError
+from realsys.reward.sandbox.sandbox import Sandbox
 from realsys.reward.verifiers import code as module
-from realsys.reward.verifiers.base import Item
 from realsys.reward.verifiers.code import check_answer, check_settings
-from realsys.sandbox.sandbox import Sandbox
+from realsys.reward.verifiers.contract import Item
 
 
 def item(**tests):

@@ -11,11 +11,11 @@ import uvloop
 
 from realsys.config.schema import RewardConfig
 from realsys.errors import NoVerifierError, RewardError
-from realsys.reward import failure_tally
-from realsys.reward.frames import MAX_ITEMS
+from realsys.reward import pool
 from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.verifier_protocol import MAX_ITEMS
+from realsys.reward.verifiers.contract import Item, Verdict
 from tests.support.serving.reward_pools import BEHAVE, correct, error_of, outcomes, trips, until, with_pool
 
 pytestmark = pytest.mark.processes
@@ -35,7 +35,7 @@ def test_items_of_one_turn_share_a_trip():
 
 def test_verifier_without_any_verdict_is_to_blame(monkeypatch):
     """Otherwise groups would be trained with their cut-off completions only, and nothing would say so."""
-    monkeypatch.setattr(failure_tally, "HOPELESS", 4)
+    monkeypatch.setattr(pool, "HOPELESS", 4)
 
     async def body(pool):
         failing = [Item("", "raise", "")] * 3
@@ -109,7 +109,7 @@ def test_second_judgement_waits_behind_all_others():
     [((0.0, 0.0), 2.0, ""), ((1.5, 3.0), 0.5, ""), ((2.0, 3.0), 0.0, "2 s of CPU time"), ((0.1, 6.0), 0.0, "6 s")],
 )
 def test_limits_of_one_item(used, left, reached):
-    limits = Limits.of(RewardConfig(timeout_s=2.0, elapsed_timeout_s=6.0))
+    limits = ItemLimits.of(RewardConfig(timeout_s=2.0, elapsed_timeout_s=6.0))
     assert limits.left_s(*used) == pytest.approx(left)
     if reached:
         assert limits.reached(used[0]) == reached
@@ -199,7 +199,7 @@ def test_wait_for_a_dying_process_blocks_nothing():
 
 def test_pool_works_on_uvloop():
     async def run():
-        pool = VerifierPool(1, Limits(5.0, 5.0))
+        pool = VerifierPool(1, ItemLimits(5.0, 5.0))
         try:
             async with asyncio.timeout(60):
                 assert "exited with code 7" in await error_of(pool, "crash")

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from realsys.errors import NoVerifierError, RewardError
-from realsys.reward import failure_tally
-from realsys.reward.frames import CAUSES
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward import pool
+from realsys.reward.verifier_protocol import CAUSES
+from realsys.reward.verifiers.contract import Item, Verdict
 from tests.support.serving.reward_pools import correct, outcomes, with_pool
 
 pytestmark = pytest.mark.processes
@@ -42,7 +42,7 @@ def test_failure_is_counted_by_cause(bad, cause):
 
 def test_limit_that_nothing_keeps_is_an_error(monkeypatch):
     """Else a limit that is too low would make every completion wrong."""
-    monkeypatch.setattr(failure_tally, "HOPELESS", 2)
+    monkeypatch.setattr(pool, "HOPELESS", 2)
 
     async def body(pool):
         await pool.verify(CHECKED, Item("", "a", "a"))

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from realsys.errors import RewardError
-from realsys.reward.frames import Done, NotLoaded, frame
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.verifier_protocol import BatchDone, NotLoaded, frame
+from realsys.reward.verifiers.contract import Item, Verdict
 from tests.support.serving.reward_pools import BEHAVE, correct, error_of, outcomes, until, with_pool
 
 pytestmark = pytest.mark.processes
@@ -165,7 +165,7 @@ def test_a_verifier_that_forks_gives_its_verdict_once():
 
 FORKED_WRITER = """
 import os
-from realsys.reward.outcomes import JournalReader, JournalWriter
+from realsys.reward.verifier_protocol import JournalReader, JournalWriter
 
 reader = JournalReader()
 writer = JournalWriter(os.dup(reader.descriptor))
@@ -230,10 +230,10 @@ def first_problem_after(caplog, *replies):
 @pytest.mark.parametrize(
     ("replies", "problem"),
     [
-        ([Done(2, 2)], "replied to batch 2, not 3"),  # late, or twice
-        ([Done(3, 3)], "after 0 of 2 outcomes"),
-        ([Done(3, 0)], "after 0 of 2 outcomes"),
-        ([Done(3, 2)], "has 0 outcomes, must have 2 to 2"),
+        ([BatchDone(2, 2)], "replied to batch 2, not 3"),  # late, or twice
+        ([BatchDone(3, 3)], "after 0 of 2 outcomes"),
+        ([BatchDone(3, 0)], "after 0 of 2 outcomes"),
+        ([BatchDone(3, 2)], "has 0 outcomes, must have 2 to 2"),
         ([NotLoaded(3, "x")], "after 0 of 2 outcomes"),
     ],
 )
@@ -259,7 +259,7 @@ def test_hanging_verifier_process_dies_with_its_parent():
         "import asyncio\n"
         "from realsys.reward.pool import VerifierPool\n"
         "from realsys.reward.verifier_process import Limits\n"
-        "from realsys.reward.verifiers.base import Item\n"
+        "from realsys.reward.verifiers.contract import Item\n"
         "async def main():\n"
         "    pool = VerifierPool(1, Limits(100.0, 100.0))\n"
         f"    await pool.verify({BEHAVE!r}, Item('', 'a', 'a'))\n"

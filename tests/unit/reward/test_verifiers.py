@@ -11,7 +11,7 @@ from realsys.config.doors import VERIFIER
 from realsys.config.rules.checks import check
 from realsys.config.rules.machine import Machine
 from realsys.errors import ConfigError
-from realsys.reward.verifiers.base import MAX_METRICS, Item, Verdict, answer_problem, declare, verdict_of
+from realsys.reward.verifiers.contract import MAX_METRICS, Item, Verdict, answer_problem, declare, verdict_of
 from realsys.reward.verifiers.exact import exact
 from realsys.reward.verifiers.math import math
 from tests.support.processes.config_trees import changed

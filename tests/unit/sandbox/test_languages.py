@@ -3,9 +3,8 @@
 import pytest
 
 from realsys.errors import ConfigError
-from realsys.sandbox.inside import confine
-from realsys.sandbox.isolation import NONE, Settings
-from realsys.sandbox.languages import BUILTIN, Language, languages_of, problem_of
+from realsys.reward.sandbox.inside import confine
+from realsys.reward.sandbox.settings import BUILTIN, NONE, IsolationSettings, Language, language_problem, languages_of
 
 PASCAL = {"source": "main.pas", "compile": ["fpc", "main.pas"], "makes": "main", "run": ["./main"]}
 
@@ -38,7 +37,7 @@ def test_built_in_languages_have_no_problem():
 
 def test_missing_compiler_is_named():
     languages = languages_of({"pascal": PASCAL | {"compile": ["no-such-compiler", "main.pas"]}})
-    assert "needs no-such-compiler, which is not found" in problem_of(languages, "pascal", Settings())
+    assert "needs no-such-compiler, which is not found" in language_problem(languages, "pascal", IsolationSettings())
 
 
 def test_command_that_programs_cannot_see_is_named(tmp_path, monkeypatch):
@@ -47,11 +46,11 @@ def test_command_that_programs_cannot_see_is_named(tmp_path, monkeypatch):
     tool.write_text("#!/bin/sh\n")
     tool.chmod(0o755)
     languages = languages_of({"pascal": {"source": "main.pas", "run": [str(tool), "main.pas"]}})
-    assert f"needs {tool}, which programs cannot see" in problem_of(languages, "pascal", Settings())
-    assert problem_of(languages, "pascal", Settings(isolation=NONE)) is None
+    assert f"needs {tool}, which programs cannot see" in language_problem(languages, "pascal", IsolationSettings())
+    assert language_problem(languages, "pascal", IsolationSettings(isolation=NONE)) is None
     monkeypatch.setattr(confine, "TMP", "/no/folder")
-    assert problem_of(languages, "pascal", Settings(readable=(str(tmp_path),))) is None
+    assert language_problem(languages, "pascal", IsolationSettings(readable=(str(tmp_path),))) is None
 
 
 def test_unknown_language_is_named():
-    assert "set data.verifier_args.languages.cobol" in problem_of({}, "cobol", Settings())
+    assert "set data.verifier_args.languages.cobol" in language_problem({}, "cobol", IsolationSettings())

@@ -2,19 +2,19 @@
 
 import pytest
 
-from realsys.sandbox.limits import CPU, CRASHED, Ended, Limits
+from realsys.reward.sandbox.settings import CPU, CRASHED, RunEnded, RunLimits
 
 
 def test_limit_of_zero_is_refused():
     with pytest.raises(ValueError, match="wall_s is 0"):
-        Limits(wall_s=0)
+        RunLimits(wall_s=0)
 
 
 def test_reached_limit_precedes_exit_code():
-    assert Ended(-9, CPU).reason == CPU
-    assert Ended(1).reason == CRASHED
-    assert Ended(0).reason == ""
+    assert RunEnded(-9, CPU).reason == CPU
+    assert RunEnded(1).reason == CRASHED
+    assert RunEnded(0).reason == ""
 
 
 def test_process_limit_counts_all_calls():
-    assert Limits(cpu_s=2.0).as_message(calls=3)["process_cpu_s"] == 6.0
+    assert RunLimits(cpu_s=2.0).as_message(calls=3)["process_cpu_s"] == 6.0

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from realsys.sandbox.inside.plain import MAX_FRAME, Handle, PlainError, decode, encode
+from realsys.reward.sandbox.inside.plain import MAX_FRAME, Handle, PlainError, decode, encode
 
 VALUES = [
     None,

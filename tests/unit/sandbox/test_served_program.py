@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from realsys.sandbox.inside import plain
-from realsys.sandbox.limits import CRASHED, MEMORY, OUTPUT, WALL, Ended, Limits
-from realsys.sandbox.served_program import Program, ProgramRaised
+from realsys.reward.sandbox.inside import plain
+from realsys.reward.sandbox.sandbox import Program, ProgramRaised
+from realsys.reward.sandbox.settings import CRASHED, MEMORY, OUTPUT, WALL, RunEnded, RunLimits
 
 LOADED = plain.encode(("ok", None))
 
@@ -15,10 +15,10 @@ LOADED = plain.encode(("ok", None))
 class FakeChild:
     """A program that has sent all its answers already, and is still there."""
 
-    left_s, begin, born, ended, limits = 1.0, float("inf"), 0.0, None, Limits()
+    left_s, begin, born, ended, limits = 1.0, float("inf"), 0.0, None, RunLimits()
 
     def __init__(self):
-        self.zygote = SimpleNamespace(last=lambda child: Ended(0))
+        self.zygote = SimpleNamespace(last=lambda child: RunEnded(0))
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_time_without_a_processor_does_not_count(link):
     """The first wait is longer than the limit; the machine was busy for all of it."""
     program, _ = link
     child, own_s, killed = program._child, [0.01, 9.0], []
-    child.limits = Limits(cpu_s=0.01, wall_s=0.02)
+    child.limits = RunLimits(cpu_s=0.01, wall_s=0.02)
     child.own_s, child.kill = lambda begin: own_s.pop(0), killed.append
     with pytest.raises(ProgramRaised) as raised:
         program.call("f", [1])

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from realsys.sandbox.inside.unit_tests import defined, functions_of, modules_of, problem_of, start_of, taken
+from realsys.reward.sandbox.inside.unit_tests import defined, functions_of, modules_of, problem_of, start_of, taken
 
 
 @pytest.mark.parametrize(

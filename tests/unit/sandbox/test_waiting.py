@@ -1,8 +1,8 @@
 """Waiting of a program: the machine's fault, or its own."""
 
-from realsys.sandbox.inside.waiting import Task, Waiting
+from realsys.reward.sandbox.inside.uses import ThreadUse, Waiting
 
-ASLEEP = Task(False, 0.0, 0.0)
+ASLEEP = ThreadUse(False, 0.0, 0.0)
 
 
 def waiting(*looks, last_pids=None) -> Waiting:
@@ -15,23 +15,27 @@ def waiting(*looks, last_pids=None) -> Waiting:
 
 def test_waiting_of_one_thread_is_free():
     """The first process only waits for the second, as with a command, or a program that waits for another."""
-    found = waiting([ASLEEP, Task(True, 0.25, 0.75)], [ASLEEP, Task(True, 0.75, 1.25)])
+    found = waiting([ASLEEP, ThreadUse(True, 0.25, 0.75)], [ASLEEP, ThreadUse(True, 0.75, 1.25)])
     assert found.waited_s == 1.25
 
 
 def test_waiting_for_own_children_counts():
-    looks = [Task(True, 0.1, 0.0)], [Task(True, 0.2, 0.9), Task(True, 0.1, 0.0)], [Task(True, 0.3, 1.8)]
+    looks = (
+        [ThreadUse(True, 0.1, 0.0)],
+        [ThreadUse(True, 0.2, 0.9), ThreadUse(True, 0.1, 0.0)],
+        [ThreadUse(True, 0.3, 1.8)],
+    )
     found = waiting(*looks, last_pids=[7, 8, 9])
     assert found.waited_s == 0.0
 
 
 def test_waiting_of_several_threads_is_free_once():
-    looks = [[Task(True, 0.25 * n, 0.5 * n), Task(True, 0.0, 0.75 * n)] for n in (1, 2)]
+    looks = [[ThreadUse(True, 0.25 * n, 0.5 * n), ThreadUse(True, 0.0, 0.75 * n)] for n in (1, 2)]
     assert waiting(*looks, last_pids=[0, 0]).waited_s == 1.5
 
 
 def test_waiting_while_its_threads_run_counts():
-    looks = [[Task(True, 1.0 * n, 0.0), Task(True, 0.0, 1.0 * n)] for n in (1, 2)]
+    looks = [[ThreadUse(True, 1.0 * n, 0.0), ThreadUse(True, 0.0, 1.0 * n)] for n in (1, 2)]
     assert waiting(*looks, last_pids=[0, 0]).waited_s == 0.0
 
 
@@ -40,7 +44,7 @@ def test_sleep_is_no_waiting():
 
 
 def test_each_run_has_its_own_waiting():
-    found = waiting([Task(True, 0.0, 1.0)])
+    found = waiting([ThreadUse(True, 0.0, 1.0)])
     found.begin()
     assert (found.run_s, found.waited_s) == (0.0, 1.0)
 
@@ -48,9 +52,9 @@ def test_each_run_has_its_own_waiting():
 def test_time_that_the_host_takes_away_is_free():
     """The thread that ran for 0.4 s had a processor for no longer; on another processor nothing was missing."""
     found = Waiting(0.0)
-    found.look(1.0, {0: Task(True, 0.5, 0.25)}, 7, (10.0, 20.0))
+    found.look(1.0, {0: ThreadUse(True, 0.5, 0.25)}, 7, (10.0, 20.0))
     assert found.waited_s == 0.25
-    found.look(2.0, {0: Task(True, 0.9, 0.25)}, 7, (10.5, 20.0))
+    found.look(2.0, {0: ThreadUse(True, 0.9, 0.25)}, 7, (10.5, 20.0))
     assert found.waited_s == 0.75
-    found.look(3.0, {0: Task(True, 1.8, 0.25)}, 7, (11.5, 20.0))
+    found.look(3.0, {0: ThreadUse(True, 1.8, 0.25)}, 7, (11.5, 20.0))
     assert round(found.waited_s, 9) == 0.85, "no more than the time in which it did not run"

@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from realsys.sandbox.inside import uses
-from realsys.sandbox.inside.zygote import KILLED, Zygote, _Running
-from realsys.sandbox.limits import Limits
+from realsys.reward.sandbox.inside import uses
+from realsys.reward.sandbox.inside.zygote import KILLED, Zygote, _Running
+from realsys.reward.sandbox.settings import RunLimits
 
 
 def reached(command, monkeypatch, *, namespaces=True, oom=False, kill=False) -> str:
@@ -20,7 +20,7 @@ def reached(command, monkeypatch, *, namespaces=True, oom=False, kill=False) -> 
     with ours, theirs:
         zygote = Zygote(theirs, {"namespaces": namespaces})
         process = subprocess.Popen(["sh", "-c", command])
-        running = _Running({"id": 1, "limits": Limits().as_message()}, process.pid, None)
+        running = _Running({"id": 1, "limits": RunLimits().as_message()}, process.pid, None)
         if kill:
             zygote._kill(running)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

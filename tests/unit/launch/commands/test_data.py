@@ -141,7 +141,7 @@ def test_wrong_call_is_one_line(tmp_path, capsys, argv, problem):
 def test_verifier_checks_references(tmp_path, capsys, monkeypatch):
     """A verifier with ``check_answer`` sees each row in its process; its reason is that of a bad row."""
     (tmp_path / "own_judge.py").write_text(
-        "from realsys.reward.verifiers.base import declare\n\n\n"
+        "from realsys.reward.verifiers.contract import declare\n\n\n"
         "def problem(item):\n"
         "    return None if item.extra['data_source'] and item.answer == '18' else f'{item.answer} is not 18'\n\n\n"
         "@declare(check_answer=problem)\n"

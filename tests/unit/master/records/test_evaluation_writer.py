@@ -13,7 +13,7 @@ from realsys.manager.messages import EvaluationReply
 from realsys.master import evaluation
 from realsys.master.evaluation import ResultWriter, outcome_of
 from realsys.observe.evaluation_records import EvalSample, append_sample, headline, read_result, read_samples, record
-from realsys.reward.answers import AnswerComparer
+from realsys.reward.compare_answers import AnswerComparer
 from tests.support.processes.config_trees import changed
 
 ANSWERS = ("7", r"\frac{1}{2}", "0.5")  # one right answer, and two wrong ones that agree

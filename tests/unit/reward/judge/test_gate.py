@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from realsys.reward.judge.gate import Gate
-from realsys.reward.judge.rate_limits import RateLimits
+from realsys.reward.judge.rate_limits import RateLimits, RequestGate
 from tests.support.serving.reward_pools import until
 
 
 def test_requests_start_in_their_order():
     async def run():
-        gate, order = Gate(RateLimits(concurrency=1)), []
+        gate, order = RequestGate(RateLimits(concurrency=1)), []
 
         async def ask(name):
             started = await gate.enter(1)
@@ -31,7 +30,7 @@ def test_requests_start_in_their_order():
 
 def test_full_window_holds_the_next():
     async def run():
-        gate = Gate(RateLimits(concurrency=9, requests=2), clock=lambda: 5.0)
+        gate = RequestGate(RateLimits(concurrency=9, requests=2), clock=lambda: 5.0)
         async with asyncio.timeout(30):
             tasks = [asyncio.create_task(gate.enter(1)) for _ in range(3)]
             await until(lambda: tasks[1].done())

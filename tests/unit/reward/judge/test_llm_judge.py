@@ -9,10 +9,10 @@ import math
 import pytest
 
 from realsys.errors import ConfigError, NoVerifierError, RewardError, StuckError
-from realsys.reward import failure_tally
-from realsys.reward.build import own_verifiers
+from realsys.reward import pool
 from realsys.reward.judge.llm_judge import LlmJudge
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.open_verifiers import own_verifiers
+from realsys.reward.verifiers.contract import Item, Verdict
 from tests.support.processes.config_trees import changed
 from tests.support.rewards.judge_endpoint import KEY, JudgeEndpoint, judge_endpoint
 from tests.support.serving.reward_pools import BEHAVE, until
@@ -166,7 +166,7 @@ def test_refused_completion_costs_itself_only(endpoint):
 
 
 def test_judge_without_any_verdict_is_to_blame(endpoint, monkeypatch):
-    monkeypatch.setattr(failure_tally, "HOPELESS", 3)
+    monkeypatch.setattr(pool, "HOPELESS", 3)
     endpoint.always = "malformed"
     outcomes, _ = judged(settings(endpoint, f"{JUDGE}.retries=0", f"{JUDGE}.concurrency=1"), *[RIGHT] * 4)
     assert [type(outcome) for outcome in outcomes] == [RewardError, RewardError, NoVerifierError, NoVerifierError]

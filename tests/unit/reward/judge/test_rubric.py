@@ -8,7 +8,7 @@ import pytest
 
 from realsys.config.sections.schema_judge import Criterion, JudgeConfig
 from realsys.reward.judge.rubric import Rubric, RubricError
-from realsys.reward.verifiers.base import Item
+from realsys.reward.verifiers.contract import Item
 
 TWO = [
     Criterion(name="style", low=1.0, high=5.0),

@@ -10,7 +10,7 @@ from realsys.config.schema import Config, RewardConfig, RolloutConfig
 from realsys.config.sections.schema_judge import JudgeConfig
 from realsys.errors import ConfigError
 from realsys.launch.prepare import resolve
-from realsys.reward.judge.rubric_file import read_rubric
+from realsys.reward.judge.rubric import read_rubric
 
 
 def rollout(**judge):

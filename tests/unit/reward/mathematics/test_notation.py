@@ -2,9 +2,8 @@
 
 import pytest
 
-from realsys.reward.mathematics.clock_times import last_time, read_time
-from realsys.reward.mathematics.notation import rewrite, split_percent, tidy_answer
-from realsys.reward.mathematics.units import read_unit, split_unit
+from realsys.reward.mathematics.equality import last_time, read_time
+from realsys.reward.mathematics.final_answers import read_unit, rewrite, split_percent, split_unit, tidy_answer
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realsys.reward.programs.comparison import same_output, same_value
+from realsys.reward.verifiers.code import same_output, same_value
 
 
 @pytest.mark.parametrize(

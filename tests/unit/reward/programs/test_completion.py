@@ -3,7 +3,7 @@
 import pytest
 
 from realsys.data.layouts.code_tests import CodeTests
-from realsys.reward.programs.completion import last_block, program_in
+from realsys.reward.verifiers.code import last_block, program_in
 
 STUB = "import math\n\ndef area(r):\n    '''Area of a circle.'''\n"
 PLAIN = CodeTests(source="assert f() == 1")

@@ -6,9 +6,20 @@ import pytest
 
 from realsys.data.layouts.code_tests import CallTest, CodeTests, StdioTest
 from realsys.errors import SandboxError
-from realsys.reward.programs.judge import Judge
-from realsys.sandbox.limits import CPU, CRASHED, MEMORY, OUTPUT, WALL, WRONG, Ended, Limits, Output, UnitTestsResult
-from realsys.sandbox.served_program import ProgramRaised
+from realsys.reward.sandbox.sandbox import ProgramRaised
+from realsys.reward.sandbox.settings import (
+    CPU,
+    CRASHED,
+    MEMORY,
+    OUTPUT,
+    WALL,
+    WRONG,
+    Output,
+    RunEnded,
+    RunLimits,
+    UnitTestsResult,
+)
+from realsys.reward.verifiers.code import ProgramJudge
 
 STDIO = CodeTests(stdio=[StdioTest("1", "2"), StdioTest("2", "4"), StdioTest("3", "6")], time_limit_s=2.0)
 CALLS = CodeTests(function="f", calls=[CallTest([1], 2), CallTest([2], 4), CallTest([3], 6)])
@@ -25,9 +36,9 @@ class FakeSandbox:
     def run(self, program, stdin, limits):
         self.limits.append(limits)
         answer = self.answers.pop(0)
-        if isinstance(answer, Ended):
+        if isinstance(answer, RunEnded):
             return Output(answer, b"", b"Traceback\nMemoryError\n" if answer.code == 1 else b"")
-        return Output(Ended(0, wall_s=self.seconds), answer, b"")
+        return Output(RunEnded(0, wall_s=self.seconds), answer, b"")
 
     def test(self, source, tests, limits):
         return self.answers.pop(0)
@@ -45,7 +56,7 @@ class FakeSandbox:
 
 
 def score(sandbox, tests, *, all_tests=False, total_s=10.0, limits=None):
-    found = Judge(sandbox, limits or Limits(), total_s, {}).score("program", tests, all_tests=all_tests)
+    found = ProgramJudge(sandbox, limits or RunLimits(), total_s, {}).score("program", tests, all_tests=all_tests)
     return found.passed, found.reason
 
 
@@ -63,7 +74,8 @@ def test_share_needs_all_tests():
 
 
 @pytest.mark.parametrize(
-    ("ended", "reason"), [(Ended(-9, CPU), CPU), (Ended(1), MEMORY), (Ended(3), CRASHED), (Ended(0, OUTPUT), OUTPUT)]
+    ("ended", "reason"),
+    [(RunEnded(-9, CPU), CPU), (RunEnded(1), MEMORY), (RunEnded(3), CRASHED), (RunEnded(0, OUTPUT), OUTPUT)],
 )
 def test_failed_run_has_a_reason(ended, reason):
     assert score(FakeSandbox(ended), STDIO) == (0, reason)
@@ -77,7 +89,7 @@ def test_program_that_used_its_time_is_wrong():
 
 def test_limits_of_the_row_only_lower():
     sandbox = FakeSandbox(b"2\n", b"4\n", b"6\n")
-    score(sandbox, STDIO, limits=Limits(cpu_s=1.0))
+    score(sandbox, STDIO, limits=RunLimits(cpu_s=1.0))
     assert {limits.cpu_s for limits in sandbox.limits} == {1.0}
 
 

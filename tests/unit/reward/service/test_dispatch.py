@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.reward.frames import DIED, MAX_ITEMS, REFUSED, Failure
-from realsys.reward.service.dispatch import FEWEST, MOST_BYTES
-from realsys.reward.service.instance import LAST_DELAY_S, WINDOW
+from realsys.reward.service.dispatch import FEWEST, LAST_DELAY_S, MOST_BYTES, WINDOW
 from realsys.reward.service.verdict_protocol import NoVerifier
-from realsys.reward.verifier_process import Work
+from realsys.reward.verifier_process import VerifierWork
+from realsys.reward.verifier_protocol import DIED, MAX_ITEMS, REFUSED, NoVerdict
 from tests.support.rewards.reward_world import FAILED, RETRY_S, RIGHT, TOTAL_S, UNABLE, World
 
 
@@ -53,7 +52,7 @@ def test_large_items_travel_alone():
 def test_verifiers_take_turns():
     world = World("a")
     world.add(WINDOW)
-    world.add(1, Work("math"))
+    world.add(1, VerifierWork("math"))
     assert [send.work.name for send in world.take()][:2] == ["exact", "math"]
 
 
@@ -158,9 +157,9 @@ def test_only_service_judges_twice():
 
 def test_refused_reference_is_final():
     world = World("a", "b")
-    world.add(1, Work("exact", check=True))
+    world.add(1, VerifierWork("exact", check=True))
     [send] = world.take()
-    refused = Failure(REFUSED, "it is bad")
+    refused = NoVerdict(REFUSED, "it is bad")
     world.decide(send, refused)
     assert world.ends == {0: refused}
 
@@ -292,7 +291,7 @@ def test_every_item_ends_exactly_once(data):
         world.take()
         send = data.draw(st.sampled_from(list(world.sends.values()))) if world.sends else None
         if event == "add":
-            world.add(data.draw(st.integers(1, 40)), Work(data.draw(st.sampled_from(("exact", "math")))))
+            world.add(data.draw(st.integers(1, 40)), VerifierWork(data.draw(st.sampled_from(("exact", "math")))))
         elif event == "drop" and world.added:
             world.drop(data.draw(st.integers(0, world.added - 1)))
         elif event == "register":

@@ -3,7 +3,7 @@
 import pytest
 
 from realsys.cluster.http_server import RefusedRequest
-from realsys.reward.service.room import Room
+from realsys.reward.service.reward_server import RequestRoom
 
 
 class Clock:
@@ -14,7 +14,7 @@ class Clock:
 
 
 def test_full_room_refuses_until_items_leave():
-    room = Room(10, Clock())
+    room = RequestRoom(10, Clock())
     room.enter(8)
     with pytest.raises(RefusedRequest, match="8 completions are held, at most 10") as refused:
         room.enter(3)
@@ -26,7 +26,7 @@ def test_full_room_refuses_until_items_leave():
 
 def test_empty_room_takes_any_request():
     """Else a request that is larger than the bound would be refused for ever."""
-    room = Room(10, Clock(), max_bytes=10)
+    room = RequestRoom(10, Clock(), max_bytes=10)
     room.enter(64)
     with room.body(1000):
         assert room.bytes == 1000
@@ -37,7 +37,7 @@ def test_empty_room_takes_any_request():
 
 def test_refusal_says_how_long_to_wait():
     clock = Clock()
-    room = Room(100, clock)
+    room = RequestRoom(100, clock)
     room.enter(100)
     for _ in range(40):
         room.leave(decided=True)
@@ -49,7 +49,7 @@ def test_refusal_says_how_long_to_wait():
 
 
 def test_items_that_callers_give_up_are_not_decided():
-    room = Room(10, Clock())
+    room = RequestRoom(10, Clock())
     room.enter(2)
     room.leave(decided=False)
     room.leave(decided=True)

@@ -17,12 +17,12 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError
 from realsys.generation.client import Generated, SamplingSpec
 from realsys.hf.tiny_vocabulary import END_OF_TURN_ID
+from realsys.reward.sandbox.settings import Output, RunEnded
 from realsys.rollout import agents
 from realsys.rollout.environments.base import Judgement
 from realsys.rollout.task import Task
 from realsys.rollout.tools import python
 from realsys.rollout.tools.base import describe
-from realsys.sandbox.limits import Ended, Output
 from realsys.types import Ticket
 
 ARGUMENTS = ["experiment=arith_tools", "rollout.agent_args.max_turns=4"]
@@ -60,8 +60,8 @@ class Programs:
     def run(self, code, stdin, limits):
         if code == "stuck":
             threading.Event().wait(limits.wall_s)
-            return Output(Ended(-9, "wall"), b"", b"")
-        return Output(Ended(0), b"8", b"")
+            return Output(RunEnded(-9, "wall"), b"", b"")
+        return Output(RunEnded(0), b"8", b"")
 
     def close(self):
         pass

@@ -12,8 +12,8 @@ from realsys.config.rules.machine import Machine
 from realsys.data.prompts import Prompt
 from realsys.errors import ConfigError, RewardError
 from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
-from realsys.reward.verifiers.base import Verdict
+from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.verifiers.contract import Verdict
 from realsys.rollout.environments import build
 from realsys.rollout.environments.base import Judgement
 from realsys.rollout.task import Response, Task
@@ -50,7 +50,7 @@ def judged_by_processes(responses, of, *overrides):
     """Judgements of the real pool."""
 
     async def run():
-        pool = VerifierPool(1, Limits(20.0, 20.0))
+        pool = VerifierPool(1, ItemLimits(20.0, 20.0))
         try:
             environment = build(changed(*REWARDS, *overrides), None, pool)
             async with asyncio.timeout(120):

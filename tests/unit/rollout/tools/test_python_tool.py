@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from realsys.reward.sandbox.settings import Output, RunEnded
 from realsys.rollout.tools import python
-from realsys.sandbox.limits import Ended, Output
 
 
 class Held:
@@ -16,7 +16,7 @@ class Held:
 
     def run(self, code, stdin, limits):
         self.go.wait(limits.wall_s)
-        return Output(Ended(0), code.encode(), b"")
+        return Output(RunEnded(0), code.encode(), b"")
 
     def close(self):
         pass

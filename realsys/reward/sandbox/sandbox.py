@@ -16,23 +16,23 @@ import dataclasses
 import os
 import select
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from realsys.errors import DataError
-from realsys.sandbox import isolation
-from realsys.sandbox.inside import plain
-from realsys.sandbox.limits import CRASHED, OUTPUT, WRONG, Limits, Output, UnitTestsResult
-from realsys.sandbox.served_program import Program
-from realsys.sandbox.zygote_process import Child, ZygoteProcess
+from realsys.reward.sandbox import settings
+from realsys.reward.sandbox.inside import plain
+from realsys.reward.sandbox.settings import CRASHED, MEMORY, OUTPUT, WALL, WRONG, Output, RunLimits, UnitTestsResult
+from realsys.reward.sandbox.zygote_process import SandboxChild, ZygoteProcess
 
 _CHUNK = 1 << 16
 _STDERR = 4096  # bytes of stderr that are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class SandboxCommand:
     """A command to run instead of Python.
 
     argv   absolute path of the executable, and arguments; the working folder is /tmp
@@ -60,7 +60,7 @@ class UnitTests:
 class _Streams:
     """Output of a child, which is killed when it writes too much."""
 
-    def __init__(self, child: Child, out: int, _: int) -> None:
+    def __init__(self, child: SandboxChild, out: int, _: int) -> None:
         self.stdout = bytearray()
         self.stderr = bytearray()  # the end of it
         self._child = child
@@ -83,8 +83,8 @@ class _Streams:
 class Sandbox:
     """Programs in a sandbox with one zygote, which is started when it is needed."""
 
-    def __init__(self, settings: isolation.Settings | None = None) -> None:
-        self.zygote = ZygoteProcess(settings or isolation.Settings())
+    def __init__(self, settings: settings.Settings | None = None) -> None:
+        self.zygote = ZygoteProcess(settings or settings.Settings())
 
     def __enter__(self) -> Sandbox:
         return self
@@ -94,12 +94,12 @@ class Sandbox:
 
     # ---- what a caller wants
 
-    def run(self, program: str | Command, stdin: bytes, limits: Limits) -> Output:
+    def run(self, program: str | SandboxCommand, stdin: bytes, limits: RunLimits) -> Output:
         """Run a program, source or command, with input and output. Raises SandboxError.
 
         Output.stderr is the end of it.
         """
-        command = program if isinstance(program, Command) else None
+        command = program if isinstance(program, SandboxCommand) else None
         contents = [stdin, b"", *command.files.values()] if command else [stdin]
         with contextlib.ExitStack() as stack:
             given, *others = [stack.enter_context(_memory_file(content)) for content in contents]
@@ -114,7 +114,7 @@ class Sandbox:
             return self._pump(child, [reader.fileno() for reader in readers], others[0] if command else None)
 
     @contextlib.contextmanager
-    def serve(self, source: str, limits: Limits) -> Iterator[Program]:
+    def serve(self, source: str, limits: RunLimits) -> Iterator[Program]:
         """Load a program in a process that answers calls. Raises SandboxError."""
         ours, theirs = socket.socketpair()
         with ours, contextlib.ExitStack() as stack:
@@ -123,7 +123,7 @@ class Sandbox:
             self.zygote.give(child, {"source": source})
             yield Program(child, ours)
 
-    def test(self, source: str, tests: UnitTests, limits: Limits) -> UnitTestsResult:
+    def test(self, source: str, tests: UnitTests, limits: RunLimits) -> UnitTestsResult:
         """Run unit tests in one process against the program in another.
 
         Raises SandboxError, and DataError for tests that pass without a call of the program.
@@ -153,14 +153,14 @@ class Sandbox:
         """End the zygote and all programs."""
         self.zygote.close()
 
-    def _verdict(self, tester: Child) -> dict[str, Any] | None:
+    def _verdict(self, tester: SandboxChild) -> dict[str, Any] | None:
         """Return what the tests say; None if they reach a limit or crash."""
         if not select.select([tester.channel], [], [], tester.left_s)[0]:
             raise self.zygote.starved(tester)
         data = plain.receive(tester.channel.fileno())
         return None if data is None else plain.decode(data)
 
-    def _pump(self, child: Child, readers: list[int], made: BinaryIO | None) -> Output:
+    def _pump(self, child: SandboxChild, readers: list[int], made: BinaryIO | None) -> Output:
         """Read what the child writes until it has ended. ``made``: file that a command fills."""
         streams = _Streams(child, *readers)
         sources = [*readers, child.channel.fileno()] if made else list(readers)
@@ -214,10 +214,99 @@ def _content(file: BinaryIO) -> bytes:
     return file.read()
 
 
-def _command_task(command: Command) -> dict[str, Any]:
+def _command_task(command: SandboxCommand) -> dict[str, Any]:
     return {
         "argv": list(command.argv),
         "files": list(command.files),
         "makes": command.makes,
-        "environment": isolation.environment(),
+        "environment": settings.environment(),
     }
+
+
+# ---- served program ----------------------------------------------------------------------------------------------
+#
+# Program: a program that answers calls, from the outside. Nothing that it sends is trusted.
+
+
+_LONG_S = 0.2  # a call that took less shares its limits with the next
+
+
+class ProgramRaised(Exception):
+    """The program raised an exception, or has ended (``gone``). ``reason``: one of ``limits.REASONS``."""
+
+    def __init__(self, reason: str, message: str, *, gone: bool = True) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.gone = gone
+
+
+class Program:
+    """A program that answers calls."""
+
+    def __init__(self, child: SandboxChild, link: socket.socket) -> None:
+        self._child = child
+        self._link = link
+        self._loaded = False
+
+    @property
+    def time_s(self) -> float:
+        """Return its time since its start; once it has ended, without the time in which it had no processor."""
+        ended = self._child.ended
+        return time.monotonic() - self._child.born if ended is None else ended.own_s
+
+    def call(self, name: str, arguments: list[Any], most: int = plain.MAX_FRAME) -> Any:
+        """Return the plain data that a function returns, of at most ``most`` bytes. Raises ProgramRaised."""
+        if not self._loaded:
+            self._receive(most)
+            self._loaded = True
+        if time.monotonic() - self._child.begin > _LONG_S:
+            self._child.mark()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            plain.send(self._link.fileno(), plain.encode(("call", name, arguments, {})))
+        return self._receive(most)
+
+    def _receive(self, most: int) -> Any:
+        descriptor = self._link.fileno()
+        begin = time.monotonic()
+        data = bytearray()
+        wanted = plain.LENGTH.size
+        while len(data) < wanted:
+            self._wait(descriptor, begin)
+            try:
+                chunk = os.read(descriptor, min(_CHUNK, wanted - len(data)))
+            except ConnectionResetError:
+                chunk = b""
+            if not chunk:
+                raise self._gone()
+            data += chunk
+            if len(data) == plain.LENGTH.size:
+                wanted += plain.LENGTH.unpack(data)[0]
+                if wanted > most + plain.LENGTH.size:
+                    raise ProgramRaised(OUTPUT, "the result is too long")
+        try:
+            answer = plain.decode(bytes(data[plain.LENGTH.size :]))
+        except plain.PlainError as error:
+            raise ProgramRaised(CRASHED, str(error)) from None
+        match answer:
+            case ("ok", result):
+                return result
+            case ("raised", [str() as name, *_], str() as text):
+                reason = MEMORY if name == "MemoryError" else CRASHED
+                raise ProgramRaised(reason, f"{name}: {text}"[:300], gone=not self._loaded)
+        raise ProgramRaised(CRASHED, "the result cannot be read")
+
+    def _wait(self, descriptor: int, begin: float) -> None:
+        """Wait until the program sends something. Raises ProgramRaised if this call takes too long."""
+        left_s = max(0.0, self._child.limits.wall_s - (time.monotonic() - begin))
+        while not select.select([descriptor], [], [], min(left_s, self._child.left_s))[0]:
+            left_s = self._child.limits.wall_s - self._child.own_s(begin)
+            if left_s <= 0:
+                self._child.kill(WALL)
+                raise ProgramRaised(WALL, "no result in time")
+            if self._child.left_s <= 0:
+                raise self._child.zygote.starved(self._child)
+
+    def _gone(self) -> ProgramRaised:
+        """Return why the program has ended, or has closed its end of the link."""
+        ended = self._child.zygote.last(self._child)
+        return ProgramRaised(ended.reached or CRASHED, "the program ended")

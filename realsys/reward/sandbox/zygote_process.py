@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from realsys.errors import SandboxError
-from realsys.sandbox import isolation
-from realsys.sandbox.inside import plain
-from realsys.sandbox.inside.child import READY
-from realsys.sandbox.inside.zygote import KILLED, MAX_MESSAGE
-from realsys.sandbox.limits import Ended, Limits
+from realsys.reward.sandbox import settings
+from realsys.reward.sandbox.inside import plain
+from realsys.reward.sandbox.inside.child import READY
+from realsys.reward.sandbox.inside.zygote import KILLED, MAX_MESSAGE
+from realsys.reward.sandbox.settings import RunEnded, RunLimits
 
 START_S = 20.0  # bound on the start of the zygote
 _BEGIN_S = 20.0  # bound on the start of a program, on a busy machine
@@ -29,15 +29,15 @@ _END_S = 20.0  # bound on the end of a killed program
 MAX_CALLS = 1000  # calls that may take all their CPU time; the system's own limit of a process counts all of them
 
 
-class Child:
+class SandboxChild:
     """A child of the zygote, from the outside."""
 
-    def __init__(self, zygote: ZygoteProcess, number: int, channel: socket.socket, limits: Limits) -> None:
+    def __init__(self, zygote: ZygoteProcess, number: int, channel: socket.socket, limits: RunLimits) -> None:
         self.number = number
         self.channel = channel
         self.limits = limits
         self.born = self.begin = time.monotonic()
-        self.ended: Ended | None = None
+        self.ended: RunEnded | None = None
         self.waited_s: float | None = None  # answer of the zygote to ``own_s``
         self.reached = ""
         self.zygote = zygote
@@ -69,7 +69,7 @@ class Child:
 class ZygoteProcess:
     """One zygote at a time, started when it is needed. ``restarts``: zygotes that failed."""
 
-    def __init__(self, settings: isolation.Settings) -> None:
+    def __init__(self, settings: settings.Settings) -> None:
         self.restarts = 0
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
@@ -77,7 +77,7 @@ class ZygoteProcess:
         #: Ended zygotes are not collected: their CPU time would count as that of this process.
         self._dead: list[subprocess.Popen[bytes]] = []
         self._number = 0
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, SandboxChild] = {}
 
     @property
     def pid(self) -> int | None:
@@ -101,12 +101,12 @@ class ZygoteProcess:
     # ---- children
 
     @contextlib.contextmanager
-    def child(self, mode: str, limits: Limits, descriptors: list[int], partner: int = 0) -> Iterator[Child]:
+    def child(self, mode: str, limits: RunLimits, descriptors: list[int], partner: int = 0) -> Iterator[SandboxChild]:
         """Start a child; on leaving it is killed, with all that it started. ``partner``: child that it calls."""
         control = self._started()
         self._number += 1
         ours, theirs = socket.socketpair()
-        child = Child(self, self._number, ours, limits)
+        child = SandboxChild(self, self._number, ours, limits)
         with ours:
             own = limits.as_message(MAX_CALLS if mode == "serve" else 0)
             message = {"id": child.number, "mode": mode, "limits": own, "partner": partner}
@@ -124,7 +124,7 @@ class ZygoteProcess:
                     self.finish(child)
                 self._children.pop(child.number, None)
 
-    def give(self, child: Child, task: dict[str, Any]) -> None:
+    def give(self, child: SandboxChild, task: dict[str, Any]) -> None:
         """Wait until the child is confined, and give it its task. Raises SandboxError."""
         descriptor = child.channel.fileno()
         ready, _, _ = select.select([descriptor], [], [], _BEGIN_S)
@@ -137,7 +137,7 @@ class ZygoteProcess:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             plain.send(descriptor, plain.encode(task))
 
-    def finish(self, child: Child, seconds: float = 0.0) -> Ended:
+    def finish(self, child: SandboxChild, seconds: float = 0.0) -> RunEnded:
         """Kill the child if it has not ended within ``seconds``, and return how it ended."""
         self.wait(child, seconds)
         if child.ended is None:
@@ -147,17 +147,17 @@ class ZygoteProcess:
             raise self.failed("a killed program did not end")
         return child.ended
 
-    def wait(self, child: Child, seconds: float) -> None:
+    def wait(self, child: SandboxChild, seconds: float) -> None:
         """Wait until the child has ended, at most ``seconds``."""
         until = time.monotonic() + seconds
         while child.ended is None and (left := until - time.monotonic()) > 0:
             self.look(left)
 
-    def last(self, child: Child) -> Ended:
+    def last(self, child: SandboxChild) -> RunEnded:
         """Return how a child ended that has closed its channel."""
         return self.finish(child, _LAST_S)
 
-    def starved(self, child: Child) -> SandboxError:
+    def starved(self, child: SandboxChild) -> SandboxError:
         """Give up a program that the machine did not run."""
         return self.failed(f"no end of a program within {child.limits.clock_s:g} s: the machine is too busy")
 
@@ -170,15 +170,15 @@ class ZygoteProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
-            setup = json.dumps(isolation.setup_of(self._settings))
-            command = isolation.zygote_command(self._settings, theirs.fileno(), setup)
+            setup = json.dumps(settings.setup_of(self._settings))
+            command = settings.zygote_command(self._settings, theirs.fileno(), setup)
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
-                env=isolation.environment(),
+                env=settings.environment(),
                 start_new_session=True,  # the kernel shares processors fairly among sessions
             )
         self._control = ours
@@ -186,7 +186,7 @@ class ZygoteProcess:
         said = ours.recv(MAX_MESSAGE) if ready else b""
         if not said:
             words = self._last_words()
-            is_denied = self._settings.isolation != isolation.NONE and isolation.NOT_ALLOWED.search(words)
+            is_denied = self._settings.isolation != settings.NONE and settings.NOT_ALLOWED.search(words)
             raise self.failed(f"did not start: {words}" + (f": {isolation.ALLOW}" if is_denied else ""))
         return ours
 
@@ -229,7 +229,7 @@ class ZygoteProcess:
             wall_s = time.monotonic() - child.born
             reached = child.reached or message["reached"]
             use = message["cpu_s"], wall_s, message["waited_s"], message["peak_mb"]
-            child.ended = Ended(message["code"], reached, *use)
+            child.ended = RunEnded(message["code"], reached, *use)
 
     def failed(self, problem: str) -> SandboxError:
         """End the zygote; the next program gets a new one."""

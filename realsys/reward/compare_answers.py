@@ -12,8 +12,8 @@ from realsys.config.evaluation_sets import verifier_arguments
 from realsys.config.schema import Config
 from realsys.errors import NoVerifierError, RewardError, WaitTimeout
 from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import Limits
-from realsys.reward.verifiers.base import Item
+from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.verifiers.contract import Item
 
 #: Limit for all comparisons of an evaluation: n samples of a problem may need n * n / 2 of them.
 COMPARING_S = 300.0
@@ -43,7 +43,7 @@ class AnswerComparer:
         self._name = verifier
         self._limit_s = limit_s
         self._ends = time.monotonic() + limit_s
-        self._pool = VerifierPool(1, Limits.of(config.rollout.reward), verifier_arguments(config))
+        self._pool = VerifierPool(1, ItemLimits.of(config.rollout.reward), verifier_arguments(config))
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Self:

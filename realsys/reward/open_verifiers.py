@@ -11,10 +11,10 @@ from realsys.config.doors import JUDGE, VERIFIER
 from realsys.config.evaluation_sets import verifier_arguments, verifier_field
 from realsys.config.schema import Config
 from realsys.reward.pool import VerifierPool
-from realsys.reward.service.dispatch import Bounds
+from realsys.reward.service.dispatch import DispatchBounds
 from realsys.reward.service.reward_client import ServiceVerifiers
-from realsys.reward.verifier_process import Limits
-from realsys.reward.verifiers.base import Item, Verdict
+from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.verifiers.contract import Item, Verdict
 
 if TYPE_CHECKING:
     from realsys.cluster.worker import WorkerContext
@@ -84,7 +84,7 @@ def make_pool(config: Config, *, processes: int = 0, judgements: int = 2) -> Ver
     for name in arguments:
         # This machine may not be the launcher's.
         VERIFIER.at(verifier_field(config, name)).check_settings(name, arguments[name], config)
-    return VerifierPool(processes or reward.processes, Limits.of(reward), arguments, judgements=judgements)
+    return VerifierPool(processes or reward.processes, ItemLimits.of(reward), arguments, judgements=judgements)
 
 
 def own_verifiers(config: Config, *, processes: int = 0) -> Verifiers:
@@ -97,7 +97,7 @@ async def open_verifiers(ctx: WorkerContext) -> Verifiers:
     config = ctx.config
     others: Verifiers
     if config.rollout.reward.services:
-        bounds = Bounds(config.cluster.connect_timeout_s, config.manager.rollout_lease_s)
+        bounds = DispatchBounds(config.cluster.connect_timeout_s, config.manager.rollout_lease_s)
         others = services = ServiceVerifiers(bounds, ctx.token, check_alive=ctx.check_alive)
         await services.follow(ctx.store, ctx.names.reward_services)
     else:
