@@ -161,7 +161,8 @@ class ServerFailed(GenerationError):
 class RewardError(RealsysError):
     """One completion has no verdict: its verifier raised, hung or died. This never becomes a reward.
 
-    The episode leaves the loss, and the others of its group stay. ``cause``: one of ``realsys.reward.verifier_protocol.CAUSES``.
+    The episode leaves the loss, and the others of its group stay. ``cause``: one of
+    ``realsys.reward.verifier_protocol.CAUSES``.
     """
 
     def __init__(self, message: str, cause: str = "died") -> None:

@@ -10,8 +10,8 @@ raises, returns something else, exceeds a limit, or ends its process. It is judg
 the cause may have been the machine. Items behind it go to a fresh process. The limits begin when its process begins
 it. All items of a trip fail only if the process cannot start or cannot load the verifier (NoVerifierError).
 
-A verifier may declare that an item over the limit of CPU time is wrong (``base.declare``). That limit does not depend
-on the load of the machine, so such an item is judged once. ``failures`` counts these items and those without a
+A verifier may declare that an item over the limit of CPU time is wrong (``contract.declare``). That limit does not
+depend on the load of the machine, so such an item is judged once. ``failures`` counts these items and those without a
 verdict, by cause.
 """
 
@@ -285,9 +285,7 @@ class VerifierPool:
         await child.kill()
 
 
-# ---- failure tally -----------------------------------------------------------------------------------------------
-#
-# FailureTally: completions without a verdict, counted by cause, and the point from which the verifier is to blame.
+# ---- failures by cause
 
 
 #: items in a row without a verdict after which the verifier counts as defective: a group could be trained with its

@@ -70,7 +70,7 @@ class ItemLimits:
         return min(self.cpu_s - cpu_s, self.elapsed_s - elapsed_s)
 
     def cause(self, cpu_s: float) -> str:
-        """Return which limit was reached (``frames.CAUSES``)."""
+        """Return which limit was reached (``verifier_protocol.CAUSES``)."""
         return CPU_TIME if cpu_s >= self.cpu_s else ELAPSED
 
     def reached(self, cpu_s: float) -> str:

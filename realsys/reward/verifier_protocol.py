@@ -1,9 +1,9 @@
 """Messages between a VerifierPool and its processes: msgpack over a socket, each message behind its length.
 
-pool ──Batch──> process       the items to verify; none: load the verifier
-pool <──Done─── process       the number of outcomes in the journal (outcomes.py) so far
-pool <──Loaded─── process     the verifier is loaded
-pool <─NotLoaded─ process     the verifier cannot be imported
+pool ──VerifierBatch──> process   the items to verify; none: load the verifier
+pool <───BatchDone───── process   the number of outcomes in the journal (below) so far
+pool <────Loaded─────── process   the verifier is loaded
+pool <───NotLoaded───── process   the verifier cannot be imported
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class BatchDone(msgspec.Struct, array_like=True, tag="done"):
 
 
 class Loaded(msgspec.Struct, array_like=True, tag="loaded"):
-    """The verifier is loaded. ``wrong_over_limit``: as it declares (``base.declare``)."""
+    """The verifier is loaded. ``wrong_over_limit``: as it declares (``contract.declare``)."""
 
     serial: int
     wrong_over_limit: bool
 
 
 class NotLoaded(msgspec.Struct, array_like=True, tag="not_loaded"):
-    """The verifier cannot be imported or is none. The batch is over. ``spent`` as in Done."""
+    """The verifier cannot be imported or is none. The batch is over. ``spent`` as in BatchDone."""
 
     serial: int
     message: str
@@ -106,9 +106,7 @@ def frame(message: msgspec.Struct | Outcome) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-# ---- outcomes ----------------------------------------------------------------------------------------------------
-#
-# The journal of a verifier process: the outcomes of its present batch, in memory that both sides share.
+# ---- journal: the outcomes of the present batch, in memory that both sides share
 #
 #     header  serial of the batch, end of the records in bytes
 #     records LENGTH, msgpack of an Outcome; one for each item, in the order of the batch

@@ -9,7 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 #: a part of SGLang in its interpreter; the inside of the sandbox, which is there to run programs
-FOREIGN = {ROOT / "realsys" / "generation" / "sglang" / "cpu_support", ROOT / "realsys" / "sandbox" / "inside"}
+FOREIGN = {
+    ROOT / "realsys" / "generation" / "sglang" / "cpu_support",
+    ROOT / "realsys" / "reward" / "sandbox" / "inside",
+}
 FILES = sorted(
     path
     for package in ("realsys", "workers", "launch")

@@ -225,9 +225,7 @@ class LlmJudge:
             log.warning("judge: %s", self._hidden(trouble))
 
 
-# ---- judge replies -----------------------------------------------------------------------------------------------
-#
-# Reading of what an endpoint sent: a verdict, or the trouble with it. Pure.
+# ---- reading what an endpoint sent: a verdict, or the trouble with it. Pure
 #
 # body ──chat completion──> finish_reason, text ──JSON──> scores of exactly the criteria, each in its range
 #              └──────────────────┴──────────────┴──────────> Trouble
@@ -246,7 +244,7 @@ _QUOTA = ("insufficient_quota", "exceeded your current quota")  # a 429 that no 
 class Trouble(Exception):
     """Why a request gave no verdict, in one line.
 
-    cause    one of ``frames.CAUSES``
+    cause    one of ``verifier_protocol.CAUSES``
     again    another request for the same completion may succeed
     fatal    no request of this run can succeed
     busy     the endpoint cannot serve any request now

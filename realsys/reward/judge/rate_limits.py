@@ -101,9 +101,7 @@ class RateLimits:
         return free_at
 
 
-# ---- gate --------------------------------------------------------------------------------------------------------
-#
-# Gate: lets requests start in their order, as RateLimits allows.
+# ---- requests in their order
 
 
 class RequestGate:

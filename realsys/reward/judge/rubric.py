@@ -91,7 +91,7 @@ class Rubric:
         return [{"role": "system", "content": _clean(rules)}, {"role": "user", "content": _clean("".join(filled))}]
 
     def schema(self) -> dict[str, Any]:
-        """Return the JSON schema of a verdict, strict as OpenAI demands it. ``judge_replies`` checks the ranges."""
+        """Return the JSON schema of a verdict, strict as OpenAI demands it. ``llm_judge`` checks the ranges."""
         scores = {each.name: {"type": "number", "description": _described(each)} for each in self.criteria}
         return _object({"reasoning": {"type": "string"}, "scores": _object(scores)})
 
@@ -153,9 +153,9 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-# ---- judge checks ------------------------------------------------------------------------------------------------
+# ---- checks of the judge's settings before anything starts
 #
-# Checks of the judge's settings before anything starts. A value that may be a key is never shown.
+# A value that may be a key is never shown.
 
 
 _FIELD = "rollout.reward.judge"
@@ -219,9 +219,9 @@ def _check_key(variable: str) -> None:
         raise ConfigError(field, variable, "has characters that no key has: it must be one line of plain text")
 
 
-# ---- rubric file -------------------------------------------------------------------------------------------------
+# ---- rubric in a file
 #
-# The rubric of a judge in a file: the launcher reads it, so that the trial keeps its text and workers need no file.
+# The launcher reads it, so that the trial keeps its text and workers need no file.
 
 
 def read_rubric(rollout: RolloutConfig) -> RolloutConfig:

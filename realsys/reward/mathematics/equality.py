@@ -297,9 +297,9 @@ def _is_number(expression: Any) -> bool:
     return isinstance(expression, sympy.Expr) and expression.is_number is True
 
 
-# ---- clock times -------------------------------------------------------------------------------------------------
+# ---- times of day: ``12:00``, ``4:30 p.m.``, ``noon``
 #
-# Times of day: ``12:00``, ``4:30 p.m.``, ``noon``. math-verify takes them for ratios, and raises for ``12:00``.
+# math-verify takes them for ratios, and raises for ``12:00``.
 
 
 HALF_DAY_S = 12 * 3600

@@ -246,9 +246,7 @@ def _is_bare(text: str) -> bool:
     return not prose_words(rest) or (" " not in text and re.search(r"[\d+*/^=-]", text) is not None)
 
 
-# ---- notation ----------------------------------------------------------------------------------------------------
-#
-# Rewrites notations that math-verify misreads into ones that it reads. Pure functions on text.
+# ---- notations that math-verify misreads
 
 
 MAX_EXPONENT = 300  # a longer number is left as it is: math-verify does not have to write it out
@@ -376,9 +374,9 @@ def split_percent(text: str) -> tuple[str, bool]:
     return (body, True) if body.strip() and body != text else (text, False)
 
 
-# ---- units -------------------------------------------------------------------------------------------------------
+# ---- units at the end of an answer
 #
-# Units at the end of an answer. math-verify removes them, so that to it 5 cm are 5 m; here 5 cm are 50 mm.
+# math-verify removes them, so that to it 5 cm are 5 m; here 5 cm are 50 mm.
 
 
 _SAME = {

@@ -1,10 +1,10 @@
 """Sandbox: runs programs of a model. For one thread.
 
     with Sandbox() as sandbox:
-        output = sandbox.run("print(input())", b"hi", Limits())            # input and output
-        with sandbox.serve("def f(x): return x + 1", Limits()) as program:  # calls
+        output = sandbox.run("print(input())", b"hi", RunLimits())            # input and output
+        with sandbox.serve("def f(x): return x + 1", RunLimits()) as program:  # calls
             program.call("f", 1)
-        sandbox.test("def f(x): return x + 1", UnitTests("assert f(1) == 2"), Limits())
+        sandbox.test("def f(x): return x + 1", UnitTests("assert f(1) == 2"), RunLimits())
 
 `error-is-not-data`: a failure of the sandbox itself raises SandboxError. It is never the result of a program.
 """
@@ -22,9 +22,19 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from realsys.errors import DataError
-from realsys.reward.sandbox import settings
 from realsys.reward.sandbox.inside import plain
-from realsys.reward.sandbox.settings import CRASHED, MEMORY, OUTPUT, WALL, WRONG, Output, RunLimits, UnitTestsResult
+from realsys.reward.sandbox.settings import (
+    CRASHED,
+    MEMORY,
+    OUTPUT,
+    WALL,
+    WRONG,
+    IsolationSettings,
+    Output,
+    RunLimits,
+    UnitTestsResult,
+    environment,
+)
 from realsys.reward.sandbox.zygote_process import SandboxChild, ZygoteProcess
 
 _CHUNK = 1 << 16
@@ -83,8 +93,8 @@ class _Streams:
 class Sandbox:
     """Programs in a sandbox with one zygote, which is started when it is needed."""
 
-    def __init__(self, settings: settings.Settings | None = None) -> None:
-        self.zygote = ZygoteProcess(settings or settings.Settings())
+    def __init__(self, settings: IsolationSettings | None = None) -> None:
+        self.zygote = ZygoteProcess(settings or IsolationSettings())
 
     def __enter__(self) -> Sandbox:
         return self
@@ -219,20 +229,20 @@ def _command_task(command: SandboxCommand) -> dict[str, Any]:
         "argv": list(command.argv),
         "files": list(command.files),
         "makes": command.makes,
-        "environment": settings.environment(),
+        "environment": environment(),
     }
 
 
-# ---- served program ----------------------------------------------------------------------------------------------
+# ---- program that answers calls
 #
-# Program: a program that answers calls, from the outside. Nothing that it sends is trusted.
+# Nothing that it sends is trusted.
 
 
 _LONG_S = 0.2  # a call that took less shares its limits with the next
 
 
 class ProgramRaised(Exception):
-    """The program raised an exception, or has ended (``gone``). ``reason``: one of ``limits.REASONS``."""
+    """The program raised an exception, or has ended (``gone``). ``reason``: one of ``settings.REASONS``."""
 
     def __init__(self, reason: str, message: str, *, gone: bool = True) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Parts of the isolation that this machine has, and the command that starts the zygote."""
+"""Settings of the sandbox: isolation of programs, limits of a run, languages."""
 
 from __future__ import annotations
 
@@ -165,9 +165,7 @@ def missing_parts() -> list[str]:
     return missing
 
 
-# ---- limits ------------------------------------------------------------------------------------------------------
-#
-# Limits of one run of a program, and how a run ended.
+# ---- limits of one run of a program, and how a run ended
 
 
 #: why a program failed; metrics of the code verifier have these names
@@ -273,9 +271,7 @@ class UnitTestsResult:
     why: str = ""
 
 
-# ---- languages ---------------------------------------------------------------------------------------------------
-#
-# Languages of programs other than Python: how a program is compiled and run.
+# ---- languages other than Python: how a program is compiled and run
 #
 #     source ──compile, once──> program ──run, once per test──> output
 #

@@ -16,11 +16,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from realsys.errors import SandboxError
-from realsys.reward.sandbox import settings
 from realsys.reward.sandbox.inside import plain
 from realsys.reward.sandbox.inside.child import READY
 from realsys.reward.sandbox.inside.zygote import KILLED, MAX_MESSAGE
-from realsys.reward.sandbox.settings import RunEnded, RunLimits
+from realsys.reward.sandbox.settings import (
+    ALLOW,
+    NONE,
+    NOT_ALLOWED,
+    IsolationSettings,
+    RunEnded,
+    RunLimits,
+    environment,
+    setup_of,
+    zygote_command,
+)
 
 START_S = 20.0  # bound on the start of the zygote
 _BEGIN_S = 20.0  # bound on the start of a program, on a busy machine
@@ -69,7 +78,7 @@ class SandboxChild:
 class ZygoteProcess:
     """One zygote at a time, started when it is needed. ``restarts``: zygotes that failed."""
 
-    def __init__(self, settings: settings.Settings) -> None:
+    def __init__(self, settings: IsolationSettings) -> None:
         self.restarts = 0
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
@@ -170,15 +179,15 @@ class ZygoteProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
-            setup = json.dumps(settings.setup_of(self._settings))
-            command = settings.zygote_command(self._settings, theirs.fileno(), setup)
+            setup = json.dumps(setup_of(self._settings))
+            command = zygote_command(self._settings, theirs.fileno(), setup)
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
-                env=settings.environment(),
+                env=environment(),
                 start_new_session=True,  # the kernel shares processors fairly among sessions
             )
         self._control = ours
@@ -186,8 +195,8 @@ class ZygoteProcess:
         said = ours.recv(MAX_MESSAGE) if ready else b""
         if not said:
             words = self._last_words()
-            is_denied = self._settings.isolation != settings.NONE and settings.NOT_ALLOWED.search(words)
-            raise self.failed(f"did not start: {words}" + (f": {isolation.ALLOW}" if is_denied else ""))
+            is_denied = self._settings.isolation != NONE and NOT_ALLOWED.search(words)
+            raise self.failed(f"did not start: {words}" + (f": {ALLOW}" if is_denied else ""))
         return ours
 
     def _last_words(self) -> str:

@@ -324,16 +324,14 @@ def _batch(entries: deque[DispatchEntry], most: int) -> list[DispatchEntry]:
     return batch
 
 
-# ---- instance ----------------------------------------------------------------------------------------------------
-#
-# One reward service, as a client sees it. Pure: time and randomness are arguments.
+# ---- one reward service, as a client sees it. Pure: time and randomness are arguments
 #
 #     well ──full──> left alone ──delay──> one Send on trial ──accepted──> well
 #       └───failed──────^  ^                      │ full, failed
 #                          └──────────────────────┘
 #
 # bounded-window   a service has at most ``WINDOW`` items of this client
-# left-alone       a service that was full, died or cannot judge gets nothing until its delay is over, and then one Send,
+# left-alone       a service that was full, died or cannot judge gets nothing until its delay is over, and then one Send
 #                  until that is accepted
 
 

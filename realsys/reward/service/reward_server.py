@@ -212,9 +212,7 @@ def _json(body: object, status: int = 200, headers: dict[str, str] | None = None
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-# ---- room --------------------------------------------------------------------------------------------------------
-#
-# Room of a reward service: a bound on the items that it holds and on the bytes of their requests. Pure.
+# ---- room: a bound on the items that a service holds and on the bytes of their requests. Pure
 #
 #     request ──bytes──> full? ── no ──> items ──> full? ── no ──> held until decided or until the caller has left
 #                          └── yes ─────────────────┴── yes ──> 503 with Retry-After

@@ -1,1 +1,1 @@
-"""Verifiers judge completions: one file for each. Contract: ``base.py``; names: ``realsys.config.doors``."""
+"""Verifiers judge completions: one file for each. Contract: ``contract.py``; names: ``realsys.config.doors``."""

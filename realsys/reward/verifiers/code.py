@@ -34,9 +34,9 @@ from realsys.reward.sandbox.settings import (
     Language,
     RunLimits,
     find_command,
+    language_problem,
     languages_of,
 )
-from realsys.reward.sandbox.settings import language_problem as language_problem
 from realsys.reward.verifiers.contract import Item, Verdict, declare
 
 ALL, SHARE = "all", "share"
@@ -78,7 +78,7 @@ class Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def settings(self) -> IsolationSettings:
         return IsolationSettings(self.isolation, tuple(self.readable))
 
-    def judge(self) -> ProgramJudge:
+    def program_judge(self) -> ProgramJudge:
         """Return the judge of these arguments, with the sandbox of this process."""
         return ProgramJudge(_sandbox(self.settings()), self.limits(), self.total_s, languages_of(self.languages))
 
@@ -111,7 +111,7 @@ def _reference_problem(answer: str, tests: CodeTests, given: Arguments) -> str |
     if source is None:
         return None
     try:
-        reason = given.judge().score(source, tests, all_tests=False).reason
+        reason = given.program_judge().score(source, tests, all_tests=False).reason
     except DataError as error:
         return str(error)
     return f"the reference solution in its answer fails the tests ({reason})" if reason else None
@@ -125,7 +125,7 @@ def code(item: Item, **arguments: Any) -> Verdict:
     """
     given = msgspec.convert(arguments, Arguments)
     tests = code_tests_of(item.extra)
-    judge = given.judge()
+    judge = given.program_judge()
     if tests.language != PYTHON:
         languages = languages_of(given.languages)
         if problem := language_problem(languages, tests.language, given.settings()):
@@ -199,9 +199,7 @@ def _sandbox(settings: IsolationSettings) -> Sandbox:
     return Sandbox(settings)
 
 
-# ---- judge -------------------------------------------------------------------------------------------------------
-#
-# Runs the tests of a program in the sandbox: all of its kinds, one after another.
+# ---- running the tests of a program in the sandbox, one kind after another
 #
 #     stdio   one run per test; the output is compared here
 #     calls   one process answers all calls; its results are plain data, which is compared here
@@ -365,9 +363,9 @@ def _out_of_memory(stderr: bytes) -> bool:
     return any(name in last for name in _OUT_OF_MEMORY)
 
 
-# ---- completion --------------------------------------------------------------------------------------------------
+# ---- finding the program in a completion
 #
-# Finds the program in a completion: the last fenced block behind the thinking part, or a continuation of the stub.
+# The program is the last fenced block behind the thinking part, or a continuation of the stub.
 
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*$", re.M)
@@ -451,9 +449,7 @@ def _parses(source: str) -> bool:
     return True
 
 
-# ---- comparison --------------------------------------------------------------------------------------------------
-#
-# Compares the results of a program with those of its tests (docs/sandbox.md has the rules).
+# ---- comparing results with those of the tests (docs/sandbox.md has the rules)
 
 
 RELATIVE, ABSOLUTE = 1e-6, 1e-9  # bounds on the difference of two floats

@@ -11,7 +11,7 @@ from typing import Any
 
 from realsys.errors import ConfigError
 from realsys.reward.sandbox.sandbox import Sandbox
-from realsys.reward.sandbox.settings import Output, RunLimits
+from realsys.reward.sandbox.settings import INSTALL, Output, RunLimits
 from realsys.rollout.tools.base import ToolError, describe, text_argument
 
 MEMORY_MB = 512.0
@@ -28,7 +28,7 @@ class Python:
     def __init__(self) -> None:
         """Raise ConfigError if this machine cannot isolate programs."""
         if shutil.which("bwrap") is None:
-            problem = f"python needs a sandbox, and bwrap is not found: {isolation.INSTALL}, or leave python out"
+            problem = f"python needs a sandbox, and bwrap is not found: {INSTALL}, or leave python out"
             raise ConfigError("rollout.agent_args.tools", "python", problem)
         self._places = max(2, os.cpu_count() or 2)  # programs that run at a time
         self._running = 0

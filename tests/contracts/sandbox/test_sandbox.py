@@ -314,13 +314,13 @@ def test_closed_sandbox_leaves_no_processes():
 
 AS_ORDINARY_USER = """
 import os
-from realsys.reward.sandbox.settings import Limits
+from realsys.reward.sandbox.settings import RunLimits
 from realsys.reward.sandbox.sandbox import Sandbox, UnitTests
 assert os.geteuid() == 1000
 source = "import os\\nprint(os.getuid(), os.listdir('/tmp'), os.path.exists('/root/.ssh'), flush=True)\\nos.fork()"
 with Sandbox() as sandbox:
-    print(sandbox.run(source, b"", Limits()).stdout)
-    print(sandbox.test("def f(): return 1", UnitTests("assert f() == 1"), Limits()).passed)
+    print(sandbox.run(source, b"", RunLimits()).stdout)
+    print(sandbox.test("def f(): return 1", UnitTests("assert f() == 1"), RunLimits()).passed)
 """
 
 
@@ -333,11 +333,11 @@ def test_ordinary_user_has_a_sandbox():
 
 WITHOUT_NAMESPACES = """
 from realsys.errors import SandboxError
-from realsys.reward.sandbox.settings import Limits
+from realsys.reward.sandbox.settings import RunLimits
 from realsys.reward.sandbox.sandbox import Sandbox
 try:
     with Sandbox() as sandbox:
-        sandbox.run("print(1)", b"", Limits())
+        sandbox.run("print(1)", b"", RunLimits())
 except SandboxError as error:
     print(error)
 """

@@ -258,10 +258,10 @@ def test_hanging_verifier_process_dies_with_its_parent():
     script = (
         "import asyncio\n"
         "from realsys.reward.pool import VerifierPool\n"
-        "from realsys.reward.verifier_process import Limits\n"
+        "from realsys.reward.verifier_process import ItemLimits\n"
         "from realsys.reward.verifiers.contract import Item\n"
         "async def main():\n"
-        "    pool = VerifierPool(1, Limits(100.0, 100.0))\n"
+        "    pool = VerifierPool(1, ItemLimits(100.0, 100.0))\n"
         f"    await pool.verify({BEHAVE!r}, Item('', 'a', 'a'))\n"
         "    print(next(iter(pool._running)).process.pid, flush=True)\n"
         f"    await pool.verify({BEHAVE!r}, Item('', 'hang', ''))\n"

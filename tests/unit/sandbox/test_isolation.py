@@ -41,7 +41,7 @@ def test_full_isolation_refuses_missing_landlock(monkeypatch):
 
 def test_readable_folder_that_is_hidden_is_refused(tmp_path):
     with pytest.raises(SandboxError, match=f"{tmp_path} is in a folder that programs do not see"):
-        settings.setup_of(settings.Settings(readable=(str(tmp_path),)))
+        settings.setup_of(IsolationSettings(readable=(str(tmp_path),)))
 
 
 def test_secrets_are_not_readable(tmp_path):
@@ -53,8 +53,8 @@ def test_secrets_are_not_readable(tmp_path):
 def test_rules_name_outermost_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "is_hidden", lambda path: False)
     inner, other = tmp_path / "a" / "b", tmp_path / "ab"
-    settings = IsolationSettings(readable=(str(inner), str(tmp_path / "a"), str(other)))
-    paths = settings.setup_of(settings)["readable"]
+    readable = IsolationSettings(readable=(str(inner), str(tmp_path / "a"), str(other)))
+    paths = settings.setup_of(readable)["readable"]
     assert {str(tmp_path / "a"), str(other), "/usr"} <= set(paths)
     assert not [path for path in paths if path == str(inner) or path.startswith("/etc/")]
 

@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-from . import confine, kernel, plain, preload, program, tests
+from . import confine, kernel, plain, preload, program, unit_tests
 
 BROKEN = 99  # exit code of a child that could not begin; it has not said that it is ready
 READY = b"ready"
@@ -43,7 +43,7 @@ def main(message: dict[str, Any], descriptors: list[int], setup: dict[str, Any],
     preload.in_child()
     gc.enable()
     if mode == "test":
-        tests.run(task, channel, rest[0])
+        unit_tests.run(task, channel, rest[0])
     elif mode == "command":
         program.command(task, channel, rest)
     elif mode == "serve":
@@ -81,7 +81,7 @@ def _confine(limits: dict[str, Any], setup: dict[str, Any], user: tuple[int, int
         confine.give_up(setup["readable"], landlock=setup["landlock"])
 
 
-class _Link(tests.Link):
+class _Link(unit_tests.Link):
     """A link to no program: functions return their argument."""
 
     def ask(
@@ -101,7 +101,7 @@ def rehearse(setup: dict[str, Any]) -> None:
         namespace = program.load_source(task["source"], "program")
         request = plain.decode(plain.encode(("call", "double", [1], {})))
         plain.decode(plain.encode(("ok", program.answer_request(namespace, [], request)), lambda value: 0))
-        tests.test({**task, "source": _TESTS}, _Link(-1))
+        unit_tests.test({**task, "source": _TESTS}, _Link(-1))
         null = os.open("/dev/null", os.O_RDWR)
         for mode in ("r", "w"):
             with program.open_text(null, mode) as file:

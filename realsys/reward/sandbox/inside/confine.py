@@ -6,7 +6,7 @@ import os
 import resource
 from typing import Any
 
-from . import kernel, syscalls
+from . import kernel
 
 TMP, SHM = "/tmp", "/dev/shm"
 USER = 1000  # id of the program in its user namespace
@@ -14,7 +14,7 @@ _MIB = 1 << 20
 _STACK_BYTES = 64 * _MIB
 #: folders of the sandbox, and access to all that is in them
 _OWN = {"/etc": kernel.READ, "/dev": kernel.DEVICE, TMP: kernel.ALL, SHM: kernel.ALL}
-_FILTER = syscalls.filter_program(kernel.ALL_NAMESPACES)
+_FILTER = kernel.filter_program(kernel.ALL_NAMESPACES)
 
 
 def enter_namespaces(user: int, group: int) -> None:

@@ -10,8 +10,6 @@ import platform
 import signal
 import struct
 
-from . import syscalls
-
 # Functions are looked up here: in a child this would take longer than to call them.
 _libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL: keeps the interpreter's lock, which a fork needs
 _syscall, _mount, _prctl_call, _capset = _libc.syscall, _libc.mount, _libc.prctl, _libc.capset
@@ -48,11 +46,11 @@ _FILE_BITS = _FS_EXECUTE | _FS_WRITE_FILE | _FS_READ_FILE | 1 << 14 | 1 << 15  #
 
 def fork_into(flags: int) -> int:
     """Fork into new namespaces. Returns as ``os.fork`` does. Raises OSError."""
-    number = syscalls.number("clone")
-    if not flags or number is None:
+    clone = number("clone")
+    if not flags or clone is None:
         return os.fork()
     _before_fork()
-    pid = int(_syscall(number, flags | signal.SIGCHLD, 0, 0, 0, 0))
+    pid = int(_syscall(clone, flags | signal.SIGCHLD, 0, 0, 0, 0))
     code = ctypes.get_errno()
     if pid == 0:
         _after_fork_in_child()
@@ -131,7 +129,7 @@ class _Program(ctypes.Structure):
 
 
 def seccomp(program: bytes) -> None:
-    """Install a filter of system calls (``syscalls.filter_program``). Raises OSError."""
+    """Install a filter of system calls (``filter_program``). Raises OSError."""
     loaded = _Program(len(program) // 8, program)
     _check(_prctl_call(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(loaded), 0, 0), "seccomp", "")
 
@@ -147,9 +145,7 @@ def _check(result: int, call: str, what: str) -> None:
         raise OSError(code, f"{call} {what}: {os.strerror(code)}")
 
 
-# ---- syscalls ----------------------------------------------------------------------------------------------------
-#
-# The filter of system calls (seccomp): what a program may never ask of the kernel.
+# ---- filter of system calls (seccomp): what a program may never ask of the kernel
 #
 # The kernel answers "not permitted" to a forbidden call, and "no such call" to calls that are newer than this table,
 # so that libraries fall back to older ones. Calls of another architecture kill the process.

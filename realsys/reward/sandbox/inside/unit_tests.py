@@ -17,7 +17,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from . import plain, unit_tests
+from . import plain
 
 
 class ProgramError(Exception):
@@ -152,7 +152,7 @@ def test(task: dict[str, Any], link: Link) -> None:
         if error.code:
             raise
         ended = True
-    for name in unit_tests.functions_of(tree):
+    for name in functions_of(tree):
         namespace[name]()
     if not ended:
         _run_cases(namespace)
@@ -162,15 +162,15 @@ def _filled(task: dict[str, Any], link: Link, namespace: dict[str, Any]) -> ast.
     """Put into the namespace what the tests use and do not define. Returns their source."""
     namespace["__name__"] = "tests"  # so that the main part of a prompt does not run
     for trusted in task["trusted"]:
-        if start := unit_tests.start_of(trusted, task["function"]):
+        if start := start_of(trusted, task["function"]):
             exec(compile(start, "prompt", "exec", dont_inherit=True), namespace)
     if function := task["function"]:
         first = function.partition(".")[0]
         namespace[first] = link.ask("get", first)
     tree: ast.Module = ast.parse(task["source"], "tests")
-    for name in sorted(unit_tests.modules_of(tree) - namespace.keys()):
+    for name in sorted(modules_of(tree) - namespace.keys()):
         namespace[name] = importlib.import_module(name)
-    for name in sorted(unit_tests.taken(tree) - namespace.keys()):
+    for name in sorted(taken(tree) - namespace.keys()):
         with contextlib.suppress(NameError):  # then the tests raise it
             value = link.ask("get", name)
             if isinstance(value, Remote):  # a number of the program is nothing to compare results with
@@ -226,9 +226,7 @@ def _bare(value: Any) -> Any:
     return value
 
 
-# ---- unit tests --------------------------------------------------------------------------------------------------
-#
-# Reads the source of unit tests: tests that are run, names of the program, and reasons why it cannot judge.
+# ---- reading the source of unit tests: tests that are run, names of the program, reasons why it cannot judge
 #
 # statements        are executed, with ``__name__ == "__main__"``
 # def test...       is called afterwards, unless the source mentions it elsewhere

@@ -1,4 +1,6 @@
-"""Waiting: the time in which the machine had no processor for a program. Without I/O: the zygote checks /proc.
+"""Time, processors and memory that a program uses, for the zygote.
+
+Waiting is the time in which the machine had no processor for the program; it is counted without I/O.
 
 `own-wait-counts`: if a program makes its own threads wait for each other, this is its own time.
 
@@ -14,8 +16,6 @@ from __future__ import annotations
 import os
 import re
 from typing import NamedTuple
-
-from .waiting import Task
 
 
 class ThreadUse(NamedTuple):
@@ -68,9 +68,7 @@ class Waiting:
         self._stolen = stolen
 
 
-# ---- uses --------------------------------------------------------------------------------------------------------
-#
-# Use of processors and memory by the processes of a program, as /proc has it.
+# ---- use of processors and memory by the processes of a program, as /proc has it
 
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -108,12 +106,12 @@ def tree_of(root: int, uses: dict[int, Use]) -> dict[int, Use]:
     return tree
 
 
-def tasks_of(tree: dict[int, Use]) -> dict[int, Task]:
+def tasks_of(tree: dict[int, Use]) -> dict[int, ThreadUse]:
     """Return all threads of these processes."""
-    tasks: dict[int, Task] = {}
+    tasks: dict[int, ThreadUse] = {}
     for pid, use in tree.items():
         if use.threads == 1:
-            tasks[pid] = Task(use.runnable, *_scheduled(f"/proc/{pid}"))
+            tasks[pid] = ThreadUse(use.runnable, *_scheduled(f"/proc/{pid}"))
             continue
         try:
             names = os.listdir(f"/proc/{pid}/task")
@@ -121,7 +119,7 @@ def tasks_of(tree: dict[int, Use]) -> dict[int, Task]:
             continue  # it has ended
         for name in names:
             folder = f"/proc/{pid}/task/{name}"
-            tasks[int(name)] = Task(_stat(folder)[:1] == [b"R"], *_scheduled(folder))
+            tasks[int(name)] = ThreadUse(_stat(folder)[:1] == [b"R"], *_scheduled(folder))
     return tasks
 
 

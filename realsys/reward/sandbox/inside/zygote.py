@@ -22,7 +22,6 @@ import time
 from typing import Any
 
 from . import child, confine, kernel, preload, uses
-from .waiting import Waiting
 
 MAX_MESSAGE = 1 << 16
 MAX_DESCRIPTORS = 8
@@ -46,7 +45,7 @@ class _Running:
         self.begin = self.born
         self.cpu_before_s = 0.0
         self.ended_cpu_s = 0.0  # CPU time of processes that ended, and that no other process has collected
-        self.waiting = Waiting(self.born)
+        self.waiting = uses.Waiting(self.born)
         self.last: dict[int, uses.Use] = {}
         self.reached = ""
         self.killed = False  # the zygote has killed it
