@@ -22,9 +22,9 @@ from openai import AsyncOpenAI
 
 from benchmarks._table import report
 from realsys.config.schema import RolloutConfig
-from realsys.rollout.agents.bounded import EpisodeTime
-from realsys.rollout.agents.captured.inside import Inside
-from realsys.rollout.agents.captured.processes import AgentProcesses
+from realsys.rollout.agents.captured import Inside
+from realsys.rollout.agents.captured_processes import AgentProcesses
+from realsys.rollout.agents.contract import EpisodeTime
 
 ROLLOUT = RolloutConfig(agent="benchmarks.agent_processes:run", agent_process="always")
 Play = Callable[[], Awaitable[Any]]

@@ -35,13 +35,13 @@ from realsys.data.char_model import make_tiny_model, write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import Generated, GenerationClient, SamplingSpec
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
-from realsys.rollout.engine_calls import Calls, EpisodeSession
+from realsys.rollout.episode_session import Calls, EpisodeSession
 from realsys.rollout.gateway.capture import Shared
-from realsys.rollout.gateway.formats.parser import parser_of
-from realsys.rollout.gateway.formats.vocabulary import Vocabulary
+from realsys.rollout.gateway.choices import Vocabulary
 from realsys.rollout.gateway.gateway import LEAST_BODY, Gateway
-from realsys.rollout.gateway.settings import Limits
-from realsys.rollout.partial import Call, Deliver, PartialRolloutManager
+from realsys.rollout.gateway.parser import parser_of
+from realsys.rollout.gateway.sampling import CallLimits
+from realsys.rollout.resumable_engine import Deliver, EngineCall, ResumableEngine
 from realsys.types import Ticket
 
 TURNS = 4
@@ -49,7 +49,7 @@ CONNECTIONS = 16
 PROGRESS_S = 2.0
 _TOKENS, _TEXT = (b'{"parts":[[',), (b'"delta":{"content":', b'"delta":{"reasoning_content":')
 USER = {"role": "user", "content": "12+34="}
-LIMITS = Limits(4096, 256, 64)
+LIMITS = CallLimits(4096, 256, 64)
 
 
 class Instant:
@@ -60,7 +60,7 @@ class Instant:
         ones = np.ones(len(ids), np.int32)
         self._completion = Generated(ids, -ones.astype(np.float32), ones, "stop", (("a", len(ids)),))
 
-    async def generate(self, call: Call, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
         completions = [self._completion] * call.spec.n
         for number, completion in enumerate(completions):
             deliver(number, completion)
@@ -222,7 +222,7 @@ async def measure_overhead(url: str, model: Path, tokens: int, requests: int, pa
     gateway = gateway_over(tokenizer)
     try:
         spec = SamplingSpec(max_new_tokens=tokens, min_new_tokens=tokens)
-        calls = Calls(PartialRolloutManager(OneServer(url), client), Ticket("1", 0, 0), spec)
+        calls = Calls(ResumableEngine(OneServer(url), client), Ticket("1", 0, 0), spec)
         rows = []
         for parallel in (1, 8) if part != "first" else ():
             # A connection that sends nothing for a minute is closed, so each part opens its own.

@@ -20,9 +20,9 @@ from typing import Any
 from benchmarks._jobs import records, run_job, warm_start
 from benchmarks._table import report
 from realsys.config.schema import Config
-from realsys.rollout.agents.base import AgentParts, Session
+from realsys.rollout.agents.contract import AgentParts, Session
 from realsys.rollout.agents.single_turn import SingleTurn
-from realsys.rollout.task import Task
+from realsys.rollout.environments import Task
 from realsys.types import Episode
 
 LONG = 24  # tokens of a prompt that is slow

@@ -360,8 +360,8 @@ def _read_inputs(config: Config, paths: TrialPaths) -> DataCheck:
     from realsys.data.check import check_data
     from realsys.data.tokenizer import TextTokenizer
     from realsys.rollout import agents
+    from realsys.rollout.check_references import check_references
     from realsys.rollout.gateway.gateway import check as check_gateway
-    from realsys.rollout.references import check_references
 
     model = paths.base_model(config)
     if not config.model.path:

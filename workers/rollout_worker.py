@@ -18,11 +18,10 @@ from realsys.manager.client import ManagerClient
 from realsys.reward.open_verifiers import open_verifiers
 from realsys.rollout import agents, environments
 from realsys.rollout.gateway.gateway import gateway_of
-from realsys.rollout.partial import PartialRolloutManager
-from realsys.rollout.sessions import group_player
-from realsys.rollout.stores.dropped_store import DroppedStore
-from realsys.rollout.stores.evaluation_store import EvaluationStore
-from realsys.rollout.worker_loop import LoopParts, RolloutLoop
+from realsys.rollout.group_player import group_player
+from realsys.rollout.resumable_engine import ResumableEngine
+from realsys.rollout.stores import DroppedStore, EvaluationStore
+from realsys.rollout.worker_loop import RolloutLoop, RolloutLoopParts
 from realsys.storage.dropped_groups import DroppedWriter
 
 
@@ -56,12 +55,12 @@ async def serve(ctx: WorkerContext) -> None:
     agent = agents.build(config, tokenizer, environments.build(config, tokenizer, verifiers))
     gateway = gateway_of(config, tokenizer, ctx.index, ctx.check_alive)
     ctx.count(lambda: {"bad_messages": pusher.bad_messages, **gateway.counts()})
-    engine = PartialRolloutManager(manager, generation)
+    engine = ResumableEngine(manager, generation)
     dropped = DroppedStore(DroppedWriter(ctx.paths.dropped, ctx.name, config.record.dropped_groups))
     player = group_player(config, agent, engine, tokenizer.eos_token_ids, gateway, dropped)
     evaluations = EvaluationStore(ctx.paths.evaluations, tokenizer, ctx.incarnation)
     loop = RolloutLoop(
-        LoopParts(manager, player, prompts, pusher, verifiers, evaluations),
+        RolloutLoopParts(manager, player, prompts, pusher, verifiers, evaluations),
         ctx.name,
         incarnation=ctx.incarnation,
         max_groups=config.rollout.max_concurrent,

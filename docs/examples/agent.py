@@ -5,7 +5,7 @@
 Only the cue is tokenised. Thought and answer stay as they were sampled, and both are trained.
 """
 
-from realsys.rollout.rows import RowBuilder
+from realsys.rollout.episodes import RowBuilder
 from realsys.types import Episode
 
 

@@ -5,8 +5,7 @@
 A correct completion gets a bonus for each token that it stays under the row's budget.
 """
 
-from realsys.rollout.environments.base import EnvironmentParts, Judgement
-from realsys.rollout.task import Response, Task
+from realsys.rollout.environments import EnvironmentParts, Judgement, Response, Task
 
 
 class ShortAnswers:

@@ -20,7 +20,7 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
 from realsys.reward.judge.rubric import read_rubric
 from realsys.reward.verifiers.contract import Item
-from realsys.rollout.references import ReferenceChecker
+from realsys.rollout.check_references import ReferenceChecker
 
 EXIT_OK, EXIT_BAD_DATA = 0, 2
 _SHOWN = 20  # bad rows

@@ -39,11 +39,11 @@ from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.observe.screen.terminal import Terminal
 from realsys.reward.open_verifiers import own_verifiers
 from realsys.rollout import agents, environments
-from realsys.rollout.engine_calls import Engine
+from realsys.rollout.episode_session import CompletionEngine
 from realsys.rollout.gateway.gateway import check as check_gateway
 from realsys.rollout.gateway.gateway import gateway_of
-from realsys.rollout.partial import Call, Deliver, PartialRolloutManager
-from realsys.rollout.sessions import GroupPlayer, group_player
+from realsys.rollout.group_player import GroupPlayer, group_player
+from realsys.rollout.resumable_engine import Deliver, EngineCall, ResumableEngine
 from realsys.types import Episode, Row, Ticket
 from realsys.view.samples.step_samples import VERDICTS
 from realsys.view.samples.turns import token_kinds
@@ -147,14 +147,14 @@ def _row(row: Row) -> str:
 class Shown:
     """An engine that prints each call: the tokens that the model had not seen yet, and the completions."""
 
-    def __init__(self, engine: Engine, tokenizer: TextTokenizer, say: Say) -> None:
+    def __init__(self, engine: CompletionEngine, tokenizer: TextTokenizer, say: Say) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._say = say
         self._ticket = ""
         self._seen: list[list[int]] = []  # histories of the ticket, with their completions
 
-    async def generate(self, call: Call, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
         completions = await self._engine.generate(call, deliver)
         if call.ticket.unit != self._ticket:
             self._ticket, self._seen = call.ticket.unit, []
@@ -212,7 +212,7 @@ async def _player(config: Config, paths: TrialPaths, tokenizer: TextTokenizer, s
         stack.push_async_callback(gateway.close)
         agent = agents.build(config, tokenizer, environments.build(config, tokenizer, verifiers))
         stack.push_async_callback(agent.close)
-        calls = Shown(PartialRolloutManager(_OneServer(http.url), client), tokenizer, say)
+        calls = Shown(ResumableEngine(_OneServer(http.url), client), tokenizer, say)
         yield group_player(config, agent, calls, tokenizer.eos_token_ids, gateway)
 
 

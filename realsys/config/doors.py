@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from realsys.agent_runner.contract import argument_problem, kind_of
 from realsys.errors import ConfigError, RealsysError
-from realsys.harness.contract import argument_problem, kind_of
 
 #: Takes a loaded object and returns the problem with it; "" if it satisfies the contract.
 Contract = Callable[[Any], str]
@@ -228,7 +228,7 @@ def derives(base: str) -> Contract:
 
 
 class AgentDoor(Door):
-    """The door of agents, which have two contracts (``realsys.harness.contract``)."""
+    """The door of agents, which have two contracts (``realsys.agent_runner.contract``)."""
 
     def _check_arguments(self, value: str, loaded: Any, arguments: Mapping[str, Any]) -> None:
         if problem := argument_problem(loaded, kind_of(loaded)[0], dict(arguments)):
@@ -242,7 +242,7 @@ AGENT = AgentDoor(
         "single_turn": "realsys.rollout.agents.single_turn:SingleTurn",
         "multi_turn": "realsys.rollout.agents.multi_turn:MultiTurn",
         "tool_use": "realsys.rollout.agents.tool_use:ToolUse",
-        "verifiers": "realsys.rollout.agents.verifiers.agent:VerifiersAgent",
+        "verifiers": "realsys.rollout.agents.verifiers:VerifiersAgent",
     },
     lambda loaded: kind_of(loaded)[1],
 )
@@ -252,8 +252,8 @@ TOOL = Door(
     "rollout.agent_args.tools",
     "tool",
     {
-        "calculator": "realsys.rollout.tools.calculator:Calculator",
-        "python": "realsys.rollout.tools.python:Python",
+        "calculator": "realsys.rollout.agents.tools:Calculator",
+        "python": "realsys.rollout.agents.tools:Python",
     },
     builds("call", "close"),
 )
@@ -261,7 +261,7 @@ TOOL = Door(
 ENVIRONMENT = Door(
     "rollout.environment",
     "environment",
-    {"verifier": "realsys.rollout.environments.verifier:VerifierEnvironment"},
+    {"verifier": "realsys.rollout.environments:VerifierEnvironment"},
     builds("judge"),
 )
 

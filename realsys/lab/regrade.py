@@ -35,9 +35,8 @@ from realsys.observe.screen.terminal import WorkLine
 from realsys.reward.judge.rubric import read_rubric
 from realsys.reward.open_verifiers import own_verifiers
 from realsys.rollout import environments
-from realsys.rollout.defects import explain
-from realsys.rollout.environments.base import Environment, Judgement
-from realsys.rollout.task import Response, Task
+from realsys.rollout.agent_errors import explain
+from realsys.rollout.environments import Environment, Judgement, Response, Task
 from realsys.train.data_manager import Array
 from realsys.train.records import record_files as files
 from realsys.train.records.record_files import Arrays

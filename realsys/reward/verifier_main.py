@@ -21,10 +21,10 @@ from functools import partial, update_wrapper
 
 import msgspec
 
+from realsys.agent_runner.contract import NOT_OF_THE_USER, place_of
 from realsys.cluster import failpoint
 from realsys.cluster.prctl import die_with_parent
 from realsys.config.doors import VERIFIER
-from realsys.harness.contract import NOT_OF_THE_USER, place_of
 from realsys.reward.verifier_protocol import (
     LENGTH,
     NO_VERDICT,

@@ -42,8 +42,8 @@ from realsys.manager.messages import (
 from realsys.observe import spans
 from realsys.observe.spans import span
 from realsys.reward.open_verifiers import Verifiers
-from realsys.rollout.defects import one_line
-from realsys.rollout.sessions import Played
+from realsys.rollout.agent_errors import one_line
+from realsys.rollout.group_player import Played
 from realsys.types import Episode, Group, Ticket
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 QUIET_S = 600.0  # if rollouts run and none ends for this time, the log has a warning
 
 
-class Manager(Protocol):
+class TicketManager(Protocol):
     """The part of ManagerClient that this module needs."""
 
     async def allocate(self, request: AllocateRequest) -> AllocateReply: ...
@@ -69,13 +69,13 @@ class Player(Protocol):
     def take_lost_tokens(self) -> dict[str, list[int]]: ...
 
 
-class Prompts(Protocol):
+class PromptSource(Protocol):
     """The part of PromptDataset that this module needs."""
 
     def prompt(self, split: str, index: int) -> Prompt: ...
 
 
-class Push(Protocol):
+class PushGroup(Protocol):
     """The part of Pusher that this module needs."""
 
     async def push(self, group: Group) -> None: ...
@@ -88,13 +88,13 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LoopParts:
+class RolloutLoopParts:
     """The collaborators of the loop."""
 
-    manager: Manager
+    manager: TicketManager
     player: Player
-    prompts: Prompts
-    pusher: Push
+    prompts: PromptSource
+    pusher: PushGroup
     verifiers: Verifiers
     evaluations: Store
 
@@ -111,7 +111,7 @@ class RolloutLoop:
 
     def __init__(
         self,
-        parts: LoopParts,
+        parts: RolloutLoopParts,
         worker: str,
         *,
         max_groups: int,

@@ -14,7 +14,7 @@ import pytest
 from realsys.data.char_model import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import Generated
-from realsys.rollout.partial import Call
+from realsys.rollout.resumable_engine import EngineCall
 from tests.support.agents import one_conversation
 from tests.support.agents.one_conversation import CONVERSATIONS
 from tests.support.agents.trained import FRAMEWORKS, needs_frameworks
@@ -34,7 +34,7 @@ TEXTS = {
 class Stopping(Scripted):
     """A scripted engine that obeys stop strings."""
 
-    def _completion(self, call: Call) -> Generated:
+    def _completion(self, call: EngineCall) -> Generated:
         whole = super()._completion(call)
         text = self.tokenizer.decode(whole.tokens.tolist())
         ends = [place + len(stop) for stop in call.spec.stop if (place := text.find(stop)) >= 0]

@@ -14,7 +14,7 @@ from realsys.data.sources.verifiers_tasks import task_rows
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import AgentError, DataError
 from realsys.rollout import agents
-from realsys.rollout.task import Task
+from realsys.rollout.environments import Task
 from tests.support.agents.interpreters import interpreter_of
 from tests.support.agents.trained import ROOT, train
 from tests.support.polling import poll

@@ -16,9 +16,8 @@ from realsys.algorithm.losses import LossInputs, Surrogate
 from realsys.data.prompts import Prompt
 from realsys.generation.client import Generated
 from realsys.reward.verifiers.contract import Item, Verdict
-from realsys.rollout.agents.base import AgentParts
-from realsys.rollout.environments.base import EnvironmentParts, Judgement
-from realsys.rollout.task import Response, Task
+from realsys.rollout.agents.contract import AgentParts
+from realsys.rollout.environments import EnvironmentParts, Judgement, Response, Task
 from realsys.types import Episode
 
 ROOT = Path(__file__).resolve().parents[2]

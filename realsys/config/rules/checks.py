@@ -10,6 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from realsys.agent_runner.contract import NATIVE, kind_of
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
 from realsys.config.devices.needs import nodes_of, seats_of
@@ -29,7 +30,6 @@ from realsys.config.schema import Config, RolloutConfig
 from realsys.config.sections.schema_data import AUTO_LAYOUT, DataConfig, source_problem
 from realsys.config.sections.schema_evaluation import HELD_OUT
 from realsys.errors import ConfigError, ModelError
-from realsys.harness.contract import NATIVE, kind_of
 from realsys.hf.architecture import Head, splits_over
 from realsys.hf.config import read_model
 

@@ -34,8 +34,8 @@ from realsys.manager.messages import (
     TouchRequest,
 )
 from realsys.manager.operations import ALLOCATE, FINISH, SCHEDULE, TOUCH
-from realsys.rollout.partial import LAST_DELAY_S, MAX_FAILURES
-from realsys.rollout.selection import kept_episodes, reason_to_drop
+from realsys.rollout.episodes import kept_episodes, reason_to_drop
+from realsys.rollout.resumable_engine import LAST_DELAY_S, MAX_FAILURES
 from realsys.train.records.record_files import read_record, recorded_steps
 from realsys.types import SampleMeta, Ticket
 

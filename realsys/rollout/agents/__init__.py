@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from realsys.agent_runner.contract import CAPTURED, is_async, kind_of
 from realsys.config.doors import AGENT
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
-from realsys.harness.contract import CAPTURED, is_async, kind_of
-from realsys.rollout.agents.base import Agent, AgentParts, ClosableAgent
-from realsys.rollout.agents.bounded import Bounded
-from realsys.rollout.agents.captured.agent import CapturedAgent
-from realsys.rollout.agents.captured.inside import Inside
-from realsys.rollout.agents.captured.processes import AgentProcesses, check_interpreter
-from realsys.rollout.environments.base import Environment
+from realsys.rollout.agents.captured import CapturedAgent, Inside
+from realsys.rollout.agents.captured_processes import AgentProcesses, check_interpreter
+from realsys.rollout.agents.contract import Agent, AgentParts, Bounded, ClosableAgent
+from realsys.rollout.environments import Environment
 
 
 def build(config: Config, tokenizer: TextTokenizer, environment: Environment) -> ClosableAgent:

@@ -14,10 +14,9 @@ from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError, DataError
 from realsys.generation.client import Generated
-from realsys.rollout.agents.base import AgentParts, Session
-from realsys.rollout.environments.base import Judgement
-from realsys.rollout.rows import RowBuilder
-from realsys.rollout.task import Task
+from realsys.rollout.agents.contract import AgentParts, Session
+from realsys.rollout.environments import Judgement, Task
+from realsys.rollout.episodes import RowBuilder
 from realsys.types import Episode
 
 #: Lower case without newlines, so that the character tokenizer of the tiny model knows every character.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from realsys.config.schema import Config
-from realsys.rollout.agents.base import AgentParts, Session
-from realsys.rollout.rows import RowBuilder
-from realsys.rollout.task import Task
+from realsys.rollout.agents.contract import AgentParts, Session
+from realsys.rollout.environments import Task
+from realsys.rollout.episodes import RowBuilder
 from realsys.types import Episode
 
 

@@ -25,15 +25,14 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import AgentError, ConfigError, DataError
 from realsys.generation.client import Generated
 from realsys.observe.spans import span
-from realsys.rollout import tools as tools_door
-from realsys.rollout.agents.base import AgentParts, Session
+from realsys.rollout.agents import tools as tools_door
+from realsys.rollout.agents.contract import AgentParts, Session
+from realsys.rollout.agents.tools import Tool, ToolError
 from realsys.rollout.conversation import Conversation
-from realsys.rollout.gateway.formats.choices import read_choice
-from realsys.rollout.gateway.formats.marks import NONE
-from realsys.rollout.gateway.formats.parser import parser_of
-from realsys.rollout.gateway.wire.base import Call, Choice
-from realsys.rollout.task import Task
-from realsys.rollout.tools.base import Tool, ToolError
+from realsys.rollout.environments import Task
+from realsys.rollout.gateway.choices import NONE, read_choice
+from realsys.rollout.gateway.dialect import Choice, GatewayCall
+from realsys.rollout.gateway.parser import parser_of
 from realsys.types import Episode
 
 TEMPLATE_TOKENS = 64  # upper bound on the tokens that a chat template adds around the results of a turn
@@ -146,7 +145,7 @@ class ToolUse:
         if room < spec.max_new_tokens:
             spec = replace(spec, max_new_tokens=room, min_new_tokens=min(room, spec.min_new_tokens))
         completion = await session.generate(plan.tokens, spec)
-        call = Call("chat", messages=talk.messages, tools=self._descriptions)
+        call = GatewayCall("chat", messages=talk.messages, tools=self._descriptions)
         name = f"turn-{len(talk.completions)}"
         choice = read_choice(self._parts.tokenizer, self._parser, call, plan.tokens, completion, name)
         node = talk.conversation.record(plan, completion, choice.message())

@@ -10,6 +10,7 @@ is cancelled if no repeat arrives within the window.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import hashlib
 import secrets
@@ -20,26 +21,24 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from realsys.data.chat import text_of
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import MALFORMED, AgentError, DataError
 from realsys.generation.client import Generated, SamplingSpec
 from realsys.manager.client import RolloutSuperseded
 from realsys.reward.verifiers.contract import is_metric_name
-from realsys.rollout.conversation import Conversation, Node, Plan
-from realsys.rollout.gateway.echoes import Echoes
-from realsys.rollout.gateway.formats.choices import read_choice
-from realsys.rollout.gateway.formats.streamed import StreamedChoice
-from realsys.rollout.gateway.formats.vocabulary import Vocabulary
-from realsys.rollout.gateway.problems import may_pass
-from realsys.rollout.gateway.requests import Entry, Requests
-from realsys.rollout.gateway.settings import Limits, Mode, Wishes, check_tokens, ignored, spec_of
-from realsys.rollout.gateway.wire.base import BadRequest, Call, Choice, Dialect, Head, Reply
-from realsys.rollout.gateway.wire.generate import SESSION_HEADER
-from realsys.rollout.task import Response
+from realsys.rollout.conversation import CompletionNode, Conversation, RequestPlan
+from realsys.rollout.environments import Response
+from realsys.rollout.gateway.choices import StreamedChoice, Vocabulary, read_choice
+from realsys.rollout.gateway.dialect import BadRequest, Choice, Dialect, GatewayCall, GatewayReply, ReplyHead
+from realsys.rollout.gateway.generate import SESSION_HEADER
+from realsys.rollout.gateway.repeated_requests import RequestEntry, Requests
+from realsys.rollout.gateway.replies import may_pass
+from realsys.rollout.gateway.sampling import CallLimits, Mode, Wishes, check_tokens, ignored, spec_of
 from realsys.types import Row
 
-if TYPE_CHECKING:  # it imports renderers, which takes half a second
-    from realsys.rollout.gateway.formats.parser import Parser
+if TYPE_CHECKING:
+    from realsys.rollout.gateway.parser import Parser
 
 MODEL = "policy"  # name of the model if the agent gives none
 ENDED = "the episode has ended"
@@ -53,7 +52,7 @@ UNSEEN = 2  # times the row limit is what a request may have: templates leave ou
 _NO_FAILURE = (BadRequest, DataError, AgentError, RolloutSuperseded)
 
 
-class Session(Protocol):
+class CaptureSession(Protocol):
     """The attributes of EpisodeSession that this module needs."""
 
     sampled: int
@@ -76,7 +75,7 @@ class Shared:
     tokenizer: TextTokenizer
     parser: Callable[[], Parser]
     vocabulary: Vocabulary
-    limits: Limits
+    limits: CallLimits
     mode: Mode
     window_s: float
     chat: bool = True
@@ -95,12 +94,12 @@ class Exchange:
     news      done when there are more tokens in them; a new one is then in its place
     """
 
-    entry: Entry
-    call: Call
-    head: Head
+    entry: RequestEntry
+    call: GatewayCall
+    head: ReplyHead
     session: str  # its X-Session-ID
-    task: asyncio.Task[Reply]
-    nodes: list[Node] = field(default_factory=list)
+    task: asyncio.Task[GatewayReply]
+    nodes: list[CompletionNode] = field(default_factory=list)
     streamed: list[StreamedChoice] = field(default_factory=list)
     news: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -116,7 +115,7 @@ class Capture:
 
     def __init__(
         self,
-        session: Session,
+        session: CaptureSession,
         base_url: str,
         api_key: str,
         shared: Shared,
@@ -125,7 +124,7 @@ class Capture:
         self.base_url = base_url
         self.api_key = api_key
         self.sampling: Mode = shared.mode  # an agent may set it for its episode
-        self._received: dict[str, list[Node]] = {}  # id of a reply that the agent has -> its completions
+        self._received: dict[str, list[CompletionNode]] = {}  # id of a reply that the agent has -> its completions
         self._session = session
         self._shared = shared
         self._on_close = on_close
@@ -134,8 +133,8 @@ class Capture:
         self._echoes = Echoes()
         self._requests = Requests(shared.window_s)
         self._exchanges: dict[int, Exchange] = {}
-        self._nodes: list[Node] = []
-        self._by_session: dict[str, list[Node]] = {}
+        self._nodes: list[CompletionNode] = []
+        self._by_session: dict[str, list[CompletionNode]] = {}
         self._failures: dict[bytes, Exception] = {}  # requests whose last reply was an error of the engine
         self._models = {MODEL: None}  # names that the agent gave to the model, in order
         self._asked: dict[str, float] = {}  # sampling settings that the agent sent last
@@ -207,7 +206,7 @@ class Capture:
         }
         return {name: float(value) for name, value in (numbers | self._ignored | self._asked).items()}
 
-    async def tokens_of(self, call: Call) -> list[int]:
+    async def tokens_of(self, call: GatewayCall) -> list[int]:
         """Return the tokens that the engine would receive for ``call``. Raises BadRequest, DataError."""
         await self._check_size(call)
         return self._plan(call).tokens
@@ -264,7 +263,7 @@ class Capture:
         self._shared.counts["undelivered"] += self._undelivered()
         self._shared.counts["branches"] += self._conversation.drift["branch"]
 
-    def _start(self, entry: Entry, call: Call, session: str) -> Exchange:
+    def _start(self, entry: RequestEntry, call: GatewayCall, session: str) -> Exchange:
         check_tokens(call, self._shared.vocabulary.size)
         self._shared.limits.admit(call, self._turns, self._running, self._session.sampled)
         self._turns += 1
@@ -277,7 +276,7 @@ class Capture:
         self._asked |= self._shared.wishes.note(call, self.sampling)
         if len(self._models) < MOST_MODELS and len(call.model) <= _LONGEST_NAME:
             self._models.setdefault(call.model or MODEL)
-        head = Head(f"{self._name}{entry.number}", int(time.time()), call.model or MODEL)
+        head = ReplyHead(f"{self._name}{entry.number}", int(time.time()), call.model or MODEL)
         exchange = Exchange(entry, call, head, session, asyncio.create_task(self._complete(entry.number)))
         # Without a connection no coroutine reads the error of a call, and asyncio would log that.
         exchange.task.add_done_callback(lambda task: self._end(call, task))
@@ -285,7 +284,7 @@ class Capture:
         self._exchanges[entry.number] = exchange
         return exchange
 
-    async def _complete(self, number: int) -> Reply:
+    async def _complete(self, number: int) -> GatewayReply:
         """Sample the completions of an exchange and record them."""
         exchange = self._exchanges[number]
         call, entry, session = exchange.call, exchange.entry, self._session
@@ -315,14 +314,14 @@ class Capture:
         self._requests.complete(entry)
         self._failures.pop(entry.digest, None)
         head = exchange.head
-        return Reply(head.id, head.created, head.model, plan.tokens, choices, self._shared.vocabulary)
+        return GatewayReply(head.id, head.created, head.model, plan.tokens, choices, self._shared.vocabulary)
 
-    def _end(self, call: Call, task: asyncio.Task[Reply]) -> None:
+    def _end(self, call: GatewayCall, task: asyncio.Task[GatewayReply]) -> None:
         self._running -= call.n
         if not task.cancelled():
             task.exception()
 
-    async def _check_size(self, call: Call) -> None:
+    async def _check_size(self, call: GatewayCall) -> None:
         """Refuse texts that fit in no row: by their size, before any work, then by their tokens, which another thread
         counts. What is left takes no time that other episodes would notice. Raises BadRequest.
         """
@@ -341,7 +340,7 @@ class Capture:
         if tokens > most:
             raise limits.too_long(f"the request has {tokens} tokens")
 
-    def _note_failure(self, entry: Entry, error: Exception) -> None:
+    def _note_failure(self, entry: RequestEntry, error: Exception) -> None:
         """Keep a failure of the engine. A call that may be repeated does not use up a turn."""
         if may_pass(error):
             self._turns -= 1
@@ -350,7 +349,7 @@ class Capture:
             # Failures beyond the limit share one entry, which no repeat removes.
             self._failures[entry.digest if known else b""] = error
 
-    def _record(self, exchange: Exchange, plan: Plan, completion: Generated) -> Choice:
+    def _record(self, exchange: Exchange, plan: RequestPlan, completion: Generated) -> Choice:
         shared, name = self._shared, f"{exchange.head.id}.{len(exchange.nodes)}"
         choice = read_choice(shared.tokenizer, shared.parser(), exchange.call, plan.tokens, completion, name)
         self._malformed += choice.malformed
@@ -361,7 +360,7 @@ class Capture:
         self._by_session.setdefault(exchange.session, []).append(node)
         return choice
 
-    def _plan(self, call: Call) -> Plan:
+    def _plan(self, call: GatewayCall) -> RequestPlan:
         """Return the plan of a call. Its tokens extend the recorded ones. Raises DataError."""
         if call.kind == "tokens":
             return self._conversation.plan_tokens(call.token_ids)
@@ -401,3 +400,59 @@ async def _all(calls: Iterable[Coroutine[Any, Any, Generated]]) -> list[Generate
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+# ---- echoes ------------------------------------------------------------------------------------------------------
+#
+# Undoes changes that clients make to assistant messages before they send them back.
+#
+# A conversation stays one row only if its history equals the replies of the gateway. Two changes are known. Both can
+# be undone exactly, because the episode remembers its replies:
+#
+#     a stop string     cut from the text by the API, and written again by the client (code agents of smolagents)
+#     tool calls        written as text, "Calling tools:" and the repr of a list (tool agents of smolagents); calls that
+#                       the client read from the text itself are appended in the same way
+
+
+_CALLS = "Calling tools:\n["
+
+
+class Echoes:
+    """Replies of one episode that clients are known to change."""
+
+    def __init__(self) -> None:
+        self._stopped: dict[str, str] = {}  # text with its stop string -> text that was returned
+        self._calls: dict[str, dict[str, Any]] = {}  # id -> tool call that was returned
+
+    def remember(self, choice: Choice) -> None:
+        """Note a completion that is returned to the client."""
+        if choice.stop is not None:
+            self._stopped[(choice.text + choice.stop).strip()] = choice.text
+        for call in choice.tool_calls:
+            self._calls[call["id"]] = call
+
+    def restore(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages as they were returned to the client. Raises DataError for a content that is no text."""
+        return [self._restored(message) if message.get("role") == "assistant" else message for message in messages]
+
+    def _restored(self, message: dict[str, Any]) -> dict[str, Any]:
+        text = text_of(message.get("content")) or ""
+        if message.get("tool_calls") or not (self._stopped or _CALLS in text):
+            return message
+        content, calls = self._split(text)
+        content = self._stopped.get(content.strip(), content)
+        if content == text:
+            return message
+        return message | {"content": content} | ({"tool_calls": calls} if calls else {})
+
+    def _split(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """Split a text into what the model wrote and the calls that the client wrote behind it."""
+        head, mark, _ = text.rpartition(_CALLS)
+        if not mark:
+            return text, []
+        try:
+            written = ast.literal_eval(text[len(head) + len(mark) - 1 :])
+            ids = [call["id"] for call in written]
+        except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError):
+            return text, []
+        return head.strip(), [self._calls[number] for number in ids if number in self._calls]

@@ -19,14 +19,13 @@ from realsys.config.rules.lengths import longest_sequence
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RealsysError
-from realsys.rollout.gateway.capture import COUNTS, Capture, Session, Shared
-from realsys.rollout.gateway.formats.marks import AUTO, NONE, format_of
-from realsys.rollout.gateway.formats.vocabulary import Vocabulary
+from realsys.rollout.gateway.capture import COUNTS, Capture, CaptureSession, Shared
+from realsys.rollout.gateway.choices import AUTO, NONE, Vocabulary, format_of
 from realsys.rollout.gateway.routes import MAX_BODY, Routes
-from realsys.rollout.gateway.settings import Limits
+from realsys.rollout.gateway.sampling import CallLimits
 
 if TYPE_CHECKING:
-    from realsys.rollout.gateway.formats.parser import Parser
+    from realsys.rollout.gateway.parser import Parser
 
 MOST_CLOSED = 10_000  # keys of ended episodes that are kept: their calls get 410, those with a wrong key 401
 LEAST_BODY = 1 << 20
@@ -60,7 +59,7 @@ class Gateway:
         """Return the calls, retries, undelivered completions and branches of all episodes. Any thread may call it."""
         return {f"gateway_{name}": self._shared.counts[name] for name in COUNTS}
 
-    def open(self, session: Session) -> Capture:
+    def open(self, session: CaptureSession) -> Capture:
         """Give an episode its address. Raises RealsysError if the server cannot run."""
         server = self._server or self._start()
         if self._serving is not None and self._serving.done():
@@ -103,7 +102,7 @@ def gateway_of(config: Config, tokenizer: TextTokenizer, index: int = 0, check_a
         tokenizer,
         functools.cache(lambda: _parser(config, tokenizer)),
         Vocabulary(tokenizer),
-        Limits.of(config.rollout, longest_sequence(config)),
+        CallLimits.of(config.rollout, longest_sequence(config)),
         settings.sampling,
         settings.retry_window_s,
         chat=config.data.chat_template,
@@ -122,6 +121,6 @@ def check(config: Config, tokenizer: TextTokenizer) -> None:
 
 def _parser(config: Config, tokenizer: TextTokenizer) -> Parser:
     """Build the parser. The first chat calls this, not the start: the import of its library takes half a second."""
-    from realsys.rollout.gateway.formats.parser import parser_of
+    from realsys.rollout.gateway.parser import parser_of
 
     return parser_of(tokenizer, config.rollout.gateway.tool_format, config.rollout.gateway.reasoning_format)

@@ -13,7 +13,7 @@ import pytest
 from realsys.generation.client import GenerationClient, SamplingSpec
 from realsys.generation.received import Received
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
-from realsys.rollout.partial import Call, PartialRolloutManager
+from realsys.rollout.resumable_engine import EngineCall, ResumableEngine
 from realsys.types import Ticket
 from tests.support.serving.generation_models import make_model
 from tests.support.serving.generation_servers import PROMPT, ServerUnderTest, check, drive, publish
@@ -109,8 +109,8 @@ def generate(servers, chunk: int, end: Callable[[Process], None], progress_s: fl
         for name, version in (("first", 1), ("second", 2)):
             assert (await client.update_weights(places.urls[name], str(paths[version]), version, BOUND_S)).success
         spec = SamplingSpec(max_new_tokens=LENGTH, n=2, new_tokens_per_chunk=chunk)
-        call = Call(TICKET, "0.0", PROMPT, spec, TICKET.seed)
-        rollout = asyncio.create_task(PartialRolloutManager(places, client).generate(call))
+        call = EngineCall(TICKET, "0.0", PROMPT, spec, TICKET.seed)
+        rollout = asyncio.create_task(ResumableEngine(places, client).generate(call))
         async with asyncio.timeout(BOUND_S):
             while not (await client.server_info(places.urls["first"])).paused:
                 assert not rollout.done()

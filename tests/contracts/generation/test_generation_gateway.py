@@ -10,7 +10,7 @@ import pytest
 
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
-from realsys.rollout.gateway import delivery
+from realsys.rollout.gateway import routes
 from tests.support.serving.gateways import make_chat_model, over_server, post
 from tests.support.serving.generation_servers import BOUND_S, BUSY, EOS, samples
 from tests.support.serving.reward_pools import until
@@ -40,7 +40,7 @@ async def listen(episode, number, route, waiting):
             lines = []
             async for line in reply.aiter_lines():
                 lines.append(line)
-                if line == delivery.COMMENT.decode().strip():
+                if line == routes.COMMENT.decode().strip():
                     waiting.set()
     assert reply.status_code == 200 and [line for line in lines if line][-1] == "data: [DONE]"
 
@@ -48,7 +48,7 @@ async def listen(episode, number, route, waiting):
 @samples
 def test_gateway_calls_wait_for_a_weight_update(server, tokenizer, monkeypatch):
     """Plain calls and streams that begin in a pause get tokens of the new version; waiting streams get comments."""
-    monkeypatch.setattr(delivery, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(routes, "KEEP_ALIVE_S", 0.01)
 
     async def run():
         client = GenerationClient(timeout_s=BOUND_S)

@@ -17,8 +17,8 @@ from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.rows import KvPolicy
 from realsys.manager.decisions import ManagerState
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
-from realsys.rollout.engine_calls import Calls, EpisodeSession
-from realsys.rollout.partial import PartialRolloutManager
+from realsys.rollout.episode_session import Calls, EpisodeSession
+from realsys.rollout.resumable_engine import ResumableEngine
 from realsys.weights.disk.stage import DiskReader
 from tests.support.ledger import manager_states
 from tests.support.serving.generation_models import VOCAB
@@ -108,7 +108,7 @@ class Turns:
 
     async def play(self, turns: int, update_after: int, versions: Versions) -> None:
         """Play all episodes turn by turn; both servers load version 1 after turn ``update_after``."""
-        runner = PartialRolloutManager(self.manager, self.client)
+        runner = ResumableEngine(self.manager, self.client)
         tickets = manager_states.tickets(self.manager.state, 4)
         calls = [Calls(runner, ticket, SAMPLED) for ticket in tickets]
         sessions = [EpisodeSession(each, episode) for each in calls for episode in range(4)]

@@ -17,7 +17,7 @@ from realsys.errors import RealsysError
 from realsys.generation.client import Generated, GenerationClient, SamplingSpec
 from realsys.manager.client import ManagerClient
 from realsys.manager.messages import AllocateRequest, Answer, EvaluateRequest, EvaluationReply, FinishRequest
-from realsys.rollout.partial import Call, PartialRolloutManager
+from realsys.rollout.resumable_engine import EngineCall, ResumableEngine
 from realsys.types import PublishedVersion, Ticket
 from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, Trial, config, trial
 
@@ -41,7 +41,7 @@ class Evaluated:
         self.versions = versions
         self.client = ManagerClient(lambda: running.url, TOKEN, no_server_retry_timeout_s=BOUND_S)
         self.generation = GenerationClient(BOUND_S)
-        self.engine = PartialRolloutManager(self.client, self.generation)
+        self.engine = ResumableEngine(self.client, self.generation)
 
     def publish(self, version: int) -> None:
         published = PublishedVersion(version, "m1", str(self.versions.paths[version]), version)
@@ -56,7 +56,7 @@ class Evaluated:
     async def sample(self, problems: int) -> list[tuple[Ticket, asyncio.Task[list[Generated]]]]:
         tickets = (await self.client.allocate(AllocateRequest(WORKER, problems, BOUND_S))).tickets
         assert [ticket.kind for ticket in tickets] == ["eval"] * problems
-        calls = [Call(ticket, "0.0", PROMPT, LONG, ticket.seed) for ticket in tickets]
+        calls = [EngineCall(ticket, "0.0", PROMPT, LONG, ticket.seed) for ticket in tickets]
         begun = [(call.ticket, asyncio.create_task(self.engine.generate(call))) for call in calls]
         urls = [server.address.url for server in self.trial.state.servers.all()]
         async with asyncio.timeout(BOUND_S):

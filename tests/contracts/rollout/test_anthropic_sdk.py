@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.rollout.conversation.messages import forms
+from realsys.rollout.conversation import forms
 from tests.support.gateway.replies import Choice, Endpoint, choice, generated, tool_call
 
 pytestmark = pytest.mark.needs(package="anthropic")

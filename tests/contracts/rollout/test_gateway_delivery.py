@@ -11,7 +11,7 @@ import pytest
 
 from realsys.errors import ServerBusy
 from realsys.generation.client import GenerationClient
-from realsys.rollout.gateway import delivery
+from realsys.rollout.gateway import routes
 from tests.support.serving.gateways import BOUND_S, USER, Scripted, opened, over_server, post
 from tests.support.serving.reward_pools import until
 
@@ -228,7 +228,7 @@ def test_call_waits_for_a_weight_update(server, tokenizer, chat_model, tmp_path)
 @pytest.mark.parametrize("route", ["chat/completions", "inference/v1/generate"])
 def test_waiting_stream_sends_comments(tokenizer, monkeypatch, route):
     request = {"token_ids": tokenizer.encode_chat([USER])} if route.startswith("inference") else BODY
-    monkeypatch.setattr(delivery, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(routes, "KEEP_ALIVE_S", 0.01)
 
     async def body(episode, engine):
         async with httpx.AsyncClient(timeout=BOUND_S) as client:
@@ -237,7 +237,7 @@ def test_waiting_stream_sends_comments(tokenizer, monkeypatch, route):
                 lines = []
                 async for line in reply.aiter_lines():
                     lines.append(line)
-                    if lines.count(delivery.COMMENT.decode().strip()) == 2:
+                    if lines.count(routes.COMMENT.decode().strip()) == 2:
                         engine.gate.set()
         content = '"content":"2"' if request is BODY else '"finish_reason":"stop"'
         assert content in "".join(lines)
@@ -247,7 +247,7 @@ def test_waiting_stream_sends_comments(tokenizer, monkeypatch, route):
 
 
 def test_broken_stream_is_not_trained(tokenizer, monkeypatch):
-    monkeypatch.setattr(delivery, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(routes, "KEEP_ALIVE_S", 0.01)
 
     async def body(episode, engine):
         stream = await episode.sdk().chat.completions.create(model="m", messages=[USER], stream=True)

@@ -8,9 +8,9 @@ import pytest
 from realsys.data.prompts import Prompt
 from realsys.errors import GenerationError
 from realsys.generation.client import SamplingSpec
-from realsys.rollout.agents.base import AgentParts
-from realsys.rollout.agents.captured.agent import CapturedAgent
-from realsys.rollout.sessions import GroupPlayer, PlayerExtras, group_player
+from realsys.rollout.agents.captured import CapturedAgent
+from realsys.rollout.agents.contract import AgentParts
+from realsys.rollout.group_player import GroupPlayer, PlayerExtras, group_player
 from realsys.types import Episode, Ticket
 from tests.contracts.rollout.test_gateway_delivery import with_script
 from tests.support.serving.gateways import TICKET, USER, over_server, post

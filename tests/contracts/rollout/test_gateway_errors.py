@@ -11,7 +11,7 @@ import pytest
 
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import GenerationError, ServerBusy
-from realsys.rollout.gateway import capture, delivery
+from realsys.rollout.gateway import capture, routes
 from tests.contracts.rollout.test_gateway_delivery import BODY, with_script
 from tests.support.gateway.replies import TOOL
 from tests.support.serving.gateways import USER, post
@@ -316,7 +316,7 @@ def test_ignored_field_is_logged_once_and_counted(tokenizer, caplog):
 
 
 def test_error_in_a_stream_reaches_the_sdk(tokenizer, monkeypatch):
-    monkeypatch.setattr(delivery, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(routes, "KEEP_ALIVE_S", 0.01)
 
     async def body(episode, engine):
         stream = aiter(await chat(episode, stream=True))

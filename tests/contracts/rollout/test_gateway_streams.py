@@ -9,7 +9,7 @@ import pytest
 
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
-from realsys.rollout.gateway import delivery
+from realsys.rollout.gateway import routes
 from tests.support.gateway.replies import TOOL
 from tests.support.serving.gateways import BOUND_S, USER, PauseAfter, chat_server, make_chain_model, over_server
 from tests.support.serving.reward_pools import until
@@ -161,13 +161,13 @@ def test_text_comes_before_the_last_token(server, pauses, tokenizer, route, mode
 @pytest.mark.parametrize("route", ["chat/completions", "inference/v1/generate"])
 def test_stream_without_text_to_show_sends_comments(server, pauses, tokenizer, monkeypatch, route):
     """A tool call is shown when it is complete, and /generate has one event; the connection is not silent meanwhile."""
-    monkeypatch.setattr(delivery, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(routes, "KEEP_ALIVE_S", 0.01)
     request = {"messages": [USER], "stop": ["h", "5", "\n", " "]}  # not one of them ends the completion
     if route != "chat/completions":
         request = {"token_ids": tokenizer.encode_chat([USER])}
 
     async def body(episode):
-        pauses.steps, lines, comment = PAUSE, [], delivery.COMMENT.decode().strip()
+        pauses.steps, lines, comment = PAUSE, [], routes.COMMENT.decode().strip()
         engine = GenerationClient(timeout_s=BOUND_S)
         async with httpx.AsyncClient(timeout=BOUND_S) as client:
             url = f"{episode.session.base_url}/{route}"

@@ -9,7 +9,7 @@ from random import Random
 import httpx
 import pytest
 
-from realsys.rollout.engine_calls import Calls, EpisodeSession
+from realsys.rollout.episode_session import Calls, EpisodeSession
 from tests.support.conversations.over_http import ROUTES, Agent, Engine
 from tests.support.serving.gateways import BOUND_S, TICKET, Scripted, opened
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import Generated
-from realsys.rollout.conversation import Conversation, Node, Plan
+from realsys.rollout.conversation import CompletionNode, Conversation, RequestPlan
 
 USER = {"role": "user", "content": "one two"}
 
@@ -48,7 +48,7 @@ class Turns:
 
     def take(
         self, messages: list[dict[str, Any]], reply: dict[str, Any] | None = None, *, deliver: bool = True, **more: Any
-    ) -> tuple[Plan, Node]:
+    ) -> tuple[RequestPlan, CompletionNode]:
         """Plan a request and record a reply to it. ``completion``, ``tools``, ``options`` may be given."""
         reply = reply or assistant()
         completion = more.pop("completion", None) or self.ended(reply["content"] or "call")
@@ -58,5 +58,5 @@ class Turns:
             self.conversation.deliver(node)
         return plan, node
 
-    def shown(self, plan: Plan) -> str:
+    def shown(self, plan: RequestPlan) -> str:
         return self.tokenizer.decode(plan.tokens)

@@ -14,8 +14,8 @@ import numpy as np
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ServerBusy
 from realsys.generation.client import Generated
-from realsys.rollout.engine_calls import EpisodeSession
-from realsys.rollout.partial import Call, Deliver
+from realsys.rollout.episode_session import EpisodeSession
+from realsys.rollout.resumable_engine import Deliver, EngineCall
 from realsys.types import Ticket
 from tests.support.conversations.play import TOOLS, row_problems
 from tests.support.serving.reward_pools import until
@@ -52,7 +52,7 @@ class Engine:
     busy: bool = False
     began: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, call: Call, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
         self.began.set()
         await self.gate.wait()
         if self.busy:

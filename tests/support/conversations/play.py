@@ -17,7 +17,7 @@ import numpy as np
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
 from realsys.generation.client import Generated
-from realsys.rollout.conversation import Conversation, Node, Plan
+from realsys.rollout.conversation import CompletionNode, Conversation, RequestPlan
 from realsys.types import Row
 
 WORDS = (
@@ -55,7 +55,7 @@ class Sampled:
 
     sent: list[int]
     completion: Generated
-    node: Node
+    node: CompletionNode
     delivered: bool = False
 
 
@@ -121,7 +121,7 @@ class Player:
         self.played.calls.append(Sampled(plan.tokens, completion, node, delivered))
         return reply
 
-    def compare_tail(self, plan: Plan) -> None:
+    def compare_tail(self, plan: RequestPlan) -> None:
         """Compare the tail with the end of the whole conversation, as the template renders it."""
         if plan.parent.parent is None or plan.segment is None:
             return  # nothing recorded is extended

@@ -12,12 +12,12 @@ import numpy as np
 import openai
 
 from realsys.generation.client import Generated
-from realsys.rollout.gateway.wire.base import BadRequest, Call, Choice, Dialect, Reply, Sent
-from realsys.rollout.gateway.wire.chat import ChatDialect
-from realsys.rollout.gateway.wire.completions import CompletionsDialect
-from realsys.rollout.gateway.wire.generate import GenerateDialect
-from realsys.rollout.gateway.wire.messages.dialect import MessagesDialect
-from realsys.rollout.gateway.wire.responses.dialect import ResponsesDialect
+from realsys.rollout.gateway.chat import ChatDialect
+from realsys.rollout.gateway.completions import CompletionsDialect
+from realsys.rollout.gateway.dialect import BadRequest, Choice, Dialect, GatewayCall, GatewayReply, Sent
+from realsys.rollout.gateway.generate import GenerateDialect
+from realsys.rollout.gateway.messages import MessagesDialect
+from realsys.rollout.gateway.responses import ResponsesDialect
 
 DIALECTS: dict[str, Dialect] = {
     "/v1/chat/completions": ChatDialect(),
@@ -53,9 +53,9 @@ def tool_call(number: str = "abcdefg00", **arguments: Any) -> dict[str, Any]:
     return {"id": number, "type": "function", "function": {"name": "add", "arguments": json.dumps(arguments)}}
 
 
-def reply_of(*choices: Choice) -> Reply:
+def reply_of(*choices: Choice) -> GatewayReply:
     """Return a reply with a prompt of three tokens."""
-    return Reply("reply-1", 1_750_000_000, "policy", [1, 2, 3], list(choices), AsciiVocabulary())
+    return GatewayReply("reply-1", 1_750_000_000, "policy", [1, 2, 3], list(choices), AsciiVocabulary())
 
 
 def choice(text: str = "ok", reasoning: str | None = None, *calls: dict[str, Any], stop: str | None = None) -> Choice:
@@ -64,12 +64,12 @@ def choice(text: str = "ok", reasoning: str | None = None, *calls: dict[str, Any
     return Choice(generated(), text, reasoning, list(calls), end, stop)  # type: ignore[arg-type]
 
 
-def parse(route: str, body: Mapping[str, Any]) -> Call:
+def parse(route: str, body: Mapping[str, Any]) -> GatewayCall:
     """Read a request of ``route``."""
     return DIALECTS[route].parse(json.dumps(body).encode(), {})
 
 
-def streamed(dialect: Dialect, call: Call, reply: Reply, early: int = 0) -> Iterator[bytes]:
+def streamed(dialect: Dialect, call: GatewayCall, reply: GatewayReply, early: int = 0) -> Iterator[bytes]:
     """Yield the events of a stream after its opening."""
     sent = [Sent() for _ in reply.choices]
     for index, each in enumerate(reply.choices):
@@ -94,7 +94,7 @@ class Endpoint:
         self.choices = list(choices)
         self.early = early
         self.requests: list[Any] = []
-        self.calls: list[Call] = []
+        self.calls: list[GatewayCall] = []
         self.failure: tuple[int, str] | None = None  # an error after the opening of a stream
 
     def client(self, make: Callable[..., Any] = openai.OpenAI, url: str = "http://gateway/v1") -> Any:

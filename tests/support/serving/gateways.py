@@ -21,10 +21,10 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import Generated, GenerationClient
 from realsys.generation.threaded import ThreadedEngine
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
-from realsys.rollout.engine_calls import Calls, Engine, EpisodeSession
+from realsys.rollout.episode_session import Calls, CompletionEngine, EpisodeSession
 from realsys.rollout.gateway.gateway import Gateway, gateway_of
-from realsys.rollout.partial import Call, Deliver, PartialRolloutManager
-from realsys.rollout.sessions import sampling_spec
+from realsys.rollout.group_player import sampling_spec
+from realsys.rollout.resumable_engine import Deliver, EngineCall, ResumableEngine
 from realsys.types import Ticket
 from tests.support.processes.config_trees import changed
 
@@ -131,13 +131,13 @@ class _Place:
 class Recorded:
     """An engine that keeps what another one was sent and returned."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: CompletionEngine) -> None:
         self._engine = engine
-        self.calls: list[Call] = []
+        self.calls: list[EngineCall] = []
         self.returned: list[tuple[list[int], Generated]] = []  # (input, completion)
         self.began = asyncio.Event()
 
-    async def generate(self, call: Call, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
         self.calls.append(call)
         self.began.set()
         completions = await self._engine.generate(call, deliver)
@@ -159,7 +159,7 @@ class Scripted:
     cancelled: int = 0
     answered: int = 0
 
-    async def generate(self, call: Call, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
         try:
             if self.gate is not None:
                 await self.gate.wait()
@@ -176,7 +176,7 @@ class Scripted:
     def discard(self, ticket: Ticket) -> None:
         pass
 
-    def _completion(self, call: Call) -> Generated:
+    def _completion(self, call: EngineCall) -> Generated:
         text = self.texts[self.answered % len(self.texts)]
         self.answered += 1
         ids = [*self.tokenizer.encode_text(text), self.tokenizer.eos_token_id][: call.spec.max_new_tokens]
@@ -210,7 +210,7 @@ class Opened:
 
 
 @asynccontextmanager
-async def opened(engine: Engine, tokenizer: TextTokenizer, *settings: str) -> AsyncIterator[Opened]:
+async def opened(engine: CompletionEngine, tokenizer: TextTokenizer, *settings: str) -> AsyncIterator[Opened]:
     """Open an episode over ``engine``. ``settings``: overrides of the configuration."""
     config = changed(*SETTINGS, *settings)
     recorded = Recorded(engine)
@@ -234,7 +234,7 @@ async def over_server(url: str, tokenizer: TextTokenizer, *settings: str) -> Asy
     """Open an episode over a generation server."""
     client = GenerationClient(timeout_s=BOUND_S, progress_s=0.2)
     try:
-        async with opened(PartialRolloutManager(_Place(url), client), tokenizer, *settings) as episode:
+        async with opened(ResumableEngine(_Place(url), client), tokenizer, *settings) as episode:
             yield episode
     finally:
         await client.close()

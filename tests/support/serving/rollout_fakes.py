@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from realsys.generation.client import Generated
-from realsys.rollout.agents.base import Session
-from realsys.rollout.partial import Call, Deliver
-from realsys.rollout.rows import RowBuilder
-from realsys.rollout.task import Task
+from realsys.rollout.agents.contract import Session
+from realsys.rollout.environments import Task
+from realsys.rollout.episodes import RowBuilder
+from realsys.rollout.resumable_engine import Deliver, EngineCall
 from realsys.types import Episode, Ticket
 
 
@@ -26,11 +26,11 @@ class FakeEngine:
     errors: dict[str, Exception] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[EngineCall] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
-    async def generate(self, call: Call, deliver: Deliver | None = None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver | None = None) -> list[Generated]:
         self.calls.append(call)
         try:
             await (self.gate.wait() if call.name in self.held else asyncio.sleep(0))

@@ -37,7 +37,7 @@ from realsys.master.loop import LoopParts, TrainLoop
 from realsys.master.run.stopping import Stopping
 from realsys.master.step import StepRunner
 from realsys.model_calls import MfcRequest
-from realsys.rollout.selection import reason_to_drop
+from realsys.rollout.episodes import reason_to_drop
 from realsys.types import Episode, PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import SimulatedWorkers

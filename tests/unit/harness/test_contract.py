@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from realsys.harness.contract import CAPTURED, NATIVE, CapturedRun, argument_problem, described, kind_of
+from realsys.agent_runner.contract import CAPTURED, NATIVE, CapturedRun, argument_problem, described, kind_of
 
 
 class Native:

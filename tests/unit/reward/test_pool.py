@@ -213,7 +213,7 @@ def test_pool_works_on_uvloop():
 def test_nothing_heavy_is_imported():
     code = (
         "import sys, realsys.reward.pool, realsys.reward.verifier_main, realsys.data.check, "
-        "realsys.rollout.worker_loop, realsys.rollout.partial, "
+        "realsys.rollout.worker_loop, realsys.rollout.resumable_engine, "
         "realsys.manager.client, realsys.data.arith, realsys.data.char_model\n"
         "print([name for name in ('torch', 'transformers', 'sympy') if name in sys.modules])"
     )

@@ -7,9 +7,8 @@ from msgspec.structs import replace
 
 from realsys.errors import AgentError
 from realsys.generation.client import SamplingSpec
-from realsys.rollout.engine_calls import Calls, EpisodeSession
-from realsys.rollout.episodes import check_episode
-from realsys.rollout.rows import RowBuilder
+from realsys.rollout.episode_session import Calls, EpisodeSession
+from realsys.rollout.episodes import RowBuilder, check_episode
 from realsys.types import Episode, Ticket
 from tests.support.serving.rollout_fakes import FakeEngine
 

@@ -8,8 +8,7 @@ import pytest
 from realsys.cluster.stream.codec import encode_group
 from realsys.errors import AgentError
 from realsys.generation.client import Generated
-from realsys.rollout.episodes import check_episode
-from realsys.rollout.rows import RowBuilder
+from realsys.rollout.episodes import RowBuilder, check_episode
 from realsys.types import Episode, Group, Ticket
 
 LONGEST = 8

@@ -9,8 +9,8 @@ from realsys.config.sections.schema_sampling import FilterConfig, KeepConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import GenerationError
 from realsys.generation.client import SamplingSpec
-from realsys.rollout.rows import RowBuilder
-from realsys.rollout.sessions import GroupPlayer, GroupRules, PlayerExtras
+from realsys.rollout.episodes import RowBuilder
+from realsys.rollout.group_player import GroupPlayer, GroupRules, PlayerExtras
 from realsys.types import Episode, Ticket
 from tests.support.serving.rollout_fakes import FakeEngine, ScriptedAgent
 

@@ -18,8 +18,8 @@ from realsys.manager.messages import (
     ScheduleReply,
     ScheduleRequest,
 )
-from realsys.rollout import partial
-from realsys.rollout.partial import Call, PartialRolloutManager
+from realsys.rollout import resumable_engine
+from realsys.rollout.resumable_engine import EngineCall, ResumableEngine
 from realsys.types import FinishReason, Ticket
 
 STEP = 1000  # a fake server's k-th token after ``length`` input tokens is STEP + length + k
@@ -112,12 +112,12 @@ def dead(url="http://a"):
 
 def run(script, n=1, max_new=20, min_new=0, chunk=0, scheduler=None, on_tokens=None, **server):
     servers, scheduler = FakeServers(list(script), **server), scheduler or FakeScheduler()
-    manager = PartialRolloutManager(scheduler, servers)
+    manager = ResumableEngine(scheduler, servers)
     spec = SamplingSpec(max_new_tokens=max_new, min_new_tokens=min_new, n=n, new_tokens_per_chunk=chunk)
 
     async def body():
         async with asyncio.timeout(60):
-            return await manager.generate(Call(ticket(n), "0.0", PROMPT, spec, 400, on_tokens=on_tokens))
+            return await manager.generate(EngineCall(ticket(n), "0.0", PROMPT, spec, 400, on_tokens=on_tokens))
 
     return asyncio.run(body()), servers, scheduler
 
@@ -234,7 +234,7 @@ def test_server_death_loses_only_its_own_segment():
 )
 def test_only_evidence_is_reported(error, working, asked, failed, avoided, monkeypatch):
     """A full queue is no evidence against a server, and neither is silence while it works."""
-    monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(resumable_engine, "FIRST_DELAY_S", 0.001)
     answers, servers, scheduler = run([error, [(3, 1, "stop")]], working=working)
     assert len(answers[0].tokens) == 3 and servers.asked == asked
     assert (scheduler.requests[1].failed_server, scheduler.requests[1].avoid) == (failed, avoided)
@@ -242,8 +242,8 @@ def test_only_evidence_is_reported(error, working, asked, failed, avoided, monke
 
 def test_busy_servers_are_waited_for(monkeypatch):
     """Many more refusals than failures are allowed, and no token that was sampled before is lost."""
-    monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.0)
-    monkeypatch.setattr(partial, "LAST_DELAY_S", 0.0)
+    monkeypatch.setattr(resumable_engine, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(resumable_engine, "LAST_DELAY_S", 0.0)
     answers, _, scheduler = run([[(4, 1, "abort")], *[ServerBusy("queue full")] * 500, [(3, 2, "stop")]])
     assert answers[0].versions.tolist() == [1] * 4 + [2] * 3
     assert not any(request.failed_server for request in scheduler.requests)
@@ -259,9 +259,9 @@ def test_busy_servers_are_waited_for(monkeypatch):
 )
 def test_trips_without_a_token_are_bounded(monkeypatch, limit, most, script, problem):
     """Of servers that are busy, that fail, and that only abort."""
-    monkeypatch.setattr(partial, limit, most)
-    monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.001)
-    monkeypatch.setattr(partial, "LAST_DELAY_S", 0.001)
+    monkeypatch.setattr(resumable_engine, limit, most)
+    monkeypatch.setattr(resumable_engine, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(resumable_engine, "LAST_DELAY_S", 0.001)
     with pytest.raises(GenerationError, match=problem):
         run(script * 10)
 
@@ -323,11 +323,11 @@ def test_a_superseded_attempt_stops_at_once():
 def test_ended_calls_are_named_in_next_request():
     async def body():
         servers, scheduler = FakeServers([[(1, 0, "stop")]] * 5), FakeScheduler()
-        manager, spec = PartialRolloutManager(scheduler, servers), SamplingSpec(max_new_tokens=5)
+        manager, spec = ResumableEngine(scheduler, servers), SamplingSpec(max_new_tokens=5)
         for name in ("0.0", "1.0", "0.1"):
-            await manager.generate(Call(ticket(), name, PROMPT, spec, 1, ("a", 3)))
+            await manager.generate(EngineCall(ticket(), name, PROMPT, spec, 1, ("a", 3)))
         manager.discard(ticket())
-        await manager.generate(Call(Ticket("18", 0, 0), "0.0", PROMPT, spec, 1))
+        await manager.generate(EngineCall(Ticket("18", 0, 0), "0.0", PROMPT, spec, 1))
         assert [request.released for request in scheduler.requests] == [[], [("17", 2, "0.0")], [("17", 2, "1.0")], []]
         assert [request.previous for request in scheduler.requests] == [("a", 3)] * 3 + [None]
         assert len({call.rid for call in servers.calls}) == 4
@@ -336,12 +336,12 @@ def test_ended_calls_are_named_in_next_request():
 
 
 def test_request_names_bounded_number_of_ended_calls(monkeypatch):
-    monkeypatch.setattr(partial, "MOST_RELEASED", 2)
+    monkeypatch.setattr(resumable_engine, "MOST_RELEASED", 2)
 
     async def body():
         servers, scheduler = FakeServers([[(1, 0, "stop")]] * 7), FakeScheduler()
-        manager, spec = PartialRolloutManager(scheduler, servers), SamplingSpec(max_new_tokens=5)
-        calls = [Call(ticket(), f"{k}.0", PROMPT, spec, k) for k in range(7)]
+        manager, spec = ResumableEngine(scheduler, servers), SamplingSpec(max_new_tokens=5)
+        calls = [EngineCall(ticket(), f"{k}.0", PROMPT, spec, k) for k in range(7)]
         await asyncio.gather(*(manager.generate(call) for call in calls[:5]))
         for call in calls[5:]:
             await manager.generate(call)
@@ -354,8 +354,8 @@ def test_an_answer_is_delivered_while_others_go_on():
     async def body():
         script = [[(4, 3, "abort"), (2, 3, "stop")], [(2, 4, "stop")]]
         servers, delivered = FakeServers(list(script)), []
-        manager = PartialRolloutManager(FakeScheduler(), servers)
-        call = Call(ticket(2), "0.0", PROMPT, SamplingSpec(max_new_tokens=20, n=2), 400)
+        manager = ResumableEngine(FakeScheduler(), servers)
+        call = EngineCall(ticket(2), "0.0", PROMPT, SamplingSpec(max_new_tokens=20, n=2), 400)
         answers = await manager.generate(call, lambda k, a: delivered.append((k, len(a.tokens), len(servers.calls))))
         assert delivered == [(1, 2, 1), (0, 6, 2)] and [len(a.tokens) for a in answers] == [6, 2]
 
@@ -365,8 +365,8 @@ def test_an_answer_is_delivered_while_others_go_on():
 def test_continuation_draws_same_numbers_whatever_was_merged():
     def seeds(n, seed, script):
         servers = FakeServers(list(script))
-        manager = PartialRolloutManager(FakeScheduler(), servers)
-        call = Call(ticket(n), "0.0", PROMPT, SamplingSpec(max_new_tokens=20, n=n), seed)
+        manager = ResumableEngine(FakeScheduler(), servers)
+        call = EngineCall(ticket(n), "0.0", PROMPT, SamplingSpec(max_new_tokens=20, n=n), seed)
         asyncio.run(manager.generate(call))
         return [call.seed for call in servers.calls]
 
@@ -402,8 +402,8 @@ def test_ended_completion_does_not_wait_for_its_request():
     async def body():
         servers = Streams(progress((0, 0, 2, None), (1, 0, 2, "stop")), progress((0, 2, 1, None)))
         delivered = []
-        manager = PartialRolloutManager(FakeScheduler(), servers)
-        call = Call(ticket(3), "0.0", PROMPT, SamplingSpec(max_new_tokens=20, n=3), 400)
+        manager = ResumableEngine(FakeScheduler(), servers)
+        call = EngineCall(ticket(3), "0.0", PROMPT, SamplingSpec(max_new_tokens=20, n=3), 400)
         task = asyncio.create_task(
             manager.generate(call, lambda k, one: delivered.append((k, len(one.tokens), one.finish_reason)))
         )

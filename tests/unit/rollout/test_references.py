@@ -13,7 +13,7 @@ from realsys.data.lines import ORIGIN
 from realsys.errors import ConfigError, DataError
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifiers.contract import Item
-from realsys.rollout.references import ReferenceChecker, check_references
+from realsys.rollout.check_references import ReferenceChecker, check_references
 from tests.support.serving.reward_pools import BEHAVE
 from tests.support.training.data_models import jsonl, trial
 

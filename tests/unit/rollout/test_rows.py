@@ -12,10 +12,10 @@ from realsys.data.prompts import Prompt
 from realsys.errors import GenerationError
 from realsys.generation.client import Generated, SamplingSpec
 from realsys.manager.messages import ScheduleReply
-from realsys.rollout import partial
-from realsys.rollout.partial import PartialRolloutManager
-from realsys.rollout.rows import RowBuilder
-from realsys.rollout.sessions import GroupPlayer
+from realsys.rollout import resumable_engine
+from realsys.rollout.episodes import RowBuilder
+from realsys.rollout.group_player import GroupPlayer
+from realsys.rollout.resumable_engine import ResumableEngine
 from realsys.types import Episode, Ticket
 
 GROUPS, EPISODES = 2500, 4  # 10,000 conversations
@@ -73,10 +73,10 @@ class Wanderer:
 
 
 def test_rows_of_random_conversations_match_engine_input(monkeypatch):
-    monkeypatch.setattr(partial, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(resumable_engine, "FIRST_DELAY_S", 0.0)
     rng = random.Random(5)
     engine, agent = Engine(rng), Wanderer(rng)
-    player = GroupPlayer(agent, PartialRolloutManager(engine, engine), SPEC, 10**6)
+    player = GroupPlayer(agent, ResumableEngine(engine, engine), SPEC, 10**6)
 
     async def play(number):
         prompt = Prompt("", "", [rng.randrange(1000) for _ in range(rng.randint(1, 3))])

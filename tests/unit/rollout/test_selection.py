@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realsys.config.sections.schema_sampling import FilterConfig, KeepConfig
-from realsys.rollout.selection import kept_episodes, reason_to_drop
+from realsys.rollout.episodes import kept_episodes, reason_to_drop
 from realsys.types import Episode
 
 DAPO = FilterConfig(min=0.001, max=0.999)

@@ -27,8 +27,8 @@ from realsys.manager.messages import (
     TouchRequest,
 )
 from realsys.rollout import worker_loop
-from realsys.rollout.sessions import Played
-from realsys.rollout.worker_loop import LoopParts, RolloutLoop, answer_of
+from realsys.rollout.group_player import Played
+from realsys.rollout.worker_loop import RolloutLoop, RolloutLoopParts, answer_of
 from realsys.types import Episode, Group, Row, Ticket
 from tests.support.timelines.recording import recording
 
@@ -134,7 +134,7 @@ class Bench:
         settings = {"max_groups": 2, "group_size": 2, **options}
         verifiers = SimpleNamespace(waiting=5, undecided=3, take_failures=lambda: {"raised": 3})
         self.stored = []
-        parts = LoopParts(self.manager, self.player, self.prompts, self.pusher, verifiers, self)
+        parts = RolloutLoopParts(self.manager, self.player, self.prompts, self.pusher, verifiers, self)
         self.loop = RolloutLoop(parts, "rollout_worker/0", **settings)
         self.stop = asyncio.Event()
 

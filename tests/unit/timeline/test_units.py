@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from realsys.generation.client import SamplingSpec
-from realsys.rollout.partial import Call
+from realsys.rollout.resumable_engine import EngineCall
 from realsys.timeline.units import attempt_of, completion_of, number_of
 from realsys.types import Ticket
 
@@ -34,7 +34,7 @@ def test_other_units_are_of_no_attempt(unit: str) -> None:
 
 def test_request_ids_are_read_back() -> None:
     """The form that RolloutWorkers write, with the suffix of a trip and of a server."""
-    call = Call(Ticket("0000000003", 2, 0), "1.4", [1], SamplingSpec(), 0)
+    call = EngineCall(Ticket("0000000003", 2, 0), "1.4", [1], SamplingSpec(), 0)
     completion = completion_of(f"{call.rid}.0#0")
     assert completion is not None
     assert (completion.attempt, completion.episode, completion.call) == (call.ticket.unit, 1, 4)

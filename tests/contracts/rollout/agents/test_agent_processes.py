@@ -15,12 +15,12 @@ import psutil
 import pytest
 import torch
 
+from realsys.agent_runner import runner
 from realsys.config.schema import RolloutConfig
 from realsys.errors import AgentError, ConfigError
-from realsys.harness import runner
-from realsys.rollout.agents.bounded import EpisodeTime
-from realsys.rollout.agents.captured import processes as module
-from realsys.rollout.agents.captured.processes import AgentProcesses, check_interpreter
+from realsys.rollout.agents import captured_processes as module
+from realsys.rollout.agents.captured_processes import AgentProcesses, check_interpreter
+from realsys.rollout.agents.contract import EpisodeTime
 from tests.support.polling import ended, poll
 
 pytestmark = pytest.mark.processes

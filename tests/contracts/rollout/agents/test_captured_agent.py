@@ -8,8 +8,7 @@ import pytest
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, GenerationError
 from realsys.rollout import agents
-from realsys.rollout.environments.base import Judgement
-from realsys.rollout.task import Task
+from realsys.rollout.environments import Judgement, Task
 from tests.support.harness import clients
 from tests.support.serving.gateways import TICKET, Scripted, opened, over_server
 

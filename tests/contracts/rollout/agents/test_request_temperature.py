@@ -11,7 +11,7 @@ from realsys.config.dataflow import dataflow_of
 from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer
 from realsys.rollout import agents
-from realsys.rollout.task import Task
+from realsys.rollout.environments import Task
 from realsys.types import Episode, Group, SequenceRef
 from tests.support.processes.config_trees import changed
 from tests.support.serving.gateways import TICKET, chat_server, make_sharp_chat_model, over_server

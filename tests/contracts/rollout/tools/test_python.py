@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from realsys.rollout.tools.base import ToolError
-from realsys.rollout.tools.python import Python
+from realsys.rollout.agents.tools import Python, ToolError
 
 pytestmark = pytest.mark.needs("bwrap")
 

@@ -15,7 +15,7 @@ from realsys.data.conversion.held_out import count_held_out
 from realsys.data.conversion.identity import check_copy
 from realsys.data.prompts import PromptDataset, open_splits
 from realsys.errors import ConfigError, DataError
-from realsys.rollout.references import check_references
+from realsys.rollout.check_references import check_references
 from tests.support.data.data_rows import GSM8K
 from tests.support.training.data_models import char_tokenizer, jsonl, trial
 

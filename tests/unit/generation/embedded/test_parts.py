@@ -19,7 +19,7 @@ from realsys.generation.embedded.prefill import PrefixIndex, plan_pass
 from realsys.generation.embedded.scheduler import LiveCompletion, Request
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.uniforms import uniforms
-from realsys.rollout.sessions import sampling_spec
+from realsys.rollout.group_player import sampling_spec
 
 CPU = torch.device("cpu")
 

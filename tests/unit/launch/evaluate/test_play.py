@@ -11,7 +11,7 @@ from rich.text import Text
 from realsys.generation.client import Generated, SamplingSpec
 from realsys.launch.cli import main
 from realsys.launch.commands.play import Shown, episode_lines
-from realsys.rollout.partial import Call, Deliver
+from realsys.rollout.resumable_engine import Deliver, EngineCall
 from realsys.types import Episode, Row, Ticket
 
 
@@ -28,7 +28,7 @@ class _Answers:
     def __init__(self, *texts: str) -> None:
         self._texts = iter(texts)
 
-    async def generate(self, call: Call, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
         tokens = np.array([ord(letter) for letter in next(self._texts)], np.int32)
         return [Generated(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")]
 
@@ -40,7 +40,7 @@ def _shown(*calls: tuple[str, str]) -> list[str]:
     lines: list[Text | str] = []
     engine = Shown(_Answers(*(made for _, made in calls)), _Letters(), lines.append)  # type: ignore[arg-type]
     for number, (history, _) in enumerate(calls):
-        call = Call(Ticket("0", 0, 0), f"0.{number}", [ord(c) for c in history], SamplingSpec(), seed=0)
+        call = EngineCall(Ticket("0", 0, 0), f"0.{number}", [ord(c) for c in history], SamplingSpec(), seed=0)
         asyncio.run(engine.generate(call))
     return [str(line) for line in lines]
 

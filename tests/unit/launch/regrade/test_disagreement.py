@@ -8,8 +8,7 @@ from realsys.data.prompts import Prompt
 from realsys.errors import RewardError
 from realsys.lab.regrade import Disagreement, LeftOut, Recorded
 from realsys.observe.evaluation_statistics import wilson
-from realsys.rollout.environments.base import Judgement
-from realsys.rollout.task import Response, Task
+from realsys.rollout.environments import Judgement, Response, Task
 from realsys.types import Ticket
 
 

@@ -19,8 +19,7 @@ from realsys.errors import ConfigError
 from realsys.generation.client import Generated
 from realsys.hf.tiny_vocabulary import EOS_ID
 from realsys.rollout import agents
-from realsys.rollout.environments.base import Judgement
-from realsys.rollout.task import Task
+from realsys.rollout.environments import Judgement, Task
 from realsys.types import Ticket
 
 CPU = Machine(cpus=8, memory_bytes=64 << 30)

@@ -8,9 +8,9 @@ import uvloop
 
 from realsys.config.schema import RolloutConfig
 from realsys.errors import AgentError
-from realsys.rollout.agents import bounded
-from realsys.rollout.agents.bounded import EpisodeTime
-from realsys.rollout.agents.captured.inside import Inside
+from realsys.rollout.agents import contract
+from realsys.rollout.agents.captured import Inside
+from realsys.rollout.agents.contract import EpisodeTime
 from tests.support.harness import user_agents
 
 
@@ -81,13 +81,13 @@ def test_endless_loop_ends_with_its_time():
 
 
 def test_agent_that_catches_cancellation_is_left_behind(monkeypatch, caplog):
-    monkeypatch.setattr(bounded, "_CANCEL_S", 0.05)
+    monkeypatch.setattr(contract, "_CANCEL_S", 0.05)
 
     async def run():
         stop = asyncio.Event()
         with pytest.raises(AgentError, match="did not end"):
             await call(inside(user_agents.catches_cancellation), {"stop": stop})
-        (left,) = bounded._left_behind
+        (left,) = contract._left_behind
         stop.set()
         await left
 

@@ -4,23 +4,23 @@ import numpy as np
 import pytest
 
 from realsys.errors import AgentError
-from realsys.rollout.agents.captured.outcome import Outcome, outcome_of
+from realsys.rollout.agents.captured import RunOutcome, outcome_of
 
 
 @pytest.mark.parametrize(
     ("returned", "outcome"),
     [
-        (None, Outcome()),
-        (0.5, Outcome(0.5)),
-        (2, Outcome(2.0)),
-        (np.float32(0.5), Outcome(0.5)),
-        (True, Outcome(1.0, True)),
-        (np.bool_(False), Outcome(0.0, False)),
-        ({"reward": 1, "correct": False, "answer": "7"}, Outcome(1.0, False, answer="7")),
-        ({"metrics": {"tools": 2}}, Outcome(metrics={"tools": 2})),
-        ({"chatcmpl-1": 0.5, "chatcmpl-2": 1}, Outcome(0.0, rewards={"chatcmpl-1": 0.5, "chatcmpl-2": 1.0})),
-        ({"reward": 1, "rewards": {"chatcmpl-1": 0.5}}, Outcome(1.0, rewards={"chatcmpl-1": 0.5})),
-        ({}, Outcome()),
+        (None, RunOutcome()),
+        (0.5, RunOutcome(0.5)),
+        (2, RunOutcome(2.0)),
+        (np.float32(0.5), RunOutcome(0.5)),
+        (True, RunOutcome(1.0, True)),
+        (np.bool_(False), RunOutcome(0.0, False)),
+        ({"reward": 1, "correct": False, "answer": "7"}, RunOutcome(1.0, False, answer="7")),
+        ({"metrics": {"tools": 2}}, RunOutcome(metrics={"tools": 2})),
+        ({"chatcmpl-1": 0.5, "chatcmpl-2": 1}, RunOutcome(0.0, rewards={"chatcmpl-1": 0.5, "chatcmpl-2": 1.0})),
+        ({"reward": 1, "rewards": {"chatcmpl-1": 0.5}}, RunOutcome(1.0, rewards={"chatcmpl-1": 0.5})),
+        ({}, RunOutcome()),
     ],
 )
 def test_result_is_read(returned, outcome):

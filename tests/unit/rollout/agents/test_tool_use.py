@@ -19,10 +19,9 @@ from realsys.generation.client import Generated, SamplingSpec
 from realsys.hf.tiny_vocabulary import END_OF_TURN_ID
 from realsys.reward.sandbox.settings import Output, RunEnded
 from realsys.rollout import agents
-from realsys.rollout.environments.base import Judgement
-from realsys.rollout.task import Task
-from realsys.rollout.tools import python
-from realsys.rollout.tools.base import describe
+from realsys.rollout.agents import tools
+from realsys.rollout.agents.tools import describe
+from realsys.rollout.environments import Judgement, Task
 from realsys.types import Ticket
 
 ARGUMENTS = ["experiment=arith_tools", "rollout.agent_args.max_turns=4"]
@@ -187,9 +186,9 @@ def test_timeout_inside_a_tool_fails_the_episode(tokenizer):
 
 def test_stuck_programs_take_no_time_from_others(tokenizer, monkeypatch):
     """Three programs per thread are stuck when a right one comes."""
-    monkeypatch.setattr(python, "Sandbox", Programs)
-    monkeypatch.setattr(python.shutil, "which", lambda _: "/usr/bin/bwrap")
-    monkeypatch.setattr(python.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(tools, "Sandbox", Programs)
+    monkeypatch.setattr(tools.shutil, "which", lambda _: "/usr/bin/bwrap")
+    monkeypatch.setattr(tools.os, "cpu_count", lambda: 2)
     overrides = ["rollout.agent_args.tools=[python]", "rollout.agent_limits.tool_s=0.5"]
     agent = agents.build(compose([*ARGUMENTS, *overrides]), tokenizer, LastText())
     programs = [*["stuck"] * 6, "print(8)"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realsys.rollout.conversation.messages import form_of, forms
+from realsys.rollout.conversation import form_of, forms
 from tests.support.conversations.episodes import assistant, call, result
 
 SENT = assistant(None, tool_calls=[call(arguments='{"a": 1, "b": "x"}')], reasoning_content="hm")

@@ -14,9 +14,7 @@ from realsys.errors import ConfigError, RewardError
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import ItemLimits
 from realsys.reward.verifiers.contract import Verdict
-from realsys.rollout.environments import build
-from realsys.rollout.environments.base import Judgement
-from realsys.rollout.task import Response, Task
+from realsys.rollout.environments import Judgement, Response, Task, build
 from realsys.types import Ticket
 from tests.support.processes.config_trees import changed
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.rollout.conversation.messages import forms
-from realsys.rollout.gateway.echoes import Echoes
+from realsys.rollout.conversation import forms
+from realsys.rollout.gateway.capture import Echoes
 from tests.support.gateway.replies import choice, tool_call
 
 USER = {"role": "user", "content": "2+3?"}

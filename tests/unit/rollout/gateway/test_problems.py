@@ -4,8 +4,8 @@ import pytest
 
 from realsys.errors import AgentError, DataError, GenerationError, RewardError, ServerBusy
 from realsys.manager.client import RolloutSuperseded
-from realsys.rollout.gateway.problems import problem_of
-from realsys.rollout.gateway.wire.base import BadRequest
+from realsys.rollout.gateway.dialect import BadRequest
+from realsys.rollout.gateway.replies import problem_of
 
 RETRIED = {408, 409, 429, *range(500, 600)}  # by OpenAI's SDKs, unless x-should-retry says no
 

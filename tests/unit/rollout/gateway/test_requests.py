@@ -2,7 +2,7 @@
 
 import pytest
 
-from realsys.rollout.gateway.requests import MOST_RECEIVED, Requests
+from realsys.rollout.gateway.repeated_requests import MOST_RECEIVED, Requests
 
 WINDOW_S = 10.0
 A, B = b"a", b"b"

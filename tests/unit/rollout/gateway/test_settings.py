@@ -5,11 +5,11 @@ import logging
 import pytest
 
 from realsys.generation.client import SamplingSpec
-from realsys.rollout.gateway.settings import LIMIT, TOO_LONG, Limits, Wishes, spec_of
-from realsys.rollout.gateway.wire.base import BadRequest, Call
+from realsys.rollout.gateway.dialect import BadRequest, GatewayCall
+from realsys.rollout.gateway.sampling import LIMIT, TOO_LONG, CallLimits, Wishes, spec_of
 
 POLICY = SamplingSpec(temperature=0.7, max_new_tokens=50, min_new_tokens=8, stop=("END",), stop_token_ids=(9,))
-LIMITS = Limits(row=100, turns=3, in_flight=4, sampled=60)
+LIMITS = CallLimits(row=100, turns=3, in_flight=4, sampled=60)
 WISHES = {"temperature": 0.2, "top_p": 0.5, "sampling_seed": 3}
 
 
@@ -20,39 +20,39 @@ def refusal(body, *arguments):
 
 
 def test_call_without_wishes_has_the_policy_unchanged():
-    assert spec_of(Call("chat"), POLICY, "policy", 1000) is POLICY
+    assert spec_of(GatewayCall("chat"), POLICY, "policy", 1000) is POLICY
 
 
 @pytest.mark.parametrize(("asked", "room", "most"), [(None, 1000, 50), (10, 1000, 10), (80, 1000, 50), (40, 20, 20)])
 def test_shortest_bound_limits_the_completion(asked, room, most):
-    assert spec_of(Call("chat", max_tokens=asked), POLICY, "policy", room).max_new_tokens == most
+    assert spec_of(GatewayCall("chat", max_tokens=asked), POLICY, "policy", room).max_new_tokens == most
 
 
 def test_short_bound_lowers_the_least_length():
-    assert spec_of(Call("chat", max_tokens=5), POLICY, "policy", 1000).min_new_tokens == 5
+    assert spec_of(GatewayCall("chat", max_tokens=5), POLICY, "policy", 1000).min_new_tokens == 5
 
 
 def test_stops_of_the_agent_are_added():
-    spec = spec_of(Call("chat", stop=("x", "END"), stop_token_ids=(4, 9)), POLICY, "policy", 1000)
+    spec = spec_of(GatewayCall("chat", stop=("x", "END"), stop_token_ids=(4, 9)), POLICY, "policy", 1000)
     assert (spec.stop, spec.stop_token_ids) == (("END", "x"), (9, 4))
 
 
 def test_policy_replaces_the_sampling_of_the_agent():
-    assert spec_of(Call("chat", sampling=WISHES), POLICY, "policy", 1000) is POLICY
+    assert spec_of(GatewayCall("chat", sampling=WISHES), POLICY, "policy", 1000) is POLICY
 
 
 def test_request_mode_obeys_the_agent():
-    spec = spec_of(Call("chat", sampling=WISHES | {"top_k": 0}), POLICY, "request", 1000)
+    spec = spec_of(GatewayCall("chat", sampling=WISHES | {"top_k": 0}), POLICY, "request", 1000)
     assert (spec.temperature, spec.top_p, spec.top_k, spec.sampling_seed) == (0.2, 0.5, -1, None)
 
 
 def test_value_out_of_bounds_names_the_field():
-    error = refusal(spec_of, Call("chat", sampling={"top_p": 3.0}), POLICY, "request", 1000)
+    error = refusal(spec_of, GatewayCall("chat", sampling={"top_p": 3.0}), POLICY, "request", 1000)
     assert (error.status, error.field) == (400, "top_p")
 
 
 def test_top_logprobs_reach_the_engine():
-    assert spec_of(Call("chat", logprobs=True, top_logprobs=3), POLICY, "policy", 1000).top_logprobs_num == 3
+    assert spec_of(GatewayCall("chat", logprobs=True, top_logprobs=3), POLICY, "policy", 1000).top_logprobs_num == 3
 
 
 def test_prompt_without_room_has_the_code_of_openai():
@@ -63,20 +63,20 @@ def test_prompt_without_room_has_the_code_of_openai():
 
 @pytest.mark.parametrize(("turns", "running", "sampled", "n", "status"), [(3, 0, 0, 1, 400), (0, 0, 60, 1, 400)])
 def test_used_up_episode_is_refused_for_good(turns, running, sampled, n, status):
-    error = refusal(LIMITS.admit, Call("chat", n=n), turns, running, sampled)
+    error = refusal(LIMITS.admit, GatewayCall("chat", n=n), turns, running, sampled)
     assert (error.status, error.code) == (status, LIMIT)
 
 
 def test_too_many_completions_at_a_time_may_retry():
-    LIMITS.admit(Call("chat", n=2), 2, 2, 59)
-    assert refusal(LIMITS.admit, Call("chat", n=2), 0, 3, 0).status == 429
-    assert refusal(LIMITS.admit, Call("chat", n=5), 0, 0, 0).field == "n"
+    LIMITS.admit(GatewayCall("chat", n=2), 2, 2, 59)
+    assert refusal(LIMITS.admit, GatewayCall("chat", n=2), 0, 3, 0).status == 429
+    assert refusal(LIMITS.admit, GatewayCall("chat", n=5), 0, 0, 0).field == "n"
 
 
 def test_each_combination_of_wishes_is_logged_once(caplog):
     caplog.set_level(logging.INFO)
     wishes = Wishes()
     for temperature in (0.2, 0.2, 0.4):
-        metrics = wishes.note(Call("chat", sampling={"temperature": temperature}), "policy")
+        metrics = wishes.note(GatewayCall("chat", sampling={"temperature": temperature}), "policy")
     assert metrics == {"gateway/asked_temperature": 0.4}
     assert [record.args[0] for record in caplog.records] == ["temperature=0.2", "temperature=0.4"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from realsys.data.prompts import Prompt
 from realsys.observe.evaluation_records import collect
-from realsys.rollout.stores.evaluation_store import EvaluationStore
+from realsys.rollout.stores import EvaluationStore
 from realsys.types import Episode, Row, Ticket
 
 

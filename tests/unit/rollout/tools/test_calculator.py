@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from realsys.rollout.tools.base import ToolError
-from realsys.rollout.tools.calculator import Calculator, calculate
+from realsys.rollout.agents.tools import Calculator, ToolError, calculate
 
 
 @pytest.mark.parametrize(

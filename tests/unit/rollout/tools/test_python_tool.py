@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from realsys.reward.sandbox.settings import Output, RunEnded
-from realsys.rollout.tools import python
+from realsys.rollout.agents import tools
 
 
 class Held:
@@ -24,11 +24,11 @@ class Held:
 
 @pytest.fixture
 def tool(monkeypatch):
-    monkeypatch.setattr(python, "Sandbox", Held)
-    monkeypatch.setattr(python.shutil, "which", lambda _: "/usr/bin/bwrap")
-    monkeypatch.setattr(python.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(tools, "Sandbox", Held)
+    monkeypatch.setattr(tools.shutil, "which", lambda _: "/usr/bin/bwrap")
+    monkeypatch.setattr(tools.os, "cpu_count", lambda: 2)
     Held.go = threading.Event()
-    tool = python.Python()
+    tool = tools.Python()
     yield tool
     Held.go.set()
     tool.close()

@@ -4,7 +4,7 @@ import pytest
 
 from realsys.config.compose import compose
 from realsys.errors import ConfigError
-from realsys.rollout.agents.verifiers.agent import VerifiersAgent
+from realsys.rollout.agents.verifiers import VerifiersAgent
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from realsys.errors import AgentError
-from realsys.rollout.agents.verifiers.wire import Assembly, client_of, pack, run_request, unpack
+from realsys.rollout.agents.verifiers import Assembly, client_of, pack, run_request, unpack
 
 
 def trace(name, rewards, agent="agent", trainable=True, **others):

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from realsys.errors import ConfigError
-from realsys.rollout.gateway.formats import parser as parser_module
-from realsys.rollout.gateway.formats.parser import formats, parser_of
+from realsys.rollout.gateway import parser as parser_module
+from realsys.rollout.gateway.parser import formats, parser_of
 from tests.support.conversations.template_models import published_templates
 from tests.support.gateway.replies import TOOL
 from tests.support.gateway.tokenizers_of_formats import COMPLETIONS, byte_tokenizer, markers_of

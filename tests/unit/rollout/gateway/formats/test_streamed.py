@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from realsys.generation.client import Generated
-from realsys.rollout.gateway.formats import streamed
-from realsys.rollout.gateway.formats.choices import read_choice
-from realsys.rollout.gateway.formats.parser import parser_of
-from realsys.rollout.gateway.formats.streamed import StreamedChoice
-from realsys.rollout.gateway.wire.base import Call
+from realsys.rollout.gateway import choices
+from realsys.rollout.gateway.choices import StreamedChoice, read_choice
+from realsys.rollout.gateway.dialect import GatewayCall
+from realsys.rollout.gateway.parser import parser_of
 from tests.support.gateway.replies import TOOL
 from tests.support.gateway.tokenizers_of_formats import COMPLETIONS, byte_tokenizer, markers_of
 
@@ -64,7 +63,12 @@ def assert_begins(states, choice):
 def test_text_in_progress_begins_the_whole(tmp_path, name, text, reasoning, single):
     tokenizer = byte_tokenizer(tmp_path, markers_of(text) if single else [])
     parser, tokens = parser_of(tokenizer, name, reasoning), [*tokenizer.encode_text(text), tokenizer.eos_token_id]
-    for call in (Call("chat", tools=[TOOL]), Call("chat"), Call("text"), Call("chat", tools=[TOOL], stop=("ll", "m<"))):
+    for call in (
+        GatewayCall("chat", tools=[TOOL]),
+        GatewayCall("chat"),
+        GatewayCall("text"),
+        GatewayCall("chat", tools=[TOOL], stop=("ll", "m<")),
+    ):
         end = next((k for k in range(len(tokens)) if any(s in tokenizer.decode(tokens[:k]) for s in call.stop)), None)
         ended = tokens[:end]
         for choose in (lambda: 1, lambda: 7, lambda: random.Random(3).randint(1, 12)):
@@ -78,7 +82,7 @@ def test_reasoning_and_text_are_shown_before_the_call(tmp_path, name, single):
     """They do not wait for the end of the completion."""
     text = COMPLETIONS[name]
     tokenizer = byte_tokenizer(tmp_path, markers_of(text) if single else [])
-    states = stream(tokenizer, parser_of(tokenizer, name), Call("chat", tools=[TOOL]),
+    states = stream(tokenizer, parser_of(tokenizer, name), GatewayCall("chat", tools=[TOOL]),
                     tokenizer.encode_text(text), iter(lambda: 1, None))  # fmt: skip
     assert ("h", "") in states and ("hm", "h") in states and states[-1] == ("hm", "hello")
     assert len([state for state in states if state[1] == "hel"]) == 1
@@ -86,7 +90,7 @@ def test_reasoning_and_text_are_shown_before_the_call(tmp_path, name, single):
 
 def test_each_token_of_plain_text_is_shown(tmp_path):
     tokenizer = byte_tokenizer(tmp_path, [])
-    states = stream(tokenizer, parser_of(tokenizer, "qwen3"), Call("chat", stop=("ab",)),
+    states = stream(tokenizer, parser_of(tokenizer, "qwen3"), GatewayCall("chat", stop=("ab",)),
                     tokenizer.encode_text("five€aab"), iter(lambda: 1, None))  # fmt: skip
     assert [text for _, text in states] == [
         "",
@@ -116,7 +120,7 @@ def test_any_text_in_progress_begins_the_whole(tmp_path, name, text, single):
             sample[choose.randrange(len(sample))] = choose.choice(["x", "\n", "<", "</", *parts])
         tokens = [*tokenizer.encode_text("".join(sample)), tokenizer.eos_token_id]
         tokens = tokens[: choose.choice([None, len(tokens) // 2])]
-        call = Call("chat", tools=choose.choice([[], [TOOL]]))
+        call = GatewayCall("chat", tools=choose.choice([[], [TOOL]]))
         states = stream(tokenizer, parser, call, tokens, iter(lambda: choose.choice([1, 3, 40]), None))
         assert_begins(states, whole(tokenizer, parser, call, tokens, choose.choice(["stop", "length"])))
 
@@ -127,5 +131,7 @@ def test_parser_reads_a_completion_a_bounded_number_of_times(tmp_path, monkeypat
     monkeypatch.setattr(
         parser, "parse", lambda *args, parse=parser.parse, **more: reads.append(1) or parse(*args, **more)
     )
-    states = stream(tokenizer, parser, Call("chat"), tokenizer.encode_text("x<think>" * 1000), iter(lambda: 1, None))
-    assert len(reads) == streamed.MOST_READS + 1 and states[-1][1].startswith("x<think>x")
+    states = stream(
+        tokenizer, parser, GatewayCall("chat"), tokenizer.encode_text("x<think>" * 1000), iter(lambda: 1, None)
+    )
+    assert len(reads) == choices.MOST_READS + 1 and states[-1][1].startswith("x<think>x")

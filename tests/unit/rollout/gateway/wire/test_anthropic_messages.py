@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from realsys.rollout.conversation.messages import forms
-from realsys.rollout.gateway.wire.base import Choice
-from realsys.rollout.gateway.wire.messages.dialect import MessagesDialect
+from realsys.rollout.conversation import forms
+from realsys.rollout.gateway.dialect import Choice
+from realsys.rollout.gateway.messages import MessagesDialect
 from tests.support.gateway.replies import choice, generated, parse, reply_of, streamed, tool_call
 
 ROUTE = "/v1/messages"

@@ -8,21 +8,21 @@ from random import Random
 
 import pytest
 
-from realsys.rollout.gateway.wire import fields
-from realsys.rollout.gateway.wire.base import BadRequest
-from realsys.rollout.gateway.wire.body import check
-from realsys.rollout.gateway.wire.tokenize import TokenizeDialect
+from realsys.rollout.gateway import request_fields
+from realsys.rollout.gateway.dialect import BadRequest
+from realsys.rollout.gateway.request_fields import check
+from realsys.rollout.gateway.tokenize import TokenizeDialect
 from tests.support.gateway.replies import DIALECTS, parse
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 USER = {"role": "user", "content": "hi"}
 ROUTES = {
-    CHAT: fields.CHAT,
-    RESPONSES: fields.RESPONSES,
-    MESSAGES: fields.MESSAGES,
-    GENERATE: fields.GENERATE,
-    COMPLETIONS: fields.COMPLETIONS,
+    CHAT: request_fields.CHAT,
+    RESPONSES: request_fields.RESPONSES,
+    MESSAGES: request_fields.MESSAGES,
+    GENERATE: request_fields.GENERATE,
+    COMPLETIONS: request_fields.COMPLETIONS,
 }
 KEYS = (
     *("type", "role", "content", "text", "refusal", "tool_calls", "function", "name", "arguments", "id", "input"),
@@ -133,7 +133,7 @@ def test_null_counts_as_absent(route):
     assert parse(route, nulls) == parse(route, body)
 
 
-@pytest.mark.parametrize("listed", [*ROUTES.values(), fields.GENERATE_SAMPLING, fields.TOKENIZE])
+@pytest.mark.parametrize("listed", [*ROUTES.values(), request_fields.GENERATE_SAMPLING, request_fields.TOKENIZE])
 def test_field_has_one_meaning_per_route(listed):
     groups = [set(listed.honoured), set(listed.overridden), set(listed.accepted), set(listed.ignored)]
     assert sum(map(len, groups)) == len(set().union(*groups)) and set(listed.required) <= set(listed.honoured)
@@ -159,4 +159,4 @@ def test_value_of_any_depth_is_described():
     for _ in range(50_000):
         value = [value]
     with pytest.raises(BadRequest, match="a positive integer, not a value of so many levels"):
-        check(value, fields.COUNT, "n")
+        check(value, request_fields.COUNT, "n")

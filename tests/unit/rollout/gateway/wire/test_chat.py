@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from realsys.rollout.gateway.wire.chat import ChatDialect
+from realsys.rollout.gateway.chat import ChatDialect
 from tests.support.gateway.replies import TOOL, Endpoint, choice, generated, parse, reply_of, tool_call
 
 ROUTE = "/v1/chat/completions"

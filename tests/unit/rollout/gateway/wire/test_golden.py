@@ -11,9 +11,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from realsys.rollout.conversation.messages import forms
-from realsys.rollout.gateway.echoes import Echoes
-from realsys.rollout.gateway.wire.base import Call
+from realsys.rollout.conversation import forms
+from realsys.rollout.gateway.capture import Echoes
+from realsys.rollout.gateway.dialect import GatewayCall
 from tests.support.gateway.replies import DIALECTS, GOLDEN, choice, golden_calls
 
 CALLS = golden_calls()
@@ -68,7 +68,7 @@ def test_golden_request_becomes_its_call(name, call):
         for key, value in call["call"].items()
     }
     expected |= {key: body[key] for key in ("messages", "tools") if expected.get(key) == "as in the body"}
-    found, default = dataclasses.asdict(read(call)), dataclasses.asdict(Call("chat"))
+    found, default = dataclasses.asdict(read(call)), dataclasses.asdict(GatewayCall("chat"))
     found = {key: value for key, value in found.items() if key == "kind" or value != default[key]}
     assert json.loads(json.dumps(found)) == expected
 

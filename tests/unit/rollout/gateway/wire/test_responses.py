@@ -7,8 +7,8 @@ import json
 import openai
 import pytest
 
-from realsys.rollout.conversation.messages import forms
-from realsys.rollout.gateway.wire.call_ids import call_id, same_completion
+from realsys.rollout.conversation import forms
+from realsys.rollout.gateway.dialect import call_id, same_completion
 from tests.support.gateway.replies import Choice, Endpoint, choice, generated, parse, tool_call
 
 ROUTE = "/v1/responses"

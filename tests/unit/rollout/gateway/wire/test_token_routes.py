@@ -7,8 +7,8 @@ import json
 import pytest
 from renderers.client import _parse_completion_logprobs, parse_generate_response
 
-from realsys.rollout.gateway.wire.generate import GenerateDialect
-from realsys.rollout.gateway.wire.tokenize import TokenizeDialect, model, models
+from realsys.rollout.gateway.generate import GenerateDialect
+from realsys.rollout.gateway.tokenize import TokenizeDialect, model, models
 from tests.support.gateway.replies import Choice, Endpoint, choice, generated, parse, reply_of, tool_call
 
 ROUTE = "/v1/completions"

@@ -1,1 +1,0 @@
-"""Agents with ``base_url``: the gateway records their calls."""

@@ -1,0 +1,191 @@
+"""The contract of an agent: it plays one episode of a task with any number of engine calls.
+
+    AgentParts ──> Agent.run(task, session) ──session.generate──> completions ──environment.judge──> Episode
+
+An agent is named in ``rollout.agent``: a built-in name or ``package.module:Class``. This is the native contract; that
+of agents with ``base_url`` is in ``realsys.agent_runner.contract``. A class may also have two static methods, which the
+launcher calls before anything starts, with ``rollout.agent_args`` as keyword arguments:
+
+    longest_row(config, **args) -> int           tokens of the longest row; without it: prompt + one completion
+    check(config, tokenizer, **args) -> None     raises ConfigError if the model's tokenizer does not fit the agent
+
+and ``one_turn = True``, if an episode has one engine call: the engine then retains no keys for a later one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from realsys.config.schema import Config
+from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import AgentError
+from realsys.generation.client import Generated, SamplingSpec
+from realsys.rollout.environments import Environment, Response, Task
+from realsys.types import Episode, Row
+
+
+class EpisodeCapture(Protocol):
+    """Record of what went over an episode's ``base_url``."""
+
+    @property
+    def error(self) -> Exception | None:
+        """The first failure of the engine that no retry has made good."""
+        ...
+
+    def rows(self, rewards: Mapping[str, float] = ...) -> list[Row]:
+        """Return the rows of the completions that the agent has received.
+
+        ``rewards``: id of a completion -> reward for its last token. Raises AgentError for an unknown id.
+        """
+        ...
+
+    def exclude(self, sessions: Collection[str]) -> None:
+        """Take the completions of requests with these values of X-Session-ID out of training."""
+        ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def last(self) -> Response:
+        """Return the completion that was delivered last. Raises AgentError without one."""
+        ...
+
+
+class Session(Protocol):
+    """View of the engine for one episode. Each call has a separate id, seed and reservation."""
+
+    @property
+    def spec(self) -> SamplingSpec:
+        """Sampling settings of the trial, or of the evaluation's data set."""
+        ...
+
+    async def generate(self, token_ids: Sequence[int], spec: SamplingSpec | None = None) -> Generated:
+        """Sample one completion after ``token_ids``, with the session's settings unless others are given.
+
+        An episode may have several calls in progress. A weight update or the failure of a server does not end
+        a call. Raises GenerationError if the completion cannot be sampled.
+        """
+        ...
+
+    @property
+    def base_url(self) -> str:
+        """Address of an OpenAI endpoint for this episode alone, with its ``/v1``."""
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """Key of that endpoint."""
+        ...
+
+    @property
+    def capture(self) -> EpisodeCapture:
+        """Record of the calls of that endpoint."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AgentParts:
+    """Collaborators of an agent: ``rollout.agent=module:Class`` is called as ``Class(parts, **agent_args)``."""
+
+    config: Config
+    tokenizer: TextTokenizer
+    environment: Environment
+
+    def response(self, completion: Generated, turn: int = 0) -> Response:
+        """Build the Response that the environment judges. ``turn``: number of the completion, from 0."""
+        text = self.tokenizer.completion_text(completion.tokens.tolist())
+        return Response(text, completion.finish_reason, len(completion.tokens), turn)
+
+
+class Agent(Protocol):
+    """Player of episodes. One object per RolloutWorker plays many episodes at the same time."""
+
+    async def run(self, task: Task, session: Session) -> Episode:
+        """Play one episode. Raises RealsysError if it failed: it then has no reward, not a reward of 0.
+
+        Any other exception is a defect of the agent: it fails this episode and is logged with its place.
+        """
+        ...
+
+
+class ClosableAgent(Agent, Protocol):
+    """An agent as ``agents.build`` returns it."""
+
+    async def close(self) -> None:
+        """End the processes and threads of the agent."""
+        ...
+
+
+# ---- bounded -----------------------------------------------------------------------------------------------------
+#
+# Bound on the time of an episode: `stuck-costs-itself`, an episode that does not end fails alone.
+
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CANCEL_S = 5.0  # a cancelled episode ends within this time, or is left behind
+_left_behind: set[asyncio.Task[Any]] = set()  # tasks need a reference
+
+
+class EpisodeTime:
+    """Time of one episode: ``timeout_s`` for all its work together, from the start of the first."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._end: float | None = None
+
+    async def bound(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of ``work``. Raises AgentError if the time is over before it ends.
+
+        Work that catches its cancellation continues without its caller.
+        """
+        now = asyncio.get_running_loop().time()
+        self._end = now + self._timeout_s if self._end is None else self._end
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait((task,), timeout=max(0.0, self._end - now))
+            if task.done():
+                return task.result()
+        finally:
+            await _cancel(task)
+        raise AgentError(f"it did not end within rollout.agent_limits.episode_timeout_s={self._timeout_s:g}")
+
+
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    if task.done():
+        return
+    task.cancel()
+    _left_behind.add(task)
+    task.add_done_callback(_forget)
+    await asyncio.wait((task,), timeout=_CANCEL_S)
+    if not task.done():
+        log.error("an episode continues after its cancellation: its run must not catch CancelledError")
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    _left_behind.discard(task)
+    if not task.cancelled():
+        task.exception()  # asyncio would log that it was never retrieved
+
+
+class Bounded:
+    """A native agent whose episodes may take ``timeout_s`` each."""
+
+    def __init__(self, agent: Agent, timeout_s: float) -> None:
+        self.agent = agent
+        self._timeout_s = timeout_s
+
+    async def run(self, task: Task, session: Session) -> Episode:
+        """Play one episode."""
+        return await EpisodeTime(self._timeout_s).bound(self.agent.run(task, session))
+
+    async def close(self) -> None:
+        """Close the agent, if it has a ``close``."""
+        close = getattr(self.agent, "close", None)
+        if close is not None:
+            await close()

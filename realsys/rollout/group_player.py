@@ -1,0 +1,338 @@
+"""Concurrent episodes of a ticket, and what becomes of their group.
+
+    ticket ──> n episodes ──> agent.run(task, session) ──generate──> ``engine_calls``
+                   └─ Episode, or an error of this episode ──> Played: enough episodes for a group, or the first error
+
+With ``rollout.oversample`` more episodes start than a group needs. The first that end make the group, whatever their
+rewards; the others are cancelled, and their tokens are counted. ``selection`` then says whether the group is trained,
+and with which of its episodes.
+
+An episode without a verdict leaves the loss (`error-is-not-data`). It counts as played: the group is trained with the
+others, and nothing is generated again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from realsys.algorithm.batch.token_losses import FAILED, NOT_IN_ROWS, NOT_KEPT, OVER_SAMPLED
+from realsys.config.evaluation_sets import evaluation_sets
+from realsys.config.schema import Config, SamplingConfig
+from realsys.config.sections.schema_sampling import FilterConfig, KeepConfig
+from realsys.data.prompts import Prompt
+from realsys.errors import AgentError, RealsysError, RewardError, StuckError
+from realsys.generation.client import Generated, SamplingSpec
+from realsys.manager.client import RolloutSuperseded
+from realsys.observe.spans import span
+from realsys.rollout.agent_errors import Defects, explain, one_line
+from realsys.rollout.agents.contract import Agent
+from realsys.rollout.environments import Task
+from realsys.rollout.episode_session import Calls, CompletionEngine, EpisodeSession
+from realsys.rollout.episodes import check_episode, kept_episodes, reason_to_drop
+from realsys.rollout.gateway.gateway import Gateway
+from realsys.types import Episode, Ticket
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Played:
+    """The episodes of a ticket that succeeded, in order, and one line for each that failed.
+
+    episodes  to be trained; none if the group is dropped
+    unused    the others that ended
+    dropped   why the group is not worth training on; "": it is
+    """
+
+    episodes: list[Episode]
+    errors: list[str] = field(default_factory=list)
+    extra: dict[str, float] = field(default_factory=dict)  # seconds, for the group's record
+    unused: list[Episode] = field(default_factory=list)
+    dropped: str = ""
+
+    @property
+    def ended(self) -> list[Episode]:
+        return [*self.episodes, *self.unused]
+
+    @property
+    def verdicts(self) -> tuple[int, int]:
+        """Numbers of episodes that were correct, and that were judged."""
+        judged = [episode.correct for episode in self.ended if episode.correct is not None]
+        return sum(judged), len(judged)
+
+
+class KeepsDropped(Protocol):
+    """The part of DroppedStore that this module needs."""
+
+    def add(
+        self,
+        ticket: Ticket,
+        prompt: Prompt,
+        reason: str,
+        episodes: Mapping[int, Episode],
+        failed: Mapping[int, tuple[str, tuple[Sequence[int], Generated] | None]],
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRules:
+    """Conditions for a group.
+
+    min_episodes   episodes that must succeed or have no verdict; 0: all of them
+    least          episodes with a verdict: 2 if advantages compare them with each other
+    size           episodes after whose end the others are cancelled; 0: none are
+    filter, keep   which groups are trained, and which of their episodes
+    """
+
+    min_episodes: int = 0
+    least: int = 1
+    size: int = 0
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    keep: KeepConfig = field(default_factory=KeepConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class PlayerExtras:
+    """Optional parts of a GroupPlayer.
+
+    eval_specs   name of an evaluation's data set -> its sampling settings, if they are not the trial's
+    gateway      the endpoint of the episodes; without it ``session.base_url`` raises
+    dropped      gets the training groups that are not trained, or not with all of their episodes
+    """
+
+    eval_specs: Mapping[str, SamplingSpec] = field(default_factory=dict)
+    gateway: Gateway | None = None
+    dropped: KeepsDropped | None = None
+
+
+class _Over(Exception):
+    """The group is complete, or too many episodes have failed for it: the others are cancelled."""
+
+
+class GroupPlayer:
+    """Player of all episodes of a ticket; one object per RolloutWorker."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        engine: CompletionEngine,
+        spec: SamplingSpec,
+        longest_row: int,
+        group: GroupRules | None = None,
+        extras: PlayerExtras | None = None,
+    ) -> None:
+        """``longest_row`` is the longest row that training accepts, in tokens."""
+        extras = extras or PlayerExtras()
+        self._agent = agent
+        self._engine = engine
+        self._spec = spec
+        self._eval_specs = extras.eval_specs
+        self._gateway = extras.gateway
+        self._dropped = extras.dropped
+        self._longest_row = longest_row
+        self._rules = group or GroupRules()
+        self._defects = Defects()
+        self._lost_tokens: dict[str, list[int]] = {}
+
+    def take_lost_tokens(self) -> dict[str, list[int]]:
+        """Return reason -> tokens of each training episode that is not trained, since the last call."""
+        lost, self._lost_tokens = self._lost_tokens, {}
+        return lost
+
+    async def play(self, ticket: Ticket, prompt: Prompt) -> Played:
+        """Play ``ticket.n`` episodes at the same time; choose among those of a training group.
+
+        Raises RolloutSuperseded if the attempt is over, StuckError if the agent fails all episodes (``Defects.stuck``),
+        and the first error if too few episodes succeeded: a RewardError only if no other is the cause.
+        """
+        calls = Calls(self._engine, ticket, self._eval_specs.get(ticket.set, self._spec))
+        sessions = [EpisodeSession(calls, episode, self._gateway) for episode in range(ticket.n)]
+        size = min(self._rules.size or ticket.n, ticket.n) if ticket.kind == "train" else ticket.n
+        group = _Playing(ticket, min(self._rules.min_episodes or size, size), min(self._rules.least, ticket.n), size)
+        played: Played | None = None
+        try:
+            played = await self._play_all(group, calls, sessions, prompt)
+            if ticket.kind == "train":
+                played = self._select(group, played)
+                self._keep_dropped(group, prompt, sessions, played.dropped)
+            return played
+        except RealsysError as error:
+            if not isinstance(error, RolloutSuperseded):
+                self._keep_dropped(group, prompt, sessions, f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            for session in sessions if ticket.kind == "train" else ():
+                reason = FAILED if played is None else group.untrained(session.episode)
+                tokens = session.sampled + calls.cut_tokens[session.episode]
+                if not reason:
+                    reason, tokens = NOT_IN_ROWS, tokens - group.episodes[session.episode].loss_tokens
+                if tokens > 0:
+                    self._lost_tokens.setdefault(reason, []).append(tokens)
+
+    def _keep_dropped(self, group: _Playing, prompt: Prompt, sessions: Sequence[EpisodeSession], reason: str) -> None:
+        """Pass a group on that is not trained for ``reason``, or whose episodes failed in part."""
+        if self._dropped is None or group.ticket.kind != "train" or not (reason or group.failed):
+            return
+        last = {session.episode: session.last for session in sessions if session.last is not None}
+        failed = {
+            number: (f"{type(error).__name__}: {error}", last.get(number)) for number, error in group.failed.items()
+        }
+        self._dropped.add(group.ticket, prompt, reason, group.episodes, failed)
+
+    def _select(self, group: _Playing, played: Played) -> Played:
+        """Leave the episodes that are trained in ``played``."""
+        rules, numbers = self._rules, sorted(group.episodes)
+        played.dropped = reason_to_drop(played.episodes, rules.filter)
+        rewards = [episode.reward for episode in played.episodes]
+        kept = [] if played.dropped else kept_episodes(rewards, rules.keep, group.ticket.seed)
+        group.unused = {number: played.dropped or NOT_KEPT for k, number in enumerate(numbers) if k not in kept}
+        played.unused = [group.episodes[number] for number in group.unused]
+        played.episodes = [played.episodes[k] for k in kept]
+        return played
+
+    async def _play_all(
+        self, group: _Playing, calls: Calls, sessions: Sequence[EpisodeSession], prompt: Prompt
+    ) -> Played:
+        begin, ticket = time.perf_counter(), group.ticket
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number, session in enumerate(sessions):
+                    tasks.create_task(self._spanned(group, Task(prompt, ticket, number), session))
+        except ExceptionGroup as errors:
+            for error in errors.exceptions:
+                if not isinstance(error, _Over):
+                    raise error from None
+        finally:
+            await calls.close()
+        if calls.superseded is not None:
+            raise calls.superseded
+        if ticket.kind == "train":
+            problem = self._defects.stuck(ticket.n, len(group.episodes), list(group.failed.values()))
+            if problem:
+                raise StuckError(problem)
+        if group.hopeless:
+            raise group.first_error()
+        seconds = max(session.seconds for session in sessions)
+        extra = {"generate_s": seconds, "reward_s": max(0.0, time.perf_counter() - begin - seconds)}
+        return Played([group.episodes[k] for k in sorted(group.episodes)], group.errors(), extra)
+
+    async def _spanned(self, group: _Playing, task: Task, session: EpisodeSession) -> None:
+        with span("episode", task.unit) as episode:
+            await self._play_one(group, task, session)
+            if (played := group.episodes.get(task.episode)) is not None:
+                episode.facts |= {"reward": played.reward, "tokens": played.loss_tokens}
+            elif (error := group.failed.get(task.episode)) is not None:
+                episode.facts["error"] = type(error).__name__
+
+    async def _play_one(self, group: _Playing, task: Task, session: EpisodeSession) -> None:
+        """Play one episode and add its result to ``group``. Raises only errors that end the whole attempt."""
+        try:
+            episode = await self._agent.run(task, session)
+            session.check()
+            check_episode(episode, self._longest_row, session.sampled)
+            if self._rules.filter.bounds_success and task.ticket.kind == "train" and episode.correct is None:
+                raise AgentError("correct is None, but train.ppo.filter needs it: return it, or set min=0 and max=1")
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is None or current.cancelling():
+                raise
+            error: RealsysError = AgentError("run was cancelled by its own code")
+        except (Exception, SystemExit) as raised:  # the request boundary: the user's code may raise anything
+            error = explain(raised)
+            if isinstance(error, RolloutSuperseded):
+                raise error from None
+            if isinstance(error, AgentError) and self._defects.is_new(error):
+                log.error("ticket %s episode %d: %s", task.ticket.ticket_id, task.episode, error, exc_info=raised)
+        else:
+            if group.add(task.episode, episode):
+                raise _Over
+            return
+        finally:
+            await session.close()
+        group.failed[task.episode] = error
+        # A defect of the agent cancels no other episode: only if every episode has it, it is no accident.
+        if group.hopeless and not isinstance(error, AgentError):
+            raise _Over
+
+
+@dataclass(slots=True)
+class _Playing:
+    """Results of a ticket's episodes so far. ``failed`` is in the order in which they failed.
+
+    A group needs ``needed`` episodes that were played, with or without a verdict, and ``least`` with one. It is
+    complete with ``size`` episodes. ``unused``: reason of each episode that is not trained, though it belongs to them.
+    """
+
+    ticket: Ticket
+    needed: int
+    least: int
+    size: int
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    failed: dict[int, RealsysError] = field(default_factory=dict)
+    unused: dict[int, str] = field(default_factory=dict)
+
+    def add(self, number: int, episode: Episode) -> bool:
+        """Add an episode that has ended, unless the group is complete. Return True if others are to be cancelled."""
+        if len(self.episodes) < self.size:
+            self.episodes[number] = episode
+        return len(self.episodes) == self.size < self.ticket.n
+
+    def untrained(self, number: int) -> str:
+        """Return why an episode of a group that was played to its end is not trained; "" if it is."""
+        if number in self.episodes:
+            return self.unused.get(number, "")
+        return FAILED if number in self.failed else OVER_SAMPLED
+
+    @property
+    def hopeless(self) -> bool:
+        """True if too few episodes are left for a group."""
+        broken = sum(not isinstance(error, RewardError) for error in self.failed.values())
+        return broken > self.ticket.n - self.needed or len(self.failed) > self.ticket.n - self.least
+
+    def first_error(self) -> RealsysError:
+        """Return the first error that is not a missing verdict, else the first error."""
+        return min(self.failed.values(), key=lambda error: isinstance(error, RewardError))
+
+    def errors(self) -> list[str]:
+        """Return one line for each episode that failed."""
+        return [one_line(f"episode {k}: {type(error).__name__}: {error}") for k, error in sorted(self.failed.items())]
+
+
+def group_player(
+    config: Config,
+    agent: Agent,
+    engine: CompletionEngine,
+    end_of_text: Sequence[int],
+    gateway: Gateway | None = None,
+    dropped: KeepsDropped | None = None,
+) -> GroupPlayer:
+    """Return the player of a trial. ``end_of_text``: the tokenizer's own stop tokens."""
+    eval_specs = {name: sampling_spec(made.sampling, end_of_text) for name, made in evaluation_sets(config).items()}
+    return GroupPlayer(
+        agent,
+        engine,
+        sampling_spec(config.generation.sampling, end_of_text),
+        config.train.microbatch_tokens,
+        group_rules(config),
+        PlayerExtras(eval_specs, gateway, dropped),
+    )
+
+
+def group_rules(config: Config) -> GroupRules:
+    """Return the conditions for a group from the trial's settings."""
+    advantage = config.train.ppo.advantage
+    least = 2 if "group" in (advantage.mean, advantage.std) else 1
+    rollout = config.rollout
+    return GroupRules(rollout.min_episodes, least, rollout.group_size, config.train.ppo.filter, rollout.keep)
+
+
+def sampling_spec(config: SamplingConfig, end_of_text: Sequence[int]) -> SamplingSpec:
+    """Return the trial's sampling settings, with the tokenizer's own stop tokens; ``n`` is set per call."""
+    stops = tuple(dict.fromkeys((*end_of_text, *config.stop_token_ids)))
+    settings = {**config.model_dump(), "top_k": config.top_k or -1, "stop": tuple(config.stop), "stop_token_ids": stops}
+    return SamplingSpec(**settings)
