@@ -174,9 +174,9 @@ data-test: setup  ## run the tests that need pyarrow, datasets, reasoning-gym, h
 	@$(PY) -c 'import importlib.util as u; assert u.find_spec("trl")' 2>/dev/null || .ci/install $(VENV) --no-deps -c constraints.txt trl
 	@$(PY) -c 'import anthropic' 2>/dev/null || .ci/install $(VENV) -c constraints.txt anthropic
 	REALSYS_PACKAGES=1 REALSYS_CONVERSATIONS=$${REALSYS_CONVERSATIONS:-100000} $(PY) -m pytest tests/contracts/rollout/test_token_identity.py \
-		tests/contracts/rollout/test_anthropic_sdk.py tests/unit/rollout/gateway/formats tests/unit/data \
+		tests/contracts/rollout/test_anthropic_sdk.py tests/unit/rollout/gateway tests/unit/data \
 		tests/unit/launch/commands/test_data.py tests/unit/launch/evaluate/test_eval_settings.py \
-		tests/unit/reward/test_reasoning_gym.py tests/contracts/sandbox/test_humaneval.py -ra $(ARGS)
+		tests/unit/reward/test_reasoning_gym.py tests/contracts/reward/sandbox/test_humaneval.py -ra $(ARGS)
 
 slurm-test: setup  ## run whole jobs on a SLURM of virtual nodes, as root; needs slurmctld, slurmd, slurm-client and etcd
 	$(PY) -m pytest tests/slurm -rs --durations=10 $(ARGS)

@@ -105,7 +105,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
 #: folder -> the mark of its tests
 FOLDER_MARKS = {
     "contracts/cluster": "processes",
-    "contracts/sandbox": "processes",
     "contracts/reward": "processes",
     "contracts/launch": "ranks",
     "contracts/master": "ranks",

@@ -13,8 +13,8 @@ _FOLDER = str(Path(__file__).resolve().parent)
 
 #: program for ``python -c``; arguments as for ``runner.main``
 BOOT = f"""import importlib.util, sys
-spec = importlib.util.spec_from_file_location("_realsys_harness", {_FOLDER + "/__init__.py"!r})
-sys.modules["_realsys_harness"] = importlib.util.module_from_spec(spec)
-from _realsys_harness import runner
+spec = importlib.util.spec_from_file_location("_realsys_agent_runner", {_FOLDER + "/__init__.py"!r})
+sys.modules["_realsys_agent_runner"] = importlib.util.module_from_spec(spec)
+from _realsys_agent_runner import runner
 runner.main(sys.argv[1:])
 """

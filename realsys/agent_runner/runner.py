@@ -32,7 +32,6 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NoReturn
 
 from .contract import CapturedRun, described, load, problem_of
-from .keeper import Keeper, children_of, field_of, kill_all
 
 LENGTH = struct.Struct("!I")
 MAX_MESSAGE = 1 << 17  # bytes on the zygote's socket
@@ -249,9 +248,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
-# ---- keeper ------------------------------------------------------------------------------------------------------
-#
-# Keeper of one episode: reads its output, counts its memory and processes, and kills all that it started.
+# ---- keeper of one episode: reads its output, counts its memory and processes, and kills all that it started
 
 
 MAX_RESULT = 1 << 20  # bytes that run may return, as JSON

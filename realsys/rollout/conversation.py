@@ -1,6 +1,6 @@
 """Token identity of an agent that speaks messages or text: its requests become rows of recorded tokens.
 
-    plan(messages) ──Plan.tokens──> engine ──Generated──> record() ──Node──> reply to the agent ──> deliver()
+    plan(messages) ──tokens──> engine ──Generated──> record() ──CompletionNode──> reply to the agent ──> deliver()
                                                                                    rows() ──> one Row per leaf
 
 A request extends the longest recorded conversation that it begins with. Only the tail after that is tokenised, so
@@ -172,9 +172,7 @@ class Conversation:
         return node.tokens
 
 
-# ---- messages ----------------------------------------------------------------------------------------------------
-#
-# Canonical forms of messages: two messages with the same form are the same message.
+# ---- canonical forms: two messages with the same form are the same message
 #
 # An agent sends the assistant's message back through its own types. So these differences do not count:
 #
@@ -245,9 +243,7 @@ def _canonical(name: str, arguments: str) -> str:
     return _ENCODE([name, value or {}]).decode()
 
 
-# ---- tree --------------------------------------------------------------------------------------------------------
-#
-# Tree of the completions of an episode, and its rows.
+# ---- tree of the completions of an episode, and its rows
 #
 #     root ──> node ──> node ──> node           a node: context tokens, then one completion, both as the engine saw them
 #                └────> node                    a branch: the agent rewrote its history, or sampled the same turn again
@@ -283,7 +279,7 @@ class CompletionNode:
         drift: Drift = "first",
     ) -> None:
         self.parent = parent
-        self.drift = drift  # drift when the call was planned; drift_of() corrects it for the first child
+        self.drift = drift  # drift when the call was planned; count_branches() corrects it for the first child
         self.context: I32 = np.array(context, np.int32)
         self.completion = completion
         self.children: list[CompletionNode] = []

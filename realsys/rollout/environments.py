@@ -1,4 +1,9 @@
-"""Inputs of agents and environments: the task of one episode, and a response to judge."""
+"""Environments: they judge the completions of an episode's task, and may return feedback.
+
+    Task ──agent──> Response ──Environment.judge──> Judgement: reward, correct, feedback
+
+Names of environments: ``realsys.config.doors``.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,8 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.observe.spans import span
 from realsys.reward.verifiers.contract import Item, Verdict
 from realsys.types import FinishReason, Ticket
+
+# ---- inputs of agents and environments
 
 
 @dataclass(slots=True)
@@ -44,9 +51,7 @@ class Response:
     turn: int = 0  # number of the completion in its episode, from 0
 
 
-# ---- base --------------------------------------------------------------------------------------------------------
-#
-# The contract of an environment: it judges a completion, and may return feedback.
+# ---- contract
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +96,7 @@ class Environment(Protocol):
         ...
 
 
-# ---- verifier ----------------------------------------------------------------------------------------------------
-#
-# The environment ``verifier``: its judgement is the verdict of ``data.verifier``.
+# ---- environment ``verifier``: its judgement is the verdict of ``data.verifier``
 
 
 class VerifierEnvironment:
@@ -117,9 +120,7 @@ class VerifierEnvironment:
         return Judgement(reward + verdict.bonus, verdict.correct, verdict.metrics, answer=verdict.answer)
 
 
-# ---- environments ------------------------------------------------------------------------------------------------
-#
-# The environments that judge completions. Contract: ``base.py``; names: ``realsys.config.doors``.
+# ---- choice of the environment
 
 
 class VerifyingPool(Protocol):

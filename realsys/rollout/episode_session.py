@@ -1,6 +1,6 @@
 """Calls of the engine by the episodes of one attempt, and the view of the engine that each episode has.
 
-    agent.run ──generate──────────────> EpisodeSession ──> Calls ──> PartialRolloutManager
+    agent.run ──generate──────────────> EpisodeSession ──> Calls ──> ResumableEngine
         └─base_url──> Gateway ──Capture─────^                 └─ equal first calls: one request
 
 Seeds depend only on (ticket seed, episode, number of the call), never on timing: the first call of episode k has
@@ -36,7 +36,7 @@ Tokens = Callable[[Sequence[int]], None]
 
 
 class CompletionEngine(Protocol):
-    """The part of PartialRolloutManager that this module needs."""
+    """The part of ResumableEngine that this module needs."""
 
     async def generate(self, call: EngineCall, deliver: Deliver = ...) -> list[Generated]: ...
 
@@ -192,7 +192,7 @@ def _temperature(spec: SamplingSpec) -> float:
 
 
 class EpisodeSession:
-    """View of the engine for one episode (``agents.base.Session``)."""
+    """View of the engine for one episode (``agents.contract.Session``)."""
 
     def __init__(self, calls: Calls, episode: int, gateway: Gateway | None = None) -> None:
         self._calls = calls

@@ -1,4 +1,6 @@
-"""Construction of the rows of an episode from the tokens that the engine received and returned.
+"""Episodes: construction of their rows, checks before they are pushed, and choice by outcome.
+
+A row is made of the tokens that the engine received and returned:
 
     RowBuilder(prompt) ──tokens──> session.generate ──> completion() ──> context(feedback) ──tokens──> generate ...
          └── branch() ──> another row that starts with the same tokens               row() ──> Row
@@ -133,9 +135,7 @@ def _joined_runs(runs: Iterable[tuple[V, int]]) -> tuple[tuple[V, int], ...]:
     return tuple(joined)
 
 
-# ---- episodes ----------------------------------------------------------------------------------------------------
-#
-# Checks of an episode before it is pushed: one bad array or number would spoil the whole batch.
+# ---- checks of an episode before it is pushed: one bad array or number would spoil the whole batch
 #
 # The agent is the user's code, so every error here names the part of the episode that is wrong.
 
@@ -256,9 +256,7 @@ def _reward_problem(row: Row) -> str:
     return ""
 
 
-# ---- selection ---------------------------------------------------------------------------------------------------
-#
-# Choice by outcome: is a finished group worth training on, and which of its episodes. Pure (docs/sampling.md).
+# ---- choice by outcome: is a finished group worth training on, and which of its episodes (docs/sampling.md)
 #
 # episodes of a group ──reason_to_drop──> dropped, for a reason ──> another prompt takes its place
 #                             └─ kept ──kept_episodes──> the ones that are trained

@@ -1,6 +1,6 @@
 """Concurrent episodes of a ticket, and what becomes of their group.
 
-    ticket ──> n episodes ──> agent.run(task, session) ──generate──> ``engine_calls``
+    ticket ──> n episodes ──> agent.run(task, session) ──generate──> EpisodeSession
                    └─ Episode, or an error of this episode ──> Played: enough episodes for a group, or the first error
 
 With ``rollout.oversample`` more episodes start than a group needs. The first that end make the group, whatever their

@@ -1,4 +1,7 @@
-"""Completions of evaluations, as a RolloutWorker stores them before it reports their end."""
+"""Completions that a RolloutWorker keeps on disk for people: those of evaluations, and groups that were not trained.
+
+The completion of an evaluation is stored before the worker reports its end.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +70,7 @@ class EvaluationStore:
         )
 
 
-# ---- dropped store -----------------------------------------------------------------------------------------------
-#
-# Dropped and failed groups of a RolloutWorker, as people see them later (``realsys.storage.dropped_groups``).
+# ---- dropped and failed groups, as people see them later (``realsys.storage.dropped_groups``)
 
 
 #: error of an episode, and its last call of the engine: the tokens before it, and the completion

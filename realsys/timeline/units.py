@@ -6,7 +6,8 @@ import functools
 import re
 from typing import NamedTuple
 
-#: request id of a call of the engine (``realsys.rollout.resumable_engine.EngineCall``), and the number of the completion in it
+#: request id of a call of the engine (``realsys.rollout.resumable_engine.EngineCall``), and the number of the
+#: completion in it
 _REQUEST = re.compile(
     r"(?P<attempt>(?:\d{10}|eval-.*-\d{6})\.\d+)\.(?P<episode>\d+)\.(?P<call>\d+)"
     r"\.(?P<trip>\d+)(?:\.(?P<index>\d+))?(?:#(?P<number>\d+))?"

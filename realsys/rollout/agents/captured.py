@@ -1,7 +1,7 @@
 """The agent that plays a user's ``run(data, base_url, api_key, http_client)``: what the gateway records is its episode.
 
 row of the dataset ──> run ──base_url──> gateway ──> Capture ──rows──┐
-                        └─reward, dict or None──> Outcome ──────────> Episode
+                        └─reward, dict or None──> RunOutcome ───────> Episode
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ def data_of(prompt: Prompt) -> dict[str, Any]:
     return {**prompt.extra, "prompt": prompt.messages or prompt.text, "answer": prompt.answer}
 
 
-# ---- outcome -----------------------------------------------------------------------------------------------------
-#
-# The result of a user's ``run``: a reward, a dict, or None. Pure.
+# ---- result of a user's ``run``: a reward, a dict, or None. Pure
 
 
 _KEYS = ("reward", "rewards", "correct", "metrics", "answer")
@@ -113,7 +111,7 @@ class RunOutcome:
 def outcome_of(returned: Any) -> RunOutcome:
     """Read what ``run`` returned. Raises AgentError with the problem in one line.
 
-    A dict with other keys than those of Outcome maps ids of completions to rewards.
+    A dict with other keys than those of RunOutcome maps ids of completions to rewards.
     """
     if returned is None:
         return RunOutcome()
@@ -150,16 +148,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real | np.number)
 
 
-# ---- inside ------------------------------------------------------------------------------------------------------
-#
-# Episodes of a user's agent inside of the RolloutWorker: on its event loop, or in a thread.
+# ---- episodes inside of the RolloutWorker: on its event loop, or in a thread
 
 
 class Inside:
     """Runs of an agent in this process. All episodes share one HTTP client.
 
-    An async run shares the event loop with the RolloutWorker, so it must not block (``watch``). A run that is not async
-    has a thread; a thread that does not end cannot be killed, and keeps its place.
+    An async run shares the event loop with the RolloutWorker, so it must not block (``BlockedWatch``). A run that is
+    not async has a thread; a thread that does not end cannot be killed, and keeps its place.
     """
 
     def __init__(self, loaded: Any, rollout: RolloutConfig) -> None:
@@ -239,9 +235,7 @@ async def _result(ended: Future[Any]) -> Any:
     return await asyncio.wrap_future(ended)
 
 
-# ---- watch -------------------------------------------------------------------------------------------------------
-#
-# Watch over async agents in the RolloutWorker: one that blocks the event loop fails alone.
+# ---- watch over async agents in the RolloutWorker: one that blocks the event loop fails alone
 #
 #     thread ──tick──> event loop ──answer──> thread
 #        └─ no answer for too long: SIGUSR2 ──> handler in the main thread ──AgentError──> inside of the agent's code

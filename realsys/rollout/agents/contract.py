@@ -119,9 +119,9 @@ class ClosableAgent(Agent, Protocol):
         ...
 
 
-# ---- bounded -----------------------------------------------------------------------------------------------------
+# ---- bound on the time of an episode
 #
-# Bound on the time of an episode: `stuck-costs-itself`, an episode that does not end fails alone.
+# `stuck-costs-itself`: an episode that does not end fails alone.
 
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@
                   └──────────────────────────────────────────────┘
 
 Only prompt and results are tokenised (`token-identity`): ``realsys.rollout.conversation``. How the model writes a tool
-call is read by ``realsys.rollout.gateway.formats``.
+call is read by ``realsys.rollout.gateway.parser``.
 """
 
 from __future__ import annotations

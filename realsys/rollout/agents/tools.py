@@ -1,4 +1,7 @@
-"""The contract of a tool that the model calls in the agent ``tool_use``."""
+"""Tools that the model calls in the agent ``tool_use``: contract, choice, calculator, Python.
+
+Names of tools: ``realsys.config.doors``.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +62,7 @@ def text_argument(arguments: dict[str, Any], name: str) -> str:
     return value
 
 
-# ---- tools -------------------------------------------------------------------------------------------------------
-#
-# The tools of the agent ``tool_use``. Contract: ``base.py``; names: ``realsys.config.doors``.
+# ---- choice of tools
 
 
 def build(names: Sequence[str]) -> dict[str, Tool]:
@@ -84,9 +85,7 @@ def build(names: Sequence[str]) -> dict[str, Tool]:
     return tools
 
 
-# ---- calculator --------------------------------------------------------------------------------------------------
-#
-# The tool ``calculator``: arithmetic of numbers, without running code. Its time and its numbers are bounded.
+# ---- calculator: arithmetic of numbers, without running code. Its time and its numbers are bounded
 
 
 MAX_CHARACTERS = 1000
@@ -166,9 +165,7 @@ def _check_power(base: Number, exponent: Number) -> None:
         raise ToolError("error: the number is too large")
 
 
-# ---- python ------------------------------------------------------------------------------------------------------
-#
-# The tool ``python``: runs a program in the sandbox and returns its output.
+# ---- python: runs a program in the sandbox and returns its output
 
 
 MEMORY_MB = 512.0

@@ -1,4 +1,11 @@
-"""The agent ``verifiers``: the environment server plays the episode of a task, its tokens come from the gateway."""
+"""The agent ``verifiers``: environments of that package, played by its environment server.
+
+RolloutWorker                                            interpreter of verifiers (``env_python``)
+  agent ──task, base_url──> server ──ZMQ, ipc──> environment server ──> harness, tools, reward
+    ^                        └─ guard, restarts             │
+    │ rows                                                  v
+  gateway <──/chat/completions or /inference/v1/generate── model calls
+"""
 
 from __future__ import annotations
 
@@ -112,9 +119,7 @@ class VerifiersAgent(VerifiersOptions):
         return self._servers[key]
 
 
-# ---- wire --------------------------------------------------------------------------------------------------------
-#
-# Protocol of the environment server of verifiers 0.4: requests, and the assembly of a run's result. No I/O.
+# ---- protocol of the environment server of verifiers 0.4: requests, and the assembly of a run's result. No I/O
 #
 #     to the server    [request id, method, msgpack]        methods: health, run, cancel
 #     from the server  [request id, "delta", msgpack]       changes of one trace, any number of them
@@ -251,15 +256,13 @@ def _short(text: str) -> str:
     return " ".join(str(text).split())[-_SHOWN:]
 
 
-# ---- server ------------------------------------------------------------------------------------------------------
-#
-# One environment server: a process under the guard, the connection to it, and its restarts.
+# ---- one environment server: a process under the guard, the connection to it, and its restarts
 #
 #     absent ──first run──> starting ──health──> up ──exits──> absent      its runs fail with the cause
 #                              └─ exits, or no answer in time ──> absent   so does the run that started it
 #
 # A start waits until the back-off after the last end has passed. When the budget of restarts is spent, every run fails
-# at once with the last cause; the worker ends the run when that repeats (``defects``).
+# at once with the last cause; the worker ends the run when that repeats (``agent_errors``).
 
 
 log = logging.getLogger(__name__)

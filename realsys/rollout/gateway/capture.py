@@ -3,7 +3,7 @@
     request ──> Requests ──repeat──────────────────────────────────────────────┐
                    └─new──> Call ──Conversation.plan──> session.generate ──record──> Reply ──sent──> delivered
 
-One object per episode. It does no network I/O: ``delivery`` notifies it of replies that were sent and of connections
+One object per episode. It does no network I/O: ``routes`` notifies it of replies that were sent and of connections
 that broke. A call continues when its connection breaks, because an SDK whose timeout has passed repeats the request. It
 is cancelled if no repeat arrives within the window.
 """
@@ -402,9 +402,7 @@ async def _all(calls: Iterable[Coroutine[Any, Any, Generated]]) -> list[Generate
     return [task.result() for task in tasks]
 
 
-# ---- echoes ------------------------------------------------------------------------------------------------------
-#
-# Undoes changes that clients make to assistant messages before they send them back.
+# ---- changes that clients make to assistant messages before they send them back
 #
 # A conversation stays one row only if its history equals the replies of the gateway. Two changes are known. Both can
 # be undone exactly, because the episode remembers its replies:

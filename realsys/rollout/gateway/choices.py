@@ -1,4 +1,7 @@
-"""A completion of the engine as the client reads it: text, reasoning, tool calls, reason of its end."""
+"""A completion of the engine as the client reads it: text, reasoning, tool calls, reason of its end.
+
+Before its end, ``StreamedChoice`` reads the part that may be shown; ``Vocabulary`` has the bytes of single tokens.
+"""
 
 from __future__ import annotations
 
@@ -70,17 +73,15 @@ def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     return text[:place], stop
 
 
-# ---- streamed ----------------------------------------------------------------------------------------------------
-#
-# Text of a completion while its tokens arrive, as far as no later token can take it back. Pure.
+# ---- text of a completion while its tokens arrive, as far as no later token can take it back. Pure
 #
 #     tokens ──> text ──> shown: reasoning or content
 #                  │ held back: half a character, white space at the end, what may begin a marker or a stop string
 #                  ├─ a marker of reasoning: the parser reads all tokens again, and says where the text goes on
 #                  └─ another marker, such as that of a tool call, or a stop string: the reply has the rest
 #
-# Rules beginning What is shown begins the reasoning and the content that ``read_choice`` returns for the whole
-# completion. bounded The parser reads a completion at most ``MOST_READS`` times; after that nothing more is shown.
+# beginning  What is shown begins the reasoning and the content that ``read_choice`` returns for the whole completion.
+# bounded    The parser reads a completion at most ``MOST_READS`` times; after that nothing more is shown.
 
 
 MOST_READS = 32
@@ -183,13 +184,10 @@ class StreamedChoice:
             self._pending = text[len(self.text) :]
 
 
-# ---- vocabulary --------------------------------------------------------------------------------------------------
-#
-# Bytes of single tokens, and the number of tokens.
+# ---- bytes of single tokens, and the number of tokens
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_UNKNOWN = "\ufffd"
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -200,7 +198,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class Vocabulary:
-    """Bytes of the tokens of one tokenizer (``wire.base.Vocabulary``). They are computed once for each token."""
+    """Bytes of the tokens of one tokenizer (``dialect.TokenTexts``). They are computed once for each token."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -231,9 +229,9 @@ class Vocabulary:
         return text.encode()
 
 
-# ---- marks -------------------------------------------------------------------------------------------------------
+# ---- format of tool calls by the chat template
 #
-# Choice of the format of tool calls by the chat template. No import of ``renderers``, which takes half a second.
+# Without an import of ``renderers``, which takes half a second.
 
 
 AUTO, NONE = "auto", "none"

@@ -1,9 +1,9 @@
 """Neutral forms of all requests and replies of the gateway, and the contract of a dialect. No I/O.
 
-    bytes ──Dialect.parse──> Call ──(gateway, engine, formats)──> Reply ──Dialect.reply or .events──> bytes
+    bytes ──Dialect.parse──> GatewayCall ──(gateway, engine, parser)──> GatewayReply ──Dialect.reply, .events──> bytes
 
 A dialect is one wire format of a language-model endpoint, such as OpenAI's chat completions. Whatever a client speaks,
-the gateway sees a ``Call`` whose messages have the form of OpenAI's chat completions.
+the gateway sees a ``GatewayCall`` whose messages have the form of OpenAI's chat completions.
 """
 
 from __future__ import annotations
@@ -203,10 +203,9 @@ class Dialect(Protocol):
         ...
 
 
-# ---- call ids ----------------------------------------------------------------------------------------------------
+# ---- ids of tool calls
 #
-# Ids of tool calls: nine letters or digits, which every client and chat template accepts (Mistral's want just nine).
-#
+# Nine letters or digits, which every client and chat template accepts (Mistral's want just nine).
 # The first seven name the completion, the last two number its tool calls. So a client may send the tool calls of one
 # completion apart from each other, and they can be joined again.
 

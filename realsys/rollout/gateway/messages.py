@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from realsys.rollout.gateway import replies, request_fields
-from realsys.rollout.gateway import request_fields as f
 from realsys.rollout.gateway.dialect import BadRequest, Choice, GatewayCall, GatewayReply, ReplyHead, Sent
 from realsys.rollout.gateway.request_fields import check, limits, read, strings, tool_choice
 
@@ -148,9 +147,9 @@ def _stop(index: int) -> bytes:
     return replies.event({"type": "content_block_stop", "index": index})
 
 
-# ---- blocks ------------------------------------------------------------------------------------------------------
+# ---- messages of Anthropic as chat messages
 #
-# Messages of Anthropic as chat messages. The blocks of one assistant message are one chat message.
+# The blocks of one assistant message are one chat message.
 
 
 _THOUGHTS = ("thinking", "redacted_thinking")
@@ -186,10 +185,10 @@ def tools_of(tools: list[dict[str, Any]], call: GatewayCall) -> list[dict[str, A
         if "input_schema" not in tool:
             call.ignored.append(f"tools[{i}]")
             continue
-        function = {"name": check(tool.get("name"), f.TEXT, f"tools[{i}].name")}
+        function = {"name": check(tool.get("name"), request_fields.TEXT, f"tools[{i}].name")}
         if tool.get("description") is not None:
-            function["description"] = check(tool["description"], f.TEXT, f"tools[{i}].description")
-        function["parameters"] = check(tool["input_schema"], f.OBJECT, f"tools[{i}].input_schema")
+            function["description"] = check(tool["description"], request_fields.TEXT, f"tools[{i}].description")
+        function["parameters"] = check(tool["input_schema"], request_fields.OBJECT, f"tools[{i}].input_schema")
         functions.append({"type": "function", "function": function})
     return functions
 
@@ -198,14 +197,14 @@ def _assistant(content: Any, path: str) -> dict[str, Any]:
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
     texts, thoughts, calls = [], [], []
-    for k, block in enumerate(check(content, f.OBJECTS, path)):
+    for k, block in enumerate(check(content, request_fields.OBJECTS, path)):
         place, kind = f"{path}[{k}]", block.get("type")
         if kind == "text":
-            texts.append(check(block.get("text"), f.TEXT, f"{place}.text"))
+            texts.append(check(block.get("text"), request_fields.TEXT, f"{place}.text"))
         elif kind == "tool_use":
             calls.append(_tool_call(block, place))
         elif kind in _THOUGHTS:
-            thoughts.append(check(block.get("thinking", ""), f.TEXT, f"{place}.thinking"))
+            thoughts.append(check(block.get("thinking", ""), request_fields.TEXT, f"{place}.thinking"))
         else:
             raise BadRequest(400, f"blocks of type {kind!r} are not supported", f"{place}.type")
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
@@ -217,8 +216,8 @@ def _assistant(content: Any, path: str) -> dict[str, Any]:
 
 
 def _tool_call(block: dict[str, Any], path: str) -> dict[str, Any]:
-    call_id, name = (check(block.get(key), f.TEXT, f"{path}.{key}") for key in ("id", "name"))
-    arguments = msgspec.json.encode(check(block.get("input"), f.OBJECT, f"{path}.input")).decode()
+    call_id, name = (check(block.get(key), request_fields.TEXT, f"{path}.{key}") for key in ("id", "name"))
+    arguments = msgspec.json.encode(check(block.get("input"), request_fields.OBJECT, f"{path}.input")).decode()
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -228,9 +227,9 @@ def _user(content: Any, path: str) -> list[dict[str, Any]]:
         return [{"role": "user", "content": content}]
     chat: list[dict[str, Any]] = []
     texts = []
-    for k, block in enumerate(check(content, f.OBJECTS, path)):
+    for k, block in enumerate(check(content, request_fields.OBJECTS, path)):
         if block.get("type") == "tool_result":
-            call_id = check(block.get("tool_use_id"), f.TEXT, f"{path}[{k}].tool_use_id")
+            call_id = check(block.get("tool_use_id"), request_fields.TEXT, f"{path}[{k}].tool_use_id")
             text = _text(block.get("content") or "", f"{path}[{k}].content")
             chat.append({"role": "tool", "tool_call_id": call_id, "content": text})
         else:
@@ -244,9 +243,9 @@ def _text(content: Any, path: str, first: int = 0) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for k, block in enumerate(check(content, f.OBJECTS, path), first):
+    for k, block in enumerate(check(content, request_fields.OBJECTS, path), first):
         if block.get("type") != "text":
             kind = block.get("type")
             raise BadRequest(400, f"must be text: blocks of type {kind!r} are not supported", f"{path}[{k}].type")
-        texts.append(check(block.get("text"), f.TEXT, f"{path}[{k}].text"))
+        texts.append(check(block.get("text"), request_fields.TEXT, f"{path}[{k}].text"))
     return "\n".join(texts)

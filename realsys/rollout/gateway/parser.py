@@ -228,9 +228,7 @@ def _is_shallow(value: Any, levels: int) -> bool:
     return levels > 0 and all(_is_shallow(item, levels - 1) for item in items)
 
 
-# ---- adapter -----------------------------------------------------------------------------------------------------
-#
-# The tokenizer in the form that the package ``renderers`` reads.
+# ---- the tokenizer in the form that the package ``renderers`` reads
 #
 # The parsers of ``renderers`` find the markers of a format, such as <tool_call>, by the id of a token. Many small
 # models have no such token: they write the marker with several tokens, or with characters. So the adapter gives a new

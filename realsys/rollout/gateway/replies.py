@@ -1,4 +1,4 @@
-"""Parts of replies that several dialects share: server-sent events, errors, usage, log-probs."""
+"""Parts of replies that several dialects share: server-sent events, errors, usage, log-probs, HTTP statuses."""
 
 from __future__ import annotations
 
@@ -104,9 +104,7 @@ def stream_end(call: GatewayCall, reply: GatewayReply, chunk: dict[str, Any]) ->
     yield DONE
 
 
-# ---- problems ----------------------------------------------------------------------------------------------------
-#
-# Errors of a call as HTTP statuses, chosen so that an SDK repeats a call only if this can help. Pure.
+# ---- errors of a call as HTTP statuses, chosen so that an SDK repeats a call only if this can help. Pure
 #
 # status        cause                                                 SDK
 # 400 413 401   the request must change                               raises

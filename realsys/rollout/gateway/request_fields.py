@@ -6,7 +6,7 @@ accepted    fields that need no action: labels of the caller, caches, priorities
 ignored     fields that have no effect here, with the values that would have none anywhere
 
 A field that is in none of the lists is tolerated. Its name, and that of an ignored field with another value, ends in
-``Call.ignored``. A field whose value is null counts as absent.
+``GatewayCall.ignored``. A field whose value is null counts as absent.
 """
 
 from __future__ import annotations
@@ -237,9 +237,7 @@ TOKENIZE = Fields(
 )
 
 
-# ---- body --------------------------------------------------------------------------------------------------------
-#
-# Reading of request bodies by the field lists of ``fields``. Each error names the field.
+# ---- reading of request bodies by these lists; each error names the field
 
 
 #: tokens whose log-probs a client may ask for at each position, as OpenAI limits them
@@ -259,7 +257,7 @@ class Body:
 
     __slots__ = ("ignored", "sampling", "values")
 
-    def __init__(self, request: Mapping[str, Any], fields: f.Fields, path: str = "") -> None:
+    def __init__(self, request: Mapping[str, Any], fields: Fields, path: str = "") -> None:
         self.values: dict[str, Any] = {}
         self.sampling: dict[str, float] = {}
         self.ignored: list[str] = []
@@ -280,7 +278,7 @@ class Body:
         return self.values.get(name, default)
 
 
-def read(body: bytes, fields: f.Fields) -> Body:
+def read(body: bytes, fields: Fields) -> Body:
     """Read the JSON object of a request. Raises BadRequest."""
     try:
         request = _decode(body)
@@ -291,27 +289,27 @@ def read(body: bytes, fields: f.Fields) -> Body:
     return Body(request, fields)
 
 
-def check(value: Any, kind: f.Kind, path: str) -> Any:
+def check(value: Any, kind: Kind, path: str) -> Any:
     """Return ``value`` if it is of ``kind``. Raises BadRequest."""
-    types = f.KINDS[kind]
+    types = KINDS[kind]
     good = isinstance(value, types) and (not isinstance(value, bool) or bool in types)
     if good and isinstance(value, list):
         return _check_list(value, kind, path)
     if good and isinstance(value, (int, float)):
-        good = abs(value) < _HUGE and (kind != f.COUNT or value >= 1)  # false for NaN
+        good = abs(value) < _HUGE and (kind != COUNT or value >= 1)  # false for NaN
     if not good:
         raise BadRequest(400, f"must be {kind}, not {describe(value)}", path)
     return value
 
 
-def _check_list(values: list[Any], kind: f.Kind, path: str) -> list[Any]:
-    if kind == f.TOKENS:
+def _check_list(values: list[Any], kind: Kind, path: str) -> list[Any]:
+    if kind == TOKENS:
         # One pass in C for the long lists of token ids; the loop below names the wrong element.
         if set(map(type, values)) <= {int} and (not values or min(values) >= 0):
             return values
         wrong = next(i for i, value in enumerate(values) if type(value) is not int or value < 0)
         raise BadRequest(400, f"must be a token id, not {describe(values[wrong])}", f"{path}[{wrong}]")
-    element = {f.OBJECTS: (dict, "an object"), f.TEXTS: (str, "a string")}.get(kind)
+    element = {OBJECTS: (dict, "an object"), TEXTS: (str, "a string")}.get(kind)
     if element is not None:
         for i, value in enumerate(values):
             if not isinstance(value, element[0]):
@@ -376,7 +374,7 @@ def chat_messages(messages: list[dict[str, Any]], path: str = "messages") -> lis
 
 
 def _check_parts(parts: Any, path: str) -> None:
-    for k, part in enumerate(check(parts, f.OBJECTS, path) if isinstance(parts, list) else [parts]):
+    for k, part in enumerate(check(parts, OBJECTS, path) if isinstance(parts, list) else [parts]):
         if not isinstance(part, dict):
             raise BadRequest(400, f"must be a string or a list, not {describe(parts)}", path)
         if part.get("type") not in ("text", "refusal"):
@@ -389,7 +387,7 @@ def _check_parts(parts: Any, path: str) -> None:
 
 
 def _check_tool_calls(calls: Any, path: str) -> None:
-    for k, call in enumerate(check(calls, f.OBJECTS, path)):
+    for k, call in enumerate(check(calls, OBJECTS, path)):
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRequest(400, "must be an object with a name", f"{path}[{k}].function")

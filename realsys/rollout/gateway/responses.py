@@ -6,12 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from realsys.rollout.gateway import replies, request_fields
-from realsys.rollout.gateway import request_fields as f
 from realsys.rollout.gateway.dialect import BadRequest, GatewayCall, GatewayReply, ReplyHead, Sent, same_completion
 from realsys.rollout.gateway.request_fields import check, limits, read, tool_choice, top_logprobs
 
 _LOGPROBS = "message.output_text.logprobs"
-_OPENING = len(opening_events({}))  # number of events
 #: fields that need stored state, and what a client does instead
 _STATEFUL = {
     "previous_response_id": "responses are not stored: send the whole conversation as input",
@@ -84,7 +82,7 @@ class ResponsesDialect(replies.OpenAIErrors):
         yield self._numbered(events, so_far)
 
     def _numbered(self, events: list[Event], sent: Sent) -> bytes:
-        first, sent.events = _OPENING + sent.events, sent.events + len(events)
+        first, sent.events = len(opening_events({})) + sent.events, sent.events + len(events)
         return b"".join(numbered(events, first))
 
     def error_event(self, status: int, message: str) -> bytes:
@@ -162,9 +160,7 @@ def _message(head: ReplyHead, text: str, logprobs: list[dict[str, Any]], status:
     return message | {"content": [part]}
 
 
-# ---- items -------------------------------------------------------------------------------------------------------
-#
-# Input items of OpenAI's responses as chat messages.
+# ---- input items as chat messages
 #
 # A reply of the gateway has the items reasoning, message, function calls, in this order. A client sends them back in
 # its next request, maybe without the reasoning, maybe with the outputs of the tools between the function calls. All
@@ -200,7 +196,7 @@ class _Folder:
             raise BadRequest(400, f"items of type {kind!r} are not supported", f"{path}.type")
 
     def _message(self, item: dict[str, Any], path: str) -> None:
-        role = _CHAT_ROLES.get(check(item.get("role"), f.TEXT, f"{path}.role"))
+        role = _CHAT_ROLES.get(check(item.get("role"), request_fields.TEXT, f"{path}.role"))
         if role is None:
             raise BadRequest(400, f"must be one of {', '.join(_CHAT_ROLES)}", f"{path}.role")
         text = _text(item.get("content"), f"{path}.content")
@@ -220,7 +216,7 @@ class _Folder:
 
     def _function_call(self, item: dict[str, Any], path: str) -> None:
         call_id, name, arguments = (
-            check(item.get(key), f.TEXT, f"{path}.{key}") for key in ("call_id", "name", "arguments")
+            check(item.get(key), request_fields.TEXT, f"{path}.{key}") for key in ("call_id", "name", "arguments")
         )
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         if self._open is None and self._latest is not None:
@@ -234,7 +230,7 @@ class _Folder:
         self._open.setdefault("tool_calls", []).append(call)
 
     def _output(self, item: dict[str, Any], path: str) -> None:
-        call_id = check(item.get("call_id"), f.TEXT, f"{path}.call_id")
+        call_id = check(item.get("call_id"), request_fields.TEXT, f"{path}.call_id")
         text = _text(item.get("output"), f"{path}.output")
         self._append({"role": "tool", "tool_call_id": call_id, "content": text})
 
@@ -257,7 +253,7 @@ def messages_of(items: str | list[Any], instructions: str | None) -> list[dict[s
     if not items:
         raise BadRequest(400, "must not be empty", "input")
     for i, item in enumerate(items):
-        folder.add(check(item, f.OBJECT, f"input[{i}]"), f"input[{i}]")
+        folder.add(check(item, request_fields.OBJECT, f"input[{i}]"), f"input[{i}]")
     return folder.messages
 
 
@@ -268,7 +264,7 @@ def tools_of(tools: list[dict[str, Any]], call: GatewayCall) -> list[dict[str, A
         if tool.get("type") != "function":
             call.ignored.append(f"tools[{i}]")
             continue
-        name = check(tool.get("name"), f.TEXT, f"tools[{i}].name")
+        name = check(tool.get("name"), request_fields.TEXT, f"tools[{i}].name")
         function = {"name": name, "description": tool.get("description"), "parameters": tool.get("parameters")}
         given = {key: value for key, value in function.items() if value is not None}
         functions.append({"type": "function", "function": given})
@@ -279,20 +275,18 @@ def _text(content: Any, path: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for k, part in enumerate(check(content, f.OBJECTS, path)):
+    for k, part in enumerate(check(content, request_fields.OBJECTS, path)):
         if part.get("type") == "refusal":
-            texts.append(check(part.get("refusal"), f.TEXT, f"{path}[{k}].refusal"))
+            texts.append(check(part.get("refusal"), request_fields.TEXT, f"{path}[{k}].refusal"))
         elif part.get("type") in _TEXTS:
-            texts.append(check(part.get("text"), f.TEXT, f"{path}[{k}].text"))
+            texts.append(check(part.get("text"), request_fields.TEXT, f"{path}[{k}].text"))
         else:
             problem = f"must be text: parts of type {part.get('type')!r} are not supported"
             raise BadRequest(400, problem, f"{path}[{k}].type")
     return "".join(texts)
 
 
-# ---- events ------------------------------------------------------------------------------------------------------
-#
-# Server-sent events of OpenAI's responses.
+# ---- server-sent events
 #
 # response.created, response.in_progress
 # for each item: output_item.added, its content, output_item.done

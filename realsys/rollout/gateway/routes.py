@@ -187,9 +187,7 @@ def _problem(
     return None
 
 
-# ---- delivery ----------------------------------------------------------------------------------------------------
-#
-# Sending of replies, and whether they arrived.
+# ---- sending of replies, and whether they arrived
 #
 #     Exchange.task ──done──> reply, or its rest ──last byte to an open connection──> Capture.sent
 #          │ stream: text as it is sampled; comments while there is none                 │

@@ -1,4 +1,4 @@
-"""Attacks on the sandbox: one Python program per file in tests/contracts/sandbox/attacks, read as data.
+"""Attacks on the sandbox: one Python program per file in tests/contracts/reward/sandbox/attacks, read as data.
 
 The first line of a file's docstring says what the program does; lines ``key: value`` behind it are settings:
 
@@ -24,7 +24,7 @@ import msgspec
 from realsys.data.layouts.code_tests import KEY, CallTest, CodeTests, StdioTest
 from realsys.reward.verifiers.contract import Item
 
-FOLDER = Path(__file__).parents[2] / "contracts" / "sandbox" / "attacks"
+FOLDER = Path(__file__).parents[2] / "contracts" / "reward" / "sandbox" / "attacks"
 TIME_LIMIT_S = 0.5  # CPU time of one run
 MEMORY_LIMIT_MB = 256.0
 SETTINGS = {"tests", "task", "runs", "right", "unguarded"}

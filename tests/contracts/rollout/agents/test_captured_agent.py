@@ -119,5 +119,5 @@ def test_bound_of_the_episode_is_told_to_the_agent(tokenizer, settings, calls, c
 
 def test_messages_of_the_row_reach_the_agent(tokenizer):
     messages = [{"role": "user", "content": "1+1="}]
-    data = agents.captured.agent.data_of(Prompt("1+1=", "2", [], {"level": 3}, messages))
+    data = agents.captured.data_of(Prompt("1+1=", "2", [], {"level": 3}, messages))
     assert data == {"prompt": messages, "answer": "2", "level": 3}

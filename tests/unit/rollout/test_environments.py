@@ -18,7 +18,7 @@ from realsys.rollout.environments import Judgement, Response, Task, build
 from realsys.types import Ticket
 from tests.support.processes.config_trees import changed
 
-EXAMPLES = Path(__file__).resolve().parents[4] / "docs" / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"
 MACHINE = Machine(cpus=8, memory_bytes=64 << 30)
 REWARDS = ["rollout.reward.correct=5", "rollout.reward.wrong=-5"]
 PROGRAM = "```python\na, b = input().split()\nprint(int(a) + int(b))\n```"

@@ -172,7 +172,7 @@ def test_agent_exception_names_file_and_line(caplog):
     with caplog.at_level(logging.ERROR):
         played = play(agent, FakeEngine(), min_episodes=1)
     (error,) = played.errors
-    assert error.startswith("episode 0: AgentError: KeyError: 'no such key' (") and "test_sessions.py:" in error
+    assert error.startswith("episode 0: AgentError: KeyError: 'no such key' (") and "test_group_player.py:" in error
     assert len(played.episodes) == 3 and "Traceback" in caplog.text
 
 
