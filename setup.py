@@ -29,7 +29,7 @@ setup(
         "realsys.configs": ["**/*.yaml", "*.yaml"],
         "realsys.lab.published": ["tables/*.json"],
         "realsys.slurm": ["*.sh", "cluster/*.yaml", "*.md"],
-        "realsys.view": ["static/*"],
+        "realsys.observe.page": ["static/*"],
         # a separate package for the interpreter that runs SGLang
         "realsys.generation.sglang": ["cpu_support/*", "cpu_support/realsys_sglang_cpu/*.py"],
     },

@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks._pairs import Side, add_arguments, compare
 from realsys.config.paths import TrialPaths
 from realsys.launch.commands.status import Observer
-from realsys.timeline.read import read_timeline
+from realsys.observe.timeline.clocked_spans import read_timeline
 
 PAGE_S, SCRAPE_EVERY = 2.0, 8  # as the page does, and about as often as Prometheus by default
 CURVES_S = 100

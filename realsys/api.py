@@ -28,9 +28,9 @@ from realsys.launch.prepare import resolve
 from realsys.launch.process_plan import own_environment
 from realsys.launch.run import RunOptions
 from realsys.launch.words import own_words, words_again
+from realsys.observe.samples.catalogue import Catalogue
+from realsys.observe.samples.step_samples import Sample
 from realsys.observe.step_log import StepRecord, surviving_steps
-from realsys.view.samples.catalogue import Catalogue
-from realsys.view.samples.step_samples import Sample
 
 
 class Trial:

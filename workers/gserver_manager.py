@@ -9,8 +9,8 @@ from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.data.prompts import split_sizes
 from realsys.manager.process import Manager, ManagerParts
 from realsys.manager.routes import Pages
+from realsys.observe.page.app import SECRET, routes
 from realsys.observe.step_log import LatestRecords
-from realsys.view.app import SECRET, routes
 
 
 async def serve(ctx: WorkerContext) -> None:

@@ -46,7 +46,7 @@ def _add_samples(parser: ArgumentParser) -> None:
 
 def _samples(args: Namespace) -> int:
     from realsys.launch.commands.samples import Options, show_samples
-    from realsys.view.samples.filters import Filter
+    from realsys.observe.samples.filters import Filter
 
     chosen = Filter(
         verdict=args.verdict or "any",

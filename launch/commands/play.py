@@ -36,6 +36,8 @@ from realsys.launch.evaluation_target import Choices, find_target
 from realsys.launch.prepare import make_inputs
 from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
+from realsys.observe.samples.step_samples import VERDICTS
+from realsys.observe.samples.turns import token_kinds
 from realsys.observe.screen.terminal import Terminal
 from realsys.reward.open_verifiers import own_verifiers
 from realsys.rollout import agents, environments
@@ -45,8 +47,6 @@ from realsys.rollout.gateway.gateway import gateway_of
 from realsys.rollout.group_player import GroupPlayer, group_player
 from realsys.rollout.resumable_engine import Deliver, EngineCall, ResumableEngine
 from realsys.types import Episode, Row, Ticket
-from realsys.view.samples.step_samples import VERDICTS
-from realsys.view.samples.turns import token_kinds
 
 _MODEL = "model.path="
 _START_S = 60.0  # bound on the start of the HTTP server

@@ -1,6 +1,6 @@
 """`realsys samples`: shows samples of a train step, of an evaluation, or of groups that were not trained.
 
-Reading and filters are those of the sample viewer (``realsys.view.samples``); each kind of sample has its lines here.
+Reading and filters are those of the sample viewer (``realsys.observe.samples``); each kind of sample has its lines here.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from realsys.errors import ConfigError, RecordError
 from realsys.launch.commands.finding import find_trial
 from realsys.launch.commands.replay import last_recorded
 from realsys.observe.evaluation_records import EvalSample
-from realsys.view.samples.base import SampleRow, SampleSource, SampleView
-from realsys.view.samples.catalogue import DROPPED, Catalogue
-from realsys.view.samples.eval_samples import EvalSource
-from realsys.view.samples.filters import Filter, choose
-from realsys.view.samples.step_samples import VERDICTS, Sample, StepSource
-from realsys.view.samples.stored import chosen_evaluation
+from realsys.observe.samples.catalogue import DROPPED, Catalogue
+from realsys.observe.samples.eval_samples import EvalSource, chosen_evaluation
+from realsys.observe.samples.filters import Filter, SampleRow, SampleSource, SampleView, choose
+from realsys.observe.samples.step_samples import VERDICTS, Sample, StepSource
 
 _SHOWN = 4  # prompts without --limit
 

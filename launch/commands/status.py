@@ -31,7 +31,7 @@ from realsys.observe.screen.plain import PlainView, eval_line
 from realsys.observe.screen.progress import Monitor, Progress, Record, ask_once
 from realsys.observe.screen.text_figures import memory_of, memory_text
 from realsys.observe.step_log import StepTail
-from realsys.timeline.why import bottleneck
+from realsys.observe.timeline.why import bottleneck
 
 _LOOK_S = 1.0  # seconds between two checks for events and for the end of the trial
 

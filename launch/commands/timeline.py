@@ -12,10 +12,9 @@ from rich.table import Table
 
 from realsys.launch.commands.finding import find_trial
 from realsys.observe.percent import whole_percents
-from realsys.timeline.picture.trace_file import Steps, Wanted, write_trace
-from realsys.timeline.step_times import PARTS, StepTime
-from realsys.timeline.waits import WAITS
-from realsys.timeline.why import Report, explain
+from realsys.observe.timeline.perfetto import Steps, Wanted, write_trace
+from realsys.observe.timeline.ways import WAITS
+from realsys.observe.timeline.why import PARTS, StepTime, WhyReport, explain
 
 #: last steps that the table shows; --json has all of them
 _SHOWN = 12
@@ -50,7 +49,7 @@ def why(trial_dir: Path | None, steps: Steps | None, *, as_json: bool = False) -
     return 0
 
 
-def as_record(report: Report) -> dict[str, object]:
+def as_record(report: WhyReport) -> dict[str, object]:
     """Return the report as JSON's types."""
     return {
         "bottleneck": report.sentence,
@@ -69,7 +68,7 @@ def as_record(report: Report) -> dict[str, object]:
     }
 
 
-def print_report(console: Console, report: Report) -> None:
+def print_report(console: Console, report: WhyReport) -> None:
     """Print sentence, times, waits, use and advice."""
     console.print(f"[bold]{report.sentence}[/]", highlight=False)
     steps = [time.step for time, _ in report.steps]
@@ -104,7 +103,7 @@ def _print_shares(
     console.print(table)
 
 
-def _print_steps(console: Console, report: Report) -> None:
+def _print_steps(console: Console, report: WhyReport) -> None:
     """Print the last steps. Parts that are small in all of them are one column, so that a row adds up to 100."""
     shown = report.steps[-_SHOWN:]
     used = [name for name in PARTS if any(time.share(name) >= _WORTH for time, _ in shown)]
@@ -127,7 +126,7 @@ def _most(time: StepTime, waits: Mapping[str, float]) -> str:
     return f"{name} {100 * waits[name] / time.parts['wait']:.0f} %"
 
 
-def _print_use(console: Console, report: Report) -> None:
+def _print_use(console: Console, report: WhyReport) -> None:
     if not report.covered:
         console.print("\nno spans of these steps: they are too old, or telemetry.spans=false", highlight=False)
         return

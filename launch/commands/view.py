@@ -17,9 +17,9 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError, NameStoreError
 from realsys.launch.commands.finding import find_trial
 from realsys.launch.trial_folder import is_held
+from realsys.observe.page.app import serve_view
 from realsys.observe.screen.progress import Monitor, NoScreen, Progress
 from realsys.observe.step_log import StepTail
-from realsys.view.server import serve_view
 
 _TIMEOUT_S = 3.0
 

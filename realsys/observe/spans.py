@@ -7,10 +7,10 @@ A process calls ``start`` once. Until then, and after ``stop``, ``span`` and ``a
 and never waits: if the disk refuses a segment, the process warns once and records no more.
 
 Times are CLOCK_MONOTONIC, which all processes of a host share and which nothing sets. Each segment begins with the wall
-time at one moment of that clock. ``realsys.timeline.clocks`` puts the clocks of several hosts together.
+time at one moment of that clock. ``realsys.observe.timeline.clocked_spans`` puts the clocks of several hosts together.
 
 A segment is a file of JSON lines: a Header, then one list of spans for each flush. A reader skips a line that is not
-complete, so a killed process loses the spans of its last second only. ``realsys.timeline.read`` reads them.
+complete, so a killed process loses the spans of its last second only. ``realsys.observe.timeline.clocked_spans`` reads them.
 
 A span is a part of the work, not a token: a completion has as many decode spans as weight versions sampled it.
 """

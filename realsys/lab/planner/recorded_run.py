@@ -22,8 +22,14 @@ from realsys.errors import ConfigError
 from realsys.manager.ledger.events import Finished, Granted
 from realsys.manager.ledger.journal import read_journal
 from realsys.observe.step_log import read_steps
-from realsys.timeline.read import Span, Window, bounded_window, read_timeline
-from realsys.timeline.units import attempt_of, ticket_of
+from realsys.observe.timeline.clocked_spans import (
+    TimelineSpan,
+    Window,
+    attempt_of,
+    bounded_window,
+    read_timeline,
+    ticket_of,
+)
 from realsys.train.records.record_files import read_record, recorded_steps
 
 _KIND = "generation_server"
@@ -78,7 +84,7 @@ def read_server_times(paths: TrialPaths, begins: Sequence[float], end: float) ->
     return server_times(read_timeline(paths.spans, window, _KIND).spans, window)
 
 
-def server_times(spans: Sequence[Span], window: Window) -> ServerTimes:
+def server_times(spans: Sequence[TimelineSpan], window: Window) -> ServerTimes:
     """Return the times of the servers from their ``spans``, sorted by begin; decode spans inside ``window`` only."""
     decoding: list[Decoding] = []
     recomputes: list[Recompute] = []
@@ -91,7 +97,7 @@ def server_times(spans: Sequence[Span], window: Window) -> ServerTimes:
     return ServerTimes(decoding[:: 1 + len(decoding) // _MOST], recomputes, _served(spans, window))
 
 
-def _served(spans: Sequence[Span], window: Window) -> dict[tuple[str, int], Window]:
+def _served(spans: Sequence[TimelineSpan], window: Window) -> dict[tuple[str, int], Window]:
     """Return from when to when the servers had the completions of each attempt that began in ``window``."""
     found: dict[tuple[str, int], Window] = {}
     for span in spans:
@@ -102,10 +108,10 @@ def _served(spans: Sequence[Span], window: Window) -> dict[tuple[str, int], Wind
     return {key: times for key, times in found.items() if times[0] >= window[0] and times[1] <= window[1]}
 
 
-def _recomputes(spans: Sequence[Span]) -> list[Recompute]:
+def _recomputes(spans: Sequence[TimelineSpan]) -> list[Recompute]:
     """Return the caches that one server computed again. A prefill that begins at a pause is one of these."""
     pauses = [span for span in spans if span.name == "pause"]
-    found: list[list[Span]] = [[] for _ in pauses]
+    found: list[list[TimelineSpan]] = [[] for _ in pauses]
     begins = np.array([span.begin for span in pauses])
     for span in spans:
         if span.name == "prefill" and "positions" in span.facts and len(pauses):
@@ -119,7 +125,7 @@ def _recomputes(spans: Sequence[Span]) -> list[Recompute]:
     ]
 
 
-def _decoding(spans: Sequence[Span], recomputes: Sequence[Recompute], window: Window) -> list[Decoding]:
+def _decoding(spans: Sequence[TimelineSpan], recomputes: Sequence[Recompute], window: Window) -> list[Decoding]:
     running = _integral([(span.begin, span.end) for span in spans])
     again = _integral([(each.begin, each.end) for each in recomputes])
     found = []

@@ -13,7 +13,7 @@ import pytest
 
 from realsys.cluster.http_server import HttpServer
 from realsys.manager.routes import ManagerApp, Pages
-from realsys.view.app import SECRET, routes
+from realsys.observe.page.app import SECRET, routes
 from tests.support.view.shown_trial import live_status, sample_trial
 
 TOKEN = "the-token-of-the-trial"

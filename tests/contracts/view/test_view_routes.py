@@ -15,8 +15,7 @@ import pytest
 
 from realsys.config.dump import read_config, write_config
 from realsys.config.paths import TrialPaths
-from realsys.view.app import OPEN, SECRET, Desk
-from realsys.view.server import ViewServer
+from realsys.observe.page.app import OPEN, SECRET, Desk, ViewServer
 from tests.support.view.shown_trial import sample_trial
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from realsys.observe import spans
-from realsys.timeline.read import Span, read_timeline
+from realsys.observe.timeline.clocked_spans import TimelineSpan, read_timeline
 
 
 @contextlib.contextmanager
-def recording(folder: Path) -> Iterator[Callable[[], Sequence[Span]]]:
+def recording(folder: Path) -> Iterator[Callable[[], Sequence[TimelineSpan]]]:
     """Record the spans of the block; the yielded function returns those so far, sorted by begin."""
 
-    def so_far() -> Sequence[Span]:
+    def so_far() -> Sequence[TimelineSpan]:
         spans.flush()
         return read_timeline(folder).spans
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from realsys.view.server import ViewServer
+from realsys.observe.page.app import ViewServer
 from tests.support.view.chromium import Page, chromium
 from tests.support.view.shown_trial import live_status, sample_trial
 

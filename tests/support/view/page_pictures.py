@@ -10,8 +10,8 @@ import shutil
 from pathlib import Path
 
 from realsys.config.paths import TrialPaths
+from realsys.observe.page.app import ViewServer
 from realsys.train.records.record_files import recorded_steps
-from realsys.view.server import ViewServer
 from tests.support.view.chromium import chromium
 
 WIDTH, PHONE, HEIGHT = 1280, 390, 844

@@ -8,8 +8,8 @@ from realsys.manager.ledger.events import EvalAnswered, EvalStarted
 from realsys.manager.ledger.journal import read_journal
 from realsys.observe.points import CURVES
 from realsys.observe.step_log import StepTail, read_steps
-from realsys.timeline.picture.trace_file import write_trace
-from realsys.timeline.why import explain
+from realsys.observe.timeline.perfetto import write_trace
+from realsys.observe.timeline.why import explain
 from realsys.weights.disk import manifest
 from realsys.weights.disk.stage import stage
 from tests.support.jobs.checkpoints import load_checkpoint, weights_differ

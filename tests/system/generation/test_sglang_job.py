@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from realsys.timeline.follow import ways_of
-from realsys.timeline.read import read_timeline
-from realsys.timeline.waits import groups_of_batch
+from realsys.observe.timeline.clocked_spans import read_timeline
+from realsys.observe.timeline.ways import groups_of_batch, ways_of
 from tests.support.jobs.jobs import Job, processes_of, run_arith
 from tests.support.jobs.ledgers import check_ledger, check_staleness
 from tests.support.serving.sglang_server import needs_sglang

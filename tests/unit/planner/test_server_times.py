@@ -9,14 +9,14 @@ import pytest
 
 from realsys.lab.planner.cost_estimates import estimate_server, load_of
 from realsys.lab.planner.recorded_run import Decoding, Recompute, ServerTimes, server_times
-from realsys.timeline.read import Span
+from realsys.observe.timeline.clocked_spans import TimelineSpan
 from tests.support.planner.recordings import COSTS, recording_of
 
 WINDOW = (0.0, 100.0)
 
 
-def span(name: str, begin: float, end: float, number: int = 1, **facts: Any) -> Span:
-    return Span("generation_server/0", name, begin, end, f"{number:010}.0.0.0.0#0", facts)
+def span(name: str, begin: float, end: float, number: int = 1, **facts: Any) -> TimelineSpan:
+    return TimelineSpan("generation_server/0", name, begin, end, f"{number:010}.0.0.0.0#0", facts)
 
 
 def test_running_completions_are_counted_with_their_time() -> None:

@@ -15,7 +15,7 @@ import pytest
 from realsys.config.schema import Config
 from realsys.observe import signal
 from realsys.observe.signal import STEPS, SignalWatch, signal_warning
-from realsys.timeline import advice
+from realsys.observe.timeline import why
 
 
 def steps(equal: float, *, wrong: float = 0.0, right: float = 0.0, cut: float = 0.0, count: int = STEPS) -> list[Any]:
@@ -66,7 +66,7 @@ def test_watch_warns_once() -> None:
     assert warned == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize("module", [signal, advice])
+@pytest.mark.parametrize("module", [signal, why])
 def test_remedies_name_existing_settings(module: ModuleType) -> None:
     settings = Config(trial="t").model_dump()
     source = Path(str(module.__file__)).read_text("utf-8")

@@ -14,7 +14,7 @@ import pytest
 
 from realsys.observe import spans
 from realsys.observe.spans import LOST, MOST_QUEUED, SPANS, Phases, Recorder, span
-from realsys.timeline.read import read_timeline, segments_of
+from realsys.observe.timeline.clocked_spans import read_timeline, segments_of
 
 ROOT = Path(spans.__file__).parents[2]
 

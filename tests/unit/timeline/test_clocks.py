@@ -1,4 +1,4 @@
-"""Tests of ``realsys.timeline.clocks``: exchanges between hosts put their clocks together."""
+"""Tests of ``realsys.observe.timeline.clocked_spans``: exchanges between hosts put their clocks together."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.timeline.clocks import offsets_of
-from realsys.timeline.read import Span, read_timeline
+from realsys.observe.timeline.clocked_spans import TimelineSpan, offsets_of, read_timeline
 from tests.support.timelines.made_up import START, small_trial
 
 
-def _call(begin: float, end: float, number: int = 0) -> Span:
-    return Span("rollout_worker/0", "generate", begin, end, f"000000000{number}.0/0", {"call": 0})
+def _call(begin: float, end: float, number: int = 0) -> TimelineSpan:
+    return TimelineSpan("rollout_worker/0", "generate", begin, end, f"000000000{number}.0/0", {"call": 0})
 
 
-def _served(begin: float, end: float, number: int = 0) -> Span:
-    return Span("generation_server/0", "decode", begin, end, f"000000000{number}.0.0.0.0#0", {})
+def _served(begin: float, end: float, number: int = 0) -> TimelineSpan:
+    return TimelineSpan("generation_server/0", "decode", begin, end, f"000000000{number}.0.0.0.0#0", {})
 
 
 def test_clocks_that_obey_all_exchanges_stay() -> None:
@@ -50,8 +49,8 @@ def test_chain_of_hosts_is_corrected() -> None:
     """Host c exchanges with b only, and b with the manager's host a."""
     update = {"server": "generation_server/0"}
     spans = {
-        "a": [Span("gserver_manager/0", "update", 0.0, 2.0, "version/1", update)],
-        "b": [Span("generation_server/0", "stage", 50.1, 51.9, "version/1", {}), _served(51.0, 53.0)],
+        "a": [TimelineSpan("gserver_manager/0", "update", 0.0, 2.0, "version/1", update)],
+        "b": [TimelineSpan("generation_server/0", "stage", 50.1, 51.9, "version/1", {}), _served(51.0, 53.0)],
         "c": [_call(-49.1, -46.9)],
     }
     offsets = offsets_of(spans)
@@ -72,8 +71,10 @@ def test_timeline_of_two_hosts_is_one(tmp_path: Path, wrong: float) -> None:
 def test_repeated_steps_move_no_clock() -> None:
     """Steps 1 and 2 were trained again 100 s later, under the same names."""
     times = [(1, 0.0), (2, 10.0), (1, 100.0), (2, 110.0), (3, 120.0)]
-    calls = [Span("master_worker/0", "call", t, t + 5, f"step/{k}", {"call": "actor_train"}) for k, t in times]
-    served = [Span("model_worker/0", "call", t + 1, t + 4, f"step/{k}", {"call": "actor_train"}) for k, t in times]
+    calls = [TimelineSpan("master_worker/0", "call", t, t + 5, f"step/{k}", {"call": "actor_train"}) for k, t in times]
+    served = [
+        TimelineSpan("model_worker/0", "call", t + 1, t + 4, f"step/{k}", {"call": "actor_train"}) for k, t in times
+    ]
     offset = offsets_of({"a": calls, "b": served})["b"]
     assert offset.seconds == 0.0
     assert offset.error == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""Tests of ``realsys.timeline.read``: segments, windows, damaged files."""
+"""Tests of ``realsys.observe.timeline.clocked_spans``: segments, windows, damaged files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from realsys.observe.spans import SUFFIX
-from realsys.timeline.read import bytes_of, read_timeline
+from realsys.observe.timeline.clocked_spans import bytes_of, read_timeline
 from tests.support.timelines.made_up import START, MadeUpTrial, raw, small_trial
 
 

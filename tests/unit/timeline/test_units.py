@@ -1,12 +1,12 @@
-"""Tests of ``realsys.timeline.units``: the names of a completion on a server lead to its episode."""
+"""Tests of ``realsys.observe.timeline.clocked_spans``: the names of a completion on a server lead to its episode."""
 
 from __future__ import annotations
 
 import pytest
 
 from realsys.generation.client import SamplingSpec
+from realsys.observe.timeline.clocked_spans import attempt_of, completion_of, number_of
 from realsys.rollout.resumable_engine import EngineCall
-from realsys.timeline.units import attempt_of, completion_of, number_of
 from realsys.types import Ticket
 
 

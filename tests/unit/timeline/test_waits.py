@@ -1,4 +1,4 @@
-"""Tests of ``realsys.timeline.waits`` and ``.usage``: what a batch waited for, how busy both sides were."""
+"""Tests of ``realsys.observe.timeline.ways`` and ``.usage``: what a batch waited for, how busy both sides were."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.timeline.follow import Ways, ways_of
-from realsys.timeline.read import Span, read_timeline
-from realsys.timeline.usage import life_of_groups, server_use, worker_use
-from realsys.timeline.waits import WAITS, parts_of_wait, split
+from realsys.observe.timeline.clocked_spans import TimelineSpan, read_timeline
+from realsys.observe.timeline.ways import WAITS, Ways, parts_of_wait, split, ways_of
+from realsys.observe.timeline.why import life_of_groups, server_use, worker_use
 from tests.support.timelines.made_up import START, small_trial
 
 _INSIDE = ("generate", "queue", "prefill", "decode", "reward", "tool", "route", "episode")
 
 
-def _step(ways_from: list[Span]) -> tuple[Span, Span]:
+def _step(ways_from: list[TimelineSpan]) -> tuple[TimelineSpan, TimelineSpan]:
     (step,) = [span for span in ways_from if span.name == "step"]
     (wait,) = [span for span in ways_from if span.name == "wait"]
     return step, wait
@@ -37,7 +36,7 @@ def test_last_attempt_of_a_ticket_counts(tmp_path: Path) -> None:
     spans = list(read_timeline(small_trial(tmp_path).paths.spans).spans)
     first = [span for span in spans if span.unit.startswith("0000000007.0") and span.name in {"rollout", "grant"}]
     spans += [span._replace(unit="0000000007.1", begin=span.begin + 1, end=span.end + 0.2) for span in first]
-    spans.append(Span("rollout_worker/0", "push", START + 10.0, START + 10.3, "0000000007.1", {}))
+    spans.append(TimelineSpan("rollout_worker/0", "push", START + 10.0, START + 10.3, "0000000007.1", {}))
     step, wait = _step(spans)
     parts = parts_of_wait(wait, step, ways_of(spans))
     assert parts["ticket"] == pytest.approx(1.5)
@@ -56,7 +55,7 @@ def test_wait_before_a_lost_rollout_is_unknown(tmp_path: Path) -> None:
 
 
 def test_batch_without_spans_is_unknown() -> None:
-    step = Span("master_worker/0", "step", 0, 5, "step/1", {"tickets": "1-3"})
+    step = TimelineSpan("master_worker/0", "step", 0, 5, "step/1", {"tickets": "1-3"})
     wait = step._replace(name="wait", end=2.0)
     assert parts_of_wait(wait, step, Ways()) == {"unknown": 2.0}
 
@@ -68,7 +67,7 @@ def test_batch_without_spans_is_unknown() -> None:
     st.floats(0.001, 20),
 )
 def test_pieces_of_an_episode_add_up(drawn: list[tuple[str, float, float]], begin: float, length: float) -> None:
-    spans = [Span("w", name, start, start + seconds, "", {}) for name, start, seconds in drawn]
+    spans = [TimelineSpan("w", name, start, start + seconds, "", {}) for name, start, seconds in drawn]
     pieces = split(spans, begin, begin + length)
     assert sum(end - start for _, start, end in pieces) == pytest.approx(length)
     assert {name for name, _, _ in pieces} <= WAITS.keys()

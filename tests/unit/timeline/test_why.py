@@ -1,4 +1,4 @@
-"""Tests of ``realsys.timeline.why``, ``.step_times`` and ``.advice``."""
+"""Tests of ``realsys.observe.timeline.why``, ``.step_times`` and ``.advice``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ import msgspec
 import pytest
 
 from realsys.errors import ConfigError
-from realsys.timeline.advice import Facts, advice
-from realsys.timeline.step_times import PARTS, StepTime, step_times, sum_of
-from realsys.timeline.usage import ServerUse, WorkerUse
-from realsys.timeline.why import Report, bottleneck, explain, sentence
+from realsys.observe.timeline.why import (
+    PARTS,
+    Facts,
+    ServerUse,
+    StepTime,
+    WhyReport,
+    WorkerUse,
+    advice,
+    bottleneck,
+    explain,
+    sentence,
+    step_times,
+    sum_of,
+)
 from tests.support.timelines.made_up import START, MadeUpTrial, raw, small_trial
 
 _STEP = {"wait": 4.0, "inf": 1.0, "train": 4.0, "save": 0.5, "publish": 0.25, "checkpoint": 0.25}
@@ -61,7 +71,7 @@ def test_sentence_has_the_percentages_of_the_parts() -> None:
 
 def test_parts_of_the_wait_add_up_to_its_percentage() -> None:
     time = _time(wait=30.6, train=60.7, copy=8.7)
-    report = Report([], time, {"decode": 10.2, "reward": 10.2, "ticket": 10.2})
+    report = WhyReport([], time, {"decode": 10.2, "reward": 10.2, "ticket": 10.2})
     assert time.percents["wait"] == 30
     assert report.wait_percents == {"decode": 10, "reward": 10, "ticket": 10}
 
@@ -147,7 +157,7 @@ def test_report_of_a_large_run_reads_fewer_steps(tmp_path: Path, monkeypatch: py
     spans = [raw(name, 10 * k, 10 * k + 5, f"step/{k + 1}", tickets="") for k in range(30) for name in ("step", "wait")]
     os.utime(trial.spans("master_worker/0", spans), (START + 300, START + 300))
     assert explain(trial.paths).covered == 30
-    monkeypatch.setattr("realsys.timeline.read.MOST_BYTES", 0)
+    monkeypatch.setattr("realsys.observe.timeline.clocked_spans.MOST_BYTES", 0)
     assert explain(trial.paths).covered == 1
 
 

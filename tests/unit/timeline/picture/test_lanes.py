@@ -1,21 +1,21 @@
-"""Tests of ``realsys.timeline.picture.lanes``: spans of a row nest."""
+"""Tests of ``realsys.observe.timeline.perfetto``: spans of a row nest."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.timeline.picture.lanes import lanes_of
-from realsys.timeline.read import Span
+from realsys.observe.timeline.clocked_spans import TimelineSpan
+from realsys.observe.timeline.perfetto import lanes_of
 
 _TIMES = st.integers(0, 40)
 
 
-def _span(name: str, begin: float, end: float, unit: str = "", process: str = "rollout_worker/0") -> Span:
-    return Span(process, name, begin, end, unit, {})
+def _span(name: str, begin: float, end: float, unit: str = "", process: str = "rollout_worker/0") -> TimelineSpan:
+    return TimelineSpan(process, name, begin, end, unit, {})
 
 
-def _ordered(spans: list[Span]) -> list[Span]:
+def _ordered(spans: list[TimelineSpan]) -> list[TimelineSpan]:
     return sorted(spans, key=lambda span: (span.begin, -span.end))
 
 

@@ -1,4 +1,4 @@
-"""Tests of ``realsys.timeline.picture``: the written file obeys the viewer's rules, and arrows follow episodes."""
+"""Tests of ``realsys.observe.timeline.picture``: the written file obeys the viewer's rules, and arrows follow episodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from realsys.errors import ConfigError
 from realsys.observe.events import EventLog
-from realsys.timeline.picture.trace_file import Wanted, write_trace
+from realsys.observe.timeline.perfetto import Wanted, write_trace
 from tests.support.timelines.made_up import START, MadeUpTrial, raw, small_trial
 from tests.support.timelines.trace_rules import broken_rules
 
@@ -123,7 +123,7 @@ def test_trial_without_spans_is_refused(tmp_path: Path) -> None:
 
 
 def test_large_timeline_needs_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realsys.timeline.picture.trace_file._MOST_BYTES", 100)
+    monkeypatch.setattr("realsys.observe.timeline.perfetto._MOST_BYTES", 100)
     with pytest.raises(ConfigError, match="choose steps"):
         write_trace(small_trial(tmp_path).paths, tmp_path / "trace.json")
     write_trace(small_trial(tmp_path).paths, tmp_path / "trace.json", Wanted(steps=(1, 1)))

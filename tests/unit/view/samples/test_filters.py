@@ -7,8 +7,7 @@ import itertools
 import pytest
 
 from realsys.errors import ConfigError
-from realsys.view.samples.base import SampleRow, SampleView
-from realsys.view.samples.filters import Filter, choose
+from realsys.observe.samples.filters import Filter, SampleRow, SampleView, choose
 
 ROWS = [
     SampleRow("a/0", "a", 1, 1.0, True, 10, staleness=0, advantage=0.5),

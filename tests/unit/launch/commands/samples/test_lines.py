@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 
 from realsys.launch.commands.samples import group_lines, printable
-from realsys.view.samples.step_samples import Sample
-from realsys.view.samples.turns import Span
+from realsys.observe.samples.step_samples import Sample
+from realsys.observe.samples.turns import VersionSpan
 
 
 def make_sample(**fields: object) -> Sample:
@@ -14,7 +14,7 @@ def make_sample(**fields: object) -> Sample:
         "step": 3, "sample_id": "0007/1", "ticket_id": "0007", "attempt": 1, "episode": 0, "row": 0,
         "prompt_index": 12, "seed": 99,
         "granted_version": 2, "worker": "rollout_worker/0", "seconds": 1.5, "prompt": "1+1=", "completion": "2.",
-        "spans": [Span(2, 1, "2"), Span(3, 1, ".")],
+        "spans": [VersionSpan(2, 1, "2"), VersionSpan(3, 1, ".")],
         "route": [("generation_server/0", 1), ("generation_server/1", 1)], "finish_reason": "stop", "reward": 5.0,
         "rewards": [], "score": None, "correct": True, "metrics": {}, "truncated": False,
         "staleness": 1, "advantage": 0.5,
@@ -53,7 +53,7 @@ def test_a_row_with_another_history_shows_it() -> None:
 
 
 def test_context_metrics_and_rewards_of_turns_are_shown() -> None:
-    spans = [Span(2, 1, "2"), Span(None, 1, "?"), Span(3, 1, "3")]
+    spans = [VersionSpan(2, 1, "2"), VersionSpan(None, 1, "?"), VersionSpan(3, 1, "3")]
     text = shown(make_sample(spans=spans, metrics={"turns": 2.0}, rewards=[(4, 0.5)], correct=None))
     assert "[v2]2[context]?[v3]3" in text
     assert "reward 5, not judged, stop, turns 2, reward 0.5 at 4, staleness 1" in text
@@ -61,7 +61,7 @@ def test_context_metrics_and_rewards_of_turns_are_shown() -> None:
 
 def test_an_answer_cannot_steer_the_terminal() -> None:
     assert printable("a\x1b[2Jb\r\x07\n[bold]c") == "a\\x1b[2Jb\\r\\x07\n        [bold]c"
-    text = shown(make_sample(spans=[Span(2, 1, "\x1b]0;title\x07[red]x[/red]")]))
+    text = shown(make_sample(spans=[VersionSpan(2, 1, "\x1b]0;title\x07[red]x[/red]")]))
     assert "\x1b" not in text and "[v2]\\x1b]0;title\\x07[red]x[/red]" in text
 
 

@@ -15,10 +15,9 @@ import numpy as np
 from realsys.algorithm.batch.token_losses import MASKED, STALE
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError
+from realsys.observe.samples.filters import SampleRow, SampleView, Turn
+from realsys.observe.samples.turns import References, turns
 from realsys.storage.dropped_groups import DroppedEpisode, DroppedGroup, GroupFile, group_files, read_group
-from realsys.view.samples.base import SampleRow, SampleView, Turn
-from realsys.view.samples.references import References
-from realsys.view.samples.turns import turns
 
 MOST_GROUPS = 1000
 MOST_BYTES = 256 << 20  # bytes of files that the first list reads

@@ -1,21 +1,112 @@
-"""Filters of samples, as the page and `realsys samples` use them. Pure: the clock is an argument.
+"""Contract of a source of samples: a recorded train step, an evaluation, or the groups that were not trained.
 
-The metadata are filtered first. Only samples that pass are searched for a text, because a search reads their tokens. It
-ends after ``seconds``; then the result has the number of samples that were not searched.
+A list shows ``SampleRow``s, which need no token of a sample. ``view`` reads one sample with its tokens. So a source of
+any size is shown with little memory. Every text in here is untrusted: it is the output of a model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, get_args
 
 import msgspec
 
 from realsys.errors import ConfigError
-from realsys.view.samples.base import SampleRow, SampleSource
 
-Verdict = Literal["any", "correct", "wrong", "unjudged"]
+TurnKind = Literal["prompt", "context", "sampled", "masked"]
+
+
+class SampleRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One sample in a list.
+
+    sample_id   unique in its source
+    group       id of its ticket, or number of its problem
+    tokens      sampled tokens
+    staleness   versions between the oldest token and the weights that were trained; None: it was not trained
+    outcome     why it was not trained; "" if it was, and for evaluations
+    """
+
+    sample_id: str
+    group: str
+    prompt_index: int
+    reward: float | None
+    correct: bool | None
+    tokens: int
+    truncated: bool = False
+    finish_reason: str = "stop"
+    staleness: int | None = None
+    advantage: float | None = None
+    outcome: str = ""
+
+
+class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Neighbouring tokens of one kind.
+
+    kind        prompt: up to the first sampled token; context: given later, as the result of a tool; sampled: trained;
+                masked: sampled, but too old to be trained
+    pieces      text that each token adds; the whole text as one piece if the tokens are unknown
+    versions    version that sampled each token; one number if it is the same for all; empty if the policy did not
+                sample them, or if it is unknown
+    logprobs    nats, when it was sampled; likewise
+    advantages  as trained; likewise
+    """
+
+    kind: TurnKind
+    pieces: list[str]
+    versions: list[int] = []
+    logprobs: list[float] = []
+    advantages: list[float] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class SampleView(msgspec.Struct, frozen=True):
+    """One sample with its text.
+
+    facts      (name, value) for people, in the order to show
+    reference  the reference answer; None if it is unknown, for the reason in ``note``
+    """
+
+    row: SampleRow
+    turns: list[Turn]
+    facts: list[tuple[str, str]]
+    reference: str | None = None
+    note: str = ""
+
+
+class SampleSource(Protocol):
+    """Samples of one place in a trial. Methods raise RealsysError for a damaged file."""
+
+    @property
+    def title(self) -> str:
+        """One line on what the samples are."""
+        ...
+
+    def rows(self) -> Sequence[SampleRow]:
+        """Return all samples, in their order."""
+        ...
+
+    def text(self, sample_id: str) -> str:
+        """Return the text of a sample, with its prompt, for a search."""
+        ...
+
+    def view(self, sample_id: str) -> SampleView:
+        """Read one sample. Raises RecordError for an unknown id."""
+        ...
+
+
+# ---- filters -----------------------------------------------------------------------------------------------------
+#
+# Filters of samples, as the page and `realsys samples` use them. Pure: the clock is an argument.
+#
+# The metadata are filtered first. Only samples that pass are searched for a text, because a search reads their tokens.
+# It ends after ``seconds``; then the result has the number of samples that were not searched.
+
+
+VerdictFilter = Literal["any", "correct", "wrong", "unjudged"]
 Order = Literal["source", "longest", "shortest", "reward", "stalest", "advantage"]
 
 SEARCH_S = 3.0
@@ -32,7 +123,7 @@ class Filter(msgspec.Struct, frozen=True):
     limit  samples of one page; 0: all, which a request cannot ask for
     """
 
-    verdict: Verdict = "any"
+    verdict: VerdictFilter = "any"
     truncated: bool = False
     reward_min: float | None = None
     reward_max: float | None = None
@@ -55,7 +146,7 @@ class Filter(msgspec.Struct, frozen=True):
             made = msgspec.convert(fields, cls, strict=False)
         except msgspec.ValidationError as error:
             field = str(error).rpartition("`$.")[2].strip("`") or "filter"
-            choices = {"verdict": get_args(Verdict), "order": get_args(Order)}.get(field)
+            choices = {"verdict": get_args(VerdictFilter), "order": get_args(Order)}.get(field)
             problem = f"use one of {', '.join(choices)}" if choices else str(error).partition(" - ")[0]
             raise ConfigError(field, fields.get(field, ""), problem) from None
         if made.offset < 0:
@@ -76,7 +167,7 @@ class Filter(msgspec.Struct, frozen=True):
         )
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundSamples(msgspec.Struct, frozen=True):
     """Result of a filter.
 
     rows      one page of the samples that pass
@@ -94,7 +185,7 @@ class Found(msgspec.Struct, frozen=True):
 
 def choose(
     source: SampleSource, wanted: Filter, clock: Callable[[], float] = lambda: 0.0, seconds: float = SEARCH_S
-) -> Found:
+) -> FoundSamples:
     """Return the chosen samples. Raises RealsysError for a damaged file."""
     rows = source.rows()
     passed = _ordered([row for row in rows if wanted.admits(row)], wanted.order)
@@ -109,7 +200,7 @@ def choose(
                 hits.append(row)
         unsearched, passed = len(passed) - searched, hits
     page = passed[wanted.offset :][: wanted.limit or None]
-    return Found(page, len(rows), len(passed), searched, unsearched)
+    return FoundSamples(page, len(rows), len(passed), searched, unsearched)
 
 
 def _within(value: float | None, least: float | None, most: float | None) -> bool:

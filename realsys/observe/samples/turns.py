@@ -9,7 +9,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from realsys.view.samples.base import Turn, TurnKind
+from realsys.config.paths import TrialPaths
+from realsys.config.schema import Config
+from realsys.data.prompts import PromptDataset
+from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import RealsysError
+from realsys.observe.samples.filters import Turn, TurnKind
 
 Array = npt.NDArray[Any]
 
@@ -17,13 +22,13 @@ CONTEXT = -1  # instead of a version: the policy did not sample the token
 DIGITS = 4  # decimal digits of log-probs and advantages
 
 
-class Decoder(Protocol):
+class PieceDecoder(Protocol):
     """The part of TextTokenizer that this module needs."""
 
     def token_texts(self, ids: Sequence[int]) -> list[str]: ...
 
 
-class Span(msgspec.Struct, frozen=True):
+class VersionSpan(msgspec.Struct, frozen=True):
     """Tokens after the prompt that one version sampled in a row; ``version`` None: context, not in the loss."""
 
     version: int | None
@@ -38,7 +43,7 @@ def token_versions(mask: Array, versions: Array) -> Array:
     return found
 
 
-def version_spans(ids: Sequence[int], versions: Array, tokenizer: Decoder) -> Iterator[Span]:
+def version_spans(ids: Sequence[int], versions: Array, tokenizer: PieceDecoder) -> Iterator[VersionSpan]:
     """Cut tokens where their version changes. A character of several tokens goes to the one that completes it.
 
     ``versions`` [len(ids)]: CONTEXT for a token that is not in the loss.
@@ -49,7 +54,7 @@ def version_spans(ids: Sequence[int], versions: Array, tokenizer: Decoder) -> It
     starts = [0, *(int(i) + 1 for i in np.flatnonzero(np.diff(versions)))]
     for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
         version = int(versions[start])
-        yield Span(None if version == CONTEXT else version, end - start, "".join(pieces[start:end]))
+        yield VersionSpan(None if version == CONTEXT else version, end - start, "".join(pieces[start:end]))
 
 
 def token_kinds(mask: Array, masked: int) -> list[TurnKind]:
@@ -67,7 +72,7 @@ def token_kinds(mask: Array, masked: int) -> list[TurnKind]:
     return kinds
 
 
-def turns(arrays: Mapping[str, Array], masked: int, tokenizer: Decoder) -> list[Turn]:
+def turns(arrays: Mapping[str, Array], masked: int, tokenizer: PieceDecoder) -> list[Turn]:
     """Return the turns of a row with the text, version, log-prob and advantage of each token."""
     ids, mask = arrays["tokens"].tolist(), arrays["loss_mask"].astype(bool)
     kinds, pieces = token_kinds(mask, masked), tokenizer.token_texts(ids)
@@ -98,3 +103,33 @@ def _of(array: Array | None, places: Array) -> list[Any]:
     values = values[:1] if (values == values[0]).all() else values
     rounded = values if values.dtype.kind == "i" else np.round(values.astype(np.float64), DIGITS)
     return list(rounded.tolist())
+
+
+# ---- references --------------------------------------------------------------------------------------------------
+#
+# Reference answers of the prompts of a trial, from its data set as it is on disk now.
+
+
+class References:
+    """Data set of one configuration. It is opened for the first reference, which reads all of its lines once."""
+
+    def __init__(self, config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> None:
+        self._config = config
+        self._paths = paths
+        self._tokenizer = tokenizer
+        self._prompts: PromptDataset | None = None
+        self._problem = ""
+
+    def find(self, split: str, index: int) -> tuple[str | None, str]:
+        """Return the reference answer, or None and the reason. A data set that cannot be opened is tried once."""
+        if self._prompts is None and not self._problem:
+            try:
+                self._prompts = PromptDataset(self._config, self._paths, self._tokenizer)
+            except (RealsysError, OSError) as error:
+                self._problem = str(error)
+        if self._prompts is None:
+            return None, self._problem
+        try:
+            return self._prompts.prompt(split, index).answer, ""
+        except (RealsysError, OSError, LookupError) as error:
+            return None, str(error)

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from realsys.errors import MALFORMED, RecordError
-from realsys.observe.evaluation_records import SAMPLES, EvalSample, headline, read_result
-from realsys.view.samples.base import SampleRow, SampleView, Turn
+from realsys.observe.evaluation_records import SAMPLES, EvalSample, headline, read_result, stored_evaluations
+from realsys.observe.samples.filters import SampleRow, SampleView, Turn
 
 MOST_LINES = 200_000  # completions of one evaluation
 
@@ -118,3 +118,29 @@ def facts(sample: EvalSample) -> list[tuple[str, str]]:
     parts.append(("version", "-".join(map(str, versions))))
     parts.append(("worker", f"{sample.worker}, seed {sample.seed}"))
     return parts
+
+
+# ---- stored ------------------------------------------------------------------------------------------------------
+#
+# Finds a stored evaluation by its id or the name of its data set.
+
+
+def chosen_evaluation(root: Path, eval_id: str = "", of_set: str = "") -> str:
+    """Return the name of an evaluation: the newest of ``eval_id`` and ``of_set``, "" for any. Raises RecordError naming
+    those that are stored.
+    """
+    stored = stored_evaluations(root)
+    if of_set:
+        stored = [name for name in stored if read_result(root / name).get("set") == of_set]
+    if not stored:
+        of = f" of set {of_set!r}" if of_set else ""
+        raise RecordError(f"{root}: no evaluation{of} has stored completions")
+    if not eval_id:
+        return stored[-1]
+    if eval_id in stored:
+        return eval_id
+    # The step log calls the one of step 40 at the end "after"; the newest of that name is meant.
+    named = [name for name in stored if read_result(root / name).get("eval_id") == eval_id]
+    if not named:
+        raise RecordError(f"{root}: no evaluation {eval_id!r} is stored: use one of {', '.join(stored)}")
+    return named[-1]

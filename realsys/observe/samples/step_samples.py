@@ -16,14 +16,13 @@ from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError
 from realsys.master.calls.executor import add_scores
+from realsys.observe.samples.filters import SampleRow, SampleView
+from realsys.observe.samples.turns import CONTEXT, References, VersionSpan, token_versions, turns, version_spans
 from realsys.train.data_manager import Array
 from realsys.train.records import record_files as files
 from realsys.train.records.record_files import StepRecord
 from realsys.train.records.row_reader import RowReader
 from realsys.types import RowOrigin, SampleMeta
-from realsys.view.samples.base import SampleRow, SampleView
-from realsys.view.samples.references import References
-from realsys.view.samples.turns import CONTEXT, Span, token_versions, turns, version_spans
 
 VERDICTS = {True: "correct", False: "wrong", None: "not judged"}
 
@@ -47,7 +46,7 @@ class Sample(msgspec.Struct, frozen=True):
     seconds: float  # duration of its group's rollout
     prompt: str
     completion: str
-    spans: list[Span]
+    spans: list[VersionSpan]
     route: list[tuple[str, int]]  # (server, tokens)
     finish_reason: str
     reward: float

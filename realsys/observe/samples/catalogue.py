@@ -21,13 +21,13 @@ from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError
 from realsys.observe.evaluation_records import RESULT, SAMPLES, headline, read_result, stored_evaluations
+from realsys.observe.samples.dropped_samples import DroppedSource
+from realsys.observe.samples.eval_samples import EvalSource
+from realsys.observe.samples.filters import SampleSource
+from realsys.observe.samples.step_samples import StepSource
+from realsys.observe.samples.turns import References
 from realsys.storage.dropped_groups import group_files
 from realsys.train.records.record_files import BATCH, record_of_step, recorded_steps
-from realsys.view.samples.base import SampleSource
-from realsys.view.samples.dropped_samples import DroppedSource
-from realsys.view.samples.eval_samples import EvalSource
-from realsys.view.samples.references import References
-from realsys.view.samples.step_samples import StepSource
 
 DROPPED = "dropped"
 _MOST_DIGITS = 12  # digits of the number of a step

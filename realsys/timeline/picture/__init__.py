@@ -1,1 +1,0 @@
-"""The timeline as a file for ui.perfetto.dev: rows, arrows, trace events."""
