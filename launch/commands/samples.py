@@ -1,6 +1,7 @@
 """`realsys samples`: shows samples of a train step, of an evaluation, or of groups that were not trained.
 
-Reading and filters are those of the sample viewer (``realsys.observe.samples``); each kind of sample has its lines here.
+Reading and filters are those of the sample viewer (``realsys.observe.samples``); each kind of sample has its lines
+here.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ Times are CLOCK_MONOTONIC, which all processes of a host share and which nothing
 time at one moment of that clock. ``realsys.observe.timeline.clocked_spans`` puts the clocks of several hosts together.
 
 A segment is a file of JSON lines: a Header, then one list of spans for each flush. A reader skips a line that is not
-complete, so a killed process loses the spans of its last second only. ``realsys.observe.timeline.clocked_spans`` reads them.
+complete, so a killed process loses the spans of its last second only. ``realsys.observe.timeline.clocked_spans`` reads
+them.
 
 A span is a part of the work, not a token: a completion has as many decode spans as weight versions sampled it.
 """

@@ -4,8 +4,8 @@
                    └─ Episode, or an error of this episode ──> Played: enough episodes for a group, or the first error
 
 With ``rollout.oversample`` more episodes start than a group needs. The first that end make the group, whatever their
-rewards; the others are cancelled, and their tokens are counted. ``selection`` then says whether the group is trained,
-and with which of its episodes.
+rewards; the others are cancelled, and their tokens are counted. ``reason_to_drop`` then says whether the group is
+trained, and ``kept_episodes`` with which of its episodes.
 
 An episode without a verdict leaves the loss (`error-is-not-data`). It counts as played: the group is trained with the
 others, and nothing is generated again.

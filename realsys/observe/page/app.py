@@ -175,9 +175,7 @@ async def _static(request: Request) -> Response:
     return Response(_FILES[name], headers=_HEADERS, media_type=_TYPES[Path(name).suffix])
 
 
-# ---- server ------------------------------------------------------------------------------------------------------
-#
-# `realsys view`: the page of a trial on a loopback port, whether the trial runs or has ended.
+# ---- `realsys view`: the page of a trial on a loopback port, whether the trial runs or has ended
 
 
 class ViewServer:

@@ -176,9 +176,7 @@ def _model(config: Config, paths: TrialPaths) -> str:
     return f"{name} ({parameters:,} parameters)"
 
 
-# ---- curves ------------------------------------------------------------------------------------------------------
-#
-# Series of the step log for the curves of the page, in bounded memory. Pure but for the tail of the log.
+# ---- series of the step log for the curves of the page, in bounded memory. Pure but for the tail of the log
 #
 #     step log ──StepTail──> Curves: points of 1, 2, 4, ... steps, so that a run of any length has at most MOST_POINTS
 #                              └──document──> columns of at most SENT_POINTS

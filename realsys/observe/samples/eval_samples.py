@@ -120,9 +120,7 @@ def facts(sample: EvalSample) -> list[tuple[str, str]]:
     return parts
 
 
-# ---- stored ------------------------------------------------------------------------------------------------------
-#
-# Finds a stored evaluation by its id or the name of its data set.
+# ---- choice of a stored evaluation
 
 
 def chosen_evaluation(root: Path, eval_id: str = "", of_set: str = "") -> str:

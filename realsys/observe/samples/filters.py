@@ -1,4 +1,6 @@
-"""Contract of a source of samples: a recorded train step, an evaluation, or the groups that were not trained.
+"""Samples: contract of a source of them, and filters.
+
+A source is a recorded train step, an evaluation, or the groups that were not trained.
 
 A list shows ``SampleRow``s, which need no token of a sample. ``view`` reads one sample with its tokens. So a source of
 any size is shown with little memory. Every text in here is untrusted: it is the output of a model.
@@ -98,9 +100,7 @@ class SampleSource(Protocol):
         ...
 
 
-# ---- filters -----------------------------------------------------------------------------------------------------
-#
-# Filters of samples, as the page and `realsys samples` use them. Pure: the clock is an argument.
+# ---- filters, as the page and `realsys samples` use them. Pure: the clock is an argument
 #
 # The metadata are filtered first. Only samples that pass are searched for a text, because a search reads their tokens.
 # It ends after ``seconds``; then the result has the number of samples that were not searched.

@@ -1,4 +1,4 @@
-"""Cuts a row into turns and spans, and its text into the pieces of its tokens. Pure."""
+"""Texts of samples: a row is cut into turns and spans, its text into the pieces of its tokens; reference answers."""
 
 from __future__ import annotations
 
@@ -105,9 +105,7 @@ def _of(array: Array | None, places: Array) -> list[Any]:
     return list(rounded.tolist())
 
 
-# ---- references --------------------------------------------------------------------------------------------------
-#
-# Reference answers of the prompts of a trial, from its data set as it is on disk now.
+# ---- reference answers of the prompts of a trial, from its data set as it is on disk now
 
 
 class References:

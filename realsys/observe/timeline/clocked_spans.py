@@ -194,9 +194,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         return
 
 
-# ---- clocks ------------------------------------------------------------------------------------------------------
-#
-# One clock for the processes of several hosts, from the spans themselves.
+# ---- one clock for the processes of several hosts, from the spans themselves
 #
 # Processes of one host share CLOCK_MONOTONIC, so their spans need no correction. Each host's clock is placed by its
 # wall time. Wall times of hosts differ by milliseconds or more. Exchanges show by how much: what a server does for a
@@ -331,9 +329,7 @@ def _served(spans: Sequence[TimelineSpan]) -> Iterator[tuple[object, float, floa
                 yield ("update", span.unit, span.process), span.begin, span.end
 
 
-# ---- units -------------------------------------------------------------------------------------------------------
-#
-# Names of what a span is for, as several processes write them: attempts, episodes, steps, versions.
+# ---- names of what a span is for, as several processes write them: attempts, episodes, steps, versions
 
 
 #: request id of a call of the engine (``realsys.rollout.resumable_engine.EngineCall``), and the number of the

@@ -128,12 +128,10 @@ def _opened(out: Path) -> BinaryIO:
     return gzip.GzipFile(out, "wb", mtime=0) if out.suffix == ".gz" else out.open("wb")  # type: ignore[return-value]
 
 
-# ---- perfetto ----------------------------------------------------------------------------------------------------
-#
-# A timeline in the JSON of Chrome's trace events, which ui.perfetto.dev and chrome://tracing open.
+# ---- JSON of Chrome's trace events, which ui.perfetto.dev and chrome://tracing open
 #
 # process        pid, with its name; the first one has phases and events of the run
-# row            tid, with its name (``realsys.observe.timeline.perfetto``)
+# row            tid, with its name (``lanes_of``)
 # span           event X: begin and duration in microseconds since the first span
 # episode        events s, t, ..., f with one id: arrows through the spans of ``realsys.observe.timeline.ways``
 # event, moment  event i, and X of a microsecond: an arrow must end in a span
@@ -270,9 +268,7 @@ def _instant(event: Event, ts: float) -> TraceEvent:
     }
 
 
-# ---- lanes -------------------------------------------------------------------------------------------------------
-#
-# Rows of a picture: spans of one process that overlap go to different rows. Pure.
+# ---- rows: spans of one process that overlap go to different ones. Pure
 #
 # A viewer draws the spans of a row as a stack, so on one row two spans must nest or be apart. A *chain* is the spans
 # of one unit, such as prefill and decode of a completion. A chain stays on one row for its whole time.

@@ -1,4 +1,4 @@
-"""The way of an episode through all processes. Pure.
+"""The way of an episode through all processes, and the causes of the trainer's waits. Pure.
 
 grant ──> rollout ──> episode ──> generate ──> queue, prefill, decode on a server ──> reward, tool ──> push
 (manager)  (RolloutWorker)                     (GenerationServer)                     (RolloutWorker)  │
@@ -128,9 +128,7 @@ def ticket_named(text: str) -> str:
     return ticket.zfill(10) if ticket.isdigit() else ticket
 
 
-# ---- waits -------------------------------------------------------------------------------------------------------
-#
-# Causes of the trainer's waits, from spans: the way of the group that completed each batch. Pure.
+# ---- causes of the trainer's waits: the way of the group that completed each batch
 #
 #     trainer    |<───────────────────── wait ─────────────────────>|
 #     last group    ticket │ route │ queue │ prefill │ decode │ reward │ push │ claim

@@ -1,7 +1,7 @@
 """Report on who waits for whom in a trial, and on what would help.
 
     step log ──> times of the steps ──────────────────────┐
-    spans ─────> what the last group of each batch did ───┼──> Report: shares that add up to 100 %, use, advice
+    spans ─────> what the last group of each batch did ───┼──> WhyReport: shares that add up to 100 %, use, advice
             └──> use of servers and RolloutWorkers ───────┘
 
 A trial without spans has no parts of the wait, and no use of its processes. The step log alone has the rest.
@@ -32,6 +32,40 @@ SLOWER = 10
 #: (last steps whose spans are read, seconds before the first of them, in which a group of its batch may have begun):
 #: the first one whose spans are not too many, because a large run has thousands of spans per second
 _READ = ((50, 3600.0), (20, 900.0), (5, 120.0), (1, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerUse:
+    """Means over the servers of a trial.
+
+    busy     share of the time in which a server computes at least one completion
+    running  completions that a server computes at a time
+    most     the same, the most that any server computed at a moment
+    queued   completions that wait in a server
+    paused   share of the time in which a server takes over weights
+    staging  share of the time in which a server reads weights while it works
+    """
+
+    servers: int = 0
+    busy: float = 0.0
+    running: float = 0.0
+    most: int = 0
+    queued: float = 0.0
+    paused: float = 0.0
+    staging: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUse:
+    """Groups that all RolloutWorkers together play at a time, and further ones for which they wait for tickets.
+
+    ``reasons``: reason that the manager gave for a refusal -> how often.
+    """
+
+    workers: int = 0
+    playing: float = 0.0
+    empty: float = 0.0
+    reasons: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +203,9 @@ def _config(paths: TrialPaths) -> Config | None:
     return None
 
 
-# ---- step times --------------------------------------------------------------------------------------------------
+# ---- parts of the train steps, from the step log alone
 #
-# Parts of the train steps, from the step log alone. The parts of a step add up to its time, so shares add up to 100 %.
+# The parts of a step add up to its time, so shares add up to 100 %.
 #
 # end of step k-1 ──between──> wait ──> inf, train (calls) ──> copy ──> publish ──> checkpoint ──> end of step k
 #                                                                  └ other: plans, statistics, requests
@@ -260,43 +294,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-# ---- usage -------------------------------------------------------------------------------------------------------
-#
-# Use of both sides of a trial in a time, from spans: servers, places of RolloutWorkers, groups. Pure.
-
-
-@dataclass(frozen=True, slots=True)
-class ServerUse:
-    """Means over the servers of a trial.
-
-    busy     share of the time in which a server computes at least one completion
-    running  completions that a server computes at a time
-    most     the same, the most that any server computed at a moment
-    queued   completions that wait in a server
-    paused   share of the time in which a server takes over weights
-    staging  share of the time in which a server reads weights while it works
-    """
-
-    servers: int = 0
-    busy: float = 0.0
-    running: float = 0.0
-    most: int = 0
-    queued: float = 0.0
-    paused: float = 0.0
-    staging: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerUse:
-    """Groups that all RolloutWorkers together play at a time, and further ones for which they wait for tickets.
-
-    ``reasons``: reason that the manager gave for a refusal -> how often.
-    """
-
-    workers: int = 0
-    playing: float = 0.0
-    empty: float = 0.0
-    reasons: Mapping[str, int] = field(default_factory=dict)
+# ---- use of both sides of a trial in a time, from spans. Pure
 
 
 def server_use(spans: Iterable[TimelineSpan], window: Window) -> ServerUse:
@@ -403,9 +401,7 @@ def _most_at_once(spans: Iterable[TimelineSpan], window: Window) -> int:
     return most
 
 
-# ---- advice ------------------------------------------------------------------------------------------------------
-#
-# Advice on how to make a trial faster. Pure rules over the times of its steps and over the use of its processes.
+# ---- advice on how to make a trial faster. Pure rules over the times of its steps and the use of its processes
 #
 # Each line names the cause, the setting, and at most how much it can gain: the percentage of the time that would be
 # saved if the cause vanished. The rules do not know what a change costs.

@@ -1,4 +1,4 @@
-"""Tests of ``realsys.observe.timeline.picture``: the written file obeys the viewer's rules, and arrows follow episodes."""
+"""Tests of ``realsys.observe.timeline.perfetto``: the file obeys the viewer's rules, and arrows follow episodes."""
 
 from __future__ import annotations
 
