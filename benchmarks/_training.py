@@ -22,7 +22,7 @@ from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
 from realsys.hf.architecture import ModelSizes
 from realsys.model_calls import MfcRequest
-from realsys.train.calls import Role
+from realsys.train.calls.role import Role
 from realsys.train.data_manager import Array, DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import form_meshes

@@ -34,7 +34,8 @@ from benchmarks._table import RESULTS, report
 from benchmarks._training import PRESETS, RAW_ADVANTAGES, make_batch, make_model, request, single_rank
 from realsys.config.schema import Config
 from realsys.train import call_service
-from realsys.train.calls import Role, find_handler
+from realsys.train.calls.handlers import find_handler
+from realsys.train.calls.role import Role
 from realsys.train.megatron.device import Device, prepare_device
 from realsys.train.megatron.offload import HostCopies
 from realsys.train.weight_saver import checksums_of

@@ -63,6 +63,8 @@ from realsys.model_calls import (
 from realsys.observe.spans import span
 from realsys.storage.dropped_groups import DroppedWriter
 from realsys.train.calls import Role, find_handler
+from realsys.train.calls.handlers import find_handler
+from realsys.train.calls.role import Role
 from realsys.train.checkpoint.checkpoint_messages import (
     FinishCheckpointRequest,
     LoadCheckpointRequest,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from realsys.config.doors import HOOK
 from realsys.model_calls import MfcRequest
-from realsys.train.calls import Role
+from realsys.train.calls.role import Role
 
 #: Runs on every rank of the role's mesh, so it may contain collectives. An error that it raises
 #: ends the worker.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config
-from realsys.train.calls import Role
+from realsys.train.calls.role import Role
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import MeshGroups

@@ -22,7 +22,7 @@ import torch
 from realsys.cluster.commit_folder import checksum_of
 from realsys.errors import WeightsError
 from realsys.model_calls import Empty
-from realsys.train.calls import Role
+from realsys.train.calls.role import Role
 from realsys.train.hooks import onloaded
 from realsys.train.megatron.offload import HostCopies
 from realsys.weights.base import Share, WeightWriter

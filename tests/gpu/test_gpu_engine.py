@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from realsys.config.sections.schema_train import OptimizerConfig
-from realsys.train.calls import Role
+from realsys.train.calls.role import Role
 from realsys.train.checkpoint.saver import load_checkpoint
 from realsys.train.megatron.optimizer import optimizer_tensors
 from tests.gpu.conftest import STAND_IN, ComputeOn

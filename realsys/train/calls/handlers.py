@@ -1,4 +1,19 @@
-"""The contract of call handlers. ``realsys.config.doors.CALL_HANDLER`` lists their names."""
+"""The contract of call handlers: one class for each kind of model function call.
+``realsys.config.doors.CALL_HANDLER`` lists their names.
+
+    handler         reads                                     makes                                   module
+    actor_inf       tokens                                    prox_logprobs                           inference
+    ref_inf         tokens                                    ref_logprobs                            inference
+    critic_inf      tokens                                    values                                  inference
+    reward_inf      tokens                                    scores, in the reply                    inference
+    advantages      log-probs, ref_logprobs, values           advantages, returns                     advantages
+    actor_train     tokens, log-probs, advantages             one optimizer step per minibatch        actor
+    critic_train    tokens, values, returns                   one optimizer step per minibatch        critic
+    sft             tokens                                    one optimizer step per minibatch        actor
+
+Every rank of the role's mesh runs the same call. The request lists the sequences of all ranks, which these have
+exchanged (``realsys.train.exchange``), so each rank computes what it must know about the others.
+"""
 
 from __future__ import annotations
 

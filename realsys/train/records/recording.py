@@ -28,7 +28,7 @@ from realsys.cluster.commit_folder import checksum_of
 from realsys.config.dataflow import KV_VERSIONS, SOURCE_KEYS, TEMPERATURES, TOKEN_REWARDS
 from realsys.errors import StreamError
 from realsys.model_calls import Empty
-from realsys.train.calls import Role
+from realsys.train.calls.role import Role
 from realsys.train.data_manager import DataManager
 from realsys.train.hooks import onloaded
 from realsys.train.megatron.offload import HostCopies

@@ -13,7 +13,8 @@ from realsys.cluster.topology import whole_mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import ModelError
 from realsys.model_calls import MfcRequest
-from realsys.train.calls import CallOutcome, Role
+from realsys.train.calls.handlers import CallOutcome
+from realsys.train.calls.role import Role
 from realsys.train.megatron.device import Device
 from realsys.weights.disk.records import DiskPlan
 from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsRequest

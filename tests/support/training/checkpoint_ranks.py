@@ -16,7 +16,7 @@ from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
 from realsys.manager.messages import DataPosition
 from realsys.master.checkpoints import commit
-from realsys.train.calls import Role
+from realsys.train.calls.role import Role
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
 from realsys.train.megatron import optimizer

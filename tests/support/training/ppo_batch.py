@@ -15,7 +15,8 @@ from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
 from realsys.model_calls import MfcRequest
-from realsys.train.calls import CallOutcome, Role, find_handler
+from realsys.train.calls.handlers import CallOutcome, find_handler
+from realsys.train.calls.role import Role
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import form_meshes

@@ -22,7 +22,7 @@ from realsys.cluster.network import take_address
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
-from realsys.train.calls import Role
+from realsys.train.calls.role import Role
 from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device, prepare_device
 from realsys.train.megatron.mesh import MeshGroups, form_meshes

@@ -17,7 +17,8 @@ from realsys.config.doors import CALL_HANDLER, HOOK
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError, NotFiniteError
 from realsys.model_calls import MfcRequest
-from realsys.train.calls import CallOutcome, Role, find_handler
+from realsys.train.calls.handlers import CallOutcome, find_handler
+from realsys.train.calls.role import Role
 from realsys.train.hooks import find_hook
 from realsys.train.megatron.device import Device
 from realsys.train.step_gate import SettleRequest, StepAbandoned, StepGate

@@ -10,7 +10,7 @@ import pytest
 
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
-from realsys.train.calls import Role
+from realsys.train.calls.role import Role
 from realsys.train.megatron.device import Device
 from realsys.types import SequenceRef
 from tests.support.serving.hf_models import make_model

@@ -16,7 +16,8 @@ from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
 from realsys.data.char_model import make_tiny_model
 from realsys.model_calls import MfcRequest
-from realsys.train.calls import Role, find_handler
+from realsys.train.calls.handlers import find_handler
+from realsys.train.calls.role import Role
 from realsys.train.calls.train_steps import OptimizerSteps
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.layers.heads import Outputs

@@ -12,7 +12,7 @@ import pytest
 
 from realsys.cluster.files import FileInfo
 from realsys.errors import CheckpointError
-from realsys.train.calls import Role
+from realsys.train.calls.role import Role
 from realsys.train.checkpoint.checkpoint_files import Piece
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
 from realsys.train.checkpoint.tensors import Snapshot, write_tensors

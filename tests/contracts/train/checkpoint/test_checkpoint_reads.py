@@ -8,7 +8,7 @@ import pytest
 
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import CheckpointError
-from realsys.train.calls import Role
+from realsys.train.calls.role import Role
 from realsys.train.checkpoint.checkpoint_files import Piece
 from realsys.train.checkpoint.saver import GENERATOR, load_checkpoint
 from realsys.train.checkpoint.tensors import PieceReader
