@@ -22,12 +22,12 @@ from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
 from realsys.hf.architecture import ModelSizes
 from realsys.model_calls import MfcRequest
-from realsys.train.calls.role import Role
-from realsys.train.data_manager import Array, DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import form_meshes
 from realsys.train.megatron.rendezvous import process_groups
-from realsys.train.role_parts import make_role
+from realsys.train.worker.call_handlers import Role
+from realsys.train.worker.call_service import make_role
+from realsys.train.worker.data_manager import Array, DataManager
 from realsys.types import SequenceRef
 from tests.support.training.lengths import PROMPT
 from tests.support.training.sample_records import make_ref

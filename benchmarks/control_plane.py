@@ -43,7 +43,7 @@ from unittest import mock
 
 import uvloop
 
-import realsys.master.calls.executor as executor_module
+import realsys.train.master.executor as executor_module
 from benchmarks._bare_sockets import Clocks, Times, round_trips
 from benchmarks._processes import helper_processes
 from benchmarks._table import report
@@ -55,9 +55,6 @@ from realsys.cluster.stream.worker_endpoint import WorkerEndpoint
 from realsys.cluster.topology import Mesh, routing_table, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.dataflow import Dataflow, FunctionCall
-from realsys.master.calls.executor import GraphExecutor
-from realsys.master.calls.model_workers import ModelWorkers
-from realsys.master.calls.ownership import Ownership
 from realsys.model_calls import (
     ClearRequest,
     Empty,
@@ -67,6 +64,8 @@ from realsys.model_calls import (
     TransferReply,
     TransferRequest,
 )
+from realsys.train.master.executor import GraphExecutor, Ownership
+from realsys.train.master.model_workers import ModelWorkers
 from realsys.types import SampleMeta
 
 TENSOR, MINIBATCHES = 4, 4

@@ -37,9 +37,8 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.memory.device_memory import rank_uses
 from realsys.config.schema import Config
-from realsys.train.calls.handlers import find_handler
-from realsys.train.calls.role import Role
 from realsys.train.megatron.device import Device, prepare_device
+from realsys.train.worker.call_handlers import Role, find_handler
 from realsys.types import SequenceRef
 
 TOKENS = 512 if STAND_IN else 32768  # of a micro-batch

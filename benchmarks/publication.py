@@ -28,7 +28,7 @@ import torch
 from benchmarks._table import report
 from benchmarks.weights import Tensors, make_model
 from realsys.train.megatron.device import Device
-from realsys.train.weight_saver import WeightSaver, checksums_of
+from realsys.train.worker.weight_saver import WeightSaver, checksums_of
 from realsys.weights.base import Share
 from realsys.weights.disk.records import DiskPlan
 from realsys.weights.disk.shards import ShardWriter

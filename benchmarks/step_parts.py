@@ -33,12 +33,11 @@ import numpy as np
 from benchmarks._table import RESULTS, report
 from benchmarks._training import PRESETS, RAW_ADVANTAGES, make_batch, make_model, request, single_rank
 from realsys.config.schema import Config
-from realsys.train import call_service
-from realsys.train.calls.handlers import find_handler
-from realsys.train.calls.role import Role
 from realsys.train.megatron.device import Device, prepare_device
-from realsys.train.megatron.offload import HostCopies
-from realsys.train.weight_saver import checksums_of
+from realsys.train.megatron.offload import OffloadCopies
+from realsys.train.worker import call_service
+from realsys.train.worker.call_handlers import Role, find_handler
+from realsys.train.worker.weight_saver import checksums_of
 
 PARTS = ("inference", "gradient", "optimizer", "copy")
 STATE_BYTES = 2 + 4 + 4 + 8 + 2  # per parameter: weights, gradients, master weights, moments, copy
@@ -51,7 +50,7 @@ def timed_part(seconds: dict[str, float], part: str) -> Iterator[None]:
     seconds[part] = seconds.get(part, 0.0) + time.process_time() - start
 
 
-def step(role: Role, refs: list[Any], memory: HostCopies) -> dict[str, float]:
+def step(role: Role, refs: list[Any], memory: OffloadCopies) -> dict[str, float]:
     """Return the CPU seconds of each part."""
     seconds: dict[str, float] = {}
     take_step = role.engine.step
@@ -82,7 +81,7 @@ def measure(folder: Path, parameters: int, options: argparse.Namespace, device: 
     with single_rank(config, folder, device) as role:
         for name, arrays in samples.items():
             role.data.put(name, arrays)
-        memory = HostCopies(device)
+        memory = OffloadCopies(device)
         steps = [step(role, refs, memory) for _ in range(1 + options.repeats)][1:]  # the first makes the optimizer
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     medians = {part: round(statistics.median(each[part] for each in steps), 2) for part in PARTS}

@@ -46,9 +46,8 @@ from benchmarks._training import (
 )
 from realsys.config.schema import Config
 from realsys.config.sections.schema_train import OptimizerConfig
-from realsys.train.calls.handlers import find_handler
-from realsys.train.calls.role import Role
 from realsys.train.megatron.device import Device, prepare_device
+from realsys.train.worker.call_handlers import Role, find_handler
 from realsys.types import SequenceRef
 from tests.support.training.lengths import heavy_lengths
 

@@ -54,10 +54,9 @@ from realsys.algorithm.batch.balance import model_flops
 from realsys.algorithm.batch.microbatch import Packer, fewest_sequences, pack
 from realsys.config.schema import Config
 from realsys.hf.architecture import ModelSizes
-from realsys.train.calls.handlers import find_handler
-from realsys.train.calls.role import Role
 from realsys.train.megatron.device import Device, prepare_device
-from realsys.train.packing import MicroBatch
+from realsys.train.worker.call_handlers import Role, find_handler
+from realsys.train.worker.packing import MicroBatch
 from realsys.types import SequenceRef
 from tests.support.training.lengths import heavy_lengths
 from tests.support.training.packers import fixed

@@ -20,8 +20,8 @@ from realsys.config.schema import Config
 from realsys.launch.preflight import free_bytes
 from realsys.launch.prepare import Examined
 from realsys.launch.process_plan import ProcessSpec, as_commands, as_rows
-from realsys.master.loop import planned_steps
 from realsys.observe.screen.text_figures import size_text
+from realsys.train.master.loop import planned_steps
 
 
 def print_dry_run(

@@ -43,8 +43,8 @@ from realsys.launch.start import Trial, check_inputs, decide_start, describe, ne
 from realsys.launch.trial_folder import TrialLock, claim_keys, held_by, remove_keys, running_launcher, tidy
 from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
-from realsys.master.run.trial_start import TrialStart, write_start
 from realsys.reward.judge.rubric import read_rubric
+from realsys.train.master.recovery import TrialStart, write_start
 
 Role = TypeVar("Role", bound=RoleConfig)
 

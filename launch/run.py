@@ -51,7 +51,6 @@ from realsys.launch.supervise.stop_request import watch_requests
 from realsys.launch.supervise.supervisor import Supervisor
 from realsys.launch.trial_folder import remove_half_written
 from realsys.launch.words import resume_command
-from realsys.master.run.stopping import progress as progress_of_stop
 from realsys.observe.curves import draw_while_running
 from realsys.observe.events import EventKind, EventLog
 from realsys.observe.screen.display import View, make_view
@@ -59,6 +58,7 @@ from realsys.observe.screen.progress import Monitor, Progress
 from realsys.observe.screen.terminal import Terminal, reported, tell
 from realsys.observe.step_log import StepTail
 from realsys.observe.trackers.link import Trackers, check_trackers
+from realsys.train.master.stopping import progress as progress_of_stop
 from realsys.weights.host.places import sweep
 
 

@@ -24,10 +24,6 @@ from realsys.errors import CheckpointError, ConfigError, LedgerError
 from realsys.launch.words import path_setting
 from realsys.manager.ledger.events import Opened, Resumed, RolledBack, Snapshot, Trained
 from realsys.manager.ledger.journal import read_journal
-from realsys.master.checkpoints import describe_role
-from realsys.master.loop import planned_steps
-from realsys.master.recovery import Start, decide
-from realsys.master.run.trial_start import Change, TrialStart
 from realsys.observe.step_log import surviving_steps
 from realsys.train.checkpoint.checkpoint_files import (
     STATE,
@@ -36,6 +32,9 @@ from realsys.train.checkpoint.checkpoint_files import (
     complete_checkpoints,
     read_state,
 )
+from realsys.train.master.checkpoints import describe_role
+from realsys.train.master.loop import planned_steps
+from realsys.train.master.recovery import SettingChange, TrainingStart, TrialStart, decide
 
 #: settings that the trial's folder and its ledger were made with; everything else may change
 _FIXED = ("seed", "train.batch_groups", "rollout.group_size", "resume", "data.kind")
@@ -80,7 +79,7 @@ class Trial:
     """Everything on disk that decides how a trial starts."""
 
     config: Config | None = None  # that of the last start; None: the trial does not exist yet
-    begin: Start = field(default_factory=Start)  # checkpoint to load
+    begin: TrainingStart = field(default_factory=TrainingStart)  # checkpoint to load
     state: CheckpointState | None = None  # content of that checkpoint
     steps: int = 0  # trained, as far as they still hold
     done: bool = False  # its MasterWorker had finished
@@ -112,7 +111,7 @@ def read_trial(config: Config, paths: TrialPaths) -> Trial:
     )
 
 
-def _read_checkpoints(config: Config, paths: TrialPaths | None) -> tuple[Start, CheckpointState | None]:
+def _read_checkpoints(config: Config, paths: TrialPaths | None) -> tuple[TrainingStart, CheckpointState | None]:
     """Find the checkpoint to load as the MasterWorker does, but check the sizes of its files, not their checksums."""
     states: dict[Path, CheckpointState] = {}
 
@@ -288,13 +287,13 @@ def _at(tree: Any, name: str) -> Any:
     return tree
 
 
-def changes(old: Any, new: Any, name: str = "") -> Iterator[Change]:
+def changes(old: Any, new: Any, name: str = "") -> Iterator[SettingChange]:
     """Compare two plain trees of values; yield what differs."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in dict.fromkeys([*old, *new]):
             yield from changes(old.get(key), new.get(key), f"{name}.{key}" if name else str(key))
     elif old != new:
-        yield Change(name, old, new)
+        yield SettingChange(name, old, new)
 
 
 # ---- for people

@@ -1,4 +1,4 @@
-"""The evaluator process of `realsys eval`, in the place of the MasterWorker: ``realsys.master.run.evaluation_run``."""
+"""The evaluator process of `realsys eval`, in the place of the MasterWorker: ``realsys.train.master.evaluation_run``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import uvloop
 from realsys.cluster.aio import run_until_stopped
 from realsys.cluster.worker import EXIT_STOPPED, WorkerContext, worker_main
 from realsys.manager.client import ManagerClient
-from realsys.master.run.evaluation_run import EvaluationRun
-from realsys.master.step_log import StepLog
+from realsys.train.master.evaluation_run import EvaluationRun
+from realsys.train.master.step_statistics import StepLog
 
 
 async def serve(ctx: WorkerContext) -> None:

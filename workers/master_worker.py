@@ -1,4 +1,4 @@
-"""The MasterWorker process: opens its connections, runs ``realsys.master.run``, closes them."""
+"""The MasterWorker process: opens its connections, runs ``realsys.train.master.run``, closes them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from realsys.cluster.stream.master_stream import MasterStream
 from realsys.cluster.stream.security import keys_for
 from realsys.cluster.worker import EXIT_STOPPED, WorkerContext, worker_main
 from realsys.manager.client import ManagerClient
-from realsys.master.run.parts import Connections, build_parts
-from realsys.master.run.phases import MasterRun
-from realsys.master.run.stopping import progress
-from realsys.master.step_log import StepLog
+from realsys.train.master.run import Connections, MasterRun, build_parts
+from realsys.train.master.step_statistics import StepLog
+from realsys.train.master.stopping import progress
 from realsys.types import TrainerAddress
 
 #: Share of ``cluster.stop_progress_s`` that a stopped run may stand still; the rest is for closing.

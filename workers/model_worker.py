@@ -11,7 +11,7 @@ from realsys.cluster.worker import WorkerContext, worker_main
 
 if TYPE_CHECKING:
     from realsys.cluster.stream.security import CurveKeys
-    from realsys.train.megatron.rendezvous import Seat
+    from realsys.train.megatron.rendezvous import RankSeat
 
 
 def serve(ctx: WorkerContext) -> None:
@@ -26,12 +26,12 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.cluster.topology import place
     from realsys.config.allocation import ACTOR, parse_allocation
     from realsys.config.dataflow import dataflow_of
-    from realsys.train.call_service import ModelWorkerService, WorkerParts, load_calls
-    from realsys.train.data_manager import DataManager
     from realsys.train.megatron.device import prepare_device
     from realsys.train.megatron.mesh import form_meshes
     from realsys.train.megatron.rendezvous import rendezvous
-    from realsys.train.step_gate import PauseRequest, SettleRequest, StepGate
+    from realsys.train.step_gate import PauseStepRequest, SettleRequest, StepGate
+    from realsys.train.worker.call_service import ModelWorkerService, WorkerParts, load_calls
+    from realsys.train.worker.data_manager import DataManager
     from realsys.weights.base import WriterParts
     from realsys.weights.build import build
 
@@ -60,7 +60,7 @@ def serve(ctx: WorkerContext) -> None:
         ctx.count(lambda: {**endpoint.counters(), "superseded_groups": data.refused})
         writer = build(config).writer(WriterParts(worker, ctx.check_alive))
         gate = StepGate()
-        endpoint.answer_urgent("pause_step", PauseRequest, gate.pause)
+        endpoint.answer_urgent("pause_step", PauseStepRequest, gate.pause)
         endpoint.answer_urgent("settle_step", SettleRequest, gate.settle)
         meter = make_meter(device.device, config.train.peak_tflops)
         parts = WorkerParts(worker, groups, endpoint, data, device, writer, gate, meter)
@@ -74,11 +74,11 @@ def serve(ctx: WorkerContext) -> None:
             endpoint.close()
 
 
-def _seat(ctx: WorkerContext, world: int, keys: CurveKeys | None) -> Seat:
+def _seat(ctx: WorkerContext, world: int, keys: CurveKeys | None) -> RankSeat:
     from realsys.cluster.stream.sockets import answers
-    from realsys.train.megatron.rendezvous import Seat
+    from realsys.train.megatron.rendezvous import RankSeat
 
-    return Seat(
+    return RankSeat(
         ctx.index,
         world,
         ctx.config.cluster,

@@ -2,7 +2,7 @@
 ModelWorkers of the trial.
 
 It exits with 0 when the replay has run, whether its results are equal or not
-(``realsys.master.run.replay_run``).
+(``realsys.train.master.replay``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from realsys.cluster.aio import run_until_stopped
 from realsys.cluster.process import training_start
 from realsys.cluster.stream.master_stream import MasterStream
 from realsys.cluster.worker import WorkerContext, worker_main
-from realsys.master.run.replay_run import replay
+from realsys.train.master.replay import replay
 from realsys.types import TrainerAddress
 
 

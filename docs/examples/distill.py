@@ -28,8 +28,8 @@ class TeacherGain:
     def run(self, role, request):
         import torch  # here: launcher and master import this module, and need no torch
 
-        from realsys.train.calls.handlers import CallOutcome
-        from realsys.train.calls.reductions import token_means
+        from realsys.train.worker.call_handlers import CallOutcome
+        from realsys.train.worker.optimizer_steps import token_means
 
         stats = {"tokens": torch.zeros(()), "advantage_sum": torch.zeros(())}
         for ref in role.own_sequences(request) if role.groups.last_stage else ():

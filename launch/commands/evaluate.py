@@ -41,13 +41,13 @@ from realsys.launch.supervise.restart_policy import Outcome
 from realsys.launch.words import command_line
 from realsys.manager.client import ManagerClient
 from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
-from realsys.master.evaluation import ResultWriter, outcome_of
-from realsys.master.run.evaluation_run import EVAL_ID
 from realsys.observe.evaluation_records import incomplete_reason, omissions, read_samples, record
 from realsys.observe.percent import percent, percentage
 from realsys.observe.screen.plain import EvaluationView
 from realsys.observe.screen.terminal import Terminal, tell
 from realsys.observe.step_log import read_steps
+from realsys.train.master.evaluation_run import EVAL_ID
+from realsys.train.master.request_evaluations import ResultWriter, outcome_of
 from realsys.weights.host.places import sweep
 
 

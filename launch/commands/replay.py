@@ -35,8 +35,8 @@ from realsys.launch.start import changes
 from realsys.launch.supervise.failures import first_failure
 from realsys.launch.supervise.run_hooks import Bounds, Hooks
 from realsys.launch.supervise.supervisor import Supervisor
-from realsys.master.records.replayer import ReplayJob, ReplayResult, replay_job
 from realsys.train.checkpoint.checkpoint_files import STATE, verify
+from realsys.train.master.replay import ReplayJob, ReplayResult, replay_job
 from realsys.train.records import record_files as files
 
 _NOT_EQUAL = 1  # exit code

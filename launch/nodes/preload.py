@@ -38,7 +38,7 @@ COMPUTE = (
     "realsys.generation.server",
     "realsys.generation.serving",
     "realsys.cluster.stream.push_pull",
-    "realsys.train.call_service",
+    "realsys.train.worker.call_service",
     "realsys.train.megatron.mesh",
     "realsys.train.megatron.rendezvous",
     "realsys.weights.disk.transport",

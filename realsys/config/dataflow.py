@@ -42,7 +42,7 @@ class FunctionCall:
     """One model function call: its handler, its role, and the keys that it reads and makes.
 
     handler                built-in name (``realsys.config.doors.CALL_HANDLER``), or ``package.module:Class`` of a class
-                           with ``run(role, request)`` (``realsys.train.calls.handlers.CallHandler``)
+                           with ``run(role, request)`` (``realsys.train.worker.call_handlers.CallHandler``)
     trains                 True if the call changes the weights of the role
     pre_hooks, post_hooks  built-in names (``HOOK``) or ``package.module:function`` of functions of (role, request),
                            run before and after the call on every rank of the role's mesh

@@ -322,14 +322,14 @@ CALL_HANDLER = Door(
     "dataflow",
     "call handler",
     {
-        "actor_inf": "realsys.train.calls.inference:ActorInference",
-        "ref_inf": "realsys.train.calls.inference:ReferenceInference",
-        "critic_inf": "realsys.train.calls.inference:CriticInference",
-        "reward_inf": "realsys.train.calls.inference:RewardInference",
-        "advantages": "realsys.train.calls.token_advantages:Advantages",
-        "actor_train": "realsys.train.calls.actor:ActorTrain",
-        "critic_train": "realsys.train.calls.critic:CriticTrain",
-        "sft": "realsys.train.calls.sft:Sft",
+        "actor_inf": "realsys.train.worker.inference:ActorInference",
+        "ref_inf": "realsys.train.worker.inference:ReferenceInference",
+        "critic_inf": "realsys.train.worker.inference:CriticInference",
+        "reward_inf": "realsys.train.worker.inference:RewardInference",
+        "advantages": "realsys.train.worker.advantages:Advantages",
+        "actor_train": "realsys.train.worker.actor:ActorTrain",
+        "critic_train": "realsys.train.worker.critic:CriticTrain",
+        "sft": "realsys.train.worker.actor:Sft",
     },
     handles("run", "role", "request"),
 )
@@ -338,7 +338,7 @@ CALL_HANDLER = Door(
 HOOK = Door(
     "dataflow",
     "hook",
-    {"onload": "realsys.train.hooks:onload", "offload": "realsys.train.hooks:offload"},
+    {"onload": "realsys.train.worker.call_handlers:onload", "offload": "realsys.train.worker.call_handlers:offload"},
     takes("role", "request"),
 )
 

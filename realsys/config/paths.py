@@ -82,7 +82,7 @@ class TrialPaths:
 
     @property
     def start(self) -> Path:
-        """Start of the trial as the launcher decided it (realsys.master.run.trial_start)."""
+        """Start of the trial as the launcher decided it (realsys.train.master.recovery)."""
         return self.root / "start.json"
 
     @property

@@ -33,9 +33,9 @@ from realsys.launch.run import Planned, RunOptions, host_of_launcher, plan_run
 from realsys.launch.start import decide_start, is_complete, read_trial
 from realsys.launch.supervise.stop_request import stop_signals
 from realsys.launch.words import command_line, own_words, words_again
-from realsys.master.run.trial_start import TrialStart
 from realsys.observe.screen.terminal import tell
 from realsys.observe.screen.text_figures import aligned
+from realsys.train.master.recovery import TrialStart
 
 
 @dataclass(frozen=True, slots=True)

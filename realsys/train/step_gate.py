@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 DECISION_S = 30.0
 
 
-class PauseRequest(msgspec.Struct):
+class PauseStepRequest(msgspec.Struct):
     """Let nothing pass until ``SettleRequest``, and say how far the step is."""
 
 
@@ -117,7 +117,7 @@ class StepGate:
         if self._shut:
             raise StepAbandoned(f"{self._call} on version {self._version} was abandoned: the run stops")
 
-    def pause(self, request: PauseRequest) -> GateState:
+    def pause(self, request: PauseStepRequest) -> GateState:
         """Let nothing pass until ``settle``."""
         with self._changed:
             self._paused = self._limits is None

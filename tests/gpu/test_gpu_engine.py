@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from realsys.config.sections.schema_train import OptimizerConfig
-from realsys.train.calls.role import Role
 from realsys.train.checkpoint.saver import load_checkpoint
-from realsys.train.megatron.optimizer import optimizer_tensors
+from realsys.train.megatron.train_engine import optimizer_tensors
+from realsys.train.worker.call_handlers import Role
 from tests.gpu.conftest import STAND_IN, ComputeOn
 from tests.support.serving.hf_models import FAMILIES, make_model, weights_of
 from tests.support.training.checkpoint_ranks import Setup, checkpoint, everything, make_models

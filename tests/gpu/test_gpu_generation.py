@@ -16,7 +16,7 @@ from realsys.generation.embedded.forward.weights import ModelWeights, fuse, read
 from realsys.hf.config import read_model
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.train_engine import MegatronEngine
-from realsys.train.packing import MicroBatch
+from realsys.train.worker.packing import MicroBatch
 from tests.gpu.conftest import ComputeOn
 from tests.support.serving.generation_models import (
     CPU,

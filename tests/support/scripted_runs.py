@@ -19,8 +19,8 @@ from realsys.launch.process_plan import ProcessSpec
 from realsys.manager.ledger.events import Trained
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import DataPosition
-from realsys.master.checkpoints import commit
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState
+from realsys.train.master.checkpoints import commit
 
 SMALL = ["train_size=20", "eval_size=5", "demo_size=0"]
 BASE = ["experiment=arith", *(f"data.arith.{field}" for field in SMALL), "evaluation.problems=5", "warmup.steps=0"]

@@ -138,7 +138,7 @@ def ks_distance(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
 # ---- tokens that are too old -----------------------------------------------------------------------------------
 #
 # They stay in the context and leave the loss. The worker that holds the row makes the same choice from the same
-# versions (``realsys.train.data_manager``).
+# versions (``realsys.train.worker.data_manager``).
 
 
 def mask_group(group: Sequence[SampleMeta], oldest: int) -> list[SampleMeta]:

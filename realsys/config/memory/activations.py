@@ -2,7 +2,7 @@
 
 Everything is per token, so the number of tokens decides, not how they are cut into sequences. Sources:
 ``realsys.train.megatron.layers`` (own parts of the layer), Megatron-Core's ``TransformerLayer`` and linear
-layers, ``realsys.train.vocab_logprob`` (head), ``torch.utils.checkpoint`` as Megatron uses it (recompute), and
+layers, ``realsys.train.megatron.heads`` (head), ``torch.utils.checkpoint`` as Megatron uses it (recompute), and
 Megatron's 1F1B schedule (micro-batches in flight).
 
 w: bytes per parameter, m: tensor ranks, h: hidden, f: feed-forward, q and k: width of all query and of all key heads,

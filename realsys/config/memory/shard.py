@@ -1,6 +1,6 @@
 """Parameters of one training rank, and the bytes that belong to them between micro-batches.
 
-Sources: ``realsys.train.megatron.layers.heads.build_model`` (what a rank has), Megatron-Core's
+Sources: ``realsys.train.megatron.heads.build_model`` (what a rank has), Megatron-Core's
 ``DistributedDataParallel`` (gradient buffer), ``Float16OptimizerWithFloat16Params``, ``FP32Optimizer`` and
 ``DistributedOptimizer`` (master weights), torch's ``AdamW`` and ``SGD`` (moments, temporaries).
 """

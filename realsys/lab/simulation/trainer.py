@@ -23,10 +23,10 @@ from realsys.lab.simulation.scenarios import SimSettings
 from realsys.lab.simulation.servers import Host, Job
 from realsys.manager.messages import ClaimRequest, EvaluateRequest, Refusal, RollBackRequest, TrainedRequest
 from realsys.manager.operations import CLAIM, EVALUATE, ROLL_BACK, STATUS, TRAINED
-from realsys.master.intake_state import IntakeSettings, IntakeState, TrainBatch
-from realsys.master.publish import VersionsInUse
-from realsys.master.recovery import eval_id_of
-from realsys.master.statistics import batch_statistics
+from realsys.train.master.intake_decisions import IntakeSettings, IntakeState, TrainBatch
+from realsys.train.master.publish import VersionsInUse
+from realsys.train.master.recovery import eval_id_of
+from realsys.train.master.step_statistics import batch_statistics
 from realsys.types import PublishedVersion, SampleMeta
 
 STATUS_S = 5.0  # between two reports of a master that waits for a group

@@ -15,13 +15,12 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError
-from realsys.master.calls.executor import add_scores
 from realsys.observe.samples.filters import SampleRow, SampleView
 from realsys.observe.samples.turns import CONTEXT, References, VersionSpan, token_versions, turns, version_spans
-from realsys.train.data_manager import Array
+from realsys.train.master.executor import add_scores
 from realsys.train.records import record_files as files
-from realsys.train.records.record_files import StepRecord
-from realsys.train.records.row_reader import RowReader
+from realsys.train.records.record_files import RowReader, StepRecord
+from realsys.train.worker.data_manager import Array
 from realsys.types import RowOrigin, SampleMeta
 
 VERDICTS = {True: "correct", False: "wrong", None: "not judged"}

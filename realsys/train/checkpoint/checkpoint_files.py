@@ -55,7 +55,7 @@ class CheckpointState(FolderManifest, frozen=True):
     time: float
 
 
-class Piece(msgspec.Struct, frozen=True):
+class CheckpointPiece(msgspec.Struct, frozen=True):
     """A tensor of a rank's file: ``[start, stop)`` of a flattened box of a whole tensor.
 
     The box is at ``offset`` of the whole tensor and has shape ``shape``.
@@ -99,7 +99,7 @@ class RankIndex(msgspec.Struct, frozen=True):
     phase: str | None
     state: dict[str, float | list[float]]
     file: FileInfo
-    pieces: list[Piece]
+    pieces: list[CheckpointPiece]
 
 
 CHECKPOINT = FolderFormat(

@@ -25,9 +25,8 @@ from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import RankIndex
 from realsys.train.checkpoint.saver import PARAMETER
 from realsys.train.checkpoint.tensors import PieceReader, whole_shard
-from realsys.train.megatron.hf_config import DTYPES
-from realsys.train.megatron.hf_map import ParameterMap, ShardMap, mapping_of
-from realsys.train.megatron.layers import lora
+from realsys.train.megatron import lora
+from realsys.train.megatron.hf_model import DTYPES, ParameterMap, ShardMap, mapping_of
 from realsys.weights.disk.dtypes import as_bytes, dtype_name
 from realsys.weights.disk.reader import HeldTensor
 from realsys.weights.disk.records import TensorInfo

@@ -21,7 +21,7 @@ import torch
 from realsys.cluster.commit_folder import checksum_of
 from realsys.cluster.files import FileInfo, TensorEntry, write_safetensors
 from realsys.errors import CheckpointError
-from realsys.train.checkpoint.checkpoint_files import Piece, RankIndex, data_file, rank_stem
+from realsys.train.checkpoint.checkpoint_files import CheckpointPiece, RankIndex, data_file, rank_stem
 
 Shape = tuple[int, ...]
 
@@ -31,7 +31,7 @@ _ITEM_BYTES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in _D
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class TensorBox:
     """A part of a whole tensor."""
 
     offset: Shape
@@ -46,38 +46,38 @@ class Box:
         """Elements per index of dimension 0."""
         return math.prod(self.shape[1:])
 
-    def rows(self, first: int, last: int) -> Box:
+    def rows(self, first: int, last: int) -> TensorBox:
         """Return the rows ``[first, last)`` of this box."""
-        return Box((self.offset[0] + first, *self.offset[1:]), (last - first, *self.shape[1:]))
+        return TensorBox((self.offset[0] + first, *self.offset[1:]), (last - first, *self.shape[1:]))
 
-    def overlap(self, other: Box) -> Box | None:
+    def overlap(self, other: TensorBox) -> TensorBox | None:
         """Return the part that both boxes have; None if they have none."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = (
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
         shape = tuple(end - begin for begin, end in zip(offset, ends, strict=True))
-        return Box(offset, shape) if min(shape) > 0 else None
+        return TensorBox(offset, shape) if min(shape) > 0 else None
 
-    def within(self, other: Box) -> tuple[slice, ...]:
+    def within(self, other: TensorBox) -> tuple[slice, ...]:
         """Return the slices that cut this box out of ``other``, which contains it."""
         begins = (a - b for a, b in zip(self.offset, other.offset, strict=True))
         return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class TensorShard:
     """A rank's part of the tensor ``name`` of shape ``whole``: ``boxes``, one below the other."""
 
     name: str
     whole: Shape
-    boxes: tuple[Box, ...]
+    boxes: tuple[TensorBox, ...]
 
     @property
     def numel(self) -> int:
         return sum(box.numel for box in self.boxes)
 
-    def ranges(self, start: int, stop: int) -> Iterator[tuple[Box, int, int]]:
+    def ranges(self, start: int, stop: int) -> Iterator[tuple[TensorBox, int, int]]:
         """Yield (box, start, stop) of the flattened boxes that make up ``[start, stop)`` of the flattened shard."""
         begin = 0
         for box in self.boxes:
@@ -87,14 +87,14 @@ class Shard:
             begin += box.numel
 
 
-def whole_shard(name: str, shape: Shape) -> Shard:
+def whole_shard(name: str, shape: Shape) -> TensorShard:
     """Return the shard of a tensor that every rank holds whole."""
-    return Shard(name, shape, (Box((0,) * len(shape), shape),))
+    return TensorShard(name, shape, (TensorBox((0,) * len(shape), shape),))
 
 
 def split_shard(
     name: str, shape: Shape, dim: int, rank: int, ranks: int, stacked: int = 1, total: int | None = None
-) -> Shard:
+) -> TensorShard:
     """Return the shard, of local ``shape``, that tensor rank ``rank`` of ``ranks`` holds when ``dim`` is split.
 
     ``stacked``: number of matrices one below the other in the whole tensor, each split separately.
@@ -108,37 +108,43 @@ def split_shard(
     for matrix in range(stacked):
         begin = matrix * (whole[dim] // stacked) + rank * size
         offset = tuple(begin if axis == dim else 0 for axis in range(len(shape)))
-        boxes.append(Box(offset, tuple(size if axis == dim else n for axis, n in enumerate(shape))))
-    return Shard(name, whole, tuple(boxes)) if total is None else _cut(Shard(name, whole, tuple(boxes)), dim, total)
+        boxes.append(TensorBox(offset, tuple(size if axis == dim else n for axis, n in enumerate(shape))))
+    return (
+        TensorShard(name, whole, tuple(boxes))
+        if total is None
+        else _cut(TensorShard(name, whole, tuple(boxes)), dim, total)
+    )
 
 
-def _cut(shard: Shard, dim: int, total: int) -> Shard:
+def _cut(shard: TensorShard, dim: int, total: int) -> TensorShard:
     """Cut dimension ``dim`` of the whole tensor to ``total``."""
 
     def shortened(shape: Shape, size: int) -> Shape:
         return tuple(size if axis == dim else n for axis, n in enumerate(shape))
 
-    boxes = [Box(box.offset, shortened(box.shape, min(box.shape[dim], total - box.offset[dim]))) for box in shard.boxes]
-    return Shard(shard.name, shortened(shard.whole, total), tuple(boxes))
+    boxes = [
+        TensorBox(box.offset, shortened(box.shape, min(box.shape[dim], total - box.offset[dim]))) for box in shard.boxes
+    ]
+    return TensorShard(shard.name, shortened(shard.whole, total), tuple(boxes))
 
 
 # ---- write
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class TensorSnapshot:
     """A copy of one piece in host memory: ``data`` [n] is the flattened ``box`` from ``start`` on."""
 
     kind: str
     name: str
     whole: Shape
-    box: Box
+    box: TensorBox
     start: int
     data: torch.Tensor
 
-    def piece(self, position: int, size: int, checksum: str) -> Piece:
+    def piece(self, position: int, size: int, checksum: str) -> CheckpointPiece:
         """Return the index entry of this copy, written at byte ``position``."""
-        return Piece(
+        return CheckpointPiece(
             self.kind,
             self.name,
             self.whole,
@@ -153,16 +159,16 @@ class Snapshot:
         )
 
 
-def snapshot(kind: str, shard: Shard, flat: torch.Tensor, start: int = 0) -> Iterator[Snapshot]:
+def snapshot(kind: str, shard: TensorShard, flat: torch.Tensor, start: int = 0) -> Iterator[TensorSnapshot]:
     """Yield copies of ``flat`` [n], which is the flattened shard from ``start`` on."""
     begin = 0
     for box, low, high in shard.ranges(start, start + flat.numel()):
         data = flat[begin : begin + high - low].detach().to("cpu", copy=True)
-        yield Snapshot(kind, shard.name, shard.whole, box, low, data)
+        yield TensorSnapshot(kind, shard.name, shard.whole, box, low, data)
         begin += high - low
 
 
-def write_tensors(path: Path, snapshots: Sequence[Snapshot]) -> tuple[FileInfo, list[Piece]]:
+def write_tensors(path: Path, snapshots: Sequence[TensorSnapshot]) -> tuple[FileInfo, list[CheckpointPiece]]:
     """Write one safetensors file, tensor by tensor, and sync it. Raises OSError.
 
     Its tensors are flat and named ``{number}/{kind}/{name}``, for tools; a reader goes by the pieces.
@@ -180,7 +186,7 @@ def write_tensors(path: Path, snapshots: Sequence[Snapshot]) -> tuple[FileInfo, 
 # ---- read
 
 
-def check_piece(path: Path, piece: Piece, size: int) -> None:
+def check_piece(path: Path, piece: CheckpointPiece, size: int) -> None:
     """Raise CheckpointError unless this can be a piece of a file of ``size`` bytes."""
     shapes = (piece.whole, piece.offset, piece.shape)
     fits = len({len(shape) for shape in shapes}) == 1 and all(
@@ -203,18 +209,18 @@ class PieceReader:
 
     def __init__(self, directory: Path, indexes: Iterable[RankIndex]) -> None:
         self._directory = directory
-        self._boxes: dict[tuple[str, str], dict[Box, list[tuple[Path, Piece]]]] = {}
+        self._boxes: dict[tuple[str, str], dict[TensorBox, list[tuple[Path, CheckpointPiece]]]] = {}
         self._kinds: dict[str, dict[str, Shape]] = {}
         for index in indexes:
             path = directory / data_file(rank_stem(index.role, index.rank, index.layout.world_size))
             for piece in index.pieces:
                 check_piece(path, piece, index.file.size)
                 boxes = self._boxes.setdefault((piece.kind, piece.name), {})
-                boxes.setdefault(Box(piece.offset, piece.shape), []).append((path, piece))
+                boxes.setdefault(TensorBox(piece.offset, piece.shape), []).append((path, piece))
                 self._kinds.setdefault(piece.name, {})[piece.kind] = piece.whole
         self._files: dict[Path, BinaryIO] = {}
         self._stack = contextlib.ExitStack()
-        self._last: tuple[Piece, torch.Tensor] | None = None
+        self._last: tuple[CheckpointPiece, torch.Tensor] | None = None
 
     def __enter__(self) -> PieceReader:
         return self
@@ -231,7 +237,7 @@ class PieceReader:
         _, piece = next(iter(self._boxes[kind, name].values()))[0]
         return cast(torch.dtype, getattr(torch, piece.dtype))
 
-    def read(self, kind: str, shard: Shard, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def read(self, kind: str, shard: TensorShard, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return ``[start, stop)`` of the flattened shard on the CPU, in the type in which it was written.
 
         Elements behind the shard are padding: zero. Raises CheckpointError if a file is damaged, or if no
@@ -243,7 +249,7 @@ class PieceReader:
             parts.append(torch.zeros(missing, dtype=parts[0].dtype if parts else torch.float32))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _read_box(self, kind: str, name: str, box: Box, start: int, stop: int) -> torch.Tensor:
+    def _read_box(self, kind: str, name: str, box: TensorBox, start: int, stop: int) -> torch.Tensor:
         """Return ``[start, stop)`` of the flattened box: its rows, from every written box that overlaps them."""
         first, last = start // box.row, -(-stop // box.row)
         rows, filled = box.rows(first, last), 0
@@ -263,7 +269,7 @@ class PieceReader:
             raise self._incomplete(kind, name, filled, rows.numel)
         return out.flatten()[start - first * box.row : stop - first * box.row]
 
-    def _read_flat(self, pieces: Sequence[tuple[Path, Piece]], start: int, stop: int) -> torch.Tensor:
+    def _read_flat(self, pieces: Sequence[tuple[Path, CheckpointPiece]], start: int, stop: int) -> torch.Tensor:
         """Return ``[start, stop)`` of one flattened box that was written in ``pieces``."""
         out: torch.Tensor | None = None
         filled = 0
@@ -284,7 +290,7 @@ class PieceReader:
         problem = f"only {filled} of {needed} elements were written; use an older checkpoint"
         return CheckpointError(f"{self._directory}: {name} ({kind}) is not complete: {problem}")
 
-    def _load(self, path: Path, piece: Piece) -> torch.Tensor:
+    def _load(self, path: Path, piece: CheckpointPiece) -> torch.Tensor:
         """Return the flat content of a piece. The last one is kept: a box may read gate and up from one piece."""
         if self._last is not None and self._last[0] is piece:
             return self._last[1]
@@ -305,12 +311,12 @@ class PieceReader:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """``[start, stop)`` of a flattened shard. ``shared``: all data ranks load it; else this rank alone."""
 
     reader: PieceReader
     kind: str
-    shard: Shard
+    shard: TensorShard
     start: int
     stop: int
     shared: bool

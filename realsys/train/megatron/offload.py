@@ -90,7 +90,7 @@ def offloaded(
     return OffloadedMemory(device, kept.values(), gradients)
 
 
-class HostCopies:
+class OffloadCopies:
     """Copies of named tensors in host memory. The memory is allocated once and used again."""
 
     def __init__(self, device: Device) -> None:
@@ -126,7 +126,7 @@ class WeightSnapshot:
         self._device = device
         self._parameters = {str(number): each.detach() for number, each in enumerate(parameters)}
         self._timeout_s = timeout_s
-        self._memory = HostCopies(device)
+        self._memory = OffloadCopies(device)
         self._thread = ThreadPoolExecutor(1, "weight-snapshot")
         self._copies: Future[dict[str, torch.Tensor]] = Future()
 

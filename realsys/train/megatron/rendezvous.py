@@ -46,7 +46,7 @@ _NAMED = 8  # missing ranks in a message
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankSeat:
     """One rank at the rendezvous.
 
     register  publishes a key with this process's lease
@@ -67,7 +67,7 @@ class Seat:
 
 
 @contextlib.contextmanager
-def rendezvous(seat: Seat, device: Device) -> Iterator[str]:
+def rendezvous(seat: RankSeat, device: Device) -> Iterator[str]:
     """Keep torch.distributed initialised inside the block, over all ranks. Yields the MasterWorker's address.
 
     Raises WaitTimeout, which names the missing process, after ``cluster.connect_timeout_s`` (2 s later if torch itself
@@ -116,7 +116,7 @@ def _initialise(tcp: Store, rank: int, world: int, cluster: ClusterConfig, devic
 class _Meeting:
     """The rendezvous of one rank. ``waits_for``: the present obstacle, for the caller's message."""
 
-    def __init__(self, seat: Seat, limit_s: float) -> None:
+    def __init__(self, seat: RankSeat, limit_s: float) -> None:
         self.waits_for = "the name store"
         self.master = TrainerAddress("", "")
         self._seat = seat

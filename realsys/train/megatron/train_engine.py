@@ -14,8 +14,9 @@ micro-batches as the others.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,26 +25,29 @@ import torch
 from realsys.cluster.failpoint import failpoint
 from realsys.config.roles import RoleSettings
 from realsys.config.schema import Config
-from realsys.config.sections.schema_train import OptimizerConfig
+from realsys.config.sections.schema_train import OptimizerConfig, TrainConfig
 from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel
 from realsys.hf.config import read_model
 from realsys.hf.rope import inverse_frequencies
+from realsys.train.megatron import lora
 from realsys.train.megatron.device import Device, seed_megatron
-from realsys.train.megatron.hf_config import DTYPES, transformer_config
-from realsys.train.megatron.hf_map import ShardMap
-from realsys.train.megatron.layers import lora
-from realsys.train.megatron.layers.heads import Head, HiddenStatesModel, Outputs, build_model
+from realsys.train.megatron.heads import HiddenStatesModel, OutputHead, Outputs, Scoring, build_model
+from realsys.train.megatron.hf_model import DTYPES, ShardMap, transformer_config
+from realsys.train.megatron.layers import pack_segments
 from realsys.train.megatron.megatron_core import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    MegatronOptimizerConfig,
+    TransformerConfig,
     finalize_model_grads,
+    get_forward_backward_func,
+    get_megatron_optimizer,
 )
 from realsys.train.megatron.mesh import MeshGroups
 from realsys.train.megatron.offload import OffloadedMemory, WeightSnapshot, offloaded
-from realsys.train.megatron.optimizer import StepOutcome, make_optimizer, optimizer_tensors, take_step, with_gradients
-from realsys.train.megatron.pipeline import Schedule
-from realsys.train.packing import MicroBatch, last_rows, loss_and_end_rows
 from realsys.train.step_gate import StepGate
-from realsys.train.vocab_logprob import Scoring
+from realsys.train.worker.packing import MicroBatch, last_rows, loss_and_end_rows
 
 Stats = dict[str, torch.Tensor]
 
@@ -112,7 +116,7 @@ class MegatronEngine:
             module = self.module = build_model(model, megatron, self.groups).to(self._device.device)
             # Filled before adapters are attached: these are no part of the HF directory.
             self._map.load(module, directory, self.groups, self._device)
-            self._head = Head(
+            self._head = OutputHead(
                 self.module,
                 self.groups,
                 replace(self._scoring, vocab=model.vocab),
@@ -300,4 +304,196 @@ class MegatronEngine:
             results: list[torch.Tensor] = self._schedule.run(
                 module, batches, finish, self.gate, forward_only=True, collect_non_loss_data=True
             )
+        return results
+
+
+# ---- optimizer ---------------------------------------------------------------------------------------------------
+#
+# Megatron's optimizer for one role: fp32 master weights, global norm, clipping, skipped steps.
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Result of an optimizer step.
+
+    ``applied`` is False if it was not taken, because loss or gradient was not finite, or because the
+    gradient was zero.
+    """
+
+    grad_norm: float
+    applied: bool
+
+
+def with_gradients(module: torch.nn.Module, megatron: TransformerConfig, train: TrainConfig) -> Any:
+    """Return ``module`` with fp32 gradient buffers for its trainable parameters.
+
+    In bf16 the sum over micro-batches and ranks would lose small gradients, and depend on the layout. With
+    ``train.distributed_optimizer`` each data rank will step its share of the parameters.
+    """
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=train.distributed_optimizer,
+        overlap_grad_reduce=train.overlap_grad_reduce,
+    )
+    trained = DistributedDataParallel(megatron, settings, module)
+    if train.overlap_grad_reduce:
+        # Without it the reduction would begin in the first micro-batch, before the sum is complete.
+        megatron.no_sync_func = trained.no_sync
+    return trained
+
+
+def make_optimizer(model: Any, settings: OptimizerConfig, dtype: torch.dtype) -> Any:
+    """Return a MegatronOptimizer with fresh state for the trainable parameters of ``model``
+    (DistributedDataParallel).
+
+    Raises ModelError for settings that the distributed optimizer does not support.
+    """
+    distributed: bool = model.ddp_config.use_distributed_optimizer
+    if distributed and (settings.name != "adam" or not settings.decoupled_weight_decay):
+        raise ModelError(
+            "train.distributed_optimizer supports only AdamW: set name=adam and decoupled_weight_decay=true"
+        )
+    config = MegatronOptimizerConfig(
+        optimizer=settings.name,
+        lr=settings.lr,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        sgd_momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        decoupled_weight_decay=settings.decoupled_weight_decay,
+        clip_grad=settings.clip_grad,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+    )
+    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        # Norms and biases have a multiplier of 0, which only Megatron's own scheduler applies.
+        # Without this line they would decay like all other weights.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    if settings.name == "adam":
+        _fuse(optimizer)
+    return optimizer
+
+
+def _fuse(optimizer: Any) -> None:
+    """Let torch's Adam step a parameter in one kernel.
+
+    Megatron makes torch's Adam without this. Its default on a GPU makes temporaries of about the size of the fp32
+    parameters. On either device it passes over the memory several times.
+    """
+    for part in optimizer.chained_optimizers:
+        # Transformer Engine's and Apex's Adam are fused already, and have no such flag.
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                group["fused"] = True
+
+
+def take_step(optimizer: Any, lr: float, clip_grad: float, *, skip: bool) -> StepOutcome:
+    """Take one step with the reduced gradients, unless ``skip`` is set or their global norm is zero
+    or not finite.
+
+    The norm is over all parameters of the mesh, before clipping. With a gradient of zero, momentum
+    and weight decay alone would move the weights: no sample would have asked for that.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.prepare_grads()
+    # Reduced over the mesh, so all ranks step or skip alike.
+    norm = float(optimizer.get_grad_norm())
+    if skip or not norm or not math.isfinite(norm):
+        return StepOutcome(norm, applied=False)
+    # Megatron clips inside its own step. Here NaN is checked before, so clipping is done by hand.
+    # One norm scales all parts: a norm per part would change the direction of the gradient.
+    if 0 < clip_grad < norm:
+        for part in optimizer.chained_optimizers:
+            parameters = part.get_parameters()
+            if parameters:
+                # In place: Megatron's function allocates a second gradient of each tensor.
+                torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad, torch.tensor(norm))
+    optimizer.step_with_ready_grads()
+    return StepOutcome(norm, applied=True)
+
+
+def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield the momenta and the tensors that the optimizer steps: master weights, or fp32
+    parameters themselves.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for part in optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+# ---- pipeline ----------------------------------------------------------------------------------------------------
+#
+# Megatron's pipeline schedule over micro-batches of packed sequences.
+
+
+class Schedule:
+    """Megatron's pipeline schedule: runs all micro-batches through all stages. Make it on the active mesh.
+
+    ``inverse_frequencies``, fp32 [head_dim / 2], and ``magnitude``: of the rotary embedding; ``dtype``: of the model.
+    ``multiple``: the tokens of a micro-batch divide by it.
+    """
+
+    def __init__(
+        self, inverse_frequencies: torch.Tensor, magnitude: float, dtype: torch.dtype, multiple: int = 1
+    ) -> None:
+        self._multiple = multiple
+        self._inverse_frequencies = inverse_frequencies
+        self._magnitude = magnitude
+        # The variable-length kernel of CUDA has no fp32.
+        self._kernel = inverse_frequencies.is_cuda and dtype is not torch.float32
+        self._dtype = dtype
+        # Chosen once: it depends on the pipeline depth of the active mesh.
+        self._run = get_forward_backward_func()
+
+    def run(
+        self,
+        model: Any,
+        batches: Sequence[MicroBatch],
+        finish: Callable[[MicroBatch, torch.Tensor], Any],
+        gate: StepGate,
+        **how: Any,
+    ) -> Any:
+        """Run ``batches`` through ``model``, with further arguments of Megatron's function in ``how``.
+
+        ``finish``: micro-batch, hidden states -> result; it runs on the last stage. Returns the results there, else [].
+        Raises StepAbandoned, on all ranks alike, if not all passed ``gate``.
+        """
+
+        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            # The schedule calls it in the order of the micro-batches, on every stage.
+            batch = next(batches)
+            if gate.passes():
+                failpoint("train.microbatch")
+            else:
+                # The schedule runs to its end with dummies: every send between stages and every collective still
+                # finds its partner.
+                batch = batch.dummy(self._multiple)
+            tokens = None if batch.tokens is None else batch.tokens[None]
+            segments = pack_segments(
+                batch.lengths,
+                self._inverse_frequencies,
+                self._dtype,
+                kernel=self._kernel,
+                magnitude=self._magnitude,
+            )
+            hidden = model(tokens, None, None, packed_seq_params=segments)
+            # Megatron passes a flag for results that are not a loss. ``finish`` is the same for both.
+            return hidden, lambda hidden, non_loss_data=False: finish(batch, hidden)
+
+        results = self._run(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[model],
+            num_microbatches=len(batches),
+            seq_length=1,  # ignored: lengths vary, and each stage sends the shape of its output
+            micro_batch_size=1,
+            **how,
+        )
+        gate.check()
         return results

@@ -6,7 +6,7 @@
     load      puts the arrays back as rollout delivered them, for a replay
 
 The weights that are published are not copied here: the publication has their checksums
-(``realsys.train.weight_saver``). A critic is copied, and the adapters under LoRA.
+(``realsys.train.worker.weight_saver``). A critic is copied, and the adapters under LoRA.
 
 Arrays are never changed in place, so a reference is as good as a copy. One record is written at a time:
 if the disk is slower than the training, the next record waits.
@@ -18,8 +18,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -27,15 +28,15 @@ import torch
 from realsys.cluster.commit_folder import checksum_of
 from realsys.config.dataflow import KV_VERSIONS, SOURCE_KEYS, TEMPERATURES, TOKEN_REWARDS
 from realsys.errors import StreamError
-from realsys.model_calls import Empty
-from realsys.train.calls.role import Role
-from realsys.train.data_manager import DataManager
-from realsys.train.hooks import onloaded
-from realsys.train.megatron.offload import HostCopies
+from realsys.model_calls import Empty, KeepDroppedRequest
+from realsys.storage.dropped_groups import DroppedEpisode, DroppedGroup, DroppedWriter, Room
+from realsys.train.megatron.offload import OffloadCopies
 from realsys.train.records import record_files as files
-from realsys.train.records.record_messages import HoldRequest, LoadRecordRequest, Recorded, RecordReply, RecordRequest
-from realsys.train.weight_saver import checksums_of
-from realsys.types import GroupOrigin
+from realsys.train.requests import HoldRequest, LoadRecordRequest, Recorded, RecordReply, RecordRequest
+from realsys.train.worker.call_handlers import Role, onloaded
+from realsys.train.worker.data_manager import Array, DataManager
+from realsys.train.worker.weight_saver import checksums_of
+from realsys.types import GroupOrigin, Row, SampleMeta
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class SampleRecorder:
         self._notify = notify
         self._holds_any = False  # this worker holds arrays of the step
         self._origins: list[GroupOrigin] = []
-        self._copies: dict[str, HostCopies] = {}  # role -> memory of its copies
+        self._copies: dict[str, OffloadCopies] = {}  # role -> memory of its copies
         self._thread: threading.Thread | None = None
 
     def hold(self, request: HoldRequest) -> Empty:
@@ -117,7 +118,7 @@ class SampleRecorder:
         assert role.engine.module is not None, "a role is loaded when it is made"
         named = role.engine.module.named_parameters()
         trained = ((name, parameter.detach()) for name, parameter in named if parameter.requires_grad)
-        memory = self._copies.setdefault(role.name, HostCopies(role.device))
+        memory = self._copies.setdefault(role.name, OffloadCopies(role.device))
         # Only "all" moves parameters away; the other settings leave them on the device.
         with onloaded(role) if role.settings.offload == "all" else contextlib.nullcontext():
             return memory.take(trained)
@@ -140,3 +141,65 @@ class SampleRecorder:
             self._notify(written)
         except StreamError as error:  # the connection is closed: this process ends, and the master ignores the record
             log.info("record of step %d: %s", request.step, error)
+
+
+# ---- too old groups ----------------------------------------------------------------------------------------------
+#
+# Groups that the master dropped because they were too old, as people see them later.
+#
+#     master ──keep_dropped──> TooOldGroups ──offer──> DroppedWriter ──thread──> file
+#            ──clear─────────> DataManager
+#
+# The request loop copies at most ``MOST_GROUP_BYTES`` of rows, once per second; a thread writes them
+# (``realsys.storage.dropped_groups``).
+
+
+class TooOldGroups:
+    """Handler of the request ``keep_dropped``."""
+
+    def __init__(self, data: DataManager, writer: DroppedWriter) -> None:
+        self._data = data
+        self._writer = writer
+
+    def keep(self, request: KeepDroppedRequest) -> Empty:
+        """Offer a group to the writer. Rows that are not here are left out."""
+        origin, arrays = self._data.find([sample.sample_id for sample in request.samples])
+        if origin is not None:
+            self._writer.offer(lambda: _group(request, origin, arrays))
+        return Empty()
+
+
+def _group(request: KeepDroppedRequest, origin: GroupOrigin, arrays: Mapping[str, Mapping[str, Array]]) -> DroppedGroup:
+    room = Room()
+    held = [sample for sample in request.samples if sample.sample_id in arrays]
+    held.sort(key=lambda sample: (sample.episode, sample.row))
+    episodes = [
+        _episode(room, list(samples), origin, arrays) for _, samples in groupby(held, lambda sample: sample.episode)
+    ]
+    return DroppedGroup(
+        time=time.time(),
+        ticket=origin.ticket,
+        worker=origin.worker,
+        reason=request.reason,
+        prompt="",
+        reference=None,
+        episodes=episodes,
+        next_version=request.next_version,
+    )
+
+
+def _episode(
+    room: Room, samples: Sequence[SampleMeta], origin: GroupOrigin, arrays: Mapping[str, Mapping[str, Array]]
+) -> DroppedEpisode:
+    first = samples[0]
+    rows = [
+        Row(
+            arrays[sample.sample_id]["tokens"],
+            arrays[sample.sample_id]["loss_mask"],
+            arrays[sample.sample_id]["behav_logprobs"],
+            arrays[sample.sample_id]["versions"],
+            origin.episodes[sample.episode][sample.row].finish_reason,
+        )
+        for sample in samples
+    ]
+    return room.episode(first.episode, rows, first.reward, first.correct)

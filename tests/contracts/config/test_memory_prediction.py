@@ -17,7 +17,7 @@ from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.hf.architecture import HfModel
 from realsys.hf.config import read_model
-from realsys.train.megatron.optimizer import optimizer_tensors
+from realsys.train.megatron.train_engine import optimizer_tensors
 from tests.support.gpu.fake_memory import LiveBytes, measure
 from tests.support.serving.hf_models import make_model
 from tests.support.serving.qwen_models import write_qwen

@@ -25,8 +25,8 @@ from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.ledger.prompt_order import permutation
 from realsys.manager.messages import DataPosition
-from realsys.master.checkpoints import commit
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState, RoleState
+from realsys.train.master.checkpoints import commit
 from tests.support.ledger.manager_trial import TOKEN, Trial, config, drive
 
 DATA = {"train_size": 20, "eval_size": 5, "demo_size": 0}

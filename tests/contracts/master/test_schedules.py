@@ -27,15 +27,13 @@ from realsys.cluster.stream.worker_endpoint import WorkerEndpoint
 from realsys.cluster.topology import Mesh, routing_table
 from realsys.config.allocation import ParallelLayout
 from realsys.config.dataflow import SOURCE_KEYS, Dataflow, FunctionCall
-from realsys.master.calls.executor import CallResult, GraphExecutor
-from realsys.master.calls.model_workers import ModelWorkers
-from realsys.master.calls.ownership import Ownership
 from realsys.model_calls import ClearRequest, Empty, MfcReply, MfcRequest, MfcShare, TransferReply, TransferRequest
-from realsys.train.data_manager import DataManager, array_size
-from realsys.train.exchange import whole_request
+from realsys.train.master.executor import CallResult, GraphExecutor, Ownership
+from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import MeshGroups, form_meshes
-from realsys.train.transfer import execute
+from realsys.train.worker.data_manager import DataManager, array_size
+from realsys.train.worker.transfer import execute, whole_request
 from realsys.types import ARRAY_KEYS, METADATA_KEYS, SequenceRef
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import Deadlock, Sent, SimulatedWorkers

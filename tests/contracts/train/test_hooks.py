@@ -13,9 +13,8 @@ from realsys.cluster.topology import whole_mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import ModelError
 from realsys.model_calls import MfcRequest
-from realsys.train.calls.handlers import CallOutcome
-from realsys.train.calls.role import Role
 from realsys.train.megatron.device import Device
+from realsys.train.worker.call_handlers import CallOutcome, Role
 from realsys.weights.disk.records import DiskPlan
 from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsRequest
 from tests.support.training.played_master import REFS, PlayedWorker, Script, call, load, make_config

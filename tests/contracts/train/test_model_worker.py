@@ -18,7 +18,6 @@ from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.errors import ConfigError, ModelError
 from realsys.hf.config import read_model
 from realsys.manager.messages import DataPosition
-from realsys.master.checkpoints import commit
 from realsys.model_calls import (
     ClearRequest,
     Empty,
@@ -30,12 +29,9 @@ from realsys.model_calls import (
     TransferRequest,
 )
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
-from realsys.train.checkpoint.checkpoint_messages import (
-    FinishCheckpointRequest,
-    LoadCheckpointRequest,
-    SaveCheckpointRequest,
-)
+from realsys.train.master.checkpoints import commit
 from realsys.train.megatron.device import Device
+from realsys.train.requests import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
 from realsys.weights.disk.records import DiskPlan
 from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest
 from tests.support.training.played_master import REFS, PlayedWorker, Script, call, load, make_config

@@ -16,7 +16,7 @@ from realsys.errors import WeightsError
 from realsys.manager.decisions import ManagerState
 from realsys.manager.messages import TrainedRequest
 from realsys.manager.routing.servers import UpdateOrder
-from realsys.master.publish import Publisher, VersionKey
+from realsys.train.master.publish import Publisher, VersionKey
 from realsys.weights.base import Committed, PublisherParts, Share
 from realsys.weights.disk import manifest
 from realsys.weights.disk.publisher import DiskPublisher

@@ -26,7 +26,7 @@ from realsys.hf.config import read_model, read_sizes
 from realsys.reward.verifier_process import ItemLimits, VerifierProcess
 from realsys.reward.verifier_protocol import LENGTH, MAX_REPLY, JournalReader, Reply
 from realsys.reward.verifiers.contract import Verdict
-from realsys.train.checkpoint.checkpoint_files import Piece, RankIndex, data_file, rank_stem
+from realsys.train.checkpoint.checkpoint_files import CheckpointPiece, RankIndex, data_file, rank_stem
 from tests.support.fuzz.files import spoilt, through
 from tests.support.fuzz.mutations import Spoiler, example
 from tests.support.fuzz.targets import Target
@@ -101,7 +101,7 @@ def tensors(folder: Path) -> Iterator[Target]:
     """Readers that need torch: weights of a model folder, and the pieces of a checkpoint."""
     from realsys.generation.embedded.forward.weights import read_tensors
     from realsys.hf.config import read_model
-    from realsys.train.megatron.hf_map import HFReader
+    from realsys.train.megatron.hf_model import HFReader
 
     make_tiny_model(TINY, folder, seed=1)
     model, file, config = read_model(folder), folder / "model.safetensors", folder / "config.json"
@@ -140,7 +140,7 @@ def _pieces(folder: Path) -> Iterator[Target]:
     (folder / data_file(rank_stem("actor", 0, 1))).write_bytes(bytes(8) + data)
     halves = [data[:24], data[24:]]
     pieces = [
-        Piece(
+        CheckpointPiece(
             "param",
             "w",
             (4, 3),

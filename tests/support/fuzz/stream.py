@@ -28,8 +28,7 @@ from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.routes import ManagerApp
 from realsys.manager.routing.servers import UpdateOrder
-from realsys.train.checkpoint import checkpoint_messages
-from realsys.train.records import record_messages
+from realsys.train import requests
 from realsys.types import PublishedVersion, ServerAddress, Ticket
 from realsys.weights import weight_messages
 from tests.support.fuzz.mutations import Spoiler, example, examples
@@ -107,7 +106,7 @@ def messages() -> Iterator[Target]:
             "msgpack",
         )
     names = re.compile(r".*(Request|Reply)|Recorded|Empty")
-    sources = (types, model_calls, record_messages, checkpoint_messages, weight_messages)
+    sources = (types, model_calls, requests, requests, weight_messages)
     declared = {name: kind for source in sources for name, kind in vars(source).items()}
     others = [kind for name, kind in declared.items() if names.fullmatch(name) and kind not in large]
     others += ORDERS

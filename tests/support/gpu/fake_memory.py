@@ -28,7 +28,7 @@ from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.hf.architecture import HfModel
 from realsys.train.megatron.device import Device
-from realsys.train.packing import MicroBatch
+from realsys.train.worker.packing import MicroBatch
 from tests.support.training.train_ranks import run_ranks
 
 
@@ -97,16 +97,15 @@ def measure(model: HfModel, layout: ParallelLayout, config: Config, tokens: int)
 def _measure(
     model: HfModel, layout: ParallelLayout, config: Config, tokens: int, rank: int, device: Device
 ) -> Measured:
-    from realsys.train.megatron import pipeline, train_engine
-    from realsys.train.megatron.layers import spec
+    from realsys.train.megatron import layers, train_engine
     from realsys.train.megatron.mesh import form_meshes
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
     device = Device(device.device, "fake")
     groups = form_meshes({ACTOR: whole_mesh(layout)}, 0, config.cluster, device)[ACTOR]
     apply: Callable[..., torch.Tensor] = _Norm.apply
-    spec.rms_norm = apply
-    pipeline.pack_segments = functools.partial(_with_kernel, pipeline.pack_segments)
+    layers.rms_norm = apply
+    train_engine.pack_segments = functools.partial(_with_kernel, train_engine.pack_segments)
     replaced: dict[str, Any] = {
         "read_model": lambda *_: model,
         "build_model": functools.partial(_stays, train_engine.build_model),

@@ -13,7 +13,7 @@ from realsys.manager.ledger.tickets import OpenTicket
 from realsys.manager.routing.placement import Reservations
 from realsys.manager.routing.rollout_workers import WorkerHeartbeat
 from realsys.manager.routing.servers import Server
-from realsys.master.intake_state import Departures, IntakeState
+from realsys.train.master.intake_decisions import Departures, IntakeState
 from realsys.types import PublishedVersion, SampleMeta, Ticket
 from tests.support.ledger.state_explorer import Canonical
 

@@ -31,8 +31,7 @@ from realsys.manager.routing.pinned_servers import HoldRules
 from realsys.manager.routing.placement import LoadGate
 from realsys.manager.routing.servers import Pace
 from realsys.manager.status import status
-from realsys.master.intake_state import IntakeSettings, IntakeState
-from realsys.master.stuck import StuckCheck
+from realsys.train.master.intake_decisions import IntakeSettings, IntakeState, StuckCheck
 from realsys.types import PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.support.ledger.fingerprints import KEY, ledger_key, manager_key, recount
 from tests.support.ledger.state_explorer import Copier, Passed

@@ -50,7 +50,7 @@ def go() -> None:
 
 def publishes(ctx: WorkerContext) -> None:
     """A MasterWorker whose ModelWorkers have written their shards."""
-    from realsys.master.publish import Publisher, VersionKey
+    from realsys.train.master.publish import Publisher, VersionKey
     from realsys.weights.base import PublisherParts
     from realsys.weights.disk.publisher import DiskPublisher
     from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo

@@ -12,14 +12,14 @@ from realsys.cluster.names.keys import Names
 from realsys.cluster.stream import sockets
 from realsys.cluster.stream.security import CurveKeys
 from realsys.config.schema import Config
-from realsys.train.megatron.rendezvous import Seat
+from realsys.train.megatron.rendezvous import RankSeat
 from realsys.types import TrainerAddress
 
 NAMES = Names("user", "experiment", "trial")
 
 
-def make_seat(config: Config, store: NameStore, rank: int, world: int, keys: CurveKeys | None = None) -> Seat:
-    return Seat(
+def make_seat(config: Config, store: NameStore, rank: int, world: int, keys: CurveKeys | None = None) -> RankSeat:
+    return RankSeat(
         rank,
         world,
         config.cluster,

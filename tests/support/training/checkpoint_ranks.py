@@ -15,15 +15,15 @@ from megatron.core.optimizer import distrib_optimizer
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
 from realsys.manager.messages import DataPosition
-from realsys.master.checkpoints import commit
-from realsys.train.calls.role import Role
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
-from realsys.train.megatron import optimizer
+from realsys.train.master.checkpoints import commit
+from realsys.train.megatron import train_engine
 from realsys.train.megatron.device import Device
-from realsys.train.megatron.layers.heads import Outputs
+from realsys.train.megatron.heads import Outputs
 from realsys.train.megatron.train_engine import Stats
-from realsys.train.packing import MicroBatch
+from realsys.train.worker.call_handlers import Role
+from realsys.train.worker.packing import MicroBatch
 from tests.support.serving.hf_models import VOCAB, make_model
 from tests.support.training.sample_records import make_ref, mask_of
 from tests.support.training.train_ranks import build_role, run_ranks
@@ -78,7 +78,7 @@ class Setup:
     distributed: bool = False
     dtype: str = "float32"
     model: str = "untied"
-    optimizer: str = "adam"
+    train_engine: str = "adam"
     lora: int = 0
     fused: bool = False  # Megatron finds a fused Adam
     one_kernel: bool = False  # torch's Adam runs fused, as on a GPU
@@ -97,11 +97,11 @@ class Setup:
 
     @property
     def config(self) -> Config:
-        optimizer = {"name": self.optimizer, "lr": LR, "eps": 1e-6, "clip_grad": 1.0, "weight_decay": 0.1}
+        train_engine = {"name": self.optimizer, "lr": LR, "eps": 1e-6, "clip_grad": 1.0, "weight_decay": 0.1}
         train = {
             "microbatch_tokens": 64,
             "distributed_optimizer": self.distributed,
-            "optimizer": optimizer,
+            "optimizer": train_engine,
             "lora": {"rank": self.lora},
         }
         return Config.model_validate({"model": {"dtype": self.dtype}, "train": train})
@@ -115,7 +115,7 @@ class Setup:
                 vars(megatron_optimizer).update(Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False)
                 distrib_optimizer.Adam = FusedAdam
             if self.one_kernel:
-                vars(optimizer)["_runs_fused"] = lambda parameter: True
+                vars(train_engine)["_runs_fused"] = lambda parameter: True
             return body(build_role(config, layout, rank, device, model))
 
         return run_ranks(layout.world_size, on_rank, config, layout)

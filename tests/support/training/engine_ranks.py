@@ -16,10 +16,10 @@ from realsys.config.fields import Offload
 from realsys.config.roles import RoleSettings
 from realsys.config.schema import Config
 from realsys.config.sections.schema_train import OptimizerConfig
-from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.train_engine import LossFunction, MegatronEngine, Stats
-from realsys.train.packing import MicroBatch, Packer
+from realsys.train.worker.data_manager import DataManager
+from realsys.train.worker.packing import MicroBatch, MicroBatchPacker
 from realsys.types import SequenceRef
 from tests.support.serving.hf_models import VOCAB
 from tests.support.training.sample_records import make_ref, mask_of, prompt_len
@@ -65,7 +65,7 @@ class Rank:
     """The parts of one rank that the body of a test uses."""
 
     engine: MegatronEngine
-    packer: Packer
+    packer: MicroBatchPacker
     layout: ParallelLayout
 
     def micro_batches(self, count: int = 2) -> list[MicroBatch]:
@@ -98,7 +98,7 @@ def on_ranks(
         data = DataManager(rank)
         for name, tokens in TOKENS.items():
             data.put(name, {"tokens": tokens, "loss_mask": MASKS[name]})
-        packer = Packer(
+        packer = MicroBatchPacker(
             data,
             device.device,
             multiple=engine.token_multiple,

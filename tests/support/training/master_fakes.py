@@ -29,15 +29,14 @@ from realsys.manager.messages import (
     TrainedRequest,
 )
 from realsys.manager.status import status
-from realsys.master.calls.call_arguments import CallArguments
-from realsys.master.calls.plans import plan_roles
-from realsys.master.intake import Intake
-from realsys.master.intake_state import IntakeSettings, IntakeState
-from realsys.master.loop import LoopParts, TrainLoop
-from realsys.master.run.stopping import Stopping
-from realsys.master.step import StepRunner
 from realsys.model_calls import MfcRequest
 from realsys.rollout.episodes import reason_to_drop
+from realsys.train.master.call_plan import CallArguments, plan_roles
+from realsys.train.master.intake import Intake
+from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
+from realsys.train.master.loop import TrainLoop, TrainLoopParts
+from realsys.train.master.step import StepRunner
+from realsys.train.master.stopping import Stopping
 from realsys.types import Episode, PublishedVersion, SampleMeta, ServerAddress, Ticket
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import SimulatedWorkers
@@ -203,7 +202,7 @@ class Run:
         written: Any = {"publisher": self.versions, "checkpoints": self.disk, "step_log": self.records}
         parts: Any = {**written, "manager": manager}
         plan = functools.partial(plan_roles, config, meshes, dict.fromkeys(meshes, token_costs))
-        loop_parts = LoopParts(
+        loop_parts = TrainLoopParts(
             runner=StepRunner(config, flow, meshes, plan, self.workers),
             stopping=Stopping(self.stop, self.workers, Path(os.devnull)),
             intake=self.intake,

@@ -24,9 +24,9 @@ from realsys.config.schema import Config
 from realsys.data.char_model import make_tiny_model
 from realsys.hf.tiny_vocabulary import vocabulary_size
 from realsys.model_calls import ClearRequest, InitializeRequest, MfcRequest, TransferRequest
-from realsys.train.call_service import ModelWorkerService, WorkerParts
-from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
+from realsys.train.worker.call_service import ModelWorkerService, WorkerParts
+from realsys.train.worker.data_manager import DataManager
 from realsys.types import Group, SampleMeta, Ticket
 from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.writer import DiskWriter

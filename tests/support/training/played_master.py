@@ -14,9 +14,9 @@ from realsys.cluster.gpu_devices import GpuMeter
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.model_calls import InitializeRequest, MfcRequest, MfcShare
-from realsys.train.call_service import ModelWorkerService, WorkerParts
-from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
+from realsys.train.worker.call_service import ModelWorkerService, WorkerParts
+from realsys.train.worker.data_manager import DataManager
 from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.writer import DiskWriter
 from tests.support.training.ppo_batch import make_batch

@@ -15,12 +15,11 @@ from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
 from realsys.model_calls import MfcRequest
-from realsys.train.calls.handlers import CallOutcome, find_handler
-from realsys.train.calls.role import Role
-from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import form_meshes
-from realsys.train.role_parts import make_role
+from realsys.train.worker.call_handlers import CallOutcome, Role, find_handler
+from realsys.train.worker.call_service import make_role
+from realsys.train.worker.data_manager import DataManager
 from realsys.types import SequenceRef
 from tests.support.serving.hf_models import VOCAB, make_model
 

@@ -22,12 +22,12 @@ from realsys.cluster.network import take_address
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
-from realsys.train.calls.role import Role
-from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device, prepare_device
 from realsys.train.megatron.mesh import MeshGroups, form_meshes
 from realsys.train.megatron.rendezvous import process_groups
-from realsys.train.role_parts import make_role
+from realsys.train.worker.call_handlers import Role
+from realsys.train.worker.call_service import make_role
+from realsys.train.worker.data_manager import DataManager
 
 Body = Callable[[int, Device], Any]
 

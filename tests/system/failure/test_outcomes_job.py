@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from realsys.master.stuck import FEWEST_FILTERED
+from realsys.train.master.intake_decisions import FEWEST_FILTERED
 from tests.support.jobs.jobs import Job, processes_of, run_arith
 from tests.support.jobs.ledgers import check_ledger
 

@@ -28,12 +28,12 @@ from realsys.manager.commit_loop import ManagerService
 from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import DataPosition
-from realsys.master.checkpoints import Checkpoints, CheckpointSources, commit, prepare
-from realsys.master.publish import Publisher, VersionKey
-from realsys.master.records.recorder import Recorder
-from realsys.master.step_log import StepLog
 from realsys.model_calls import Empty
 from realsys.train.checkpoint.checkpoint_files import CheckpointState
+from realsys.train.master.checkpoints import Checkpoints, CheckpointSources, commit, prepare
+from realsys.train.master.publish import Publisher, VersionKey
+from realsys.train.master.recorder import StepRecorder
+from realsys.train.master.step_statistics import StepLog
 from realsys.types import PublishedVersion
 from realsys.weights.base import PublisherParts
 from realsys.weights.disk import manifest
@@ -141,7 +141,7 @@ def test_rank_of_earlier_incarnation_finds_no_folder(tmp_path: Path):
 
 def test_records_of_two_training_sides_are_written_apart(tmp_path: Path):
     paths = TrialPaths(tmp_path)
-    recorders = [Recorder(Config(), paths, {}, cast(Any, None), incarnation) for incarnation in ("1", "2")]
+    recorders = [StepRecorder(Config(), paths, {}, cast(Any, None), incarnation) for incarnation in ("1", "2")]
     assert recorders[0].tmp(7) != recorders[1].tmp(7)
 
 

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from realsys.cluster import gpu_devices as attention
 from realsys.cluster.gpu_devices import attention_kernel, choose_kernel
 from realsys.errors import DeviceError
-from realsys.train.megatron.layers import spec
-from realsys.train.megatron.layers.spec import PackedAttention, pack_segments
+from realsys.train.megatron import layers
+from realsys.train.megatron.layers import PackedAttention, pack_segments
 from realsys.train.megatron.megatron_core import TransformerConfig
 from tests.support.gpu.reference_attention import POSITIONAL, RECORDED, recorded, reference
 
@@ -45,7 +45,7 @@ def test_kernel_path_equals_bucket_path(
     """Outputs and the gradients of query, key and value, with a kernel of each torch's signature."""
     torch.manual_seed(3)
     tensors = random_tensors(heads, kv_heads)
-    monkeypatch.setattr(spec, "attention_kernel", lambda: choose_kernel(recorded(version, reference), version))
+    monkeypatch.setattr(layers, "attention_kernel", lambda: choose_kernel(recorded(version, reference), version))
     outputs = [attend(kernel, tensors, heads, kv_heads) for kernel in (True, False)]
     slope = torch.randn_like(outputs[0])
     gradients = [torch.autograd.grad(output, tensors, slope) for output in outputs]
@@ -66,7 +66,7 @@ def test_kernel_gets_heads_of_a_multiple_of_eight(size: int, monkeypatch: pytest
         found: torch.Tensor = reference(**arguments)
         return found
 
-    monkeypatch.setattr(spec, "attention_kernel", lambda: choose_kernel(recorded("2.13", padded), "2.13"))
+    monkeypatch.setattr(layers, "attention_kernel", lambda: choose_kernel(recorded("2.13", padded), "2.13"))
     outputs = [attend(kernel, tensors, 4, 2) for kernel in (True, False)]
     slope = torch.randn_like(outputs[0])
     gradients = [torch.autograd.grad(output, tensors, slope) for output in outputs]

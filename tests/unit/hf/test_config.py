@@ -20,7 +20,7 @@ from realsys.generation.embedded.build import build_engine
 from realsys.hf.architecture import ModelSizes
 from realsys.hf.config import read_end_of_text, read_model, read_sizes
 from realsys.hf.rope import inverse_frequencies
-from realsys.train.megatron.hf_config import transformer_config
+from realsys.train.megatron.hf_model import transformer_config
 from tests.support.processes.config_trees import changed
 
 GOOD: dict[str, Any] = {

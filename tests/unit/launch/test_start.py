@@ -14,9 +14,8 @@ from realsys.launch.start import Trial, _read_ledger, decide_start, describe, ne
 from realsys.manager.ledger.events import Event, Resumed, RolledBack, Trained
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import DataPosition
-from realsys.master.recovery import Start
-from realsys.master.run.trial_start import TrialStart, read_start, write_start
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState
+from realsys.train.master.recovery import TrainingStart, TrialStart, read_start, write_start
 
 CONFIG = Config(trial="t")
 STATE = CheckpointState(
@@ -32,19 +31,21 @@ RESUMING = CONFIG.model_copy(update={"resume": str(OTHER)})
         (CONFIG, Trial(), TrialStart(kind="new"), ""),
         (
             RESUMING,
-            Trial(begin=Start(OTHER, 5), state=STATE),
+            Trial(begin=TrainingStart(OTHER, 5), state=STATE),
             TrialStart(kind="resumed", checkpoint=str(OTHER), step=5),
             f"continuing at step 5 from {OTHER}",
         ),
         (
             RESUMING,
-            Trial(config=RESUMING, begin=Start(OTHER, 5), state=STATE, steps=1),
+            Trial(config=RESUMING, begin=TrainingStart(OTHER, 5), state=STATE, steps=1),
             TrialStart(kind="resumed", checkpoint=str(OTHER), step=5, trained=1),
             f"continuing at step 5 from {OTHER}",
         ),
         (
             RESUMING,
-            Trial(config=RESUMING, begin=Start(OWN, 5, own=True), state=STATE, steps=7, has_ledger=True, newest=5),
+            Trial(
+                config=RESUMING, begin=TrainingStart(OWN, 5, own=True), state=STATE, steps=7, has_ledger=True, newest=5
+            ),
             TrialStart(kind="recovered", checkpoint=str(OWN), step=5, trained=7),
             "continuing from step-00000005; 7 steps had been trained",
         ),
@@ -76,7 +77,7 @@ def test_changed_settings_are_listed() -> None:
 
 def test_checkpoints_without_a_ledger_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"no ledger.jsonl.*: restore it from a copy, or start a new trial with"):
-        decide_start(CONFIG, Trial(config=CONFIG, begin=Start(OWN, 5, own=True), state=STATE))
+        decide_start(CONFIG, Trial(config=CONFIG, begin=TrainingStart(OWN, 5, own=True), state=STATE))
 
 
 def ledger_of(path: Path, *versions: int) -> None:
@@ -90,7 +91,7 @@ def test_ledger_that_ends_before_the_checkpoint_is_refused(tmp_path: Path, kept:
     """By the files alone: before, the manager refused it when all workers had started."""
     paths = TrialPaths(tmp_path)
     ledger_of(paths.ledger, *range(1, 6))
-    begin = Start(OWN, 5, own=True)
+    begin = TrainingStart(OWN, 5, own=True)
     assert _read_ledger(CONFIG, paths) == (None, 5)
     decide_start(CONFIG, Trial(config=CONFIG, begin=begin, state=STATE, has_ledger=True, newest=5))
     lines = paths.ledger.read_bytes().splitlines(keepends=True)

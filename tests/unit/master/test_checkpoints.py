@@ -23,7 +23,6 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError, RemoteError
 from realsys.manager.messages import DataPosition
-from realsys.master.checkpoints import Checkpoints, CheckpointSources
 from realsys.model_calls import Empty
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import (
@@ -33,11 +32,8 @@ from realsys.train.checkpoint.checkpoint_files import (
     find_checkpoint,
     read_state,
 )
-from realsys.train.checkpoint.checkpoint_messages import (
-    FinishCheckpointRequest,
-    LoadCheckpointRequest,
-    SaveCheckpointRequest,
-)
+from realsys.train.master.checkpoints import Checkpoints, CheckpointSources
+from realsys.train.requests import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
 
 MESHES = {"actor": Mesh(ParallelLayout(data=2), (0, 1)), "critic": Mesh(ParallelLayout(), (2,))}
 POSITION = DataPosition(12, [4, 7], 20, 1)

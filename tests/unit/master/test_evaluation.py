@@ -32,10 +32,10 @@ from realsys.manager.messages import (
 )
 from realsys.manager.routing.servers import UpdateOrder
 from realsys.manager.status import status
-from realsys.master import evaluation
-from realsys.master.evaluation import Evaluations
-from realsys.master.recovery import Start, eval_id_of, unanswered
-from realsys.master.run.phases import MasterRun
+from realsys.train.master import request_evaluations
+from realsys.train.master.recovery import TrainingStart, eval_id_of, unanswered
+from realsys.train.master.request_evaluations import EvaluationRequests
+from realsys.train.master.run import MasterRun
 from realsys.types import PublishedVersion
 from tests.support.ledger.manager_states import ANSWER, ready, update, version
 from tests.support.processes.config_trees import changed
@@ -59,7 +59,7 @@ class Answering:
         except OlderTrainer as refusal:
             raise Fenced(str(refusal)) from refusal
 
-    async def evaluation(self, eval_id: str) -> EvaluationReply:
+    async def request_evaluations(self, eval_id: str) -> EvaluationReply:
         request = AllocateRequest("w", 1, request_id=next(self._requests))
         for ticket in self.state.allocate(request, 0.0).tickets:
             at = ticket.version
@@ -110,9 +110,9 @@ SETS = evaluation_sets(changed("evaluation.problems=2", "evaluation.every_steps=
 HELD_OUT_SET = SETS["eval"]
 
 
-def evaluations(manager: Answering, *settings: str) -> Evaluations:
+def evaluations(manager: Answering, *settings: str) -> EvaluationRequests:
     parts: Any = {"config": changed(*settings), "repair": manager.repair, "writer": NoWriter()}
-    return Evaluations(manager, trainer_incarnation=manager.state.trainer_incarnation, **parts)  # type: ignore[arg-type]
+    return EvaluationRequests(manager, trainer_incarnation=manager.state.trainer_incarnation, **parts)  # type: ignore[arg-type]
 
 
 def missing(log: list[dict[str, Any]], asked: list[str], done: int) -> list[int]:
@@ -156,8 +156,8 @@ def test_master_waits_for_evaluations_at_end() -> None:
 
 def test_evaluation_wait_checks_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be one that no server can load, and at the end of a run none comes after it."""
-    monkeypatch.setattr(evaluation, "POLL_S", 0.0)
-    monkeypatch.setattr(evaluation, "STATUS_INTERVAL_S", -1.0)
+    monkeypatch.setattr(request_evaluations, "POLL_S", 0.0)
+    monkeypatch.setattr(request_evaluations, "STATUS_INTERVAL_S", -1.0)
 
     async def body() -> None:
         manager = Answering(ready())
@@ -168,7 +168,7 @@ def test_evaluation_wait_checks_newest_version(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_standstill_of_an_evaluation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "POLL_S", 0.0)
+    monkeypatch.setattr(request_evaluations, "POLL_S", 0.0)
 
     async def body() -> None:
         manager = Answering(ready(servers=0))
@@ -182,8 +182,8 @@ def test_standstill_of_an_evaluation_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_long_evaluation_with_progress_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time limit counts from the last completion, however many there are."""
     clock = itertools.count(0.0, 20.0)
-    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(evaluation, "POLL_S", 0.0)
+    monkeypatch.setattr(request_evaluations, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(request_evaluations, "POLL_S", 0.0)
 
     async def body() -> None:
         asking = evaluations(Answering(ready()), "cluster.request_timeout_s=90")
@@ -197,8 +197,8 @@ def test_long_evaluation_with_progress_goes_on(monkeypatch: pytest.MonkeyPatch) 
 def test_set_that_waits_its_turn_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The manager samples one set after the other: the second has no completion for longer than the limit."""
     clock = itertools.count(0.0, 20.0)
-    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(evaluation, "POLL_S", 0.0)
+    monkeypatch.setattr(request_evaluations, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(request_evaluations, "POLL_S", 0.0)
     second = dataclasses.replace(HELD_OUT_SET, name="again")
 
     async def body() -> None:
@@ -373,7 +373,7 @@ def test_ledger_that_contradicts_checkpoint_ends_the_run() -> None:
         master._ctx = manager = Refusing()
         master._parts = SimpleNamespace(connections=SimpleNamespace(manager=manager))
         with pytest.raises(StreamError, match="the ledger ends at 4") as refused:
-            await master._roll_back(Start(step=9))
+            await master._roll_back(TrainingStart(step=9))
         assert refused.value.permanent and not StreamError.permanent
 
     run(body)

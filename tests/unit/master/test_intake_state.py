@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from realsys.algorithm.batch.sequence_buffer import StalePolicy
 from realsys.errors import StuckError, WaitTimeout
-from realsys.master.intake_state import IntakeSettings, IntakeState
+from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
 from realsys.types import SampleMeta
 
 SETTINGS = IntakeSettings(batch_groups=2, eta=1, stale_policy="drop", max_reissues=2, max_refills=10, timeout_s=10.0)

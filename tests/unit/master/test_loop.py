@@ -15,11 +15,11 @@ from realsys.algorithm.batch.token_losses import StepLosses
 from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
 from realsys.errors import NotFiniteError, StuckError
 from realsys.manager.messages import TrainedReply, TrainedRequest
-from realsys.master import intake
-from realsys.master.calls.call_arguments import CallArguments
-from realsys.master.calls.executor import CallResult
-from realsys.master.statistics import call_seconds, untrained_shares
 from realsys.model_calls import SNAPSHOT, MaskRequest, SnapshotPlan
+from realsys.train.master import intake
+from realsys.train.master.call_plan import CallArguments
+from realsys.train.master.executor import CallResult
+from realsys.train.master.step_statistics import call_seconds, untrained_shares
 from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
 from tests.support.telemetry.step_logs import undocumented

@@ -14,7 +14,7 @@ from realsys.cluster.commit_folder import Removed
 from realsys.cluster.names.contract import KeyMissing
 from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import WeightsError
-from realsys.master.publish import Publisher, VersionKey
+from realsys.train.master.publish import Publisher, VersionKey
 from realsys.types import PublishedVersion
 from realsys.weights.base import Committed
 from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest

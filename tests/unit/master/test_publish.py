@@ -17,8 +17,8 @@ from realsys.cluster.commit_folder import Removed
 from realsys.cluster.names.contract import Lease
 from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import Fenced, NameStoreError, WeightsError
-from realsys.master import publish
-from realsys.master.publish import Publisher, VersionKey, set_key
+from realsys.train.master import publish
+from realsys.train.master.publish import Publisher, VersionKey, set_key
 from realsys.weights.base import PublisherParts, Share
 from realsys.weights.disk import manifest as m
 from realsys.weights.disk import publisher

@@ -12,12 +12,12 @@ from realsys.cluster.files import FileInfo
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import CheckpointError
 from realsys.manager.messages import DataPosition
-from realsys.master.checkpoints import commit, prepare
-from realsys.master.recovery import Start, decide, evaluated, find_start, has_trained, recovered_record
-from realsys.master.step_log import StepLog
 from realsys.observe.step_log import StepTail, read_steps, surviving, undone
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RankIndex, read_state, verify
+from realsys.train.master.checkpoints import commit, prepare
+from realsys.train.master.recovery import TrainingStart, decide, evaluated, find_start, has_trained, recovered_record
+from realsys.train.master.step_statistics import StepLog
 
 STEM = files.rank_stem("actor", 0, 1)
 
@@ -41,9 +41,9 @@ def flip(path: Path) -> None:
 
 
 def test_new_trial_starts_from_resume_or_nothing(tmp_path: Path) -> None:
-    assert find_start(tmp_path / "checkpoints", "") == Start(None, -1)
+    assert find_start(tmp_path / "checkpoints", "") == TrainingStart(None, -1)
     other = saved(tmp_path / "other", 7)
-    assert find_start(tmp_path / "checkpoints", str(other)) == Start(other, 7)
+    assert find_start(tmp_path / "checkpoints", str(other)) == TrainingStart(other, 7)
 
 
 def test_own_newest_checkpoint_wins_over_resume(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_own_newest_checkpoint_wins_over_resume(tmp_path: Path) -> None:
     for step in (8, 9):
         newest = saved(root, step)
     (root / "step-00000010.tmp").mkdir()
-    assert find_start(root, str(other)) == Start(newest, 9, own=True)
+    assert find_start(root, str(other)) == TrainingStart(newest, 9, own=True)
 
 
 @pytest.mark.parametrize("what", ["flipped tensors", "truncated tensors", "flipped index", "no state", "flipped state"])
@@ -106,7 +106,7 @@ def test_no_older_checkpoint_is_read_than_is_needed(tmp_path: Path) -> None:
         return CheckpointState(2, 2, 1, 4, DataPosition(0, [], 9, 1), {}, {}, "", 0.0)
 
     start = decide([(1, Path("a")), (2, Path("b")), (3, Path("c"))], "other", examine)
-    assert start == Start(Path("b"), 2, own=True, damaged={Path("c"): "torn"})
+    assert start == TrainingStart(Path("b"), 2, own=True, damaged={Path("c"): "torn"})
     assert looked == ["c", "b"]
 
 
@@ -120,7 +120,7 @@ def records(*steps: object) -> list[dict[str, object]]:
         if isinstance(step, int):
             found.append({"kind": "train", "step": step})
         elif str(step).startswith("back"):
-            found.append(recovered_record(Start(None, int(str(step)[4:])), "0001"))
+            found.append(recovered_record(TrainingStart(None, int(str(step)[4:])), "0001"))
         else:
             kind = {"w": "warmup", "e": "eval", "u": "used_up"}[str(step)[0]]
             found.append({"kind": kind, "step": int(str(step)[1:]), "eval_id": str(step)})

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realsys.manager.ledger.tickets import ticket_name, ticket_ranges, tickets_in
-from realsys.master.step_log import StepLog, short
 from realsys.observe.step_log import StepTail
+from realsys.train.master.step_statistics import StepLog, short
 
 ids = st.one_of(st.integers(0, 30).map(ticket_name), st.sampled_from(["x", "0000000001x", "eval"]))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from realsys.errors import RealsysError
-from realsys.master.step_log import StepLog
 from realsys.observe.step_log import StepTail
+from realsys.train.master.step_statistics import StepLog
 
 pytestmark = pytest.mark.processes
 

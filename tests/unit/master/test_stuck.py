@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from realsys.master.stuck import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck
+from realsys.train.master.intake_decisions import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck
 
 
 def status(reason: str | None = None, **ledger: Any) -> dict[str, Any]:

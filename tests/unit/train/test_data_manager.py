@@ -15,8 +15,8 @@ from realsys.algorithm.batch.sequence_buffer import SequenceBuffer
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError
-from realsys.train.data_manager import DataManager, array_size
-from realsys.train.demonstrations import DemoSource
+from realsys.train.worker.call_service import DemoSource
+from realsys.train.worker.data_manager import DataManager, array_size
 from realsys.types import ARRAY_KEYS, Episode, Group, Row, Ticket, register_key
 from tests.support.training.sample_records import make_ref, make_row
 
@@ -278,7 +278,7 @@ def test_demonstrations_are_loaded_as_samples_of_their_own(tmp_path: Path, monke
         def sequence(self, index: int) -> tuple[list[int], list[int]]:
             return [1, 2], [index, 9]
 
-    monkeypatch.setattr("realsys.train.demonstrations.open_demonstrations", lambda _config, _paths: Fixed())
+    monkeypatch.setattr("realsys.train.worker.call_service.open_demonstrations", lambda _config, _paths: Fixed())
     data = DataManager(2)
     source = DemoSource(Config(), TrialPaths(tmp_path), data, worker=2)
     once, twice = source.load([5]), source.load([5, 6])

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from realsys.train.data_manager import DataManager
-from realsys.train.megatron.layers.spec import make_buckets, pack_segments
-from realsys.train.packing import Packer, last_rows, loss_and_end_rows, on_device, split_rows
+from realsys.train.megatron.layers import make_buckets, pack_segments
+from realsys.train.worker.data_manager import DataManager
+from realsys.train.worker.packing import MicroBatchPacker, last_rows, loss_and_end_rows, on_device, split_rows
 from realsys.types import SequenceRef
 from tests.support.training.sample_records import make_mask, make_ref
 
 
-def make_packer(data: DataManager, multiple: int = 1, *, first: bool = True, last: bool = True) -> Packer:
-    return Packer(data, torch.device("cpu"), multiple=multiple, first=first, last=last)
+def make_packer(data: DataManager, multiple: int = 1, *, first: bool = True, last: bool = True) -> MicroBatchPacker:
+    return MicroBatchPacker(data, torch.device("cpu"), multiple=multiple, first=first, last=last)
 
 
 def filled() -> tuple[DataManager, list[SequenceRef]]:

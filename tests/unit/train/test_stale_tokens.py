@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realsys.algorithm.batch.token_losses import mask_group
-from realsys.train.data_manager import DataManager
-from realsys.train.stale_tokens import version_tokens, without_older
+from realsys.train.worker.data_manager import DataManager, version_tokens, without_older
 from realsys.types import SampleMeta
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
 from realsys.train.megatron.device import Device
-from realsys.train.vocab_logprob import Scoring, projected_logprobs
+from realsys.train.megatron.heads import Scoring, projected_logprobs
 from tests.support.training.train_ranks import FORMED, run_ranks
 
 ROWS, HIDDEN, VOCAB, TEMPERATURE = 9, 6, 24, 0.6

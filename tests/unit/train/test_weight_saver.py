@@ -15,11 +15,11 @@ import xxhash
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import WeightsError
-from realsys.train.call_service import ModelWorkerService, WorkerParts
-from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.step_gate import StepGate
-from realsys.train.weight_saver import WeightSaver
+from realsys.train.worker.call_service import ModelWorkerService, WorkerParts
+from realsys.train.worker.data_manager import DataManager
+from realsys.train.worker.weight_saver import WeightSaver
 from realsys.weights.base import PublisherParts, Share
 from realsys.weights.disk.publisher import DiskPublisher
 from realsys.weights.disk.shards import ShardWriter

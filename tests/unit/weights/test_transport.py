@@ -23,7 +23,7 @@ from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.engine import Engine
 from realsys.generation.embedded.forward.weights import read_tensors
 from realsys.launch.cli import main
-from realsys.master.publish import Publisher, VersionKey
+from realsys.train.master.publish import Publisher, VersionKey
 from realsys.types import PublishedVersion
 from realsys.weights.base import Committed, PublisherParts, ReaderParts, Share, Transport, WriterParts
 from realsys.weights.build import build

@@ -14,9 +14,9 @@ import torch
 from realsys.cluster.topology import Mesh, place
 from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
+from realsys.train.megatron import lora
 from realsys.train.megatron.device import Device
-from realsys.train.megatron.layers import lora
-from realsys.train.megatron.offload import HostCopies, WeightSnapshot
+from realsys.train.megatron.offload import OffloadCopies, WeightSnapshot
 from tests.support.training.ppo_batch import Worker, deal, make_batch, make_models, save_models, whole
 from tests.support.training.train_ranks import run_ranks
 
@@ -111,9 +111,9 @@ def test_step_waits_for_the_copy(folders: dict[str, Path]) -> None:
     def body(rank: int, device: Device) -> tuple[bool, bool, bool]:
         worker = Worker(rank, device, config, whole("d1", "actor"), folders)
         worker.fill(ARRAYS)
-        engine, needed, take, finish = worker.roles["actor"].engine, Event(), HostCopies.take, WeightSnapshot.finish
+        engine, needed, take, finish = worker.roles["actor"].engine, Event(), OffloadCopies.take, WeightSnapshot.finish
 
-        def slow(copies: HostCopies, tensors: Any) -> Any:
+        def slow(copies: OffloadCopies, tensors: Any) -> Any:
             assert needed.wait(60)
             return take(copies, tensors)
 
@@ -122,7 +122,7 @@ def test_step_waits_for_the_copy(folders: dict[str, Path]) -> None:
             return finish(snapshot)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HostCopies, "take", slow)
+            patch.setattr(OffloadCopies, "take", slow)
             patch.setattr(WeightSnapshot, "finish", finishing)
             worker.call("actor_inf", "actor", [REFS], snapshot={"take": True})
             before = [each.detach().clone() for each in engine.module.parameters()]  # type: ignore[union-attr]

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from realsys.cluster.topology import Mesh, place
 from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
-from realsys.train.hooks import onloaded
 from realsys.train.megatron.device import Device
+from realsys.train.worker.call_handlers import onloaded
 from tests.support.training.ppo_batch import Worker, make_batch
 from tests.support.training.train_ranks import cat_exports, run_ranks
 

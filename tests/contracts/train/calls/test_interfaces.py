@@ -17,11 +17,9 @@ from realsys.config.doors import CALL_HANDLER, HOOK
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError, NotFiniteError
 from realsys.model_calls import MfcRequest
-from realsys.train.calls.handlers import CallOutcome, find_handler
-from realsys.train.calls.role import Role
-from realsys.train.hooks import find_hook
 from realsys.train.megatron.device import Device
 from realsys.train.step_gate import SettleRequest, StepAbandoned, StepGate
+from realsys.train.worker.call_handlers import CallOutcome, Role, find_handler, find_hook
 from realsys.types import SequenceRef
 from tests.support.training.ppo_batch import Worker, make_batch, whole
 from tests.support.training.train_ranks import run_ranks

@@ -10,8 +10,8 @@ import pytest
 
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
-from realsys.train.calls.role import Role
 from realsys.train.megatron.device import Device
+from realsys.train.worker.call_handlers import Role
 from realsys.types import SequenceRef
 from tests.support.serving.hf_models import make_model
 from tests.support.training.sample_records import make_ref, mask_of

@@ -16,8 +16,8 @@ from realsys import configs
 from realsys.config.compose import compose
 from realsys.config.dataflow import dataflow_of
 from realsys.config.schema import Config
-from realsys.master.calls.executor import CallResult
-from realsys.master.statistics import train_record
+from realsys.train.master.executor import CallResult
+from realsys.train.master.step_statistics import train_record
 from realsys.train.megatron.device import Device
 from tests.support.telemetry.step_logs import undocumented
 from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models, whole

@@ -12,10 +12,9 @@ import torch
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
 from realsys.model_calls import MfcRequest
-from realsys.train.calls.handlers import find_handler
-from realsys.train.calls.role import Role
 from realsys.train.megatron.device import Device
 from realsys.train.step_gate import SettleRequest, StepAbandoned, StepGate
+from realsys.train.worker.call_handlers import Role, find_handler
 from tests.support.serving.hf_models import make_model
 from tests.support.training.ppo_batch import make_batch
 from tests.support.training.train_ranks import build_role, coordinates, run_ranks

@@ -16,14 +16,12 @@ from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
 from realsys.data.char_model import make_tiny_model
 from realsys.model_calls import MfcRequest
-from realsys.train.calls.handlers import find_handler
-from realsys.train.calls.role import Role
-from realsys.train.calls.train_steps import OptimizerSteps
 from realsys.train.megatron.device import Device
-from realsys.train.megatron.layers.heads import Outputs
-from realsys.train.megatron.optimizer import optimizer_tensors
-from realsys.train.megatron.train_engine import Stats
-from realsys.train.packing import MicroBatch
+from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.train_engine import Stats, optimizer_tensors
+from realsys.train.worker.call_handlers import Role, find_handler
+from realsys.train.worker.optimizer_steps import OptimizerSteps
+from realsys.train.worker.packing import MicroBatch
 from realsys.types import SequenceRef
 from tests.support.training.sample_records import make_mask, make_ref
 from tests.support.training.train_ranks import build_role, run_ranks

@@ -12,10 +12,10 @@ import pytest
 
 from realsys.cluster.files import FileInfo
 from realsys.errors import CheckpointError
-from realsys.train.calls.role import Role
-from realsys.train.checkpoint.checkpoint_files import Piece
+from realsys.train.checkpoint.checkpoint_files import CheckpointPiece
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
-from realsys.train.checkpoint.tensors import Snapshot, write_tensors
+from realsys.train.checkpoint.tensors import TensorSnapshot, write_tensors
+from realsys.train.worker.call_handlers import Role
 from tests.support.training.checkpoint_ranks import SINGLE, Setup, checkpoint, complete, make_models, train
 
 
@@ -75,7 +75,7 @@ def test_hanging_disk_is_named_in_time(models: dict[str, Path], tmp_path: Path) 
         train(role, range(1))
         hangs = threading.Event()
 
-        def write(path: Path, snapshots: Sequence[Snapshot]) -> tuple[FileInfo, list[Piece]]:
+        def write(path: Path, snapshots: Sequence[TensorSnapshot]) -> tuple[FileInfo, list[CheckpointPiece]]:
             hangs.wait()
             return write_tensors(path, snapshots)
 

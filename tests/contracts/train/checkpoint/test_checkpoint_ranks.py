@@ -14,11 +14,11 @@ from realsys.cluster.files import FileInfo
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import CheckpointError
-from realsys.train.calls.role import Role
-from realsys.train.checkpoint.checkpoint_files import Piece
+from realsys.train.checkpoint.checkpoint_files import CheckpointPiece
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
-from realsys.train.checkpoint.tensors import Snapshot, write_tensors
+from realsys.train.checkpoint.tensors import TensorSnapshot, write_tensors
 from realsys.train.megatron.device import Device
+from realsys.train.worker.call_handlers import Role
 from tests.support.training.checkpoint_ranks import (
     AFTER,
     BEFORE,
@@ -227,7 +227,7 @@ def test_training_continues_while_files_are_written(models: dict[str, Path], tmp
     def body(role: Role) -> tuple[State, bool]:
         started, go_on = threading.Event(), threading.Event()
 
-        def held(path: Path, snapshots: Sequence[Snapshot]) -> tuple[FileInfo, list[Piece]]:
+        def held(path: Path, snapshots: Sequence[TensorSnapshot]) -> tuple[FileInfo, list[CheckpointPiece]]:
             started.set()
             assert go_on.wait(BOUND_S)
             return write_tensors(path, snapshots)

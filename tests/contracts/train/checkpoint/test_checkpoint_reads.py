@@ -8,10 +8,10 @@ import pytest
 
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import CheckpointError
-from realsys.train.calls.role import Role
-from realsys.train.checkpoint.checkpoint_files import Piece
+from realsys.train.checkpoint.checkpoint_files import CheckpointPiece
 from realsys.train.checkpoint.saver import GENERATOR, load_checkpoint
 from realsys.train.checkpoint.tensors import PieceReader
+from realsys.train.worker.call_handlers import Role
 from tests.support.training.checkpoint_ranks import Setup, checkpoint, make_models
 
 D2 = ParallelLayout(data=2)
@@ -38,10 +38,10 @@ def test_each_byte_is_read_once_per_group(written: Setup, read: Setup, models: d
 
     def body(role: Role) -> tuple[int, int, int]:
         """The position, the bytes read for it, and the bytes of the checkpoint."""
-        pieces: list[Piece] = []
+        pieces: list[CheckpointPiece] = []
         everything = 0
 
-        def counted(self: PieceReader, path: Path, piece: Piece) -> object:
+        def counted(self: PieceReader, path: Path, piece: CheckpointPiece) -> object:
             if piece.kind != GENERATOR and (self._last is None or self._last[0] is not piece):
                 pieces.append(piece)
             return load(self, path, piece)

@@ -15,10 +15,10 @@ from realsys.config.allocation import ParallelLayout
 from realsys.errors import CheckpointError
 from realsys.train.checkpoint.checkpoint_files import RankIndex
 from realsys.train.checkpoint.tensors import (
-    Box,
     PieceReader,
-    Shard,
-    Snapshot,
+    TensorBox,
+    TensorShard,
+    TensorSnapshot,
     snapshot,
     split_shard,
     whole_shard,
@@ -28,13 +28,13 @@ from realsys.train.checkpoint.tensors import (
 WHOLE = torch.arange(8 * 6, dtype=torch.float32).view(8, 6)
 
 
-def local(shard: Shard) -> torch.Tensor:
+def local(shard: TensorShard) -> torch.Tensor:
     """The shard of WHOLE, by plain indexing."""
     parts = [WHOLE[b.offset[0] : b.offset[0] + b.shape[0], b.offset[1] : b.offset[1] + b.shape[1]] for b in shard.boxes]
     return torch.cat(parts)
 
 
-def reader(tmp_path: Path, shards: list[list[Snapshot]]) -> PieceReader:
+def reader(tmp_path: Path, shards: list[list[TensorSnapshot]]) -> PieceReader:
     """One file per rank."""
     layout = ParallelLayout(data=len(shards))
     indexes = []
@@ -70,11 +70,11 @@ def test_impossible_index_is_refused(tmp_path: Path, wrong: dict[str, object]) -
 
 
 def test_shards_by_hand() -> None:
-    assert split_shard("w", (4, 6), 0, 1, 2).boxes == (Box((4, 0), (4, 6)),)
-    assert split_shard("w", (8, 3), 1, 1, 2).boxes == (Box((0, 3), (8, 3)),)
+    assert split_shard("w", (4, 6), 0, 1, 2).boxes == (TensorBox((4, 0), (4, 6)),)
+    assert split_shard("w", (8, 3), 1, 1, 2).boxes == (TensorBox((0, 3), (8, 3)),)
     # Gate is rows 0-3, up rows 4-7; tensor rank 1 holds the second half of each.
     gate_up = split_shard("w", (4, 6), 0, 1, 2, stacked=2)
-    assert gate_up.whole == (8, 6) and gate_up.boxes == (Box((2, 0), (2, 6)), Box((6, 0), (2, 6)))
+    assert gate_up.whole == (8, 6) and gate_up.boxes == (TensorBox((2, 0), (2, 6)), TensorBox((6, 0), (2, 6)))
     # Elements 10 to 15 of the shard: the last two of gate, the first three of up.
     assert list(gate_up.ranges(10, 15)) == [(gate_up.boxes[0], 10, 12), (gate_up.boxes[1], 0, 3)]
     assert split_shard("w", (8, 6), 0, 0, 1, stacked=2) == whole_shard("w", (8, 6))
@@ -84,7 +84,7 @@ def test_shards_by_hand() -> None:
 def test_any_part_is_read_from_other_parts(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
 
-    def cut() -> list[Shard]:
+    def cut() -> list[TensorShard]:
         kind = rng.choice(["whole", "rows", "columns", "stacked"])
         ranks = 1 if kind == "whole" else 2
         shape, dim = ((8, 3), 1) if kind == "columns" else ((8 // ranks, 6), 0)

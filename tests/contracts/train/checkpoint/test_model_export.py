@@ -18,9 +18,9 @@ from realsys.errors import CheckpointError
 from realsys.launch.cli import main
 from realsys.launch.evaluation_target import exported, find_target
 from realsys.train.calls import Role
-from realsys.train.calls.role import Role
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, STATE, decode_index, read_state
 from realsys.train.checkpoint.model_export import export_checkpoint
+from realsys.train.worker.call_handlers import Role
 from realsys.weights.disk.manifest import load_manifest
 from tests.support.training.checkpoint_ranks import BEFORE, Setup, complete, make_models, save, train
 from tests.support.training.train_ranks import cat_exports

@@ -14,7 +14,7 @@ from realsys.generation.embedded.forward.weights import fuse, read_tensors
 from realsys.hf.config import read_model
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.train_engine import MegatronEngine
-from realsys.train.packing import MicroBatch
+from realsys.train.worker.packing import MicroBatch
 from tests.support.serving.generation_models import make_request
 from tests.support.serving.generation_models import run as generate
 from tests.support.serving.hf_models import make_model

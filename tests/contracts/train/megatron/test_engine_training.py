@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from realsys.config.sections.schema_train import OptimizerConfig
 from realsys.errors import ModelError
-from realsys.train.megatron.layers.heads import Outputs
+from realsys.train.megatron.heads import Outputs
 from realsys.train.megatron.train_engine import Stats
-from realsys.train.packing import MicroBatch
+from realsys.train.worker.packing import MicroBatch
 from tests.support.serving.hf_models import make_model
 from tests.support.training.engine_ranks import (
     ANSWER_TOKENS,

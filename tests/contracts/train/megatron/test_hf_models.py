@@ -23,9 +23,9 @@ from realsys.errors import ModelError
 from realsys.hf.config import read_model
 from realsys.train.megatron.collectives import ReplicaReader
 from realsys.train.megatron.device import Device
-from realsys.train.megatron.hf_map import HFReader, ShardMap
+from realsys.train.megatron.hf_model import HFReader, ShardMap
 from realsys.train.megatron.train_engine import MegatronEngine
-from realsys.train.packing import MicroBatch
+from realsys.train.worker.packing import MicroBatch
 from tests.support.serving.generation_models import chosen, make_core, make_request, reference_logprobs
 from tests.support.serving.generation_models import run as generate
 from tests.support.serving.hf_models import FAMILIES, SIZES, VOCAB, make_model, weights_of

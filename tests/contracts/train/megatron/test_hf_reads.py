@@ -16,7 +16,7 @@ from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.train.megatron import collectives
 from realsys.train.megatron.device import Device
-from realsys.train.megatron.hf_map import HFReader
+from realsys.train.megatron.hf_model import HFReader
 from realsys.train.megatron.train_engine import MegatronEngine
 from tests.support.serving.hf_models import make_model
 from tests.support.training.train_ranks import FORMED, run_ranks

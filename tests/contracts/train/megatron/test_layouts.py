@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.schema import Config
 from realsys.model_calls import MfcRequest
-from realsys.train.calls.handlers import find_handler
 from realsys.train.megatron.device import Device
+from realsys.train.worker.call_handlers import find_handler
 from realsys.types import SequenceRef
 from tests.support.serving.hf_models import VOCAB, make_model, weights_of
 from tests.support.training.train_ranks import build_role, cat_exports, coordinates, run_ranks

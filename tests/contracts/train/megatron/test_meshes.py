@@ -14,10 +14,9 @@ from realsys.cluster.topology import Mesh, place
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.schema import Config
 from realsys.model_calls import MfcRequest
-from realsys.train.calls.handlers import find_handler
-from realsys.train.calls.role import Role
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.megatron_core import parallel_state
+from realsys.train.worker.call_handlers import Role, find_handler
 from tests.support.training.ppo_batch import make_batch
 from tests.support.training.train_ranks import FORMED, build_role, run_ranks
 

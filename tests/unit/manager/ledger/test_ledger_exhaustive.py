@@ -28,8 +28,7 @@ from realsys.manager.messages import AllocateRequest, FinishRequest
 from realsys.manager.routing.placement import Reservations
 from realsys.manager.routing.servers import ServerRegistry
 from realsys.manager.status import status
-from realsys.master.intake_state import IntakeState
-from realsys.master.stuck import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck
+from realsys.train.master.intake_decisions import FEWEST_FAILURES, FEWEST_FILTERED, IntakeState, StuckCheck
 from tests.support.ledger.ledger_actions import World
 from tests.support.ledger.ledger_world import COPIER, Bounds, WorldState, bounds
 from tests.support.ledger.state_explorer import Violation, explore

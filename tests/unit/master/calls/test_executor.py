@@ -17,9 +17,8 @@ from realsys.cluster.topology import Mesh, place, whole_mesh
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.errors import RemoteError, RewardError
-from realsys.master.calls.executor import CallResult, GraphExecutor, Minibatches
-from realsys.master.calls.ownership import Ownership
 from realsys.model_calls import ClearRequest, MfcReply, MfcRequest, TransferRequest
+from realsys.train.master.executor import CallResult, GraphExecutor, Minibatches, Ownership
 from realsys.types import SequenceRef
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import Sent, SimulatedWorkers
@@ -175,7 +174,7 @@ def test_large_batch_is_planned_off_the_loop(monkeypatch: pytest.MonkeyPatch) ->
 
     for kind, name in ((TransferPlan, "by_worker"), (Ownership, "add_transfers"), (Ownership, "discard_keys")):
         watch(kind, name)
-    monkeypatch.setattr("realsys.master.calls.executor._OFF_LOOP", len(NAMES))
+    monkeypatch.setattr("realsys.train.master.executor._OFF_LOOP", len(NAMES))
     meshes = {"actor": whole_mesh(ParallelLayout(data=2))}
     execute(Dataflow([call("first", "tokens", "values"), call("second", "values")], {"tokens"}), meshes)
     assert set(threads) == {"by_worker", "add_transfers", "discard_keys"}

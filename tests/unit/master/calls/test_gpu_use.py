@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.master.calls.executor import CallResult
-from realsys.master.calls.gpu_use import gpu_use, step_gpu_use
-from realsys.master.statistics import train_record
+from realsys.train.master.executor import CallResult, gpu_use, step_gpu_use
+from realsys.train.master.step_statistics import train_record
 
 FIRST = {"flops": 6e12, "peak_flops": 1e12, "peak_bytes": 5.0, "utilisation": 0.5, "used_bytes": 9.0}
 SECOND = {"flops": 2e12, "peak_flops": 1e12, "peak_bytes": 7.0, "utilisation": 1.0, "used_bytes": 8.0}

@@ -10,9 +10,9 @@ import msgspec
 from realsys.cluster.stream.codec import encode_message
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ParallelLayout
-from realsys.master.calls.model_workers import ModelWorkers
 from realsys.model_calls import ClearRequest, KeepDroppedRequest, MfcRequest, MfcShare, Transfer, TransferRequest
-from realsys.train.records.record_messages import HoldRequest
+from realsys.train.master.model_workers import ModelWorkers
+from realsys.train.requests import HoldRequest
 from tests.support.training.sample_records import make_ref
 
 MESH = Mesh(ParallelLayout(data=2, tensor=2), (0, 1, 2, 3))

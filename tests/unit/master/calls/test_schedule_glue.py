@@ -13,11 +13,11 @@ from realsys.algorithm.batch.balance import token_costs
 from realsys.algorithm.batch.token_losses import mask_group
 from realsys.cluster.topology import place, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
-from realsys.master.calls.executor import GraphExecutor
-from realsys.master.calls.plans import plan_roles
-from realsys.master.statistics import batch_statistics
-from realsys.master.warmup import Warmup, WarmupParts
 from realsys.model_calls import MfcRequest, SamplesArrived
+from realsys.train.master.call_plan import plan_roles
+from realsys.train.master.executor import GraphExecutor
+from realsys.train.master.step import Warmup, WarmupParts
+from realsys.train.master.step_statistics import batch_statistics
 from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import SimulatedWorkers

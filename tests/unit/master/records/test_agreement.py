@@ -8,8 +8,8 @@ import math
 import pytest
 
 from realsys.config.schema import AgreementConfig
-from realsys.master.records.agreement import AgreementMonitor, AgreementSampler
 from realsys.model_calls import SnapshotPlan
+from realsys.train.master.agreement import AgreementMonitor, AgreementSampler
 from realsys.types import SampleMeta
 
 CONFIG = AgreementConfig(max_difference=0.05, max_growth=4.0, window=3, floor=1e-4)

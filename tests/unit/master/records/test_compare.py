@@ -13,7 +13,7 @@ import pytest
 from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 from realsys.launch.commands.replay import tolerance_of
-from realsys.master.records.compare import Comparison, compare
+from realsys.train.master.replay import StepComparison, compare
 from realsys.train.records.record_files import StepRecord
 
 GPU = Machine(cpus=1, memory_bytes=0, gpus=("0",), torch_has_cuda=True)
@@ -26,7 +26,7 @@ def record(loss: float, weights: str) -> StepRecord:
     return StepRecord(**fields)
 
 
-def compared(far: float, tolerance: float) -> Comparison:
+def compared(far: float, tolerance: float) -> StepComparison:
     one, two = (
         {("s", "prox_logprobs"): np.float32([-1.0, at]), ("s", "tokens"): np.int32([1, 2])} for at in (-2.0, -2.0 - far)
     )

@@ -10,10 +10,10 @@ import pytest
 
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.manager.messages import EvaluationReply
-from realsys.master import evaluation
-from realsys.master.evaluation import ResultWriter, outcome_of
 from realsys.observe.evaluation_records import EvalSample, append_sample, headline, read_result, read_samples, record
 from realsys.reward.compare_answers import AnswerComparer
+from realsys.train.master import request_evaluations
+from realsys.train.master.request_evaluations import ResultWriter, outcome_of
 from tests.support.processes.config_trees import changed
 
 ANSWERS = ("7", r"\frac{1}{2}", "0.5")  # one right answer, and two wrong ones that agree
@@ -55,7 +55,7 @@ def test_vote_over_its_time_limit_is_omitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """A comparison of many answers must not delay the end of a run without a bound."""
-    monkeypatch.setattr(evaluation, "AnswerComparer", functools.partial(AnswerComparer, limit_s=-1.0))
+    monkeypatch.setattr(request_evaluations, "AnswerComparer", functools.partial(AnswerComparer, limit_s=-1.0))
     result = write(tmp_path, "math")
     assert result["majority"] is None and result["accuracy"] == pytest.approx(1 / 3)
     assert "no majority: comparing the final answers took more than" in headline(result)

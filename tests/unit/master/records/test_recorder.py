@@ -15,11 +15,11 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.paths import TrialPaths
 from realsys.errors import NotFiniteError
-from realsys.master.calls.executor import CallResult, Minibatches
-from realsys.master.records.recorder import Recorder, array_holders, check_finite
 from realsys.model_calls import Empty
+from realsys.train.master.executor import CallResult, Minibatches
+from realsys.train.master.recorder import StepRecorder, array_holders, check_finite
 from realsys.train.records import record_files as files
-from realsys.train.records.record_messages import HoldRequest, Recorded, RecordReply, RecordRequest
+from realsys.train.requests import HoldRequest, Recorded, RecordReply, RecordRequest
 from realsys.types import SampleMeta
 from realsys.weights.weight_messages import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsReply
 from tests.support.processes.config_trees import changed
@@ -68,7 +68,7 @@ def result(**stats: float) -> CallResult:
     return CallResult(stats, {}, 0.1, 0.0, 0.1, 0)
 
 
-async def take(recorder: Recorder, step: int) -> None:
+async def take(recorder: StepRecorder, step: int) -> None:
     recording = recorder.begin(step, GROUPS, FLOW, PLANS, {"actor_train": {"lr": 0.5}})
     await recording.end({"actor_train": result(loss=float("nan"), grad_norm=1.5)})
     recorder.saved(step, saved())
@@ -95,7 +95,7 @@ def test_every_array_is_recorded_by_one_worker() -> None:
 def test_record_is_complete_after_the_last_worker(tmp_path: Path) -> None:
     async def body() -> None:
         workers, paths = Workers(), TrialPaths(tmp_path)
-        recorder = Recorder(CONFIG, paths, MESHES, workers, "inc")
+        recorder = StepRecorder(CONFIG, paths, MESHES, workers, "inc")
         await take(recorder, 3)
         assert [type(payload) for payload in workers.asked] == [HoldRequest, RecordRequest]
         first, second = write_files(workers, 3)
@@ -123,7 +123,7 @@ def test_early_notice_does_not_complete_a_record(tmp_path: Path) -> None:
 
     async def body() -> None:
         workers, paths = Workers(), TrialPaths(tmp_path)
-        recorder = Recorder(CONFIG, paths, MESHES, workers, "inc")
+        recorder = StepRecorder(CONFIG, paths, MESHES, workers, "inc")
         recording = recorder.begin(3, GROUPS, FLOW, PLANS, {})
         ended = recording.end({})
         recorder.saved(3, saved())
@@ -140,7 +140,7 @@ def test_early_notice_does_not_complete_a_record(tmp_path: Path) -> None:
 def test_failed_worker_costs_only_the_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         workers, paths = Workers(), TrialPaths(tmp_path)
-        recorder = Recorder(CONFIG, paths, MESHES, workers, "inc")
+        recorder = StepRecorder(CONFIG, paths, MESHES, workers, "inc")
         await take(recorder, 3)
         first, _ = write_files(workers, 3)
         recorder.written(first)
@@ -167,7 +167,7 @@ def test_repeated_step_replaces_its_record(tmp_path: Path) -> None:
         workers, paths = Workers(), TrialPaths(tmp_path)
 
         async def steps(incarnation: str, *numbers: int) -> None:
-            recorder = Recorder(CONFIG, paths, MESHES, workers, incarnation)
+            recorder = StepRecorder(CONFIG, paths, MESHES, workers, incarnation)
             await recorder.rewind(numbers[0] - 1)
             for step in numbers:
                 await take(recorder, step)
@@ -190,7 +190,7 @@ def test_one_data_rank_computes_what_is_not_published(tmp_path: Path) -> None:
     async def body() -> None:
         for config, digests in ((CONFIG, {0: ["critic"]}), (ADAPTED, {0: ["actor", "critic"], 1: ["actor"]})):
             workers = Workers()
-            await take(Recorder(config, TrialPaths(tmp_path), MESHES, workers, "inc"), 3)
+            await take(StepRecorder(config, TrialPaths(tmp_path), MESHES, workers, "inc"), 3)
             assert [p.digests for p in workers.asked if isinstance(p, RecordRequest)] == [digests]
 
     asyncio.run(body())
@@ -199,7 +199,7 @@ def test_one_data_rank_computes_what_is_not_published(tmp_path: Path) -> None:
 def test_record_waits_for_the_published_checksums(tmp_path: Path) -> None:
     async def body() -> None:
         workers, paths = Workers(), TrialPaths(tmp_path)
-        recorder = Recorder(CONFIG, paths, MESHES, workers, "inc")
+        recorder = StepRecorder(CONFIG, paths, MESHES, workers, "inc")
         await recorder.begin(3, GROUPS, FLOW, PLANS, {}).end({})
         for notice in write_files(workers, 3):
             recorder.written(notice)
@@ -217,7 +217,7 @@ def test_step_that_ends_the_run_is_recorded(tmp_path: Path) -> None:
 
     async def body() -> None:
         workers, paths = Workers(), TrialPaths(tmp_path)
-        recorder = Recorder(CONFIG, paths, MESHES, workers, "inc")
+        recorder = StepRecorder(CONFIG, paths, MESHES, workers, "inc")
         failed = {"actor_train": CallResult({}, {}, 0.1, 0.0, 0.1, 0, not_finite=("actor", 1, ["t/0"]))}
         await recorder.begin(3, GROUPS, FLOW, PLANS, {}).end(failed)
         for notice in write_files(workers, 3):

@@ -17,9 +17,9 @@ from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.paths import TrialPaths
 from realsys.errors import WeightsError
 from realsys.manager.messages import EvaluateRequest, EvaluationReply, RollBackRequest
-from realsys.master.run.evaluation_run import EvaluationRun
-from realsys.master.step_log import StepLog
 from realsys.observe.step_log import read_steps
+from realsys.train.master.evaluation_run import EvaluationRun
+from realsys.train.master.step_statistics import StepLog
 from realsys.types import PublishedVersion
 from realsys.weights.disk.tensor_files import verify
 from tests.support.processes.config_trees import changed

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from realsys.config.paths import TrialPaths
-from realsys.master.run.stopping import Stopping, progress
+from realsys.train.master.stopping import Stopping, progress
 from realsys.train.step_gate import GateState, SettleRequest, StepAbandoned
 
 BOUND_S = 30.0

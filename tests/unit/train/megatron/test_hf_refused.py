@@ -17,8 +17,7 @@ from realsys.config.rules.machine import Machine
 from realsys.errors import ConfigError, ModelError
 from realsys.hf.config import read_model
 from realsys.hf.weight_headers import check_weights
-from realsys.train.megatron.hf_config import check_layout
-from realsys.train.megatron.hf_map import HFReader
+from realsys.train.megatron.hf_model import HFReader, check_layout
 from tests.support.processes.config_trees import changed
 from tests.support.serving.hf_models import make_model
 

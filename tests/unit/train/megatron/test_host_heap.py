@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from realsys.train.megatron.host_heap import trim_heap
+from realsys.train.worker.call_service import trim_heap
 
 
 def resident_bytes() -> int:

@@ -15,10 +15,8 @@ from realsys.config.allocation import ParallelLayout
 from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel
 from realsys.hf.config import read_model
-from realsys.train.megatron.hf_config import check_layout
-from realsys.train.megatron.hf_map import HFReader, ShardMap, assign_writers
-from realsys.train.megatron.layers.fused import pad_rows, rms_norm, rotate, select_rows, swiglu
-from realsys.train.megatron.layers.spec import pack_segments
+from realsys.train.megatron.hf_model import HFReader, ShardMap, assign_writers, check_layout
+from realsys.train.megatron.layers import pack_segments, pad_rows, rms_norm, rotate, select_rows, swiglu
 
 QWEN2: dict[str, Any] = {
     "model_type": "qwen2",
@@ -95,7 +93,7 @@ def test_missing_or_broken_safetensors_are_refused(tmp_path: Path) -> None:
 def test_splitting_a_shard_undoes_joining_it(tmp_path: Path, tensor_ranks: int) -> None:
     model = read(tmp_path)
     for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"):
-        from realsys.train.megatron.hf_map import mapping_of
+        from realsys.train.megatron.hf_model import mapping_of
 
         mapping = mapping_of(f"decoder.layers.0.{name}", 0, tied=False)
         shapes = [model.tensor_shapes()[n] for n in mapping.hf]

@@ -10,7 +10,7 @@ import torch
 from realsys.errors import WeightsError
 from realsys.train.megatron import offload
 from realsys.train.megatron.device import Device
-from realsys.train.megatron.offload import HostCopies, WeightSnapshot
+from realsys.train.megatron.offload import OffloadCopies, WeightSnapshot
 
 CPU = Device(torch.device("cpu"), "gloo")
 
@@ -53,8 +53,8 @@ def test_snapshot_and_weights_change_places(spare: int, monkeypatch: pytest.Monk
 
 
 def test_copy_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    resume, take = Event(), HostCopies.take
-    monkeypatch.setattr(HostCopies, "take", lambda *arguments: resume.wait(60) and take(*arguments))
+    resume, take = Event(), OffloadCopies.take
+    monkeypatch.setattr(OffloadCopies, "take", lambda *arguments: resume.wait(60) and take(*arguments))
     snapshot = WeightSnapshot(CPU, weights(1.0), 0.01)
     snapshot.take(3)
     with pytest.raises(WeightsError, match="the copy of version 3 takes longer than 0.01 s"):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from realsys.train.checkpoint.slots import Held
-from realsys.train.megatron import optimizer as module
+from realsys.train.checkpoint.saver import HeldParameter
+from realsys.train.megatron import train_engine as module
 
 
 def chained(inner: torch.optim.Optimizer) -> Any:
@@ -54,6 +54,6 @@ def test_restored_step_count_is_where_the_kernel_reads(fused: bool, device: str)
     key = torch.empty(4, device="meta", requires_grad=True)
     inner = torch.optim.AdamW([key])
     group = inner.param_groups[0] | {"fused": fused}
-    held = Held(inner, group, key, 0)
+    held = HeldParameter(inner, group, key, 0)
     held.restore({"step": torch.tensor(3.0), "exp_avg": torch.empty(4, device="meta")})
     assert inner.state[key]["step"].device.type == device

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import xxhash
 
-from realsys.train.data_manager import DataManager
 from realsys.train.megatron.device import Device
 from realsys.train.records import recording
-from realsys.train.records.record_messages import RecordRequest
 from realsys.train.records.recording import SampleRecorder
+from realsys.train.requests import RecordRequest
+from realsys.train.worker.data_manager import DataManager
 
 BOUND_S = 60
 

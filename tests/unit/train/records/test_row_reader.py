@@ -9,7 +9,7 @@ import pytest
 
 from realsys.errors import RecordError
 from realsys.train.records import record_files as files
-from realsys.train.records.row_reader import RowReader
+from realsys.train.records.record_files import RowReader
 from tests.unit.train.records.test_record_files import ORIGIN, arrays, write
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from realsys.config.paths import TrialPaths
 from realsys.model_calls import ClearRequest, Empty, KeepDroppedRequest
 from realsys.storage.dropped_groups import DroppedWriter, group_files, read_group
-from realsys.train.call_service import ModelWorkerService, WorkerParts
-from realsys.train.data_manager import DataManager
-from realsys.train.records.too_old_groups import TooOldGroups
+from realsys.train.records.recording import TooOldGroups
+from realsys.train.worker.call_service import ModelWorkerService, WorkerParts
+from realsys.train.worker.data_manager import DataManager
 from realsys.types import Episode, Group, Row, SampleMeta, Ticket
 from tests.support.processes.config_trees import changed
 from tests.support.training.played_master import Message, PlayedMaster

@@ -11,10 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from realsys.errors import ModelError
-from realsys.train.megatron.layers.heads import Outputs
+from realsys.train.megatron.heads import Outputs, projected_logprobs
 from realsys.train.megatron.train_engine import LossFunction, Stats
-from realsys.train.packing import MicroBatch, split_rows
-from realsys.train.vocab_logprob import projected_logprobs
+from realsys.train.worker.packing import MicroBatch, split_rows
 from tests.support.serving.hf_models import make_model
 from tests.support.training.engine_ranks import (
     ANSWER_TOKENS,
@@ -176,7 +175,7 @@ def test_without_a_bonus_the_entropy_has_no_gradient(actor: tuple[PreTrainedMode
 def test_inference_computes_no_entropy(actor: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """It would read the logits of every token once more."""
     score = Mock(wraps=projected_logprobs)
-    monkeypatch.setattr("realsys.train.megatron.layers.heads.projected_logprobs", score)
+    monkeypatch.setattr("realsys.train.megatron.heads.projected_logprobs", score)
 
     def body(rank: Rank) -> list[bool]:
         rank.engine.logprobs(rank.micro_batches())

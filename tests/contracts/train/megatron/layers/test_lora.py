@@ -20,10 +20,10 @@ from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.config.roles import role_settings
 from realsys.config.schema import Config, ModelConfig
 from realsys.train.megatron.device import Device
-from realsys.train.megatron.layers.heads import Outputs
-from realsys.train.megatron.layers.lora import base_of, merge
+from realsys.train.megatron.heads import Outputs
+from realsys.train.megatron.lora import base_of, merge
 from realsys.train.megatron.train_engine import MegatronEngine, Stats
-from realsys.train.packing import MicroBatch
+from realsys.train.worker.packing import MicroBatch
 from tests.support.serving.hf_models import SIZES, VOCAB, make_model
 from tests.support.training.sample_records import make_ref
 from tests.support.training.train_ranks import FORMED, cat_exports, coordinates, run_ranks

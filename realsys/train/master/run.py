@@ -1,0 +1,393 @@
+"""The phases of a run, from the checkpoint it starts at to the exported model.
+
+    find start ─> roll the ledger back ─> connect ─> load, or warm up ─> publish ─> evaluate ─> train
+        ─> evaluate ─> export
+
+Every start takes this way: the first one, the restart of a training side that died, and a finished
+or stopped run that is started again (``realsys.train.master.recovery``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from realsys.algorithm import dataflows
+from realsys.algorithm.batch.balance import CostFunction
+from realsys.cluster.aio import on_disk, unless
+from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
+from realsys.cluster.topology import Mesh, place, routing_table
+from realsys.cluster.worker import WorkerContext
+from realsys.config.allocation import ACTOR, parse_allocation
+from realsys.config.dataflow import Dataflow, dataflow_of, saved_roles
+from realsys.config.evaluation_sets import evaluation_sets, id_of_set
+from realsys.config.paths import TrialPaths
+from realsys.config.roles import role_settings
+from realsys.config.schema import Config
+from realsys.data.dataset_files import dataset_files
+from realsys.data.demos import DemoDataset
+from realsys.data.prompts import PromptDataset
+from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import StreamError
+from realsys.manager.client import ManagerClient
+from realsys.manager.messages import RollBackRequest
+from realsys.model_calls import InitializeRequest, SamplesArrived
+from realsys.observe.step_log import StepRecord, surviving_steps
+from realsys.train.master.call_plan import CallArguments, cost_functions, plan_roles
+from realsys.train.master.checkpoints import Checkpoints, CheckpointSources
+from realsys.train.master.executor import GraphExecutor
+from realsys.train.master.intake import Intake
+from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
+from realsys.train.master.loop import TrainLoop, TrainLoopParts, planned_steps
+from realsys.train.master.model_workers import ModelWorkers
+from realsys.train.master.publish import Publisher, VersionKey
+from realsys.train.master.recorder import StepRecorder
+from realsys.train.master.recovery import (
+    TrainingStart,
+    evaluated,
+    find_start,
+    has_trained,
+    read_start,
+    recovered_record,
+    unanswered,
+)
+from realsys.train.master.request_evaluations import EvaluationRequests, ResultWriter, require_completions
+from realsys.train.master.step import StepRunner, Warmup, WarmupParts
+from realsys.train.master.step_statistics import RunStatus, StepLog
+from realsys.train.master.stopping import Stopping
+from realsys.train.requests import Recorded
+from realsys.weights.base import PublisherParts
+from realsys.weights.build import build as build_transport
+
+log = logging.getLogger(__name__)
+
+
+class MasterRun:
+    """One run of the MasterWorker.
+
+    ``finished`` is True when all steps are trained and the model is exported; it is False after a
+    run that was stopped.
+    """
+
+    def __init__(self, ctx: WorkerContext, parts: MasterParts, stop: asyncio.Event) -> None:
+        self.finished = False
+        self._ctx = ctx
+        self._parts = parts
+        self._stop = stop
+        self._status = parts.status
+        self._log = parts.connections.step_log
+        self._loop = build_loop(ctx, parts, stop)
+        self._sets = evaluation_sets(ctx.config)
+
+    async def run(self) -> None:
+        """Run all phases, or until ``stop`` is set and the trained steps are saved.
+
+        Raises Fenced when another training side has taken over.
+        """
+        done = await unless(self._stop, self._start())
+        if done is None:
+            return
+        steps = await self._loop.run(done)
+        await unless(self._stop, self._conclude(steps))
+        if not self.finished:
+            # With ``checkpoint.at_end=false`` the loop has saved nothing at its end: it expects the run to finish.
+            await self._parts.checkpoints.finish(stopped=True)
+
+    async def _start(self) -> int:
+        """Run the phases before the first step; return the steps done.
+
+        It may be cancelled at any moment: its results are on disk, or the next start makes them
+        again.
+        """
+        parts, cluster = self._parts, self._ctx.config.cluster
+        start = await self._find_start()
+        requested = await self._roll_back(start)
+        await self._status.enter("connect")
+        await parts.connections.stream.barrier(range(parts.world_size), cluster.connect_timeout_s)
+        followers = self._followers(start)
+        await self._status.enter("load")
+        await self._initialize((role for role in parts.meshes if role not in followers), self._model_dir)
+        done = await self._begin(start)
+        await self._status.enter("publish")
+        await parts.publisher.publish(done, done)
+        if followers:
+            warmed_up = self._ctx.paths.warmed_up
+            await parts.publisher.export(warmed_up)
+            await self._initialize(followers, lambda role: warmed_up)
+        if not start.own and (start.checkpoint or self._ctx.config.warmup.steps):
+            await parts.checkpoints.first(done)
+        if not has_trained(self._records()):
+            await self._evaluate("before", done)
+        await self._status.enter("train")
+        if start.own:
+            await self._repeat_evaluations(requested, done)
+        return done
+
+    async def _find_start(self) -> TrainingStart:
+        root = self._ctx.paths.checkpoints
+        resumed_from = read_start(self._ctx.paths.start).resumed_from
+        # One process verifies what all ranks wrote, so it gets the time that one call gives to each
+        # rank.
+        timeout_s = self._ctx.config.cluster.request_timeout_s * self._parts.world_size
+        return await on_disk(f"verifying {root}", timeout_s, lambda: find_start(root, resumed_from))
+
+    async def _roll_back(self, start: TrainingStart) -> list[str]:
+        """Undo everything later than ``start``; return the ids of all evaluations that were ever
+        requested.
+
+        This is the first request of a start: from here on the manager grants no ticket, and it
+        reissues the tickets that were granted once the weights of ``start`` are published. Raises
+        Fenced, and a permanent StreamError if ledger and checkpoint do not fit together.
+        """
+        incarnation = self._ctx.incarnation
+        request = RollBackRequest(start.step, start.step, incarnation, str(start.checkpoint or ""))
+        try:
+            reply = await self._parts.connections.manager.roll_back(request)
+        except StreamError as error:
+            # This checkpoint does not fit this ledger. Another start would meet the same two.
+            error.permanent = True
+            raise
+        if any(True for _ in self._records()):
+            self._log.append(recovered_record(start, incarnation))
+            log.info("rolled back to version %d; %d tickets are reissued", start.step, reply.reissued)
+        await self._parts.publisher.discard_unfinished()
+        return reply.evaluations
+
+    def _records(self) -> Iterator[StepRecord]:
+        """Read the records of the step log that no later recovery undid."""
+        return surviving_steps(self._ctx.paths.steps)
+
+    def _model_dir(self, role: str) -> Path:
+        return model_dir(self._ctx.config, self._ctx.paths, role)
+
+    def _followers(self, start: TrainingStart) -> list[str]:
+        """Return the roles that are copies of the warmed-up actor, such as the reference.
+
+        A reference loaded before the warm-up would be the untrained model, and its KL would pull
+        the actor back to it.
+        """
+        if start.checkpoint or not self._ctx.config.warmup.steps:
+            return []
+        return [role for role in self._parts.meshes if role_settings(self._ctx.config, role).as_actor]
+
+    async def _initialize(self, roles: Iterable[str], directory: Callable[[str], Path]) -> None:
+        """Load ``roles`` on their meshes, each from ``directory(role)``."""
+        trained = set(self._parts.flow.trained_roles)
+        if self._ctx.config.warmup.steps:
+            trained.add(ACTOR)
+        incarnation = self._ctx.incarnation
+        requests = [InitializeRequest(role, str(directory(role)), role in trained, incarnation) for role in roles]
+        # All requests are sent before one is awaited, so roles on separate workers load at the same
+        # time.
+        await asyncio.gather(*(self._parts.workers.initialize(request) for request in requests))
+
+    async def _begin(self, start: TrainingStart) -> int:
+        """Restore the checkpoint, or warm the actor up; return the steps done."""
+        if start.checkpoint:
+            await self._status.enter("recover" if start.own else "resume")
+            state = await self._parts.checkpoints.load(start.checkpoint)
+            self._parts.arguments.load_state_dict(state.kl)
+            return state.step
+        if self._ctx.config.warmup.steps:
+            await self._status.enter("warmup")
+            await build_warmup(self._ctx, self._parts).run()
+        return 0
+
+    async def _repeat_evaluations(self, requested: Iterable[str], done: int) -> None:
+        """Request the evaluations again whose results were lost with the predecessor of this
+        training side.
+        """
+        for eval_id, step in unanswered(self._records(), requested, done, self._sets, self._parts.total_steps):
+            await self._loop.start_evaluation(eval_id, step, requested_at=done)
+
+    async def _conclude(self, steps: int) -> None:
+        """Wait for the evaluations, evaluate once more after ``steps``, and export the model."""
+        for record in await self._parts.evaluations.finish_all():
+            self._log.append(record)
+        await self._evaluate("after", steps)
+        await self._parts.publisher.export(self._ctx.paths.final_model)
+        await self._status.enter("done")
+        self.finished = True
+
+    async def _evaluate(self, eval_id: str, step: int) -> None:
+        """Measure held-out accuracy with the newest version, once per ``eval_id`` and step.
+
+        Raises StuckError if all held-out completions before training failed.
+        """
+        records = list(self._records())
+        sets = {
+            name: made
+            for name, made in self._sets.items()
+            if made.problems and not evaluated(records, id_of_set(eval_id, name), step)
+        }
+        if not sets:
+            return
+        await self._status.enter("evaluate")
+        made = await self._parts.evaluations.run(eval_id, sets, step)
+        if eval_id == "before":
+            require_completions(made)
+        for record in made:
+            self._log.append(record)
+
+
+# ---- parts -------------------------------------------------------------------------------------------------------
+#
+# Builds the parts of a MasterWorker from the configuration.
+#
+#     connections ──> ModelWorkers ──> publisher, checkpoints ──> intake, evaluations ──> TrainLoop
+#
+# The phases that use the parts are in ``realsys.train.master.run``.
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """The open connections of a MasterWorker, and its step log.
+
+    The worker that opened them closes them.
+    """
+
+    stream: MasterStream
+    manager: ManagerClient
+    step_log: StepLog
+
+
+@dataclass(frozen=True, slots=True)
+class MasterParts:
+    """The parts that the phases of a run use.
+
+    total_steps  train steps of the whole run
+    world_size   number of ModelWorkers
+    meshes       role -> its mesh
+    costs        role -> cost of one of its sequences
+    """
+
+    connections: Connections
+    status: RunStatus
+    total_steps: int
+    world_size: int
+    flow: Dataflow
+    meshes: Mapping[str, Mesh]
+    costs: Mapping[str, CostFunction]
+    tokenizer: TextTokenizer
+    workers: ModelWorkers
+    arguments: CallArguments
+    publisher: Publisher
+    evaluations: EvaluationRequests
+    checkpoints: Checkpoints
+
+
+def model_dir(config: Config, paths: TrialPaths, role: str) -> Path:
+    """Return the HF directory from which ``role`` is loaded when no checkpoint is."""
+    return role_settings(config, role).model_dir(paths)
+
+
+def build_parts(ctx: WorkerContext, connections: Connections) -> MasterParts:
+    """Build everything but the train loop.
+
+    Raises ConfigError, ModelError and DataError for unusable input.
+    """
+    config, paths = ctx.config, ctx.paths
+    flow = dataflow_of(config)
+    allocation = parse_allocation(config.allocation)
+    # The actor has a mesh even if no call of the dataflow is its own: the warm-up trains it.
+    meshes = place(allocation, dict.fromkeys([ACTOR, *flow.roles]))
+    tokenizer = TextTokenizer(model_dir(config, paths, ACTOR))
+    total_steps = planned_steps(config, PromptDataset(config, paths, tokenizer).size("train"))
+    stream = RoutedStream(connections.stream, routing_table(meshes))
+    workers = ModelWorkers(stream, meshes, config.cluster.request_timeout_s)
+    arguments = CallArguments(config, flow, total_steps)
+    publisher = _build_publisher(ctx, workers)
+    return MasterParts(
+        connections=connections,
+        status=RunStatus(ctx, connections.step_log),
+        total_steps=total_steps,
+        world_size=allocation.workers,
+        flow=flow,
+        meshes=meshes,
+        costs=cost_functions(config, paths, list(meshes)),
+        tokenizer=tokenizer,
+        workers=workers,
+        arguments=arguments,
+        publisher=publisher,
+        evaluations=EvaluationRequests(
+            connections.manager,
+            trainer_incarnation=ctx.incarnation,
+            config=config,
+            repair=publisher.repair,
+            writer=ResultWriter(config, paths.evaluations),
+        ),
+        checkpoints=Checkpoints(
+            config,
+            paths,
+            CheckpointSources(
+                meshes={role: meshes[role] for role in saved_roles(config, flow)},
+                workers=workers,
+                position=connections.manager.data_position,
+                kl=arguments.state_dict,
+            ),
+            incarnation=ctx.incarnation,
+            check_alive=ctx.check_alive,
+        ),
+    )
+
+
+def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:
+    config, paths = ctx.config, ctx.paths
+    parts = PublisherParts(paths.weights(), model_dir(config, paths, ACTOR), ctx.incarnation, ctx.check_alive)
+    return Publisher(
+        build_transport(config).publisher(parts),
+        workers,
+        VersionKey(ctx.store, ctx.names.model_version(), config.cluster.lease_s, ctx.check_alive),
+        incarnation=ctx.incarnation,
+        transport=config.weights.transport,
+        timeout_s=config.cluster.request_timeout_s,
+    )
+
+
+def build_loop(ctx: WorkerContext, parts: MasterParts, stop: asyncio.Event) -> TrainLoop:
+    """Build the train loop, and connect it to the notices of the ModelWorkers."""
+    config, stream = ctx.config, parts.connections.stream
+    decisions = IntakeState(IntakeSettings.of(config), ctx.incarnation)
+    intake = Intake(decisions, parts.workers, parts.connections.manager, parts.publisher.repair)
+    stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
+    recorder = StepRecorder(config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive)
+    stream.on_notice("recorded", Recorded, recorder.written)
+    plan = functools.partial(plan_roles, config, parts.meshes, parts.costs)
+    recorder_in_use = recorder if config.record.samples else None
+    return TrainLoop(
+        config,
+        TrainLoopParts(
+            runner=StepRunner(config, parts.flow, parts.meshes, plan, parts.workers, recorder_in_use),
+            stopping=Stopping(stop, parts.workers, ctx.paths.stopping),
+            intake=intake,
+            arguments=parts.arguments,
+            publisher=parts.publisher,
+            manager=parts.connections.manager,
+            evaluations=parts.evaluations,
+            checkpoints=parts.checkpoints,
+            step_log=parts.connections.step_log,
+            show=parts.status.show,
+        ),
+        hf_folder=ctx.paths.root / "hf",
+        total_steps=parts.total_steps,
+        stop=stop,
+    )
+
+
+def build_warmup(ctx: WorkerContext, parts: MasterParts) -> Warmup:
+    """Build the supervised warm-up of the actor."""
+    config = ctx.config
+    demos = dataset_files(config, ctx.paths).demos
+    assert demos is not None, "the launcher has checked that there are demonstrations"
+    warmup_parts = WarmupParts(
+        mesh=parts.meshes[ACTOR],
+        cost=parts.costs[ACTOR],
+        workers=parts.workers,
+        executor=GraphExecutor(dataflows.sft(config), parts.meshes, parts.workers),
+        step_log=parts.connections.step_log,
+    )
+    return Warmup(config.warmup, warmup_parts, demos=len(DemoDataset(demos, parts.tokenizer)), seed=config.seed)

@@ -1,0 +1,226 @@
+"""Runs the calls of one train step, in a run and in a replay.
+
+groups ──plan──> minibatches per role ──> graph of calls ──> results
+   └──────────────── recorder ──────────────────┘ record/step-K
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from realsys.algorithm.batch.balance import CostFunction
+from realsys.algorithm.batch.minibatches import plan_minibatches, sequence_refs
+from realsys.algorithm.batch.sequence_buffer import owners_of
+from realsys.algorithm.schedule import learning_rate
+from realsys.cluster.topology import Mesh
+from realsys.config.allocation import ACTOR
+from realsys.config.dataflow import Dataflow, comparing_call
+from realsys.config.schema import Config, WarmupConfig
+from realsys.model_calls import SNAPSHOT
+from realsys.observe.spans import span
+from realsys.train.master.agreement import AgreementSampler
+from realsys.train.master.executor import CallResult, GraphExecutor, Minibatches, Ownership
+from realsys.train.master.model_workers import ModelWorkers
+from realsys.train.master.recorder import StepRecorder, check_finite
+from realsys.train.master.step_statistics import StepLog
+from realsys.types import SampleMeta, SequenceRef
+
+Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]
+
+
+class StepRunner:
+    """Runner of the train steps of ``flow``. ``recorder`` is None if no step is recorded."""
+
+    def __init__(
+        self,
+        config: Config,
+        flow: Dataflow,
+        meshes: Mapping[str, Mesh],
+        plan: Plan,
+        workers: ModelWorkers,
+        recorder: StepRecorder | None = None,
+    ) -> None:
+        self.flow = flow
+        self.recorder = recorder
+        self._plan = plan
+        self._workers = workers
+        ppo = config.train.ppo
+        self._only_critic = without_actor_training(flow)
+        weight = ppo.reward_model.weight
+        self._executor = GraphExecutor(flow, meshes, workers, score_weight=weight)
+        self._critic_executor = GraphExecutor(self._only_critic, meshes, workers, score_weight=weight)
+        self._compares = comparing_call(flow)
+        self._agreement = AgreementSampler(
+            config.agreement.sample_tokens,
+            config.asynchronous.max_head_offpolicyness,
+            scores_all=self._compares is not None and not self._compares.trains,
+        )
+        self._critic_steps = ppo.critic.warmup_steps if ppo.critic.enabled else 0
+
+    async def run(
+        self, step: int, groups: list[list[SampleMeta]], args: Mapping[str, dict[str, Any]]
+    ) -> dict[str, CallResult]:
+        """Run the calls of ``step`` on ``groups``: version ``step - 1`` trains. Return their
+        results by call name.
+
+        Afterwards no worker holds an array of these samples. Raises as ``GraphExecutor.run`` does.
+        """
+        ownership = Ownership()
+        ownership.add_owners(self.flow.source_keys, owners_of(groups))
+        # In a thread: with thousands of rows it takes tens of milliseconds.
+        with span("plan", f"step/{step}"):
+            plans = await asyncio.to_thread(self._plan, sequence_refs(groups))
+        critic_only = step <= self._critic_steps
+        flow = self._only_critic if critic_only else self.flow
+        if self._compares in flow.calls:
+            args = self._with_snapshot(step - 1, groups, plans, args)
+        executor = self._critic_executor if critic_only else self._executor
+        recording = self.recorder.begin(step, groups, flow, plans, args) if self.recorder else None
+        # Workers compare the versions of tokens with this one: the weights that the step starts
+        # with.
+        results = await executor.run(plans, ownership, step=step, version=step - 1, args=args)
+        # Workers serve requests in order: the record must be sent before the request that clears
+        # its arrays.
+        recorded = [recording.end(results)] if recording else []
+        ids = [sample.sample_id for group in groups for sample in group]
+        # In a thread, too, for the same reason.
+        held = await asyncio.to_thread(ownership.discard_samples, ids)
+        await asyncio.gather(self._workers.clear(held), *recorded)
+        return results
+
+    def _with_snapshot(
+        self,
+        version: int,
+        groups: Sequence[Sequence[SampleMeta]],
+        plans: Mapping[str, Minibatches],
+        args: Mapping[str, dict[str, Any]],
+    ) -> Mapping[str, dict[str, Any]]:
+        """Return the arguments with those of the comparison of engine and trainer, for the actor's first call."""
+        if ACTOR not in plans or self._compares is None:
+            return args
+        name = self._compares.name
+        samples = {sample.sample_id: sample for group in groups for sample in group}
+        own = [samples[ref.sample_id] for minibatch in plans[ACTOR] for ref in minibatch[0]]
+        plan = self._agreement.plan(version, own)
+        return args if plan is None else {**args, name: {**args.get(name, {}), SNAPSHOT: msgspec.to_builtins(plan)}}
+
+
+def without_actor_training(flow: Dataflow) -> Dataflow:
+    """Return the graph of a step in which only the critic learns
+    (``train.ppo.critic.warmup_steps``).
+    """
+    return Dataflow([c for c in flow.calls if not (c.trains and c.role == ACTOR)], flow.source_keys)
+
+
+# ---- warmup ------------------------------------------------------------------------------------------------------
+#
+# The supervised warm-up: another dataflow graph on the same ModelWorkers.
+#
+# Consumes demonstrations by index. The DP heads tokenise the next batch while the current one trains.
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupParts:
+    """The collaborators of a Warmup.
+
+    ``executor`` runs the supervised graph, ``mesh`` and ``cost`` are the actor's.
+    """
+
+    mesh: Mesh
+    cost: CostFunction
+    workers: ModelWorkers
+    executor: GraphExecutor
+    step_log: StepLog
+
+
+class Warmup:
+    """The supervised steps before training: ``config.steps`` steps over ``demos`` demonstrations in
+    a seeded order.
+    """
+
+    def __init__(self, config: WarmupConfig, parts: WarmupParts, *, demos: int, seed: int) -> None:
+        self._config = config
+        self._parts = parts
+        self._demos = demos
+        self._seed = seed
+
+    async def run(self) -> None:
+        """Run all steps.
+
+        Raises what a worker raised; then no request of the warm-up is still awaited.
+        """
+        if not self._config.steps:
+            return
+        upcoming = asyncio.create_task(self._load(0))
+        try:
+            for step in range(self._config.steps):
+                samples = await upcoming
+                # The heads tokenise the next batch while this one trains.
+                if step + 1 < self._config.steps:
+                    upcoming = asyncio.create_task(self._load(step + 1))
+                await self._step(step, samples)
+        finally:
+            upcoming.cancel()
+            # Also retrieves its exception: asyncio would otherwise log a second error next to the
+            # one that ends the phase.
+            await asyncio.gather(upcoming, return_exceptions=True)
+
+    async def _load(self, step: int) -> list[SampleMeta]:
+        """Have the DP heads load the demonstrations of one step, each an equal share; return their
+        metadata.
+        """
+        indices = demo_indices(step, batch=self._config.batch, size=self._demos, seed=self._seed)
+        heads = self._parts.mesh.dp_heads()
+        replies = await asyncio.gather(
+            *(self._parts.workers.load_demos(head, indices[i :: len(heads)]) for i, head in enumerate(heads))
+        )
+        return sorted((s for reply in replies for s in reply.samples), key=lambda s: s.sample_id)
+
+    async def _step(self, step: int, samples: list[SampleMeta]) -> None:
+        start = time.perf_counter()
+        ownership = Ownership()
+        ownership.add_owners(["tokens", "loss_mask"], owners_of([samples]))
+        refs = sequence_refs([[sample] for sample in samples])
+        rate = learning_rate(self._config.optimizer, step, self._config.steps)
+        results = await self._parts.executor.run(
+            {ACTOR: plan_minibatches(refs, 1, self._parts.mesh.layout.data, self._parts.cost)},
+            ownership,
+            step=step,
+            version=-1,
+            args={"sft": {"lr": rate}},
+        )
+        await check_finite(results)
+        ids = [sample.sample_id for sample in samples]
+        await self._parts.workers.clear(ownership.discard_samples(ids))
+        self._parts.step_log.append(
+            {
+                "kind": "warmup",
+                "time": time.time(),
+                "step": step + 1,
+                "total": self._config.steps,
+                "loss": results["sft"].stats["loss"],
+                "tokens": sum(s.length for s in samples),
+                "seconds": time.perf_counter() - start,
+                "lr": rate,
+            }
+        )
+
+
+def demo_indices(step: int, *, batch: int, size: int, seed: int) -> list[int]:
+    """Return the demonstrations of ``step`` (0 is the first): every pass over the data has its own
+    permutation.
+    """
+    chosen: list[int] = []
+    position = step * batch
+    while len(chosen) < batch:
+        epoch, offset = divmod(position + len(chosen), size)
+        order = np.random.default_rng([seed, epoch]).permutation(size)
+        chosen.extend(int(i) for i in order[offset : offset + batch - len(chosen)])
+    return chosen

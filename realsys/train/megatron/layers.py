@@ -1,0 +1,425 @@
+"""The layer spec: replacements for the parts of Megatron's transformer layer that need Transformer
+Engine.
+
+* RMSNorm with sequence parallelism.
+* Core attention over packed sequences, with the rotary embedding inside. Angles are computed once per micro-batch, and
+  positions restart with every sequence. (Megatron's packed rotary embedding does not restart them when the longest
+  segment is as long as the whole pack.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from realsys.cluster.gpu_devices import attention_kernel
+from realsys.train.megatron.megatron_core import (
+    MLP,
+    MegatronModule,
+    PackedSeqParams,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+)
+from realsys.train.worker.packing import on_device
+
+#: Token pairs whose attention costs about as much as one more kernel launch: the padding that is
+#: worth saving one.
+_LAUNCH_COST = 4096
+
+
+class RMSNorm(torch.nn.Module):
+    """Replacement of Megatron's norm.
+
+    Under sequence parallelism its weight's gradient is summed over the tensor ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Each tensor rank normalises its part of the tokens only. Megatron sums the gradients of
+        # weights with this mark.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Neighbouring segments of similar length, attended as one padded batch.
+
+    start, stop  the tokens of the bucket
+    count, width its batch size and padded length
+    gather       int64 [count * width] token of each padded place, relative to start; None when nothing is padded
+    scatter      int64 [stop - start]  padded place of each token
+    real         [count * width, 1] 1 for a token, 0 for padding
+    """
+
+    start: int
+    stop: int
+    count: int
+    width: int
+    gather: torch.Tensor | None = None
+    scatter: torch.Tensor | None = None
+    real: torch.Tensor | None = None
+
+
+def make_buckets(lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> list[Bucket]:
+    """Cut the segments into buckets.
+
+    A new bucket starts where padding would cost more than another kernel launch.
+    """
+    buckets = []
+    start = first = 0
+    while first < len(lengths):
+        width = lengths[first]
+        last, wasted = first, 0
+        while last < len(lengths):
+            # Attention is quadratic, so the waste of padding is counted in token pairs.
+            wasted += abs(width * width - lengths[last] * lengths[last])
+            if lengths[last] > width or wasted > _LAUNCH_COST:
+                break
+            last += 1
+        members = lengths[first:last]
+        stop = start + sum(members)
+        if members[-1] == width and min(members) == width:
+            buckets.append(Bucket(start, stop, len(members), width))
+        else:
+            buckets.append(_padded_bucket(start, stop, members, width, device, dtype))
+        start, first = stop, last
+    return buckets
+
+
+def _padded_bucket(
+    start: int, stop: int, members: Sequence[int], width: int, device: torch.device, dtype: torch.dtype
+) -> Bucket:
+    size = torch.tensor(members)
+    ends = size.cumsum(0)
+    place = torch.arange(width)
+    real = place[None, :] < size[:, None]
+    # Padding repeats the segment's last token. It is behind all real tokens, so the causal mask
+    # hides it from their queries.
+    gather = (ends - size)[:, None] + torch.minimum(place[None, :], size[:, None] - 1)
+    return Bucket(
+        start,
+        stop,
+        len(members),
+        width,
+        gather.reshape(-1).to(device),
+        real.reshape(-1).nonzero()[:, 0].to(device),
+        real.reshape(-1, 1).to(device, dtype),
+    )
+
+
+@dataclass
+class PackedSegments(PackedSeqParams):
+    """The segments of a packed micro-batch, for the attention.
+
+    ``cos``, ``sin``: fp32 [t, 1, head_dim / 2].
+    """
+
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    buckets: list[Bucket] | None = None
+
+
+def pack_segments(
+    lengths: Sequence[int],
+    inverse_frequencies: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    kernel: bool,
+    magnitude: float = 1.0,
+) -> PackedSegments:
+    """Return the segments of ``lengths``, for CUDA's variable-length kernel if ``kernel``, else as
+    padded buckets.
+
+    ``inverse_frequencies``, ``magnitude``: of the rotary embedding (``realsys.hf.rope``).
+    """
+    device = inverse_frequencies.device
+    # Positions restart with every segment, as if it were alone.
+    positions = on_device(torch.cat([torch.arange(n) for n in lengths]), device)
+    # In float32: bf16 has 8 bits, so positions above 256 would share angles.
+    angles = positions[:, None].float() * inverse_frequencies
+    packed = PackedSegments(
+        qkv_format="thd",
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        cos=angles.cos()[:, None] * magnitude,
+        sin=angles.sin()[:, None] * magnitude,
+    )
+    if kernel:
+        ends = on_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
+        packed.cu_seqlens_q = packed.cu_seqlens_kv = ends
+    else:
+        packed.buckets = make_buckets(lengths, device, dtype)
+    return packed
+
+
+class _Unpad(torch.autograd.Function):
+    """Padded places -> tokens. The gradient of padding is zero: its output is read by no token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, scatter: torch.Tensor, gather: torch.Tensor, real: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(gather, real)
+        return x.index_select(0, scatter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        gather, real = ctx.saved_tensors
+        return grads[0].index_select(0, gather).mul_(real), None, None, None
+
+
+class SwigluMLP(MLP):
+    """Megatron's MLP without its options: gate and up projection, no bias, one fused activation."""
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        gate_up, _bias = self.linear_fc1(hidden_states)
+        output: tuple[torch.Tensor, torch.Tensor | None] = self.linear_fc2(swiglu(gate_up))
+        return output
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each packed segment.
+
+    query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads * d]
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        packed_seq_params: PackedSegments,
+        **_: Any,
+    ) -> torch.Tensor:
+        packed = packed_seq_params
+        assert packed.cos is not None and packed.sin is not None
+        query, key = rotate(query, packed.cos, packed.sin), rotate(key, packed.cos, packed.sin)
+        if packed.buckets is None:
+            return self._kernel(query, key, value, packed)
+        # One split per tensor. Each slice would have a gradient of the whole size, and these would
+        # be added up.
+        sizes = [bucket.stop - bucket.start for bucket in packed.buckets]
+        tensors = [torch.split(x, sizes) for x in (query, key, value)]
+        parts = zip(*tensors, packed.buckets, strict=True)
+        outputs = [self._bucket(*part) for part in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _kernel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSegments
+    ) -> torch.Tensor:
+        assert packed.max_seqlen_q is not None
+        out = attention_kernel()(query, key, value, packed.cu_seqlens_q, packed.max_seqlen_q, self.scale)
+        return out.reshape(out.shape[0], -1)
+
+    def _bucket(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+        def batched(x: torch.Tensor) -> torch.Tensor:
+            if bucket.gather is not None and bucket.scatter is not None:
+                x = pad_rows(x, bucket.gather, bucket.scatter)
+            return x.reshape(bucket.count, bucket.width, x.shape[1], x.shape[2]).transpose(1, 2)
+
+        attended = F.scaled_dot_product_attention(
+            batched(query),
+            batched(key),
+            batched(value),
+            is_causal=True,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        flat = attended.transpose(1, 2).reshape(bucket.count * bucket.width, -1)
+        if bucket.gather is None:
+            return flat
+        return apply(_Unpad, flat, bucket.scatter, bucket.gather, bucket.real)
+
+
+def block_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
+    """Return the spec of this pipeline stage's decoder block of ``layers`` layers."""
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    spec.submodules.mlp.module = SwigluMLP
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+
+
+# ---- fused -------------------------------------------------------------------------------------------------------
+#
+# Elementwise parts of the layer with explicit backward passes.
+#
+# On a CPU, memory traffic between elementwise operations bounds the step of a small model. Each
+# function here replaces a chain of operations that autograd would run one by one.
+
+
+class _RmsNorm(torch.autograd.Function):
+    """y = x / rms(x) * weight over the last dimension, in float32 inside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x32 = x.float()
+        size = x.shape[-1]
+        scale = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(size).add_(eps).rsqrt_()
+        normed = x32 * scale
+        ctx.save_for_backward(normed, scale, weight)
+        scaled: torch.Tensor = (normed * weight).to(x.dtype)
+        return scaled
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        normed, scale, weight = ctx.saved_tensors
+        grad = grads[0].float()
+        product = grad * normed
+        grad_weight = product.reshape(-1, product.shape[-1]).sum(0)
+        # d/dx: scale * (g w - normed * mean(g w normed))
+        mean = (product @ weight.float())[..., None].div_(product.shape[-1])
+        grad_x = (grad * weight).addcmul_(normed, mean, value=-1).mul_(scale)
+        return grad_x.to(grads[0].dtype), grad_weight.to(weight.dtype), None
+
+
+class _Swiglu(torch.autograd.Function):
+    """[..., 2n] -> [..., n]: silu of the first half times the second."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, -1)
+        activated: torch.Tensor = torch.nn.functional.silu(gate).mul_(up)
+        return activated
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        out = torch.empty_like(x)
+        grad_gate, grad_up = out.chunk(2, -1)
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        torch.mul(grads[0], silu, out=grad_up)
+        # d silu = sigmoid + silu - silu * sigmoid
+        slope = silu.addcmul(silu, sigmoid, value=-1).add_(sigmoid)
+        torch.mul(grads[0], up, out=grad_gate).mul_(slope)
+        return out
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotary embedding. Its backward pass is the opposite rotation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, sin, -1.0), None, None
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    # In fp32, rounded once at the end, as the generation engines do: in bf16 the error of a score at
+    # 32k tokens is 1.5 times as large.
+    first, second = x.float().chunk(2, -1)
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    out_first, out_second = out.chunk(2, -1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
+    return out.to(x.dtype)
+
+
+class _Pad(torch.autograd.Function):
+    """Rows [n, ...] -> rows[gather].
+
+    Selected rows that ``scatter`` does not name are padding, without a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gather: torch.Tensor, scatter: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(scatter)
+        return x.index_select(0, gather)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (scatter,) = ctx.saved_tensors
+        return grads[0].index_select(0, scatter), None, None
+
+
+class _Select(torch.autograd.Function):
+    """Distinct rows of x.
+
+    Its backward pass copies rows; that of index_select would add them up one by one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.size = x.shape[0]
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        grad = grads[0]
+        inverse = torch.full((ctx.size,), -1, dtype=torch.int64, device=grad.device)
+        inverse[rows] = torch.arange(len(rows), device=grad.device)
+        if not len(rows):
+            return grad.new_zeros(ctx.size, *grad.shape[1:]), None
+        missing = (inverse < 0).view(-1, *(1 for _ in grad.shape[1:]))
+        out = grad.index_select(0, inverse.clamp_(min=0))
+        return out.masked_fill_(missing, 0), None
+
+
+def apply(function: Any, *inputs: Any) -> torch.Tensor:
+    """Call ``function.apply``, which torch leaves untyped."""
+    out: torch.Tensor = function.apply(*inputs)
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise over the last dimension. On CUDA this is torch's own kernel."""
+    if x.is_cuda:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    return apply(_RmsNorm, x, weight, eps)
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Return silu(first half) * second half over the last dimension, [..., 2n] -> [..., n]."""
+    return apply(_Swiglu, x)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply the rotary embedding to x [t, heads, d]; cos, sin fp32 [t, 1, d / 2]."""
+    return apply(_Rotate, x, cos, sin)
+
+
+def pad_rows(x: torch.Tensor, gather: torch.Tensor, scatter: torch.Tensor) -> torch.Tensor:
+    """Return ``x[gather]``.
+
+    Only its places ``scatter`` (one per row of x, in order) get a gradient.
+    """
+    return apply(_Pad, x, gather, scatter)
+
+
+def select_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return ``x[rows]``. The ``rows`` must be distinct."""
+    return apply(_Select, x, rows)

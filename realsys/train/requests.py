@@ -1,0 +1,101 @@
+"""Requests about the training state on disk, from the MasterWorker to the ModelWorkers."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SaveCheckpointRequest(msgspec.Struct):
+    """Write this rank's share of ``role``'s training state into the existing directory
+    ``directory``.
+
+    The reply follows the snapshot. The files are written while training continues
+    (``FinishCheckpointRequest``).
+    """
+
+    role: str
+    step: int
+    directory: str
+
+
+class FinishCheckpointRequest(msgspec.Struct):
+    """Wait until the files of the last ``save_checkpoint`` are on disk, synced.
+
+    A failed write raises on this worker.
+    """
+
+    role: str
+    step: int
+
+
+class LoadCheckpointRequest(msgspec.Struct):
+    """Replace the training state of an initialised ``role`` by that in ``directory``, which any
+    layout may have written.
+    """
+
+    role: str
+    directory: str
+
+
+# ---- record messages ---------------------------------------------------------------------------------------------
+#
+# Requests, replies and the notice about the record of a step, between the MasterWorker and the
+# ModelWorkers.
+
+
+class HoldRequest(msgspec.Struct):
+    """Keep these arrays of the next step until its ``RecordRequest``, even if a request clears them
+    before.
+
+    ``arrays``: key -> sample ids, those of the worker; each array of a step is kept on one worker only.
+    """
+
+    step: int
+    arrays: dict[str, list[str]]
+
+
+class RecordRequest(msgspec.Struct):
+    """Write the arrays held for ``step`` into ``directory``. Sent when the calls of the step have
+    run.
+
+    The reply does not wait for the file: it is written while later requests run. Notice
+    ``recorded`` follows from each worker that has arrays or is in ``digests``.
+
+    ``digests``: worker -> roles of whose trained parameters it computes checksums. The weights that are
+    published are not among them: the publication computes their checksums.
+    """
+
+    step: int
+    directory: str
+    digests: dict[int, list[str]] = {}
+
+
+class RecordReply(msgspec.Struct):
+    """``seconds``: time in which the training waited."""
+
+    worker: int
+    seconds: float = 0.0
+
+
+class Recorded(msgspec.Struct):
+    """Notice ``recorded``: this worker's file of a record is written, or ``failure`` says why it is
+    not.
+
+    ``weights``: role -> parameter on this rank -> xxh3-64 of its bytes after the step, hex.
+    """
+
+    worker: int
+    step: int
+    size: int = 0  # bytes
+    checksum: str = ""  # xxh3-64 of the file, hex; empty: the worker had no arrays, and no file
+    failure: str = ""
+    weights: dict[str, dict[str, str]] = {}
+
+
+class LoadRecordRequest(msgspec.Struct):
+    """Store the samples of the recorded step in ``directory``, as they arrived from rollout.
+
+    Sent to every worker.
+    """
+
+    directory: str

@@ -1,0 +1,475 @@
+"""The ModelWorker's request loop.
+
+Consumes requests of the MasterWorker on the main thread, one at a time and in order; those that only
+read a copy of the weights on a background thread, so they do not wait for the step. Groups from
+rollout arrive on the endpoint's I/O thread and go into the DataManager without passing the loop.
+Waits for the next request only. Produces replies, and the notice ``samples_arrived``.
+
+    request             to                              action
+    initialize          ranks of the role's mesh        loads the role's shard
+    load_demos          an actor's DP head              tokenises demonstrations
+    transfer            sources and destinations        moves arrays between workers
+    mfc                 ranks of the role's mesh        pre_hooks, handler, post_hooks
+    copy_weights        ranks of the role's mesh        copies its share in HF names to host memory
+    save_weights        ranks of the role's mesh        writes that copy (in the background)
+    digest_weights      ranks of the role's mesh        computes checksums of that copy (in the background)
+    save_checkpoint     ranks of the role's mesh        takes a snapshot, which a thread writes
+    finish_checkpoint   ranks of the role's mesh        waits until the snapshot is on disk
+    load_checkpoint     ranks of the role's mesh        replaces the training state
+    hold, record        all workers                     keeps the arrays of a step; writes its share of the record
+    load_record         all workers                     stores the samples of a recorded step (replay)
+    mask                holder of the samples           takes tokens out of the loss
+    keep_dropped        holder of the samples           writes a group that was too old (in the background)
+    clear               holders of the samples          frees arrays
+
+An error is sent as a reply with its traceback and then ends the process. Other ranks of the mesh
+may be waiting in a collective, and a rank that left it half-way cannot rejoin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from realsys.algorithm.losses import load_loss
+from realsys.cluster.gpu_devices import GpuMeter
+from realsys.cluster.process import resident_bytes
+from realsys.config.allocation import ACTOR
+from realsys.config.dataflow import KV_VERSIONS, TEMPERATURES, TOKEN_REWARDS, Dataflow, check_calls, dataflow_of
+from realsys.config.paths import TrialPaths
+from realsys.config.roles import role_settings
+from realsys.config.schema import Config
+from realsys.data.dataset_files import dataset_files
+from realsys.data.demos import DemoDataset
+from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import ConfigError, ModelError, NotFiniteError
+from realsys.model_calls import (
+    ClearRequest,
+    Empty,
+    InitializeRequest,
+    KeepDroppedRequest,
+    LoadDemosRequest,
+    MaskRequest,
+    MfcReply,
+    MfcShare,
+    SamplesArrived,
+    TransferReply,
+    TransferRequest,
+)
+from realsys.observe.spans import span
+from realsys.storage.dropped_groups import DroppedWriter
+from realsys.train.calls import Role, find_handler
+from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
+from realsys.train.megatron.device import Device
+from realsys.train.megatron.mesh import MeshGroups
+from realsys.train.megatron.train_engine import MegatronEngine
+from realsys.train.records.recording import SampleRecorder, TooOldGroups
+from realsys.train.requests import (
+    FinishCheckpointRequest,
+    HoldRequest,
+    LoadCheckpointRequest,
+    LoadRecordRequest,
+    RecordRequest,
+    SaveCheckpointRequest,
+)
+from realsys.train.step_gate import StepAbandoned, StepGate
+from realsys.train.worker.call_handlers import Role, find_handler, find_hook
+from realsys.train.worker.data_manager import DataManager
+from realsys.train.worker.packing import MicroBatchPacker
+from realsys.train.worker.transfer import execute, whole_request
+from realsys.train.worker.weight_saver import WeightSaver
+from realsys.types import SampleMeta
+from realsys.weights.base import WeightWriter
+from realsys.weights.weight_messages import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsRequest
+
+log = logging.getLogger(__name__)
+
+#: Wait for a request between two checks of ``stop``.
+_POLL_S = 0.5
+#: requests that read a copy of the weights, and no state of the training
+_IN_BACKGROUND = ("save_weights", "digest_weights")
+#: request -> its span, if that has another name
+_SPANS = {"mfc": "call", "copy_weights": "copy", "save_weights": "write", "save_checkpoint": "save"}
+#: share of the master's time limit on a call: the rank gives up first and names the cause
+_SHARE = 0.8
+
+
+class Request(Protocol):
+    """The part of ``realsys.cluster.stream.worker_endpoint.WorkerRequest`` that the service uses."""
+
+    @property
+    def handler(self) -> str: ...
+    def decode(self, type: Any) -> Any: ...
+
+
+class Endpoint(Protocol):
+    """The part of ``realsys.cluster.stream.worker_endpoint.WorkerEndpoint`` that the service uses."""
+
+    def next_request(self, timeout_s: float) -> Any: ...
+    def serve_in_background(self, *handlers: str) -> None: ...
+    def next_background(self, timeout_s: float) -> Any: ...
+    def reply(self, request: Any, payload: msgspec.Struct) -> None: ...
+    def reply_error(self, request: Any, exc: BaseException) -> None: ...
+    def notify(self, handler: str, payload: msgspec.Struct) -> None: ...
+
+
+def load_calls(flow: Dataflow) -> None:
+    """Import the handlers and hooks of all calls when the worker starts, not hours later.
+
+    Raises ConfigError.
+    """
+    check_calls(flow)
+    for call in flow.calls:
+        find_handler(call.handler)
+        for name in (*call.pre_hooks, *call.post_hooks):
+            find_hook(name)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """The collaborators of a ModelWorkerService.
+
+    worker  index of the worker, which is its rank in torch.distributed
+    groups  role -> the worker's groups on that role's mesh (``form_meshes``)
+    gate    lets the master abandon a step (``realsys.train.step_gate``)
+    meter   reads the worker's GPU; None on a CPU
+    """
+
+    worker: int
+    groups: Mapping[str, MeshGroups]
+    endpoint: Endpoint
+    data: DataManager
+    device: Device
+    writer: WeightWriter
+    gate: StepGate = field(default_factory=StepGate)
+    meter: GpuMeter | None = None
+
+
+class ModelWorkerService:
+    """One ModelWorker: its shards of one or more roles, its samples, and the handlers of the
+    master's requests.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        paths: TrialPaths,
+        parts: WorkerParts,
+    ) -> None:
+        self._config = config
+        self._groups = parts.groups
+        self._worker = parts.worker
+        self._endpoint = parts.endpoint
+        self._data = parts.data
+        self._device = parts.device
+        self._saver = WeightSaver(parts.worker, parts.writer, _SHARE * config.cluster.request_timeout_s)
+        self._failure: BaseException | None = None  # error of the background thread
+        self._gate = parts.gate
+        self._meter = parts.meter
+        self._demos = DemoSource(config, paths, parts.data, parts.worker)
+        self._roles: dict[str, Role] = {}
+        recorder = SampleRecorder(
+            parts.worker, parts.data, self._roles, lambda written: parts.endpoint.notify("recorded", written)
+        )
+        writer = DroppedWriter(paths.dropped, f"model_worker/{parts.worker}", config.record.dropped_groups)
+        too_old = TooOldGroups(parts.data, writer)
+        self._checkpoints: dict[str, CheckpointWriter] = {}
+        self._handlers: dict[str, tuple[type[msgspec.Struct], Callable[[Any], msgspec.Struct]]] = {
+            "initialize": (InitializeRequest, self._initialize),
+            "load_demos": (LoadDemosRequest, self._load_demos),
+            "transfer": (TransferRequest, self._transfer),
+            "mfc": (MfcShare, self._mfc),
+            "copy_weights": (CopyWeightsRequest, self._copy_weights),
+            "save_weights": (SaveWeightsRequest, self._saver.save),
+            "digest_weights": (DigestWeightsRequest, self._saver.digest),
+            "save_checkpoint": (SaveCheckpointRequest, self._save_checkpoint),
+            "finish_checkpoint": (FinishCheckpointRequest, self._finish_checkpoint),
+            "load_checkpoint": (LoadCheckpointRequest, self._load_checkpoint),
+            "hold": (HoldRequest, recorder.hold),
+            "record": (RecordRequest, recorder.record),
+            "load_record": (LoadRecordRequest, recorder.load),
+            "mask": (MaskRequest, self._mask),
+            "keep_dropped": (KeepDroppedRequest, too_old.keep),
+            "clear": (ClearRequest, self._clear),
+        }
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve requests until ``stop`` is set.
+
+        Raises the error of a handler, after replying with it.
+        """
+        self._endpoint.serve_in_background(*_IN_BACKGROUND)
+        # A daemon: a worker that must stop does not wait for a version that no master will publish.
+        threading.Thread(target=self._run_background, args=(stop,), name="weights", daemon=True).start()
+        while not stop.is_set():
+            request = self._endpoint.next_request(_POLL_S)
+            if self._failure is not None:
+                raise self._failure
+            if request is not None:
+                self.handle(request)
+
+    def _run_background(self, stop: threading.Event) -> None:
+        try:
+            while not stop.is_set():
+                request = self._endpoint.next_background(_POLL_S)
+                if request is not None:
+                    self.handle(request)
+        except BaseException as error:  # the main thread raises it and ends the process
+            self._failure = error
+
+    def handle(self, request: Request) -> None:
+        """Serve one request and reply to it."""
+        try:
+            if request.handler not in self._handlers:
+                raise ModelError(f"unknown request {request.handler!r}: must be one of {', '.join(self._handlers)}")
+            payload_type, handler = self._handlers[request.handler]
+            with span(_SPANS.get(request.handler, request.handler)) as served:
+                payload = request.decode(payload_type)
+                served.unit = _unit_of(payload)
+                if isinstance(payload, MfcShare):
+                    served.facts["call"] = payload.request.mfc
+                reply = handler(payload)
+        except BaseException as error:
+            # The master must learn the cause before the process ends; else it sees only a lost
+            # worker.
+            self._endpoint.reply_error(request, error)
+            raise
+        self._endpoint.reply(request, reply)
+
+    def _initialize(self, request: InitializeRequest) -> Empty:
+        name = request.role
+        if name not in self._groups:
+            here = ", ".join(self._groups) or "none"
+            raise ModelError(f"model_worker/{self._worker} is on no mesh of role {name!r}: its roles are {here}")
+        # Set before the reply: the master grants no ticket before all workers have replied.
+        self._data.trainer_incarnation = request.trainer_incarnation
+        model, groups = Path(request.model_path), self._groups[name]
+        role = make_role(self._config, name, model, groups, self._data, self._device, trainable=request.trainable)
+        role.engine.gate = self._gate
+        self._roles[name] = role
+        self._checkpoints[name] = CheckpointWriter(role)
+        if name == ACTOR and role.engine.module is not None:
+            # From here on the I/O thread refuses groups that would end the trainer.
+            self._data.vocabulary = role.engine.module.vocab_size
+            self._data.row_limit = self._config.train.microbatch_tokens
+            whole_episodes = load_loss(self._config.train.ppo).episode_level
+            self._data.episode_limit = self._config.train.microbatch_tokens if whole_episodes else 0
+            source_keys = dataflow_of(self._config).source_keys
+            self._data.token_rewards = TOKEN_REWARDS in source_keys
+            self._data.kv_versions = KV_VERSIONS in source_keys
+            if TEMPERATURES in source_keys:
+                self._data.temperature = self._config.generation.sampling.temperature
+        return Empty()
+
+    def _load_demos(self, request: LoadDemosRequest) -> SamplesArrived:
+        return SamplesArrived(self._demos.load(request.indices))
+
+    def _transfer(self, request: TransferRequest) -> TransferReply:
+        start = time.perf_counter()
+        received = execute(request, self._data, self._worker, self._device)
+        return TransferReply(received, time.perf_counter() - start)
+
+    def _mfc(self, share: MfcShare) -> MfcReply:
+        start = time.perf_counter()
+        role, handler = self._role(share.request.role), find_handler(share.request.handler)
+        request = whole_request(share, role.groups.data)
+        counted = role.flops
+        before = [find_hook(name) for name in request.pre_hooks]
+        after = [find_hook(name) for name in request.post_hooks]
+        for hook in before:
+            hook(role, request)
+        self._gate.begin(request.version, request.mfc)
+        try:
+            outcome = handler.run(role, request)
+        except StepAbandoned as stopped:
+            log.info("%s", stopped)
+            return MfcReply(self._worker, abandoned=True)
+        except NotFiniteError as error:
+            # Not raised here: the step is recorded before the master ends the run.
+            log.error("%s", error)
+            return MfcReply(self._worker, not_finite=(error.role, error.skipped, error.sample_ids))
+        for hook in after:
+            hook(role, request)
+        if self._device.is_cuda:
+            torch.cuda.synchronize(self._device.device)  # else the optimizer's kernels would count in the next call
+        else:
+            trim_heap()
+        reply = MfcReply(self._worker)
+        # The other ranks hold partial statistics, which must not reach the step log.
+        if self._worker in role.groups.mesh.dp_heads():
+            reply.stats, reply.scores = outcome.stats, outcome.scores
+            reply.tokens = sum(ref.length for ref in role.own_sequences(request))
+        if self._meter is not None:
+            reply.gpu = self._meter.read(role.flops - counted)
+        reply.host_bytes = resident_bytes()
+        reply.seconds = time.perf_counter() - start
+        return reply
+
+    def _copy_weights(self, request: CopyWeightsRequest) -> Empty:
+        return self._saver.copy(self._role(request.role), request)
+
+    def _save_checkpoint(self, request: SaveCheckpointRequest) -> Empty:
+        role = self._role(request.role)
+        self._checkpoints[role.name].begin(Path(request.directory), request.step)
+        return Empty()
+
+    def _finish_checkpoint(self, request: FinishCheckpointRequest) -> Empty:
+        role = self._role(request.role)
+        self._checkpoints[role.name].finish()
+        return Empty()
+
+    def _load_checkpoint(self, request: LoadCheckpointRequest) -> Empty:
+        load_checkpoint(self._role(request.role), Path(request.directory))
+        return Empty()
+
+    def _mask(self, request: MaskRequest) -> Empty:
+        self._data.mask_older(request.sample_ids, request.oldest)
+        return Empty()
+
+    def _clear(self, request: ClearRequest) -> Empty:
+        self._data.clear(request.sample_ids, request.keys)
+        return Empty()
+
+    def _role(self, name: str) -> Role:
+        if name not in self._roles:
+            here = ", ".join(self._roles) or "none"
+            raise ModelError(
+                f"model_worker/{self._worker} has no role {name!r} (it has {here}): send 'initialize' first"
+            )
+        return self._roles[name]
+
+
+def _unit_of(payload: Any) -> str:
+    """Return what a request is for, as spans name it."""
+    if isinstance(payload, MfcShare):
+        return f"step/{payload.request.step}"
+    version = getattr(payload, "version", None)
+    return "" if version is None else f"version/{version}"
+
+
+# ---- role parts --------------------------------------------------------------------------------------------------
+#
+# Builds a model role on one ModelWorker: its shard, and the packer that feeds it.
+
+
+logger = logging.getLogger(__name__)
+
+
+def make_role(
+    config: Config, name: str, model: Path, groups: MeshGroups, data: DataManager, device: Device, *, trainable: bool
+) -> Role:
+    """Load this rank's shard of ``name`` from the HF directory ``model``. Every rank of its mesh
+    must call it.
+
+    ``trainable``: with gradients and an optimizer. Raises ConfigError for a role that is not
+    configured, ModelError for a model that is unusable or does not fit the layout.
+    """
+    start = time.perf_counter()
+    settings = role_settings(config, name)
+    engine = MegatronEngine(config, settings, groups, device, trainable=trainable)
+    engine.load(model)
+    packer = MicroBatchPacker(
+        data, device.device, multiple=engine.token_multiple, first=groups.first_stage, last=groups.last_stage
+    )
+    logger.info(
+        "loaded %s from %s: %d parameters on this rank, %.1f s",
+        name,
+        model,
+        engine.parameter_count,
+        time.perf_counter() - start,
+    )
+    return Role(name, config, settings, engine, data, packer, device)
+
+
+# ---- demonstrations ----------------------------------------------------------------------------------------------
+#
+# Demonstrations for the supervised warm-up, tokenised on request and stored as samples.
+
+
+class Demonstrations(Protocol):
+    def sequence(self, index: int) -> tuple[list[int], list[int]]: ...
+
+
+class DemoSource:
+    """Source of demonstrations.
+
+    It opens the file at the first request, because only DP heads receive one.
+    """
+
+    def __init__(self, config: Config, paths: TrialPaths, data: DataManager, worker: int = 0) -> None:
+        self._config = config
+        self._paths = paths
+        self._data = data
+        self._worker = worker
+        self._dataset: Demonstrations | None = None
+        self._loaded = 0
+
+    def load(self, indices: Sequence[int]) -> list[SampleMeta]:
+        """Store these demonstrations and return their metadata.
+
+        Each load of an index makes a new sample.
+        """
+        if self._dataset is None:
+            self._dataset = open_demonstrations(self._config, self._paths)
+        metas = []
+        for index in indices:
+            sample_id = f"demo/{self._worker}/{self._loaded}/{index}"
+            self._loaded += 1
+            metas.append(self._data.add_sequence(sample_id, *self._dataset.sequence(index)))
+        return metas
+
+
+def open_demonstrations(config: Config, paths: TrialPaths) -> Demonstrations:
+    """Open the trial's demonstrations with the model's tokenizer.
+
+    Raises ConfigError if no file is configured.
+    """
+    model = paths.base_model(config)
+    file = dataset_files(config, paths).demos
+    if file is None:
+        raise ConfigError(
+            "data.demos", config.data.demos, "is needed by the warm-up: name a file, or set warmup.steps=0"
+        )
+    return DemoDataset(file, TextTokenizer(model), chat_template=config.data.chat_template)
+
+
+# ---- host heap ---------------------------------------------------------------------------------------------------
+#
+# Returns freed host memory of a CPU rank to the system.
+#
+# glibc keeps what a backward pass has freed, to give it out again. Between two steps a rank of a 135M model
+# so held 1.1 GB that servers and verifiers of the same host could not use.
+
+
+KEEP_BYTES = 256 << 20  # free memory that is not worth the time: small models stay below
+
+_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS.split())
+
+
+def trim_heap(keep_bytes: int = KEEP_BYTES) -> bool:
+    """Return free pages to the system if more than ``keep_bytes`` are free. Returns True if it did so.
+
+    Does nothing with another C library than glibc 2.33 or newer.
+    """
+    libc = ctypes.CDLL(None)
+    try:
+        look, trim = libc.mallinfo2, libc.malloc_trim
+    except AttributeError:
+        return False
+    look.restype = _Mallinfo2
+    if look().fordblks <= keep_bytes:
+        return False
+    return bool(trim(ctypes.c_size_t(0)))
