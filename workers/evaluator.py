@@ -1,4 +1,4 @@
-"""The evaluator process of `realsys eval`, in the place of the MasterWorker: ``realsys.train.master.evaluation_run``."""
+"""Process of `realsys eval` in place of the MasterWorker (``realsys.train.master.evaluation_run``)."""
 
 from __future__ import annotations
 

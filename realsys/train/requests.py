@@ -1,4 +1,4 @@
-"""Requests about the training state on disk, from the MasterWorker to the ModelWorkers."""
+"""Requests about checkpoints and records, from the MasterWorker to the ModelWorkers, with their replies. No torch."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ class LoadCheckpointRequest(msgspec.Struct):
     directory: str
 
 
-# ---- record messages ---------------------------------------------------------------------------------------------
-#
-# Requests, replies and the notice about the record of a step, between the MasterWorker and the
-# ModelWorkers.
+# -- Records of a step ---------------------------------------------------------------------------------------------
 
 
 class HoldRequest(msgspec.Struct):

@@ -29,11 +29,11 @@ from pathlib import Path
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # this realsys, also from a checkout
+
 from realsys.cluster.children.child_process import kill_descendants
 from realsys.cluster.files import occupy
 from realsys.cluster.prctl import become_subreaper, die_with_parent
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # this realsys, also from a checkout
 
 _TRACKER_GRACE_S = 2.0
 _KILL_S = 5.0

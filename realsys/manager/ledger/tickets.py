@@ -6,9 +6,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from realsys.types import Ticket
+if TYPE_CHECKING:  # without numpy: `realsys why` reads ranges of tickets
+    from realsys.types import Ticket
 
 #: claimed: in a batch that is being trained; only its training or a roll-back changes it
 OpenState = Literal["running", "finished", "waiting", "claimed"]

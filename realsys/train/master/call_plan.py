@@ -57,10 +57,7 @@ def plan_roles(
     }
 
 
-# ---- call arguments ----------------------------------------------------------------------------------------------
-#
-# Arguments that the master decides for each call of a step: learning rates, and the KL
-# coefficient.
+# -- Learning rates and the KL coefficient of each call ------------------------------------------------------------
 
 
 REFERENCE = "ref_logprobs"  # a call that reads this key weighs the KL to the reference

@@ -387,9 +387,7 @@ async def _result(
     )
 
 
-# ---- ownership ---------------------------------------------------------------------------------------------------
-#
-# The master's table of which worker holds which array of which sample.
+# -- Ownership -----------------------------------------------------------------------------------------------------
 
 
 _NO_WORKER: Holders = frozenset()
@@ -447,9 +445,7 @@ def _held(columns: Sequence[Mapping[str, Holders]], sample_ids: Sequence[str]) -
     return dict(sorted(held.items()))
 
 
-# ---- gpu use -----------------------------------------------------------------------------------------------------
-#
-# Use of the GPUs by the calls of a step, from the readings in the replies of ModelWorkers.
+# -- Use of the GPUs, from the readings in the replies of ModelWorkers ---------------------------------------------
 #
 # reply   flops, peak_flops   model FLOPs of this rank in the call; peak FLOP/s of its GPU
 #         peak_bytes          most memory that torch held

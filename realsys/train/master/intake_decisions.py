@@ -300,13 +300,11 @@ class IntakeState:
             )
 
 
-# ---- stuck -------------------------------------------------------------------------------------------------------
+# -- Batches that can never fill -----------------------------------------------------------------------------------
 #
-# Decides from the manager's status whether a batch can still fill while no group arrives. Pure.
-#
-# A wait can last for ever in three ways. All prompts have ended and the batch is short of groups (a
-# small dataset, most of it failed). Each group fails and is replaced by a fresh one that fails too.
-# Or workers filter out each group (`train.ppo.filter`).
+# A wait for groups can last for ever in three ways. All prompts have ended and the batch is short of groups (a small
+# data set, most of it failed). Each group fails and is replaced by a fresh one that fails too. Or workers filter out
+# each group (`train.ppo.filter`). The manager's status tells.
 
 
 FEWEST_FAILURES = 32  # dropped groups without an arrival in between, after which a run is stuck

@@ -140,9 +140,9 @@ def has_trained(records: Iterable[StepRecord]) -> bool:
     return any(record["kind"] == "train" for record in records)
 
 
-# ---- trial start -------------------------------------------------------------------------------------------------
+# -- Start of a trial ----------------------------------------------------------------------------------------------
 #
-# Start of a trial: decided once by the launcher, written to ``{trial}/start.json``, read by the MasterWorker.
+# The launcher decides it once and writes it to ``{trial}/start.json``; the MasterWorker reads it.
 #
 #     new        from the base model
 #     resumed    from a checkpoint of another trial (resume=DIR), until this trial has one itself

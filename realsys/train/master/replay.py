@@ -92,6 +92,21 @@ def replay_job(config: Config, paths: TrialPaths, step: int) -> ReplayJob:
     return ReplayJob(str(paths.root), starts[start], start, step)
 
 
+async def replay(ctx: WorkerContext, stream: MasterStream) -> None:
+    """Repeat the steps that replay.json (ReplayJob) names; write result.json (ReplayResult), equal
+    or not.
+    """
+    config, root = ctx.config, ctx.paths.root
+    job = msgspec.json.decode((root / "replay.json").read_bytes(), type=ReplayJob)
+    await stream.barrier(range(parse_allocation(config.allocation).workers), config.cluster.connect_timeout_s)
+    meshes = meshes_of(config)
+    workers = ModelWorkers(RoutedStream(stream, routing_table(meshes)), meshes, config.cluster.request_timeout_s)
+    run = Replay(config, ctx.paths, job, workers)
+    stream.on_notice("recorded", Recorded, run.recorder.written)
+    result = await run.run()
+    (root / "result.json").write_bytes(msgspec.json.encode(result))
+
+
 class Replay:
     """One replay. ``paths``: the scratch folder, which gets all files; the trial is only read."""
 
@@ -158,13 +173,9 @@ def meshes_of(config: Config) -> dict[str, Mesh]:
     return place(parse_allocation(config.allocation), roles)
 
 
-# ---- compare -----------------------------------------------------------------------------------------------------
-#
-# Comparison of a recorded step with its replay, bit by bit or within a tolerance. Pure.
+# -- Comparison of a recorded step with its replay, bit by bit or within a tolerance -------------------------------
 #
 # plan, calls ──> scores, statistics, arrays that the calls made ──> parameters after the step
-
-
 class Difference(msgspec.Struct, frozen=True):
     """The first unequal item of its kind."""
 
@@ -280,24 +291,3 @@ def _text(value: Any) -> str:
     if value is None:
         return "nothing"
     return f"{len(value)} elements" if isinstance(value, np.ndarray) else str(value)
-
-
-# ---- replay run --------------------------------------------------------------------------------------------------
-#
-# One replay, as the MasterWorker of `realsys replay` runs it: replay.json -> Replay ->
-# result.json.
-
-
-async def replay(ctx: WorkerContext, stream: MasterStream) -> None:
-    """Repeat the steps that replay.json (ReplayJob) names; write result.json (ReplayResult), equal
-    or not.
-    """
-    config, root = ctx.config, ctx.paths.root
-    job = msgspec.json.decode((root / "replay.json").read_bytes(), type=ReplayJob)
-    await stream.barrier(range(parse_allocation(config.allocation).workers), config.cluster.connect_timeout_s)
-    meshes = meshes_of(config)
-    workers = ModelWorkers(RoutedStream(stream, routing_table(meshes)), meshes, config.cluster.request_timeout_s)
-    run = Replay(config, ctx.paths, job, workers)
-    stream.on_notice("recorded", Recorded, run.recorder.written)
-    result = await run.run()
-    (root / "result.json").write_bytes(msgspec.json.encode(result))

@@ -234,13 +234,9 @@ class MasterRun:
             self._log.append(record)
 
 
-# ---- parts -------------------------------------------------------------------------------------------------------
-#
-# Builds the parts of a MasterWorker from the configuration.
+# -- Parts ---------------------------------------------------------------------------------------------------------
 #
 #     connections ──> ModelWorkers ──> publisher, checkpoints ──> intake, evaluations ──> TrainLoop
-#
-# The phases that use the parts are in ``realsys.train.master.run``.
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,11 +119,9 @@ def without_actor_training(flow: Dataflow) -> Dataflow:
     return Dataflow([c for c in flow.calls if not (c.trains and c.role == ACTOR)], flow.source_keys)
 
 
-# ---- warmup ------------------------------------------------------------------------------------------------------
+# -- Supervised warm-up: another dataflow graph on the same ModelWorkers -------------------------------------------
 #
-# The supervised warm-up: another dataflow graph on the same ModelWorkers.
-#
-# Consumes demonstrations by index. The DP heads tokenise the next batch while the current one trains.
+# It consumes demonstrations by index. The DP heads tokenise the next batch while the current one trains.
 
 
 @dataclass(frozen=True, slots=True)

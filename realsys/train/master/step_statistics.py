@@ -223,13 +223,10 @@ def _deviation(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 
 
-# ---- step log ----------------------------------------------------------------------------------------------------
+# -- Step log ------------------------------------------------------------------------------------------------------
 #
-# Writes the step log that `realsys.observe.step_log` reads: one JSON record a line, a whole line or
-# none.
-#
-# The log grows with every step of a run, so lines are short: numbers keep the digits that mean
-# something, and tickets are written as ranges.
+# One JSON record a line, a whole line or none; `realsys.observe.step_log` reads it. The log grows with every step of a
+# run, so lines are short: numbers keep the digits that mean something, and tickets are written as ranges.
 
 
 DIGITS = 7  # significant digits: the precision of float32
@@ -287,9 +284,7 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-# ---- run status --------------------------------------------------------------------------------------------------
-#
-# The run as the status page shows it: its phase, and the fields of the last step.
+# -- Status page: phase of the run, and the fields of the last step ------------------------------------------------
 
 
 class RunStatus:

@@ -153,16 +153,15 @@ class OutputHead:
         return select_states(hidden, rows, self._groups.tensor, sequence_parallel=self._sequence_parallel)
 
 
-# ---- vocab logprob -----------------------------------------------------------------------------------------------
+# -- Output projection, log-probs of given tokens and entropy ------------------------------------------------------
 #
-# The output projection, log-probs of given tokens and entropy, over a vocabulary sharded over the
-# tensor ranks.
+# The vocabulary is sharded over the tensor ranks.
 #
 #     hidden [n, h], weight [V/tp, h] -> logits [n, V/tp] -> log-probs [n], entropies [n]
 #
-# It is one autograd function, so that logits are never kept. The backward pass needs only the
-# softmax; with chunks it keeps nothing and computes the softmax again, chunk by chunk. (Megatron's
-# own cross entropy overwrites fp32 logits in place, and has no temperature and no entropy.)
+# It is one autograd function, so that logits are never kept. The backward pass needs only the softmax; with chunks it
+# keeps nothing and computes the softmax again, chunk by chunk. (Megatron's own cross entropy overwrites fp32 logits in
+# place, and has no temperature and no entropy.)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Translates a Hugging Face model into Megatron's TransformerConfig for a layout."""
+"""Hugging Face models in Megatron: TransformerConfig for a layout, checkpoints to shards and back."""
 
 from __future__ import annotations
 
@@ -126,19 +126,17 @@ def _keep(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# ---- hf map ------------------------------------------------------------------------------------------------------
-#
-# Maps HF checkpoints to Megatron shards and back, over tensor and pipeline ranks.
+# -- Weights, over tensor and pipeline ranks -----------------------------------------------------------------------
 #
 #     q, k, v       -> linear_qkv   interleaved by query group
 #     gate, up      -> linear_fc1   one below the other, within each tensor rank's shard
 #     the rest      one to one
 #
-# A rank reads only its own slice of every tensor: the files are memory-mapped, and pages outside the
-# slice stay untouched. What all data ranks need is read by one of them (``ReplicaReader``).
+# A rank reads only its own slice of every tensor: the files are memory-mapped, and pages outside the slice stay
+# untouched. All data ranks need the same slices; one of them reads for all (``ReplicaReader``).
 #
-# For export the tensors of a stage are divided among its data and tensor ranks. All of them write at
-# the same time, and each tensor is written once.
+# For export the tensors of a stage are divided among its data and tensor ranks. All of them write at the same time, and
+# each tensor is written once.
 
 
 Shape = tuple[int, ...]

@@ -264,12 +264,10 @@ def block_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmod
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
 
 
-# ---- fused -------------------------------------------------------------------------------------------------------
+# -- Elementwise parts of the layer with explicit backward passes --------------------------------------------------
 #
-# Elementwise parts of the layer with explicit backward passes.
-#
-# On a CPU, memory traffic between elementwise operations bounds the step of a small model. Each
-# function here replaces a chain of operations that autograd would run one by one.
+# On a CPU, memory traffic between elementwise operations bounds the step of a small model. Each function here replaces
+# a chain of operations that autograd would run one by one.
 
 
 class _RmsNorm(torch.autograd.Function):

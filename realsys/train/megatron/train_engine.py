@@ -307,9 +307,7 @@ class MegatronEngine:
         return results
 
 
-# ---- optimizer ---------------------------------------------------------------------------------------------------
-#
-# Megatron's optimizer for one role: fp32 master weights, global norm, clipping, skipped steps.
+# -- Optimizer: fp32 master weights, global norm, clipping, skipped steps ------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,9 +425,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-# ---- pipeline ----------------------------------------------------------------------------------------------------
-#
-# Megatron's pipeline schedule over micro-batches of packed sequences.
+# -- Pipeline schedule over micro-batches of packed sequences ------------------------------------------------------
 
 
 class Schedule:

@@ -143,9 +143,7 @@ class SampleRecorder:
             log.info("record of step %d: %s", request.step, error)
 
 
-# ---- too old groups ----------------------------------------------------------------------------------------------
-#
-# Groups that the master dropped because they were too old, as people see them later.
+# -- Groups that the master dropped because they were too old, for people ------------------------------------------
 #
 #     master ──keep_dropped──> TooOldGroups ──offer──> DroppedWriter ──thread──> file
 #            ──clear─────────> DataManager

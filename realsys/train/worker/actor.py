@@ -1,4 +1,4 @@
-"""Policy optimisation: one optimizer step per minibatch."""
+"""Training of the actor: policy optimisation, and the supervised warm-up. One optimizer step per minibatch."""
 
 from __future__ import annotations
 
@@ -115,9 +115,7 @@ def segments_of(refs: Sequence[SequenceRef]) -> Segments:
     )
 
 
-# ---- sft ---------------------------------------------------------------------------------------------------------
-#
-# Supervised warm-up of the actor.
+# -- Supervised warm-up --------------------------------------------------------------------------------------------
 
 
 class Sft:

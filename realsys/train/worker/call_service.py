@@ -67,7 +67,6 @@ from realsys.model_calls import (
 )
 from realsys.observe.spans import span
 from realsys.storage.dropped_groups import DroppedWriter
-from realsys.train.calls import Role, find_handler
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import MeshGroups
@@ -103,7 +102,7 @@ _SPANS = {"mfc": "call", "copy_weights": "copy", "save_weights": "write", "save_
 _SHARE = 0.8
 
 
-class Request(Protocol):
+class ServedRequest(Protocol):
     """The part of ``realsys.cluster.stream.worker_endpoint.WorkerRequest`` that the service uses."""
 
     @property
@@ -226,7 +225,7 @@ class ModelWorkerService:
         except BaseException as error:  # the main thread raises it and ends the process
             self._failure = error
 
-    def handle(self, request: Request) -> None:
+    def handle(self, request: ServedRequest) -> None:
         """Serve one request and reply to it."""
         try:
             if request.handler not in self._handlers:
@@ -356,9 +355,7 @@ def _unit_of(payload: Any) -> str:
     return "" if version is None else f"version/{version}"
 
 
-# ---- role parts --------------------------------------------------------------------------------------------------
-#
-# Builds a model role on one ModelWorker: its shard, and the packer that feeds it.
+# -- Build of a role -----------------------------------------------------------------------------------------------
 
 
 logger = logging.getLogger(__name__)
@@ -390,9 +387,7 @@ def make_role(
     return Role(name, config, settings, engine, data, packer, device)
 
 
-# ---- demonstrations ----------------------------------------------------------------------------------------------
-#
-# Demonstrations for the supervised warm-up, tokenised on request and stored as samples.
+# -- Demonstrations for the supervised warm-up, tokenised on request and stored as samples -------------------------
 
 
 class Demonstrations(Protocol):
@@ -442,12 +437,10 @@ def open_demonstrations(config: Config, paths: TrialPaths) -> Demonstrations:
     return DemoDataset(file, TextTokenizer(model), chat_template=config.data.chat_template)
 
 
-# ---- host heap ---------------------------------------------------------------------------------------------------
+# -- Host memory ---------------------------------------------------------------------------------------------------
 #
-# Returns freed host memory of a CPU rank to the system.
-#
-# glibc keeps what a backward pass has freed, to give it out again. Between two steps a rank of a 135M model
-# so held 1.1 GB that servers and verifiers of the same host could not use.
+# glibc keeps what a backward pass has freed, to give it out again. Between two steps a rank of a 135M model so held
+# 1.1 GB that servers and verifiers of the same host could not use.
 
 
 KEEP_BYTES = 256 << 20  # free memory that is not worth the time: small models stay below

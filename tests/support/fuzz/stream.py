@@ -106,7 +106,7 @@ def messages() -> Iterator[Target]:
             "msgpack",
         )
     names = re.compile(r".*(Request|Reply)|Recorded|Empty")
-    sources = (types, model_calls, requests, requests, weight_messages)
+    sources = (types, model_calls, requests, weight_messages)
     declared = {name: kind for source in sources for name, kind in vars(source).items()}
     others = [kind for name, kind in declared.items() if names.fullmatch(name) and kind not in large]
     others += ORDERS

@@ -78,7 +78,7 @@ class Setup:
     distributed: bool = False
     dtype: str = "float32"
     model: str = "untied"
-    train_engine: str = "adam"
+    optimizer: str = "adam"
     lora: int = 0
     fused: bool = False  # Megatron finds a fused Adam
     one_kernel: bool = False  # torch's Adam runs fused, as on a GPU
@@ -97,11 +97,11 @@ class Setup:
 
     @property
     def config(self) -> Config:
-        train_engine = {"name": self.optimizer, "lr": LR, "eps": 1e-6, "clip_grad": 1.0, "weight_decay": 0.1}
+        optimizer = {"name": self.optimizer, "lr": LR, "eps": 1e-6, "clip_grad": 1.0, "weight_decay": 0.1}
         train = {
             "microbatch_tokens": 64,
             "distributed_optimizer": self.distributed,
-            "optimizer": train_engine,
+            "optimizer": optimizer,
             "lora": {"rank": self.lora},
         }
         return Config.model_validate({"model": {"dtype": self.dtype}, "train": train})

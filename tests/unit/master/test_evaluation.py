@@ -59,7 +59,7 @@ class Answering:
         except OlderTrainer as refusal:
             raise Fenced(str(refusal)) from refusal
 
-    async def request_evaluations(self, eval_id: str) -> EvaluationReply:
+    async def evaluation(self, eval_id: str) -> EvaluationReply:
         request = AllocateRequest("w", 1, request_id=next(self._requests))
         for ticket in self.state.allocate(request, 0.0).tickets:
             at = ticket.version

@@ -17,7 +17,6 @@ from realsys.config.paths import TrialPaths
 from realsys.errors import CheckpointError
 from realsys.launch.cli import main
 from realsys.launch.evaluation_target import exported, find_target
-from realsys.train.calls import Role
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, STATE, decode_index, read_state
 from realsys.train.checkpoint.model_export import export_checkpoint
 from realsys.train.worker.call_handlers import Role

@@ -13,6 +13,7 @@ import pytest
 
 from realsys.errors import Fenced, LedgerError
 from realsys.manager.decisions import ManagerState
+from realsys.manager.ledger import journal as journal_module
 from realsys.manager.ledger.events import Event, Granted, Opened, Snapshot
 from realsys.manager.ledger.journal import Compactor, Journal, encode_record, read_journal, twin_path
 from realsys.manager.ledger.ledger import Ledger
@@ -113,8 +114,8 @@ def test_records_appended_during_compaction_keep_order(tmp_path: Path, monkeypat
     loop: asyncio.AbstractEventLoop
     for _ in range(5):
         grant()
-    monkeypatch.setattr(journal, "encode_record", during(encode_record))
-    monkeypatch.setattr(journal, "_sync_and_close", during(journal._sync_and_close))
+    monkeypatch.setattr(Compactor, "_write", during(Compactor._write))
+    monkeypatch.setattr(journal_module, "_sync_and_close", during(journal_module._sync_and_close))
     asyncio.run(main())
     with pytest.raises(LedgerError, match="another gserver_manager"):
         Journal(path)
@@ -139,7 +140,9 @@ def test_full_disk_leaves_journal_unchanged(tmp_path: Path, monkeypatch: pytest.
             os.close(given[0])  # type: ignore[arg-type]
         raise OSError(28, "No space left on device")
 
-    target = {"write": (journal, "lock"), "tail": (os, "pread"), "sync": (journal, "_sync_and_close")}[where]
+    target = {"write": (journal_module, "lock"), "tail": (os, "pread"), "sync": (journal_module, "_sync_and_close")}[
+        where
+    ]
     with monkeypatch.context() as patch:
         patch.setattr(*target, full)
         assert compactor.due
