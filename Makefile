@@ -27,14 +27,14 @@ SGLANG_CPU  := realsys/generation/sglang/cpu_support
 # half of it.
 PARTS    := tests/unit tests/contracts
 ONE_JOB  := tests/system/commands/test_arith_job.py tests/system/commands/test_replay_job.py
-RANKS    := tests/contracts/config tests/contracts/launch tests/contracts/master tests/contracts/train tests/unit/planner \
+RANKS    := tests/contracts/config tests/contracts/launch tests/contracts/train tests/unit/planner \
 	tests/unit/simulate
 JOBS     := tests/chaos tests/system
 CORES    := $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 COMPUTE  := -n $(shell echo $$(($(CORES) + 1))) --dist worksteal
 WAIT     := -n $(shell echo $$((2 * $(CORES)))) --dist worksteal
 # About 200 tests for `make python-test`.
-TESTS_WITHOUT_TORCH := tests/unit/storage tests/unit/telemetry tests/unit/config/test_compose.py
+TESTS_WITHOUT_TORCH := tests/unit/storage tests/unit/cluster/test_commit_folder.py tests/unit/telemetry tests/unit/config/test_compose.py
 TESTS  ?=
 ARGS   ?=
 # For `make pictures`: folder of a trial to make them from.
@@ -126,7 +126,7 @@ $(SMOL)/model/config.json: $(STAMP) realsys/data/smol.py
 	PYTHONPATH=$(SMOL)/packages $(PY) -m realsys.data.smol $(SMOL)
 	@touch $@
 
-# `make test TESTS=tests/unit/stream ARGS=-x` runs what is named.
+# `make test TESTS=tests/unit/cluster/stream ARGS=-x` runs what is named.
 test: setup  ## run the tests of every change: units, contracts, one whole job; or TESTS=...; list the slowest ones
 ifeq ($(TESTS),)
 	@status=0; set -x; \
