@@ -27,14 +27,16 @@ SGLANG_CPU  := realsys/generation/sglang/cpu_support
 # half of it.
 PARTS    := tests/unit tests/contracts
 ONE_JOB  := tests/system/commands/test_arith_job.py tests/system/commands/test_replay_job.py
-RANKS    := tests/contracts/config tests/contracts/launch tests/contracts/train tests/unit/planner \
-	tests/unit/simulate
+RANKS    := tests/contracts/config tests/contracts/launch tests/contracts/train tests/unit/lab/planner \
+	tests/unit/lab/simulation
 JOBS     := tests/chaos tests/system
 CORES    := $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 COMPUTE  := -n $(shell echo $$(($(CORES) + 1))) --dist worksteal
 WAIT     := -n $(shell echo $$((2 * $(CORES)))) --dist worksteal
 # About 200 tests for `make python-test`.
-TESTS_WITHOUT_TORCH := tests/unit/storage tests/unit/cluster/test_commit_folder.py tests/unit/telemetry tests/unit/config/test_compose.py
+TESTS_WITHOUT_TORCH := tests/unit/storage tests/unit/cluster/test_commit_folder.py \
+	tests/unit/config/test_compose.py $(addprefix tests/unit/observe/test_,events.py fields.py latest.py percent.py points.py rate.py \
+	signal.py spans.py step_tail.py) tests/unit/observe/trackers
 TESTS  ?=
 ARGS   ?=
 # For `make pictures`: folder of a trial to make them from.
@@ -175,7 +177,7 @@ data-test: setup  ## run the tests that need pyarrow, datasets, reasoning-gym, h
 	@$(PY) -c 'import anthropic' 2>/dev/null || .ci/install $(VENV) -c constraints.txt anthropic
 	REALSYS_PACKAGES=1 REALSYS_CONVERSATIONS=$${REALSYS_CONVERSATIONS:-100000} $(PY) -m pytest tests/contracts/rollout/test_token_identity.py \
 		tests/contracts/rollout/test_anthropic_sdk.py tests/unit/rollout/gateway tests/unit/data \
-		tests/unit/launch/commands/test_data.py tests/unit/launch/evaluate/test_eval_settings.py \
+		tests/unit/launch/commands/test_data.py tests/unit/launch/commands/test_eval_settings.py \
 		tests/unit/reward/test_reasoning_gym.py tests/contracts/reward/sandbox/test_humaneval.py -ra $(ARGS)
 
 slurm-test: setup  ## run whole jobs on a SLURM of virtual nodes, as root; needs slurmctld, slurmd, slurm-client and etcd

@@ -27,7 +27,7 @@ setup(
     packages=find_packages(include=["realsys", "realsys.*"]),
     package_data={
         "realsys.configs": ["**/*.yaml", "*.yaml"],
-        "realsys.lab.published": ["tables/*.json"],
+        "realsys.lab.planner": ["tables/*.json"],
         "realsys.slurm": ["*.sh", "cluster/*.yaml", "*.md"],
         "realsys.observe.page": ["static/*"],
         # a separate package for the interpreter that runs SGLang
