@@ -2,7 +2,7 @@
 
     python -m benchmarks.published
 
-It measures nothing: the figures are from the tables in realsys/planner/published/tables, each with its source.
+It measures nothing: the figures are from the tables in realsys/lab/planner/tables, each with its source.
 """
 
 from __future__ import annotations

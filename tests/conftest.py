@@ -102,17 +102,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
 
 # ---- targets: `make test` is for every change, so no test of it starts a process of Python, outside its one job
 
-#: folder -> the mark of its tests
+#: folder -> the mark of its tests; the deepest folder counts
 FOLDER_MARKS = {
     "contracts/cluster": "processes",
+    "contracts/cluster/stream": "",
     "contracts/reward": "processes",
     "contracts/launch": "ranks",
-    "contracts/master": "ranks",
     "contracts/train": "ranks",
     "contracts/config": "ranks",
-    "unit/planner": "ranks",
-    "unit/simulate": "ranks",
+    "unit/lab/planner": "ranks",
+    "unit/lab/simulation": "ranks",
 }
+
+
+def mark_of_folder(path: Path) -> str:
+    """Return the mark that the folder of a test file gives to its tests, "" for none."""
+    parts = path.relative_to(Path(__file__).parent).parts
+    folders = ("/".join(parts[:depth]) for depth in (3, 2))
+    return next((FOLDER_MARKS[folder] for folder in folders if folder in FOLDER_MARKS), "")
+
+
 starts: list[str] = []  # processes of Python that this one has started
 
 
@@ -124,18 +133,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not collection_path.name.startswith("test_"):
         return None
     wanted = config.option.markexpr
-    own = FOLDER_MARKS.get("/".join(collection_path.relative_to(Path(__file__).parent).parts[:2]))
+    own = mark_of_folder(collection_path)
     if wanted in ("processes", "ranks", "alone"):
         return (own != wanted and f"mark.{wanted}" not in collection_path.read_text()) or None
-    return (own is not None and f"not {own}" in wanted) or None
+    return (bool(own) and f"not {own}" in wanted) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    tests = Path(__file__).parent
     for item in items:
-        folder = "/".join(item.path.relative_to(tests).parts[:2])
-        if folder in FOLDER_MARKS:
-            item.add_marker(FOLDER_MARKS[folder])
+        if mark := mark_of_folder(item.path):
+            item.add_marker(mark)
     if HIDDEN:
         items[:] = [item for item in items if any(HIDDEN & {*mark.args} for mark in item.iter_markers("needs"))]
 

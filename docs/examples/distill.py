@@ -33,8 +33,7 @@ class TeacherGain:
 
         stats = {"tokens": torch.zeros(()), "advantage_sum": torch.zeros(())}
         for ref in role.own_sequences(request) if role.groups.last_stage else ():
-            gain = role.data.get(ref.sample_id, "ref_logprobs")
-            gain = gain - role.data.get(ref.sample_id, "behav_logprobs")
+            gain = role.data.get(ref.sample_id, "ref_logprobs") - role.data.get(ref.sample_id, "behav_logprobs")
             role.data.put(ref.sample_id, {"advantages": gain})
             stats["tokens"] += len(gain)
             stats["advantage_sum"] += float(gain.sum())

@@ -1,4 +1,4 @@
-"""Bodies of the GserverManager's HTTP calls, all JSON. Shared by the manager, the RolloutWorkers and the master."""
+"""Bodies of the GserverManager's HTTP calls, all JSON, and its refusals; for manager, RolloutWorkers and master."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def _json(body: object, status: int = 200) -> Response:
 
 # -- GET /metrics --------------------------------------------------------------------------------------------------
 #
-# GET /metrics: the manager's state and the newest numbers of the step log, in Prometheus' text format.
+# The manager's state and the newest numbers of the step log, in Prometheus' text format.
 #
 # Both are read at scrape time. No label is a ticket's id.
 

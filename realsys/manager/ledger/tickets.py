@@ -1,4 +1,4 @@
-"""Tickets of the rollout ledger: their names, their states while they are open, and the counts of all."""
+"""Tickets of the rollout ledger: their names, their states while they are open, the counts of all, lost replies."""
 
 from __future__ import annotations
 

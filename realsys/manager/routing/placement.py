@@ -344,7 +344,7 @@ class Reservations:
 
 # -- Router --------------------------------------------------------------------------------------------------------
 #
-# Router: chooses a server for a request by registry, load, expected length and strategy.
+# It chooses a server for a request by registry, load, expected length and strategy.
 #
 # every server ──verified, trusted, fresh, not drained──> routes ──strategy──> one server, with a reservation
 

@@ -1,4 +1,4 @@
-"""The workers of a trial as their heartbeat keys show them."""
+"""The workers of a trial as their heartbeat keys show them, and statistics of what they have finished."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ _MODULES = (
 )
 _one_at_a_time = threading.Lock()  # the chaos suite starts runs from several threads
 _START_S = 300.0  # bound on the imports
-_SERVER = "import socket, sys; from realsys.cluster import fork_server as f; f.serve(socket.socket(fileno={}), {}, {})"
+_SERVER = (
+    "import socket; from realsys.cluster.children.fork_server import serve; serve(socket.socket(fileno={}), {}, {})"
+)
 
 
 class ForkedCommand(Forked):

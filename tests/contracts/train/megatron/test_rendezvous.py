@@ -130,8 +130,8 @@ def test_missing_rank_is_named_in_time(tmp_path: Path, rank: int, missing: str) 
 
 CONNECTING = """
     from realsys.train.megatron.device import prepare_device
-    from realsys.train.megatron.rendezvous import Seat, rendezvous
-    seat = Seat(1, 2, ctx.config.cluster, ctx.store, ctx.names, ctx.register, None, ctx.on_stop)
+    from realsys.train.megatron.rendezvous import RankSeat, rendezvous
+    seat = RankSeat(1, 2, ctx.config.cluster, ctx.store, ctx.names, ctx.register, None, ctx.on_stop)
     with rendezvous(seat, prepare_device(1, 1)):
         pass
 """.strip()
