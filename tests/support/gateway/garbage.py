@@ -78,7 +78,9 @@ async def _opened(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio
     try:
         yield reader, writer, head.encode()
     finally:
-        writer.close()
+        writer.transport.abort()  # what is not sent yet would keep it open beyond the end of the loop
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
 
 
 async def _post(url: str, body: bytes) -> None:
