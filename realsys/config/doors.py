@@ -371,7 +371,7 @@ LAUNCHER = Door(
     derives("realsys.launch.launchers.contract:Launcher"),
 )
 
-#: receives the metrics of the step log, in another process than the launcher (realsys.launch.trackers)
+#: receives the metrics of the step log, in another process than the launcher (realsys.observe.trackers)
 TRACKER = Door(
     "telemetry.trackers",
     "tracker",

@@ -114,7 +114,7 @@ class LedgerCounts:
 # Allocations whose reply may have been lost: without them, their tickets would hold quota until the lease lapses.
 #
 # A worker makes one allocation after the other, and repeats one until it has a reply. A try that it gave up may still
-# arrive later, when a broken network works again, or be held; the tickets of its reply would reach nobody.
+# arrive later, when a broken network works again, or be held; the tickets of its reply would be lost.
 
 
 REMEMBERED = 8  # allocations per worker; a worker repeats only its last ones
@@ -127,7 +127,7 @@ class Repeats:
         self.by_worker: dict[str, OrderedDict[str, list[Ticket]]] = {}
 
     def is_over(self, worker: str, request_id: str) -> bool:
-        """Note an allocation. Returns True if the worker has made another one after it, so that nobody waits for it.
+        """Note an allocation. Returns True if the worker has made another one after it, which ends this one.
 
         Without an id the worker does not repeat it.
         """
