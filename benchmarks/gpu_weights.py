@@ -19,7 +19,7 @@ from benchmarks._gpu import SIZES, STAND_IN, default_models, random_model, requi
 from benchmarks._training import timed
 from benchmarks.weights import Publisher, Tensors, pausing, staging
 from realsys.train.megatron.device import prepare_device
-from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk.writer import ShardWriter
 
 
 def to_pinned(tensors: Tensors, host: Tensors) -> None:

@@ -24,14 +24,14 @@ from typing import Any
 import torch
 
 from benchmarks._table import report
-from realsys.weights.base import WeightReader
+from realsys.generation.weight_folder import FolderWriter
+from realsys.weights.contract import WeightReader
 from realsys.weights.disk import manifest
-from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.stage import DiskReader
-from realsys.weights.folder import FolderWriter
-from realsys.weights.host.copies import HostCopies
-from realsys.weights.host.host_reader import HostReader
-from realsys.weights.host.places import SHARED_MEMORY
+from realsys.weights.disk.writer import ShardWriter
+from realsys.weights.host_copies import SharedCopies
+from realsys.weights.host_places import SHARED_MEMORY
+from realsys.weights.host_reader import HostReader
 
 VERSIONS = 2
 
@@ -67,7 +67,7 @@ def serve(pipe: Connection, make: Callable[[Path, Path], WeightReader], root: Pa
 
 
 def shared(root: Path, memory: Path) -> WeightReader:
-    return HostReader(HostCopies(root, root / "model", [memory]))
+    return HostReader(SharedCopies(root, root / "model", [memory]))
 
 
 def alone(root: Path, memory: Path) -> WeightReader:

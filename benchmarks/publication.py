@@ -29,10 +29,9 @@ from benchmarks._table import report
 from benchmarks.weights import Tensors, make_model
 from realsys.train.megatron.device import Device
 from realsys.train.worker.weight_saver import WeightSaver, checksums_of
-from realsys.weights.base import Share
-from realsys.weights.disk.records import DiskPlan
-from realsys.weights.disk.shards import ShardWriter
-from realsys.weights.disk.writer import DiskWriter
+from realsys.weights.contract import Share
+from realsys.weights.disk.manifest import DiskPlan
+from realsys.weights.disk.writer import DiskWriter, ShardWriter
 from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsRequest
 
 STEP_S = 2.5  # seconds of a step, about

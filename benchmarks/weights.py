@@ -34,8 +34,8 @@ from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.forward.weights import fuse
 from realsys.hf.config import read_model
 from realsys.weights.disk import manifest
-from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.stage import DiskReader, HeldWeights, stage
+from realsys.weights.disk.writer import ShardWriter
 
 Tensors = dict[str, torch.Tensor]
 RATES = (1e-6, 1e-5)

@@ -38,13 +38,12 @@ from realsys.manager.routing.fan_out import FanOut
 from realsys.manager.routing.servers import Pace, ServerRegistry, UpdateOrder
 from realsys.types import PublishedVersion, ServerAddress
 from realsys.weights.disk import manifest
+from realsys.weights.disk.manifest import StoredPiece
 from realsys.weights.disk.reader import VersionReader
-from realsys.weights.disk.records import Piece
-from realsys.weights.disk.shards import ShardWriter
-from realsys.weights.host.copies import HostCopies
-from realsys.weights.host.host_reader import HostReader
-from realsys.weights.host.peers import copy_app
-from realsys.weights.host.places import SHARED_MEMORY
+from realsys.weights.disk.writer import ShardWriter
+from realsys.weights.host_copies import SharedCopies
+from realsys.weights.host_places import SHARED_MEMORY
+from realsys.weights.host_reader import HostReader, copy_app
 
 TOKEN = "benchmark"
 
@@ -201,7 +200,7 @@ def with_bytes(hosts: int, megabytes: float, rate: float, storage_readers: int, 
     storage = Bucket(rate)
     fetch: Callable[..., None] = VersionReader._fetch
 
-    def slow(self: VersionReader, piece: Piece, name: str, into: Any) -> None:
+    def slow(self: VersionReader, piece: StoredPiece, name: str, into: Any) -> None:
         time.sleep(storage.delay(piece.size))
         fetch(self, piece, name, into)
 
@@ -213,7 +212,7 @@ def with_bytes(hosts: int, megabytes: float, rate: float, storage_readers: int, 
         for number in range(hosts):
             place = shm / str(number)
             place.mkdir()
-            reader = stack.enter_context(closing(HostReader(HostCopies(root, root / "model", [place]))))
+            reader = stack.enter_context(closing(HostReader(SharedCopies(root, root / "model", [place]))))
             reader.token = TOKEN
             reader.stage(str(before), 0).release()
             http = HttpServer(throttled(copy_app(reader.copies, token=TOKEN), Bucket(rate)))

@@ -26,7 +26,7 @@ from realsys.launch.commands.finding import EVALUATIONS, RUNS
 from realsys.launch.fit import AUTO
 from realsys.train.checkpoint.checkpoint_files import checkpoint_incarnation, complete_checkpoints
 from realsys.weights.disk.manifest import complete_versions, load_manifest
-from realsys.weights.disk.tensor_files import materialise
+from realsys.weights.disk.plain_folders import materialise
 
 _EXPERIMENT = "experiment"
 #: sections that only training reads

@@ -59,7 +59,7 @@ from realsys.observe.screen.terminal import Terminal, reported, tell
 from realsys.observe.step_log import StepTail
 from realsys.observe.trackers.link import Trackers, check_trackers
 from realsys.train.master.stopping import progress as progress_of_stop
-from realsys.weights.host.places import sweep
+from realsys.weights.host_places import sweep
 
 
 @dataclass(frozen=True, slots=True)

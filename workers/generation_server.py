@@ -23,16 +23,15 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.generation.backend import EngineParts, make_backend, own_span
     from realsys.generation.server import build_app
     from realsys.generation.serving import Changes, Stop, keep_registered, stop_serving
-    from realsys.weights.base import ReaderParts
-    from realsys.weights.build import build
-    from realsys.weights.folder import FolderWriter
-    from realsys.weights.host.copy_service import CopyService
+    from realsys.generation.weight_folder import FolderWriter
+    from realsys.weights.contract import ReaderParts, build_transport
+    from realsys.weights.host_reader import CopyService
 
     config = ctx.config
     model_path = ctx.paths.base_model(config)
     ctx.set_state("loading")
     changes = Changes()
-    reader, span = build(config).reader(ReaderParts(ctx.index, model_path, ctx.paths.root)), own_span()
+    reader, span = build_transport(config).reader(ReaderParts(ctx.index, model_path, ctx.paths.root)), own_span()
     # The nodes of a server that spans several load from a folder that they share, not from the first one's memory.
     shared = ctx.paths.root / f"staged-{ctx.index}" if span.nodes > 1 else None
     parts = EngineParts(

@@ -32,8 +32,7 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.train.step_gate import PauseStepRequest, SettleRequest, StepGate
     from realsys.train.worker.call_service import ModelWorkerService, WorkerParts, load_calls
     from realsys.train.worker.data_manager import DataManager
-    from realsys.weights.base import WriterParts
-    from realsys.weights.build import build
+    from realsys.weights.contract import WriterParts, build_transport
 
     config, cluster, worker = ctx.config, ctx.config.cluster, ctx.index
     flow = dataflow_of(config)
@@ -58,7 +57,7 @@ def serve(ctx: WorkerContext) -> None:
             check_alive=ctx.check_alive,
         )
         ctx.count(lambda: {**endpoint.counters(), "superseded_groups": data.refused})
-        writer = build(config).writer(WriterParts(worker, ctx.check_alive))
+        writer = build_transport(config).writer(WriterParts(worker, ctx.check_alive))
         gate = StepGate()
         endpoint.answer_urgent("pause_step", PauseStepRequest, gate.pause)
         endpoint.answer_urgent("settle_step", SettleRequest, gate.settle)

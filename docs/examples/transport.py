@@ -7,8 +7,7 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-from realsys.weights.disk.publisher import DiskPublisher
-from realsys.weights.disk.transport import DiskTransport
+from realsys.weights.disk.transport import DiskPublisher, DiskTransport
 
 
 class Mirror(DiskTransport):  # ranks write and servers read as with the transport "disk"

@@ -48,7 +48,7 @@ from realsys.observe.screen.terminal import Terminal, tell
 from realsys.observe.step_log import read_steps
 from realsys.train.master.evaluation_run import EVAL_ID
 from realsys.train.master.request_evaluations import ResultWriter, outcome_of
-from realsys.weights.host.places import sweep
+from realsys.weights.host_places import sweep
 
 
 def evaluate(target: str, choices: Choices, step: int | None, *, live: bool) -> int:

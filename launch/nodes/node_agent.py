@@ -44,7 +44,7 @@ from realsys.launch.nodes.coordinator import PINGS_PER_LEASE
 from realsys.launch.nodes.local_executor import Executor, open_executor
 from realsys.launch.nodes.orders import Exit, Order, Process
 from realsys.launch.supervise.stop_request import stop_signals
-from realsys.weights.host.places import sweep
+from realsys.weights.host_places import sweep
 
 log = logging.getLogger(__name__)
 

@@ -43,8 +43,8 @@ COMPUTE = (
     "realsys.train.megatron.rendezvous",
     "realsys.weights.disk.transport",
     "realsys.weights.disk.writer",
-    "realsys.weights.folder",
-    "realsys.weights.host.copy_service",
+    "realsys.generation.weight_folder",
+    "realsys.weights.host_reader",
 )
 _servers: list[ForkServer] = []
 

@@ -21,7 +21,7 @@ class SaveWeightsRequest(msgspec.Struct):
     """Write this rank's copy of version ``version`` of ``role``'s weights, while later requests are served.
 
     ``plan``: made by the weight transport's publisher, read by its writers
-    (``realsys.weights.base``).
+    (``realsys.weights.contract``).
     """
 
     role: str

@@ -24,7 +24,7 @@ from realsys.manager.ledger.events import RolledBack, Trained
 from realsys.manager.ledger.journal import read_journal
 from realsys.reward.verifiers.contract import Item, verdict_of
 from realsys.train.records.record_files import read_arrays, read_record, recorded_steps
-from realsys.weights.host.places import MEMBERS, folder_name
+from realsys.weights.host_places import MEMBERS, folder_name
 from tests.chaos.live import ChaosRun
 from tests.support.jobs.jobs import Job, processes_of
 from tests.support.polling import poll

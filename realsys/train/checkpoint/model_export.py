@@ -28,9 +28,9 @@ from realsys.train.checkpoint.tensors import PieceReader, whole_shard
 from realsys.train.megatron import lora
 from realsys.train.megatron.hf_model import DTYPES, ParameterMap, ShardMap, mapping_of
 from realsys.weights.disk.dtypes import as_bytes, dtype_name
+from realsys.weights.disk.manifest import TensorInfo
+from realsys.weights.disk.plain_folders import Origin, write_plain
 from realsys.weights.disk.reader import HeldTensor
-from realsys.weights.disk.records import TensorInfo
-from realsys.weights.disk.tensor_files import Origin, write_plain
 
 
 def export_checkpoint(directory: Path, target: Path, config: Config, model_dir: Path) -> None:

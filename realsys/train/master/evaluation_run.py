@@ -20,8 +20,7 @@ from realsys.train.master.recovery import NOTHING
 from realsys.train.master.request_evaluations import EvaluationRequests, ResultWriter
 from realsys.train.master.step_statistics import RunStatus, StepLog
 from realsys.types import PublishedVersion
-from realsys.weights.disk.adopt import adopt, step_of
-from realsys.weights.disk.tensor_files import verify
+from realsys.weights.disk.plain_folders import adopt, step_of, verify
 
 EVAL_ID = "eval"  # first part of the names of its evaluations
 

@@ -8,7 +8,7 @@ One publication runs at a time: ``begin`` waits for the one before. So versions 
 and each one is published before the next is written. A version may be published later than its step is
 reported as trained; the manager then grants fewer tickets (``admission``), never more.
 
-The weight transport (``realsys.weights.base``) does the writing. This module keeps the order of a
+The weight transport (``realsys.weights.contract``) does the writing. This module keeps the order of a
 publication, the version counter, and the repair of damaged versions; it never reads a locator.
 """
 
@@ -33,7 +33,7 @@ from realsys.errors import NameStoreError, WeightsError
 from realsys.model_calls import Empty
 from realsys.observe.spans import span
 from realsys.types import PublishedVersion
-from realsys.weights.base import Committed, WeightPublisher
+from realsys.weights.contract import Committed, WeightPublisher
 from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest
 
 log = logging.getLogger(__name__)

@@ -60,8 +60,8 @@ from realsys.train.master.step import StepRunner, Warmup, WarmupParts
 from realsys.train.master.step_statistics import RunStatus, StepLog
 from realsys.train.master.stopping import Stopping
 from realsys.train.requests import Recorded
-from realsys.weights.base import PublisherParts
-from realsys.weights.build import build as build_transport
+from realsys.weights.contract import PublisherParts
+from realsys.weights.contract import build_transport as build_transport
 
 log = logging.getLogger(__name__)
 

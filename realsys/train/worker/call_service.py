@@ -87,7 +87,7 @@ from realsys.train.worker.packing import MicroBatchPacker
 from realsys.train.worker.transfer import execute, whole_request
 from realsys.train.worker.weight_saver import WeightSaver
 from realsys.types import SampleMeta
-from realsys.weights.base import WeightWriter
+from realsys.weights.contract import WeightWriter
 from realsys.weights.weight_messages import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsRequest
 
 log = logging.getLogger(__name__)

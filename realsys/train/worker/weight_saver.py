@@ -24,7 +24,7 @@ from realsys.errors import WeightsError
 from realsys.model_calls import Empty
 from realsys.train.megatron.offload import OffloadCopies
 from realsys.train.worker.call_handlers import Role, onloaded
-from realsys.weights.base import Share, WeightWriter
+from realsys.weights.contract import Share, WeightWriter
 from realsys.weights.disk.dtypes import as_bytes
 from realsys.weights.weight_messages import (
     CopyWeightsRequest,

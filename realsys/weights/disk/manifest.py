@@ -24,7 +24,6 @@ from realsys.cluster.commit_folder import FolderManifest as FolderManifest
 from realsys.cluster.files import FileInfo, write_durably
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import WeightsError
-from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
 
 MANIFEST = "MANIFEST.json"
 INDEX = "model.safetensors.index.json"
@@ -44,7 +43,7 @@ _AUXILIARY = re.compile(
 )
 
 
-class Manifest(FolderManifest, frozen=True):
+class VersionManifest(FolderManifest, frozen=True):
     """Contents of MANIFEST.json. ``needs``: folders of earlier versions that this one refers to."""
 
     needs: list[str]
@@ -57,7 +56,7 @@ class Manifest(FolderManifest, frozen=True):
 VERSION = FolderFormat(
     kind="weight version",
     manifest=MANIFEST,
-    contents=Manifest,
+    contents=VersionManifest,
     number=2,
     pattern=re.compile(r"v(\d{8})\.([A-Za-z0-9._-]+)"),
     error=WeightsError,
@@ -122,11 +121,11 @@ def commit(
         dtypes[info.dtype] += tensor_bytes(info)
     for name, content in auxiliary_files(model_dir, dtypes.most_common(1)[0][0]).items():
         write_durably(tmp / name, content)
-    manifest = Manifest(needs, version, incarnation, step, tensors, files=files)
+    manifest = VersionManifest(needs, version, incarnation, step, tensors, files=files)
     return VERSION.commit(tmp, final or tmp.with_name(own), manifest, check_alive, replace=replace)
 
 
-def _placed(piece: Piece, own: str, names: Mapping[tuple[str, str], str], version: int) -> Piece:
+def _placed(piece: StoredPiece, own: str, names: Mapping[tuple[str, str], str], version: int) -> StoredPiece:
     file = names.get((piece.folder, Path(piece.file).stem))
     if file is None:
         raise WeightsError(f"weights v{version} refers to {piece.folder or own}/{piece.file}, which is not there")
@@ -164,7 +163,7 @@ def auxiliary_files(model_dir: Path, dtype: str) -> dict[str, bytes]:
     return files
 
 
-def load_manifest(directory: Path, expected_version: int | None = None) -> Manifest:
+def load_manifest(directory: Path, expected_version: int | None = None) -> VersionManifest:
     """Read and check the manifest of a version. Raises WeightsError, also for another version."""
     manifest = VERSION.read(directory)
     path = directory / MANIFEST
@@ -239,3 +238,56 @@ def _references(directory: Path) -> set[Path]:
     if missing := sorted(str(folder) for folder in references if not folder.exists()):
         raise WeightsError(f"{directory / MANIFEST} refers to {missing[0]}, which is not there")
     return references
+
+
+# ---- records -----------------------------------------------------------------------------------------------------
+#
+# Records of the disk transport: the plan for the ranks, and the entries of a version's manifest.
+# No torch, no I/O.
+
+
+class DiskPlan(msgspec.Struct):
+    """Instructions to every rank: write into the existing folder ``directory``.
+
+    ``base``: folder name of the version before, which this one may refer to; empty: write
+    everything.
+    """
+
+    directory: str
+    base: str = ""
+
+
+class StoredPiece(msgspec.Struct, omit_defaults=True):
+    """Bytes of a file that make up a tensor: all of it, or its difference from the tensor with
+    checksum ``base``.
+
+    ``folder``: folder name of the version that wrote the bytes; empty: the version itself.
+    """
+
+    file: str
+    start: int  # byte in the file
+    size: int  # bytes
+    checksum: str  # xxh3-64 of these bytes, hex
+    base: str = ""
+    folder: str = ""
+
+
+class TensorInfo(msgspec.Struct):
+    """A tensor of a weight version, as its writer reports it.
+
+    The first piece is the whole tensor, and each further piece changes it.
+    """
+
+    dtype: str  # name in safetensors: BF16, F32, ...
+    shape: list[int]
+    checksum: str  # xxh3-64 of the tensor's bytes, hex
+    pieces: list[StoredPiece]
+
+
+class ShardInfo(msgspec.Struct):
+    """One rank's file of a weight version, and the rank's share of the tensors, by HF name."""
+
+    file: str
+    size: int  # bytes
+    checksum: str  # xxh3-64 of the whole file, hex
+    tensors: dict[str, TensorInfo]

@@ -23,8 +23,7 @@ import xxhash
 from realsys.errors import WeightsError
 from realsys.weights.disk import delta
 from realsys.weights.disk.delta import Bytes
-from realsys.weights.disk.manifest import ITEM_BYTES, Manifest, tensor_bytes
-from realsys.weights.disk.records import Piece, TensorInfo
+from realsys.weights.disk.manifest import ITEM_BYTES, StoredPiece, TensorInfo, VersionManifest, tensor_bytes
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class VersionReader:
     """
 
     directory: Path
-    manifest: Manifest
+    manifest: VersionManifest
     on_chunk: Callable[[], None] = lambda: None
     elsewhere: Callable[[str, Bytes], bool] = lambda name, into: False
     report: ReadReport = field(default_factory=ReadReport)
@@ -147,7 +146,7 @@ class VersionReader:
             )
         return HeldTensor(checksum, data)
 
-    def _found_elsewhere(self, piece: Piece, name: str, data: Bytes) -> bool:
+    def _found_elsewhere(self, piece: StoredPiece, name: str, data: Bytes) -> bool:
         start = time.perf_counter()
         if not self.elsewhere(name, data):
             return False
@@ -162,7 +161,7 @@ class VersionReader:
         self.report.bytes_fetched += piece.size
         return True
 
-    def _change(self, data: Bytes, name: str, info: TensorInfo, piece: Piece) -> None:
+    def _change(self, data: Bytes, name: str, info: TensorInfo, piece: StoredPiece) -> None:
         self._check_length(piece, name)
         blob = np.empty(piece.size, np.uint8)
         self._fetch(piece, name, blob)
@@ -173,7 +172,7 @@ class VersionReader:
             raise WeightsError(f"{self._path(piece)}: tensor {name}: {error}") from error
         self.report.apply_s += time.perf_counter() - start
 
-    def _check_length(self, piece: Piece, name: str) -> None:
+    def _check_length(self, piece: StoredPiece, name: str) -> None:
         """Raise WeightsError if the file is too short for ``piece``, before memory is allocated for it."""
         path = self._path(piece)
         try:
@@ -183,16 +182,16 @@ class VersionReader:
         if size < piece.start + piece.size:
             raise self._truncated(path, piece, name, size)
 
-    def _unreadable(self, path: Path, piece: Piece, error: OSError) -> WeightsError:
+    def _unreadable(self, path: Path, piece: StoredPiece, error: OSError) -> WeightsError:
         whose = f"{self.directory.name} needs it" if piece.folder else "it is in the manifest"
         return WeightsError(f"{path} cannot be read, but {whose}: {error.strerror}")
 
     @staticmethod
-    def _truncated(path: Path, piece: Piece, name: str, end: int) -> WeightsError:
+    def _truncated(path: Path, piece: StoredPiece, name: str, end: int) -> WeightsError:
         reaches = piece.start + piece.size
         return WeightsError(f"{path} ends at byte {end}, but tensor {name} reaches to {reaches}: truncated")
 
-    def _fetch(self, piece: Piece, name: str, into: Bytes) -> None:
+    def _fetch(self, piece: StoredPiece, name: str, into: Bytes) -> None:
         """Fill ``into`` with the bytes of the piece, and check them."""
         path = self._path(piece)
         view = into.data
@@ -224,7 +223,7 @@ class VersionReader:
                 f"the manifest says {piece.checksum}: corrupt"
             )
 
-    def _path(self, piece: Piece) -> Path:
+    def _path(self, piece: StoredPiece) -> Path:
         folder = self.directory.parent / piece.folder if piece.folder else self.directory
         return folder / piece.file
 
@@ -238,7 +237,7 @@ class VersionReader:
         return file
 
 
-def _missing(info: TensorInfo, held: HeldTensor | None) -> list[Piece]:
+def _missing(info: TensorInfo, held: HeldTensor | None) -> list[StoredPiece]:
     """Return the last pieces, which lead from the held tensor to the new one; all pieces if none is based on it."""
     if held is not None:
         if held.checksum == info.checksum:

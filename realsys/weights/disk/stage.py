@@ -10,10 +10,10 @@ import torch
 
 from realsys.cluster.failpoint import failpoint
 from realsys.errors import WeightsError
-from realsys.weights.base import StagedWeights
+from realsys.weights.contract import StagedWeights
 from realsys.weights.disk import manifest as manifests
 from realsys.weights.disk.dtypes import as_tensor
-from realsys.weights.disk.manifest import Manifest, tensor_bytes
+from realsys.weights.disk.manifest import VersionManifest, tensor_bytes
 from realsys.weights.disk.reader import HeldTensor, ReadReport, VersionReader
 
 
@@ -35,7 +35,7 @@ class HeldWeights:
     newest: tuple[str, int] = ("", -1)
     checksums: dict[str, str] = field(default_factory=dict)
 
-    def keeps(self, manifest: Manifest, name: str) -> bool:
+    def keeps(self, manifest: VersionManifest, name: str) -> bool:
         """Return True if the tensor ``name`` is to be held for the next version."""
         return self.everything or bool(manifest.tensors[name].pieces[-1].folder)
 
@@ -83,7 +83,7 @@ def stage(
     return StagedWeights(tensors, reader.report.timings(), reader.report.counts(), unchanged)
 
 
-def all_kept(manifest: Manifest) -> ReadReport:
+def all_kept(manifest: VersionManifest) -> ReadReport:
     """Return the report of a version whose tensors the server has."""
     size = sum(tensor_bytes(info) for info in manifest.tensors.values())
     return ReadReport(bytes=size, kept=len(manifest.tensors))

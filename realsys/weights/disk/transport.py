@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
-from realsys.weights.base import PublisherParts, ReaderParts, Transport, WeightReader, WeightWriter, WriterParts
-from realsys.weights.disk.publisher import DiskPublisher
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realsys.cluster.commit_folder import Removed
+from realsys.errors import WeightsError
+from realsys.weights.contract import (
+    Committed,
+    PublisherParts,
+    ReaderParts,
+    Transport,
+    WeightReader,
+    WeightWriter,
+    WriterParts,
+)
+from realsys.weights.disk import manifest
+from realsys.weights.disk.manifest import VERSION, DiskPlan, ShardInfo
+from realsys.weights.disk.plain_folders import materialise, verify
 
 
 class DiskTransport(Transport):
@@ -11,8 +29,7 @@ class DiskTransport(Transport):
     folder."""
 
     def writer(self, parts: WriterParts) -> WeightWriter:
-        from realsys.weights.disk.shards import ShardWriter
-        from realsys.weights.disk.writer import DiskWriter
+        from realsys.weights.disk.writer import DiskWriter, ShardWriter
 
         weights = self.config.weights
         files = ShardWriter(deltas=weights.delta == "auto", full_every=weights.full_every)
@@ -22,7 +39,76 @@ class DiskTransport(Transport):
         return DiskPublisher(parts, self.config.weights.keep_versions)
 
     def reader(self, parts: ReaderParts) -> WeightReader:
-        from realsys.weights.host.copies import HostCopies
-        from realsys.weights.host.host_reader import HostReader
+        from realsys.weights.host_copies import SharedCopies
+        from realsys.weights.host_reader import HostReader
 
-        return HostReader(HostCopies(parts.trial, parts.model_dir))
+        return HostReader(SharedCopies(parts.trial, parts.model_dir))
+
+
+# ---- publisher ---------------------------------------------------------------------------------------------------
+#
+# The master's side of the transport ``disk``: versions are prepared, committed, checked and pruned.
+# No torch.
+
+
+class DiskPublisher:
+    """Owner of the folder ``root`` of one role's versions. ``keep``: number of newest versions that
+    ``prune`` keeps."""
+
+    def __init__(self, parts: PublisherParts, keep: int) -> None:
+        self.root = parts.root
+        self.keep = keep
+        self._model_dir = parts.model_dir
+        self._incarnation = parts.incarnation
+        self._check_alive = parts.check_alive
+
+    def prepare(self, version: int, base: str) -> DiskPlan:
+        """Make the version's ``.tmp`` folder, empty."""
+        tmp = manifest.prepare(self.root, version, self._incarnation)
+        return DiskPlan(str(tmp), Path(base).name if base else "")
+
+    def commit(
+        self, version: int, step: int, plan: DiskPlan, reports: Sequence[Any], *, replace: bool = False
+    ) -> Committed:
+        """Check the ranks' files, write index and manifest, and rename the folder. Raises
+        WeightsError."""
+        try:
+            shards = [shard for report in reports for shard in msgspec.convert(report, list[ShardInfo])]
+        except msgspec.ValidationError as error:
+            raise WeightsError(f"weights v{version}: the report of a rank cannot be read: {error}") from None
+        final = manifest.commit(
+            Path(plan.directory),
+            version=version,
+            incarnation=self._incarnation,
+            step=step,
+            shards=shards,
+            model_dir=self._model_dir,
+            replace=replace,
+            check_alive=self._check_alive,
+        )
+        size = sum(manifest.tensor_bytes(info) for shard in shards for info in shard.tensors.values())
+        return Committed(str(final), sum(shard.size for shard in shards), size)
+
+    def check(self, locator: str) -> None:
+        """Check that the manifest can be read and that all files have their sizes."""
+        manifest.check_reference(Path(locator))
+
+    def verify(self, locator: str, version: int) -> None:
+        """Read every byte of the version. Raises WeightsError."""
+        verify(Path(locator), version)
+
+    def prune(self, in_use: Sequence[str]) -> Removed:
+        """Delete all but the newest ``keep`` versions, those in use, and the versions that these refer to.
+
+        Versions of earlier incarnations count as older ones. So the newest of them stays for a
+        while, because a server may still read it.
+        """
+        return manifest.prune(self.root, keep=self.keep, in_use=[self.root / Path(name).name for name in in_use])
+
+    def discard_unfinished(self) -> Removed:
+        """Delete the folders that earlier incarnations have written or removed in part."""
+        return VERSION.remove(VERSION.unfinished(self.root))
+
+    def export(self, locator: str, version: int, target: Path) -> None:
+        """Write the version to ``target`` as a plain HF folder."""
+        materialise(Path(locator), target, version)

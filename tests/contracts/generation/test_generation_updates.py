@@ -17,7 +17,7 @@ import torch
 
 from realsys.generation.client import SamplingSpec
 from realsys.weights.disk import manifest
-from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk.writer import ShardWriter
 from tests.support.serving.generation_servers import (
     BOUND_S,
     PROMPT,

@@ -15,7 +15,7 @@ from realsys.errors import ModelError
 from realsys.model_calls import MfcRequest
 from realsys.train.megatron.device import Device
 from realsys.train.worker.call_handlers import CallOutcome, Role
-from realsys.weights.disk.records import DiskPlan
+from realsys.weights.disk.manifest import DiskPlan
 from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsRequest
 from tests.support.training.played_master import REFS, PlayedWorker, Script, call, load, make_config
 from tests.support.training.train_ranks import run_ranks

@@ -32,7 +32,7 @@ from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState
 from realsys.train.master.checkpoints import commit
 from realsys.train.megatron.device import Device
 from realsys.train.requests import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
-from realsys.weights.disk.records import DiskPlan
+from realsys.weights.disk.manifest import DiskPlan
 from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest
 from tests.support.training.played_master import REFS, PlayedWorker, Script, call, load, make_config
 from tests.support.training.train_ranks import run_ranks

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from realsys.errors import WeightsError
 from realsys.weights.disk import delta
 from realsys.weights.disk import manifest as m
-from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk.plain_folders import materialise
 from realsys.weights.disk.stage import HeldWeights, stage
-from realsys.weights.disk.tensor_files import materialise
+from realsys.weights.disk.writer import ShardWriter
 
 Tensors = dict[str, torch.Tensor]
 

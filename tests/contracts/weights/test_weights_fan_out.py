@@ -16,7 +16,7 @@ from realsys.manager.routing.fan_out import FanOut
 from realsys.manager.routing.servers import Pace, ServerRegistry, UpdateOrder
 from realsys.types import PublishedVersion, ServerAddress
 from realsys.weights.disk.reader import VersionReader
-from realsys.weights.host.host_reader import HostReader
+from realsys.weights.host_reader import HostReader
 from tests.support.streams.weight_hosts import WeightHosts
 from tests.support.streams.weight_versions import DiskVersions
 

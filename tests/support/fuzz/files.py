@@ -44,9 +44,9 @@ from realsys.train.checkpoint import checkpoint_files as checkpoint
 from realsys.train.records import record_files as record
 from realsys.types import PublishedVersion, ServerAddress
 from realsys.weights.disk import delta, manifest
+from realsys.weights.disk.manifest import ShardInfo, StoredPiece, TensorInfo
+from realsys.weights.disk.plain_folders import write_safetensors
 from realsys.weights.disk.reader import VersionReader
-from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
-from realsys.weights.disk.tensor_files import write_safetensors
 from tests.support.fuzz.mutations import Spoiler, example, examples
 from tests.support.fuzz.targets import Target
 
@@ -175,7 +175,7 @@ def weights(folder: Path) -> Iterator[Target]:
     infos = {}
     for name, (dtype, shape, size) in layout.items():
         checksum = xxhash.xxh3_64_hexdigest(data[name].data)
-        piece = Piece(shard_file.name, starts[name], size, checksum, folder=tmp.name.removesuffix(".tmp"))
+        piece = StoredPiece(shard_file.name, starts[name], size, checksum, folder=tmp.name.removesuffix(".tmp"))
         infos[name] = TensorInfo(dtype, shape, checksum, [piece])
     shard = ShardInfo(shard_file.name, file.size, file.checksum, infos)
     final = manifest.commit(tmp, version=1, incarnation="1", step=1, shards=[shard], model_dir=model)

@@ -51,10 +51,10 @@ def go() -> None:
 def publishes(ctx: WorkerContext) -> None:
     """A MasterWorker whose ModelWorkers have written their shards."""
     from realsys.train.master.publish import Publisher, VersionKey
-    from realsys.weights.base import PublisherParts
-    from realsys.weights.disk.publisher import DiskPublisher
-    from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
-    from realsys.weights.disk.tensor_files import write_safetensors
+    from realsys.weights.contract import PublisherParts
+    from realsys.weights.disk.manifest import ShardInfo, StoredPiece, TensorInfo
+    from realsys.weights.disk.plain_folders import write_safetensors
+    from realsys.weights.disk.transport import DiskPublisher
     from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
     from tests.support.streams.weight_ranks import WeightRanks
 
@@ -62,7 +62,7 @@ def publishes(ctx: WorkerContext) -> None:
         path = Path(request.plan.directory) / "model-00001-of-00001.safetensors"
         data = np.zeros(16, np.uint8)
         file, starts = write_safetensors(path, {"w": ("F32", [4], 16)}, lambda name: data)
-        piece = Piece(path.name, starts["w"], 16, "0" * 16, folder=path.parent.name.removesuffix(".tmp"))
+        piece = StoredPiece(path.name, starts["w"], 16, "0" * 16, folder=path.parent.name.removesuffix(".tmp"))
         tensor = TensorInfo("F32", [4], "0" * 16, [piece])
         ready(ctx)
         await asyncio.to_thread(go)

@@ -32,8 +32,8 @@ from realsys.generation.server import build_app
 from realsys.generation.sglang.engine import SglangEngine
 from realsys.generation.sglang.traffic import KeptKeys
 from realsys.weights.disk import manifest
-from realsys.weights.disk.shards import ShardWriter
 from realsys.weights.disk.stage import DiskReader
+from realsys.weights.disk.writer import ShardWriter
 from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_models import VOCAB, chosen, make_model, reference_logprobs
 from tests.support.serving.sglang_server import sglang_engine

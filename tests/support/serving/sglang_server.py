@@ -11,8 +11,8 @@ from realsys.config.schema import Config
 from realsys.generation.backend import Materialised
 from realsys.generation.sglang.build import build_sglang_engine
 from realsys.generation.sglang.engine import SglangEngine
+from realsys.generation.weight_folder import FolderWriter
 from realsys.weights.disk.stage import DiskReader
-from realsys.weights.folder import FolderWriter
 from tests.support.needs import lacks
 from tests.support.processes.config_trees import changed
 

@@ -6,8 +6,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from realsys.cluster.http_server import HttpServer
-from realsys.weights.host.host_reader import HostReader
-from realsys.weights.host.peers import copy_app
+from realsys.weights.host_reader import HostReader, copy_app
 from tests.support.streams.weight_versions import DiskVersions
 
 TOKEN = "secret"

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from realsys.weights.disk import manifest as m
-from realsys.weights.disk.shards import ShardWriter
-from realsys.weights.host.copies import HostCopies
-from realsys.weights.host.host_reader import HostReader
+from realsys.weights.disk.writer import ShardWriter
+from realsys.weights.host_copies import SharedCopies
+from realsys.weights.host_reader import HostReader
 
 Tensors = dict[str, torch.Tensor]
 
@@ -52,7 +52,7 @@ class DiskVersions:
 
     def server(self, places: list[Path], silent_s: float = 10.0) -> HostReader:
         """Return the reader of a server on the host whose memory is ``places``."""
-        return HostReader(HostCopies(self.root, self.model, places, silent_s))
+        return HostReader(SharedCopies(self.root, self.model, places, silent_s))
 
     def check(self, version: int, found: Tensors) -> None:
         assert found.keys() == self.truth[version].keys()

@@ -17,8 +17,7 @@ from realsys.model_calls import InitializeRequest, MfcRequest, MfcShare
 from realsys.train.megatron.device import Device
 from realsys.train.worker.call_service import ModelWorkerService, WorkerParts
 from realsys.train.worker.data_manager import DataManager
-from realsys.weights.disk.shards import ShardWriter
-from realsys.weights.disk.writer import DiskWriter
+from realsys.weights.disk.writer import DiskWriter, ShardWriter
 from tests.support.training.ppo_batch import make_batch
 from tests.support.training.train_ranks import FORMED
 

@@ -35,11 +35,11 @@ from realsys.train.master.publish import Publisher, VersionKey
 from realsys.train.master.recorder import StepRecorder
 from realsys.train.master.step_statistics import StepLog
 from realsys.types import PublishedVersion
-from realsys.weights.base import PublisherParts
+from realsys.weights.contract import PublisherParts
 from realsys.weights.disk import manifest
-from realsys.weights.disk.publisher import DiskPublisher
-from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
-from realsys.weights.disk.tensor_files import write_safetensors
+from realsys.weights.disk.manifest import ShardInfo, StoredPiece, TensorInfo
+from realsys.weights.disk.plain_folders import write_safetensors
+from realsys.weights.disk.transport import DiskPublisher
 from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
 from tests.support.streams.stream_parts import BOUND_S, make_group, pulling
 from tests.support.streams.weight_ranks import WeightRanks
@@ -69,7 +69,7 @@ def test_fenced_publication_stops_before_manifest_and_names(tmp_path: Path, hold
         path = Path(request.plan.directory) / "model-00001-of-00001.safetensors"
         file, starts = write_safetensors(path, {"w": ("F32", [1], 4)}, lambda name: np.zeros(4, np.uint8))
         folder = path.parent.name.removesuffix(".tmp")
-        tensor = TensorInfo("F32", [1], "0" * 16, [Piece(path.name, starts["w"], 4, "0" * 16, folder=folder)])
+        tensor = TensorInfo("F32", [1], "0" * 16, [StoredPiece(path.name, starts["w"], 4, "0" * 16, folder=folder)])
         return [SaveWeightsReply([ShardInfo(path.name, file.size, file.checksum, {"w": tensor})])]
 
     weights = DiskPublisher(PublisherParts(tmp_path / "weights", model, "1"), keep=2)

@@ -20,11 +20,10 @@ from realsys.train.step_gate import StepGate
 from realsys.train.worker.call_service import ModelWorkerService, WorkerParts
 from realsys.train.worker.data_manager import DataManager
 from realsys.train.worker.weight_saver import WeightSaver
-from realsys.weights.base import PublisherParts, Share
-from realsys.weights.disk.publisher import DiskPublisher
-from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.contract import PublisherParts, Share
 from realsys.weights.disk.stage import HeldWeights, stage
-from realsys.weights.disk.writer import DiskWriter
+from realsys.weights.disk.transport import DiskPublisher
+from realsys.weights.disk.writer import DiskWriter, ShardWriter
 from realsys.weights.weight_messages import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsRequest
 
 CPU = Device(torch.device("cpu"), "gloo")

@@ -9,11 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from realsys.errors import ModelError, WeightsError
-from realsys.weights.disk.adopt import adopt
 from realsys.weights.disk.manifest import complete_versions
-from realsys.weights.disk.tensor_files import materialise, verify
-from realsys.weights.host.copies import HostCopies
-from realsys.weights.host.host_reader import HostReader
+from realsys.weights.disk.plain_folders import adopt, materialise, verify
+from realsys.weights.host_copies import SharedCopies
+from realsys.weights.host_reader import HostReader
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_servers_read_the_adopted_weights(model, tmp_path):
     folder = adopt(model, tmp_path / "weights", 60, "0001")
-    reader = HostReader(HostCopies(tmp_path, model, [tmp_path], 10.0))
+    reader = HostReader(SharedCopies(tmp_path, model, [tmp_path], 10.0))
     staged = reader.stage(str(folder), 60)
     assert torch.equal(staged.tensors["a"], torch.arange(6.0).bfloat16())
     assert torch.equal(staged.tensors["b"], torch.ones(2, 3))

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from realsys.cluster.commit_folder import Removed
 from realsys.errors import WeightsError
 from realsys.weights.disk import manifest as m
-from realsys.weights.disk.records import Piece, ShardInfo, TensorInfo
-from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk.manifest import ShardInfo, StoredPiece, TensorInfo
+from realsys.weights.disk.plain_folders import materialise
 from realsys.weights.disk.stage import HeldWeights, stage
-from realsys.weights.disk.tensor_files import materialise
+from realsys.weights.disk.writer import ShardWriter
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_commit_refuses_missing_short_and_doubled_shards(tmp_path, model_dir):
     shard = ShardWriter().write(tmp / "one.safetensors", tensors(1))
     kwargs = {"version": 1, "incarnation": "a", "step": 1, "model_dir": model_dir}
     gone = ShardInfo(
-        "gone.safetensors", 5, "0", {"x": TensorInfo("U8", [5], "0", [Piece("gone.safetensors", 0, 5, "0")])}
+        "gone.safetensors", 5, "0", {"x": TensorInfo("U8", [5], "0", [StoredPiece("gone.safetensors", 0, 5, "0")])}
     )
     with pytest.raises(WeightsError, match=r"gone\.safetensors cannot be read: No such file"):
         m.commit(tmp, shards=[shard, gone], **kwargs)

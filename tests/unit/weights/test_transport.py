@@ -22,14 +22,21 @@ from realsys.errors import ConfigError, Fenced, WeightsError
 from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.engine import Engine
 from realsys.generation.embedded.forward.weights import read_tensors
+from realsys.generation.weight_folder import FolderWriter
 from realsys.launch.cli import main
 from realsys.train.master.publish import Publisher, VersionKey
 from realsys.types import PublishedVersion
-from realsys.weights.base import Committed, PublisherParts, ReaderParts, Share, Transport, WriterParts
-from realsys.weights.build import build
-from realsys.weights.disk.publisher import DiskPublisher
+from realsys.weights.contract import (
+    Committed,
+    PublisherParts,
+    ReaderParts,
+    Share,
+    Transport,
+    WriterParts,
+    build_transport,
+)
 from realsys.weights.disk.stage import DiskReader
-from realsys.weights.folder import FolderWriter
+from realsys.weights.disk.transport import DiskPublisher
 from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
 from tests.support.data.few_rows import FEW_ROWS
 from tests.support.processes.config_trees import changed
@@ -100,7 +107,7 @@ def mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 @pytest.fixture
 def trial(tmp_path: Path, mirrored: Config) -> Iterator[Trial]:
-    made = Trial(tmp_path, build(mirrored))
+    made = Trial(tmp_path, build_transport(mirrored))
     yield made
     made.store.close()
 
@@ -170,7 +177,7 @@ def test_writer_without_lease_writes_nothing(tmp_path: Path) -> None:
     def fenced() -> None:
         raise Fenced("this worker must stop")
 
-    transport = build(changed())
+    transport = build_transport(changed())
     plan = transport.publisher(PublisherParts(tmp_path, tmp_path, "0001")).prepare(0, "")
     with pytest.raises(Fenced):
         transport.writer(WriterParts(0, fenced)).write(Share("actor", 0, 0, 1, plan), {"w": torch.zeros(4)})
@@ -178,7 +185,7 @@ def test_writer_without_lease_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_unreadable_report_names_the_version(tmp_path: Path) -> None:
-    publisher = build(changed()).publisher(PublisherParts(tmp_path, tmp_path, "0001"))
+    publisher = build_transport(changed()).publisher(PublisherParts(tmp_path, tmp_path, "0001"))
     plan = publisher.prepare(3, "")
     with pytest.raises(WeightsError, match="weights v3: the report of a rank cannot be read"):
         publisher.commit(3, 3, plan, [[{"file": "x"}]])
@@ -211,7 +218,7 @@ WRONG = {
     "no_such_module:Mirror": ("weights.transport", "no module named 'no_such_module'"),
     "transport:Nothing": ("weights.transport", "has no attribute 'Nothing'"),
     "json:JSONDecoder": ("weights.transport", "the class lacks writer, publisher, reader"),
-    "realsys.weights.base:Transport": ("weights.transport", "cannot be built: TypeError"),
+    "realsys.weights.contract:Transport": ("weights.transport", "cannot be built: TypeError"),
     "transport:Mirror": ("weights.transport_args", "missing a required argument: 'folder'"),
     "disk": ("weights.transport_args", "do not fit disk"),
 }

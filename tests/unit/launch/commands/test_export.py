@@ -14,7 +14,7 @@ from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.cli import main
-from realsys.weights.disk.adopt import adopt
+from realsys.weights.disk.plain_folders import adopt
 
 
 @pytest.fixture

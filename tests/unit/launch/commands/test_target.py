@@ -13,8 +13,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.evaluation_target import exported, find_target
-from realsys.weights.disk.adopt import adopt
-from realsys.weights.disk.tensor_files import materialise, verify
+from realsys.weights.disk.plain_folders import adopt, materialise, verify
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from realsys.observe.step_log import read_steps
 from realsys.train.master.evaluation_run import EvaluationRun
 from realsys.train.master.step_statistics import StepLog
 from realsys.types import PublishedVersion
-from realsys.weights.disk.tensor_files import verify
+from realsys.weights.disk.plain_folders import verify
 from tests.support.processes.config_trees import changed
 
 INCARNATION = f"{7:019d}"

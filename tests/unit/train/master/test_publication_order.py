@@ -16,7 +16,7 @@ from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import WeightsError
 from realsys.train.master.publish import Publisher, VersionKey
 from realsys.types import PublishedVersion
-from realsys.weights.base import Committed
+from realsys.weights.contract import Committed
 from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
 from tests.support.streams.weight_ranks import WeightRanks
 

@@ -19,14 +19,13 @@ from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import Fenced, NameStoreError, WeightsError
 from realsys.train.master import publish
 from realsys.train.master.publish import Publisher, VersionKey, set_key
-from realsys.weights.base import PublisherParts, Share
+from realsys.weights.contract import PublisherParts, Share
 from realsys.weights.disk import manifest as m
-from realsys.weights.disk import publisher
-from realsys.weights.disk.publisher import DiskPublisher
-from realsys.weights.disk.records import DiskPlan
-from realsys.weights.disk.shards import ShardWriter
+from realsys.weights.disk import transport
+from realsys.weights.disk.manifest import DiskPlan
 from realsys.weights.disk.stage import stage
-from realsys.weights.disk.writer import DiskWriter
+from realsys.weights.disk.transport import DiskPublisher
+from realsys.weights.disk.writer import DiskWriter, ShardWriter
 from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
 from tests.support.streams.weight_ranks import WeightRanks
 
@@ -247,7 +246,7 @@ def test_repair_verifies_once_and_gives_up_finally(trial: Trial, monkeypatch: py
         if version == 1:
             raise WeightsError("the disk lies")
 
-    monkeypatch.setattr(publisher, "verify", verify)
+    monkeypatch.setattr(transport, "verify", verify)
     for version in (0, 1):
         trial.publish(version)
         for _ in range(publish.MAX_REPAIRS):

@@ -15,11 +15,11 @@ import pytest
 from safetensors.torch import load_file
 
 from realsys.errors import WeightsError
+from realsys.generation.weight_folder import FolderWriter
+from realsys.weights import host_places
 from realsys.weights.disk.stage import DiskReader
-from realsys.weights.folder import FolderWriter
-from realsys.weights.host import places
-from realsys.weights.host.host_reader import HostReader
-from realsys.weights.host.places import sweep
+from realsys.weights.host_places import sweep
+from realsys.weights.host_reader import HostReader
 from tests.support.streams.weight_versions import DiskVersions
 
 BOUND_S = 60.0
@@ -78,7 +78,7 @@ def test_folder_that_does_not_fit_is_not_written(
     versions: DiskVersions, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A transport without copies of its own: its server writes the folder."""
-    monkeypatch.setattr(places, "free_bytes", lambda place: 1000)
+    monkeypatch.setattr(host_places, "free_bytes", lambda place: 1000)
     with pytest.raises(WeightsError, match="no room on this host"):
         FolderWriter(DiskReader(), versions.model).write(str(versions.publish()), 0, shm / "v0")
     assert list(shm.iterdir()) == []
@@ -193,8 +193,8 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from realsys.weights.disk.reader import VersionReader
-from realsys.weights.host.copies import HostCopies
-from realsys.weights.host.host_reader import HostReader
+from realsys.weights.host_copies import HostCopies
+from realsys.weights.host_reader import HostReader
 
 trial, model, place, path, half = sys.argv[1:]
 reader = HostReader(HostCopies(Path(trial), Path(model), [Path(place)]))
@@ -264,7 +264,7 @@ def test_other_trials_sweep_dead_ones_only(
 def test_hanging_server_does_not_stop_others(
     versions: DiskVersions, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from realsys.weights.host.copies import _Draft
+    from realsys.weights.host_copies import _Draft
 
     path, hangs, resume, fill = versions.publish(), threading.Event(), threading.Event(), _Draft.fill
 
@@ -297,7 +297,7 @@ def test_copy_that_does_not_fit_goes_to_the_next_place(
     disk = tmp_path / "disk"
     disk.mkdir()
     path = versions.publish()
-    monkeypatch.setattr(places, "free_bytes", lambda place: 1000 if place == shm else 1 << 30)
+    monkeypatch.setattr(host_places, "free_bytes", lambda place: 1000 if place == shm else 1 << 30)
     servers = [versions.server([shm, disk]) for _ in range(3)]
     assert [server.stage(str(path), 0).counts["bytes_read"] for server in servers] == [versions.size, 0, 0]
     assert (len(copies(shm)), len(copies(disk))) == (0, 1)
@@ -310,7 +310,7 @@ def test_copy_that_does_not_fit_goes_to_the_next_place(
 def test_host_without_room_is_one_line(
     versions: DiskVersions, servers: list[HostReader], shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "free_bytes", lambda place: 1000)
+    monkeypatch.setattr(host_places, "free_bytes", lambda place: 1000)
     path = versions.publish()
     with pytest.raises(WeightsError, match="no room on this host for the copy of version 0") as raised:
         servers[0].stage(str(path), 0)
@@ -319,19 +319,19 @@ def test_host_without_room_is_one_line(
 
 
 def test_disk_in_memory_is_bounded_by_the_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "free_host_bytes", lambda: 12345)
-    assert places.free_bytes(Path("/dev/shm")) == 12345
-    assert places.free_bytes(Path("/proc")) != 12345
+    monkeypatch.setattr(host_places, "free_host_bytes", lambda: 12345)
+    assert host_places.free_bytes(Path("/dev/shm")) == 12345
+    assert host_places.free_bytes(Path("/proc")) != 12345
 
 
 def test_trials_have_different_names(tmp_path: Path) -> None:
     first = tmp_path / "a" / "trial"
     first.mkdir(parents=True)
-    name = places.folder_name(first)
-    assert name == places.folder_name(tmp_path / "a" / ".." / "a" / "trial")
+    name = host_places.folder_name(first)
+    assert name == host_places.folder_name(tmp_path / "a" / ".." / "a" / "trial")
     first.rename(tmp_path / "aside")
     first.mkdir()
-    assert len({name, places.folder_name(first), places.folder_name(tmp_path)}) == 3
+    assert len({name, host_places.folder_name(first), host_places.folder_name(tmp_path)}) == 3
 
 
 def test_update_of_four_servers_takes_one_model(tmp_path: Path, shm: Path) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from realsys.weights.host.peers import PATH
+from realsys.weights.host_reader import PATH
 from tests.support.streams.weight_hosts import TOKEN, WeightHosts
 from tests.support.streams.weight_versions import DiskVersions
 
@@ -90,7 +90,7 @@ def test_copy_is_served_with_the_token_only(hosts: WeightHosts) -> None:
 
 def test_copy_stays_while_it_is_sent(hosts: WeightHosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender stages the next version beside it."""
-    from realsys.weights.host import peers
+    from realsys.weights import host_reader
 
     (first, service), (second, _) = hosts.host("a"), hosts.host("b")
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_copy_stays_while_it_is_sent(hosts: WeightHosts, monkeypatch: pytest.Mon
     hosts.stage(first, 0)
     sending, resume, find = threading.Event(), threading.Event(), first.copies.find
 
-    def slow(version: int, incarnation: str) -> peers.LeasedCopy | None:
+    def slow(version: int, incarnation: str) -> host_reader.LeasedCopy | None:
         copy = find(version, incarnation)
         sending.set()
         assert resume.wait(60)

@@ -24,7 +24,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -32,21 +32,19 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from realsys.cluster.files import FileLock
+from realsys.cluster.files import FileLock, TensorEntry, safetensors_header
 from realsys.cluster.names.file_store import boot_id
 from realsys.errors import MALFORMED, WeightsError
 from realsys.weights.disk import manifest as manifests
 from realsys.weights.disk.delta import Bytes
-from realsys.weights.disk.manifest import Manifest, auxiliary_files
+from realsys.weights.disk.manifest import ITEM_BYTES, TensorInfo, VersionManifest, auxiliary_files, tensor_bytes
 from realsys.weights.disk.reader import HeldTensor, ReadReport, VersionReader, leads_to
-from realsys.weights.disk.records import TensorInfo
-from realsys.weights.host.copy_records import COPY, READERS, WEIGHTS, CopyInfo, CopyTensor, Layout
-from realsys.weights.host.places import POLL_S, Membership, choose, folder_name, places, sweep
+from realsys.weights.host_places import POLL_S, Membership, choose, folder_name, places, sweep
 
 log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class CopySource(Protocol):
     """Copy on another host."""
 
     def fetch(self, start: int, into: Bytes, on_chunk: Callable[[], None]) -> bool:
@@ -56,7 +54,7 @@ class Source(Protocol):
 
 
 #: (folder of a version, version, incarnation) -> source
-Peers = Callable[[Path, int, str], Source]
+Peers = Callable[[Path, int, str], CopySource]
 
 SILENT_S = 10.0  # time without a sign of life after which a server does not wait for the one that stages
 
@@ -100,7 +98,7 @@ class _Draft:
     """
 
     folder: Path
-    layout: Layout
+    layout: CopyLayout
     checksums: dict[str, str] = field(default_factory=dict)
     source: LeasedCopy | None = None
 
@@ -121,7 +119,7 @@ class _Draft:
         return HeldTensor(self.source.info.tensors[name].checksum, view)
 
 
-class HostCopies:
+class SharedCopies:
     """This server's access to the copies of its trial. ``model_dir``: HF folder with config and tokenizer."""
 
     def __init__(self, trial: Path, model_dir: Path, where: Sequence[Path] = (), silent_s: float = SILENT_S) -> None:
@@ -179,7 +177,7 @@ class HostCopies:
     def _folders(self) -> list[Path]:
         return [path for place in self._places for path in sorted((place / self._name).glob("v*"))]
 
-    def _find(self, manifest: Manifest, directory: Path) -> LeasedCopy | None:
+    def _find(self, manifest: VersionManifest, directory: Path) -> LeasedCopy | None:
         """Return a copy of this version. Raises WeightsError if there is a copy of a newer one (``monotonic``)."""
         wanted = (manifest.incarnation, manifest.version)
         for folder in self._folders():
@@ -197,9 +195,9 @@ class HostCopies:
                 raise WeightsError(f"{directory} is older than {newer}: not staged")
         return None
 
-    def _make(self, directory: Path, manifest: Manifest, turn: FileLock, peers: Peers | None) -> LeasedCopy:
+    def _make(self, directory: Path, manifest: VersionManifest, turn: FileLock, peers: Peers | None) -> LeasedCopy:
         with contextlib.ExitStack() as stack:
-            draft = self._draft(manifest, Layout.of(manifest), stack)
+            draft = self._draft(manifest, CopyLayout.of(manifest), stack)
             info = CopyInfo(boot_id(), manifest.version, manifest.incarnation, draft.layout.tensors)
             try:
                 report = self._fill(draft, directory, manifest, turn, peers)
@@ -216,7 +214,7 @@ class HostCopies:
         return copy
 
     def _fill(
-        self, draft: _Draft, directory: Path, manifest: Manifest, turn: FileLock, peers: Peers | None
+        self, draft: _Draft, directory: Path, manifest: VersionManifest, turn: FileLock, peers: Peers | None
     ) -> ReadReport:
         with VersionReader(directory, manifest, on_chunk=turn.touch) as reader:
             if peers is None:
@@ -228,7 +226,7 @@ class HostCopies:
                 draft.fill(reader)
             return reader.report
 
-    def _draft(self, manifest: Manifest, layout: Layout, stack: contextlib.ExitStack) -> _Draft:
+    def _draft(self, manifest: VersionManifest, layout: CopyLayout, stack: contextlib.ExitStack) -> _Draft:
         """Return the memory to stage into: the newest copy if no server has a lease on it. All others without one go.
 
         ``stack`` releases the draft's lock.
@@ -249,7 +247,7 @@ class HostCopies:
                 shutil.rmtree(folder, ignore_errors=True)
         return draft or self._new_draft(manifest.version, name, layout, stack)
 
-    def _new_draft(self, version: int, name: str, layout: Layout, stack: contextlib.ExitStack) -> _Draft:
+    def _new_draft(self, version: int, name: str, layout: CopyLayout, stack: contextlib.ExitStack) -> _Draft:
         """Allocate a file for the copy. Raises WeightsError if it does not fit."""
         place = choose(self._places, layout.size, version)
         if place != self._places[0]:
@@ -271,7 +269,7 @@ class HostCopies:
         return _Draft(folder, layout, source=stack.enter_context(self._base(layout)))
 
     @contextlib.contextmanager
-    def _base(self, layout: Layout) -> Iterator[LeasedCopy | None]:
+    def _base(self, layout: CopyLayout) -> Iterator[LeasedCopy | None]:
         """Give the newest complete copy of this layout, which a server uses now, or None."""
         for folder in sorted(self._folders(), key=_age, reverse=True):
             copy = LeasedCopy.of(folder)
@@ -320,3 +318,75 @@ def _age(folder: Path) -> tuple[str, str]:
     """Return (incarnation, version) from the name of a copy's folder."""
     version, _, rest = folder.name.partition(".")
     return rest.rpartition(".")[0], version
+
+
+# ---- copy records ------------------------------------------------------------------------------------------------
+#
+# Format of a copy, and its place in memory. No torch.
+#
+# A copy is one safetensors file. Its layout follows from the manifest of the version, so a tensor has the same place
+# in the copies of all hosts.
+
+
+COPY, WEIGHTS, READERS = "COPY.json", "model.safetensors", "readers"
+
+
+class CopyTensor(msgspec.Struct, frozen=True):
+    """A tensor of a copy. ``start``: byte in the file."""
+
+    dtype: str
+    shape: list[int]
+    checksum: str
+    start: int
+    size: int
+
+
+class CopyInfo(msgspec.Struct, frozen=True):
+    """Contents of COPY.json. ``boot``: the copy does not outlive this boot of the host, because nothing is synced."""
+
+    boot: str
+    version: int
+    incarnation: str
+    tensors: dict[str, CopyTensor]
+
+    @property
+    def age(self) -> tuple[str, int]:
+        return self.incarnation, self.version
+
+    def holds(self, manifest: VersionManifest) -> bool:
+        """Return True if this is a copy of the version with ``manifest``."""
+        checksums = {name: tensor.checksum for name, tensor in self.tensors.items()}
+        wanted = {name: info.checksum for name, info in manifest.tensors.items()}
+        return self.age == (manifest.incarnation, manifest.version) and checksums == wanted
+
+
+@dataclass(frozen=True, slots=True)
+class CopyLayout:
+    """Layout of the file of a copy, in bytes."""
+
+    header: bytes
+    tensors: dict[str, CopyTensor]
+    size: int
+
+    @classmethod
+    def of(cls, manifest: VersionManifest) -> CopyLayout:
+        """Return the layout of a copy of the version with ``manifest``."""
+        infos = manifest.tensors
+        # Widest elements first: every tensor then begins at a multiple of its element size.
+        names = sorted(infos, key=lambda name: (-ITEM_BYTES[infos[name].dtype], name))
+        entries = [TensorEntry(name, infos[name].dtype, infos[name].shape, tensor_bytes(infos[name])) for name in names]
+        header = safetensors_header(entries)
+        tensors, end = {}, len(header)
+        for entry in entries:
+            info = infos[entry.name]
+            tensors[entry.name] = CopyTensor(info.dtype, info.shape, info.checksum, end, entry.size)
+            end += entry.size
+        return cls(header, tensors, end)
+
+    def fits(self, tensors: dict[str, CopyTensor]) -> bool:
+        """Return True if a copy with ``tensors`` has this layout, whatever its values are."""
+        return _tensor_places(tensors) == _tensor_places(self.tensors)
+
+
+def _tensor_places(tensors: dict[str, CopyTensor]) -> Iterable[tuple[object, ...]]:
+    return {(name, one.dtype, tuple(one.shape), one.start) for name, one in tensors.items()}

@@ -1,4 +1,6 @@
-"""The contract of a weight transport, which brings versions from the ranks to the servers. No
+"""The contract of a weight transport, which brings versions from the ranks to the servers; and its factory. No torch.
+
+The contract of a weight transport, which brings versions from the ranks to the servers. No
 torch.
 
     MasterWorker       WeightPublisher.prepare ──plan──┐
@@ -38,6 +40,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from realsys.cluster.commit_folder import Removed
 from realsys.cluster.lease import CheckAlive, unleased
+from realsys.config.doors import TRANSPORT
+from realsys.config.schema import Config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,3 +233,14 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def reader(self, parts: ReaderParts) -> WeightReader: ...
+
+
+# ---- build -------------------------------------------------------------------------------------------------------
+#
+# Factory of a process's weight transport. No torch.
+
+
+def build_transport(config: Config) -> Transport:
+    """Make the transport that ``weights.transport`` names. Raises ConfigError."""
+    transport: Transport = TRANSPORT.make(config.weights.transport, config, config.weights.transport_args)
+    return transport

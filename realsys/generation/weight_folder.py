@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realsys.generation.backend import Materialised
-from realsys.weights.base import StagedWeights, WeightReader
+from realsys.weights.contract import StagedWeights, WeightReader
 from realsys.weights.disk.manifest import auxiliary_files
-from realsys.weights.host.places import choose
+from realsys.weights.host_places import choose
 
 
 @dataclass(frozen=True, slots=True)
