@@ -1,7 +1,5 @@
-"""The contract of a weight transport, which brings versions from the ranks to the servers; and its factory. No torch.
-
-The contract of a weight transport, which brings versions from the ranks to the servers. No
-torch.
+"""The contract of a weight transport, which brings versions from the ranks to the servers, and its factory.
+No torch.
 
     MasterWorker       WeightPublisher.prepare ──plan──┐
     ModelWorkers       WeightWriter.write  <───────────┘ ──reports──┐      while the next step trains
@@ -46,7 +44,116 @@ from realsys.config.schema import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from realsys.config.schema import Config
+
+def build_transport(config: Config) -> Transport:
+    """Make the transport that ``weights.transport`` names. Raises ConfigError."""
+    transport: Transport = TRANSPORT.make(config.weights.transport, config, config.weights.transport_args)
+    return transport
+
+
+class Transport(abc.ABC):
+    """Builder of the three sides. Each process makes one, with ``weights.transport_args``.
+
+    Building one must be cheap, without torch and without side effects: the launcher does it to
+    check the arguments.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def check(self) -> None:
+        """Check the arguments in the launcher, before anything starts. Raises ConfigError."""
+        return
+
+    @abc.abstractmethod
+    def writer(self, parts: WriterParts) -> WeightWriter: ...
+
+    @abc.abstractmethod
+    def publisher(self, parts: PublisherParts) -> WeightPublisher: ...
+
+    @abc.abstractmethod
+    def reader(self, parts: ReaderParts) -> WeightReader: ...
+
+
+# ---- sides
+
+
+class WeightWriter(Protocol):
+    """Writer of one rank of the role's mesh. It runs on a background thread while the next step trains, so it must
+    not use the process groups of the training."""
+
+    def write(self, share: Share, tensors: Mapping[str, Tensor]) -> Any:
+        """Store ``tensors`` (HF names; any dtype, contiguous in host memory) and return the report for ``commit``.
+
+        ``tensors`` may be empty. Their memory holds the next version after the call: keep copies only. The
+        report is anything that msgspec can encode. Raises WeightsError, which ends the trainer. A damaged
+        version is written again by a second call with the same tensors.
+        """
+
+
+class WeightPublisher(Protocol):
+    """Publisher on the master. Its calls run one at a time, each in a new thread with a time limit."""
+
+    def prepare(self, version: int, base: str) -> Any:
+        """Make room for ``version`` and return the plan that every writer gets.
+
+        The plan is anything that msgspec can encode. ``base``: locator of the version before, which
+        this one may refer to; "": it must refer to nothing.
+        """
+
+    def commit(self, version: int, step: int, plan: Any, reports: Sequence[Any], *, replace: bool = False) -> Committed:
+        """Turn what the ranks wrote into a version.
+
+        ``plan``: as ``prepare`` returned it; ``reports``: of all ranks, in no special order, after
+        msgpack. ``replace``: in the place of the same version, which is damaged, and with the same
+        locator. Raises WeightsError if a share is missing or is not as its writer reported it.
+        """
+
+    def check(self, locator: str) -> None:
+        """Look quickly for damage in a version and in those it refers to. Raises WeightsError."""
+
+    def verify(self, locator: str, version: int) -> None:
+        """Read a version as a server does, every byte. Raises WeightsError if it is damaged."""
+
+    def prune(self, in_use: Sequence[str]) -> Removed:
+        """Delete versions beyond ``weights.keep_versions``, but none in use, and none that a kept one needs.
+
+        ``in_use``: locators of the version published last, and of those that a server may stage or
+        serve.
+        """
+
+    def discard_unfinished(self) -> Removed:
+        """Delete what earlier trainers left half written. Called once, before the first version."""
+
+    def export(self, locator: str, version: int, target: Path) -> None:
+        """Write a version to the folder ``target`` as a plain HF model, verified.
+
+        The folder appears whole or not at all. Raises WeightsError if the version is damaged,
+        OSError if the target cannot be written.
+        """
+
+
+class WeightReader(Protocol):
+    """Reader of one server. Its calls run one at a time, on another thread than the engine's."""
+
+    def stage(self, locator: str, version: int, *, loaded: bool = False) -> StagedWeights:
+        """Return all tensors of a version, verified.
+
+        ``loaded``: the engine has the version that was staged before. If this one is ``unchanged``, its tensors are
+        not needed, and may be left out.
+
+        Raises WeightsError if the version is damaged, incomplete, older than one that was staged
+        before, or not the version ``version``.
+
+        The engine is done with the tensors of one call before the next, which may reuse their
+        memory.
+        """
+
+    def close(self) -> None:
+        """Free what the reader holds. Called once, when the server ends."""
+
+
+# ---- records
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,113 +241,3 @@ class StagedWeights:
     unchanged: bool = False
     folder: Path | None = None
     release: Callable[[], None] = lambda: None
-
-
-class WeightWriter(Protocol):
-    """Writer of one rank of the role's mesh. It runs on a background thread while the next step trains, so it must
-    not use the process groups of the training."""
-
-    def write(self, share: Share, tensors: Mapping[str, Tensor]) -> Any:
-        """Store ``tensors`` (HF names; any dtype, contiguous in host memory) and return the report for ``commit``.
-
-        ``tensors`` may be empty. Their memory holds the next version after the call: keep copies only. The
-        report is anything that msgspec can encode. Raises WeightsError, which ends the trainer. A damaged
-        version is written again by a second call with the same tensors.
-        """
-
-
-class WeightPublisher(Protocol):
-    """Publisher on the master. Its calls run one at a time, each in a new thread with a time limit."""
-
-    def prepare(self, version: int, base: str) -> Any:
-        """Make room for ``version`` and return the plan that every writer gets.
-
-        The plan is anything that msgspec can encode. ``base``: locator of the version before, which
-        this one may refer to; "": it must refer to nothing.
-        """
-
-    def commit(self, version: int, step: int, plan: Any, reports: Sequence[Any], *, replace: bool = False) -> Committed:
-        """Turn what the ranks wrote into a version.
-
-        ``plan``: as ``prepare`` returned it; ``reports``: of all ranks, in no special order, after
-        msgpack. ``replace``: in the place of the same version, which is damaged, and with the same
-        locator. Raises WeightsError if a share is missing or is not as its writer reported it.
-        """
-
-    def check(self, locator: str) -> None:
-        """Look quickly for damage in a version and in those it refers to. Raises WeightsError."""
-
-    def verify(self, locator: str, version: int) -> None:
-        """Read a version as a server does, every byte. Raises WeightsError if it is damaged."""
-
-    def prune(self, in_use: Sequence[str]) -> Removed:
-        """Delete versions beyond ``weights.keep_versions``, but none in use, and none that a kept one needs.
-
-        ``in_use``: locators of the version published last, and of those that a server may stage or
-        serve.
-        """
-
-    def discard_unfinished(self) -> Removed:
-        """Delete what earlier trainers left half written. Called once, before the first version."""
-
-    def export(self, locator: str, version: int, target: Path) -> None:
-        """Write a version to the folder ``target`` as a plain HF model, verified.
-
-        The folder appears whole or not at all. Raises WeightsError if the version is damaged,
-        OSError if the target cannot be written.
-        """
-
-
-class WeightReader(Protocol):
-    """Reader of one server. Its calls run one at a time, on another thread than the engine's."""
-
-    def stage(self, locator: str, version: int, *, loaded: bool = False) -> StagedWeights:
-        """Return all tensors of a version, verified.
-
-        ``loaded``: the engine has the version that was staged before. If this one is ``unchanged``, its tensors are
-        not needed, and may be left out.
-
-        Raises WeightsError if the version is damaged, incomplete, older than one that was staged
-        before, or not the version ``version``.
-
-        The engine is done with the tensors of one call before the next, which may reuse their
-        memory.
-        """
-
-    def close(self) -> None:
-        """Free what the reader holds. Called once, when the server ends."""
-
-
-class Transport(abc.ABC):
-    """Builder of the three sides. Each process makes one, with ``weights.transport_args``.
-
-    Building one must be cheap, without torch and without side effects: the launcher does it to
-    check the arguments.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def check(self) -> None:
-        """Check the arguments in the launcher, before anything starts. Raises ConfigError."""
-        return
-
-    @abc.abstractmethod
-    def writer(self, parts: WriterParts) -> WeightWriter: ...
-
-    @abc.abstractmethod
-    def publisher(self, parts: PublisherParts) -> WeightPublisher: ...
-
-    @abc.abstractmethod
-    def reader(self, parts: ReaderParts) -> WeightReader: ...
-
-
-# ---- build -------------------------------------------------------------------------------------------------------
-#
-# Factory of a process's weight transport. No torch.
-
-
-def build_transport(config: Config) -> Transport:
-    """Make the transport that ``weights.transport`` names. Raises ConfigError."""
-    transport: Transport = TRANSPORT.make(config.weights.transport, config, config.weights.transport_args)
-    return transport

@@ -42,6 +42,8 @@ from realsys.weights.disk.reader import HeldTensor, ReadReport, VersionReader, l
 from realsys.weights.host_places import POLL_S, Membership, choose, folder_name, places, sweep
 
 log = logging.getLogger(__name__)
+COPY, WEIGHTS, READERS = "COPY.json", "model.safetensors", "readers"
+SILENT_S = 10.0  # time without a sign of life after which a server does not wait for the one that stages
 
 
 class CopySource(Protocol):
@@ -55,68 +57,6 @@ class CopySource(Protocol):
 
 #: (folder of a version, version, incarnation) -> source
 Peers = Callable[[Path, int, str], CopySource]
-
-SILENT_S = 10.0  # time without a sign of life after which a server does not wait for the one that stages
-
-
-@dataclass(slots=True)
-class LeasedCopy:
-    """A copy that no server changes or removes until ``close``. ``report``: of the read that made it, or of none."""
-
-    folder: Path
-    info: CopyInfo
-    lease: FileLock
-    report: ReadReport = field(default_factory=ReadReport)
-
-    @classmethod
-    def of(cls, folder: Path) -> LeasedCopy | None:
-        """Return the copy in ``folder`` with a lease; None if it is not complete, or being changed."""
-        with contextlib.suppress(OSError):  # it was removed
-            lease = FileLock.take(folder / READERS, shared=True)
-            if lease is not None and (info := _info(folder)) is not None:
-                return cls(folder, info, lease)
-            if lease is not None:
-                lease.release()
-        return None
-
-    def close(self) -> None:
-        """End the lease."""
-        self.lease.release()
-
-    def tensors(self) -> dict[str, Bytes]:
-        """Return the bytes of all tensors by name, from the shared memory. They are of this version until ``close``."""
-        # Copy on write: torch wants writable memory, and a write must not reach the other servers.
-        return _views(self.folder, self.info.tensors, mmap.ACCESS_COPY)
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A copy that is being made.
-
-    checksums  of the tensors that are in its memory, if it is made from an older copy
-    source     an older copy that a server uses; None without one
-    """
-
-    folder: Path
-    layout: CopyLayout
-    checksums: dict[str, str] = field(default_factory=dict)
-    source: LeasedCopy | None = None
-
-    def fill(self, reader: VersionReader) -> None:
-        """Read and verify all tensors. Raises WeightsError."""
-        views = _views(self.folder, self.layout.tensors, mmap.ACCESS_WRITE)
-        older = self.source.tensors() if self.source is not None else {}
-        for name in reader.order():
-            reader.read(name, self._held(name, reader.manifest.tensors[name], views[name], older), views[name])
-
-    def _held(self, name: str, info: TensorInfo, view: Bytes, older: Mapping[str, Bytes]) -> HeldTensor | None:
-        """Return what the memory of a tensor holds, if it is of use for the new version."""
-        if name in self.checksums:
-            return HeldTensor(self.checksums[name], view)
-        if self.source is None or not leads_to(info, self.source.info.tensors[name].checksum):
-            return None
-        view[:] = older[name]
-        return HeldTensor(self.source.info.tensors[name].checksum, view)
 
 
 class SharedCopies:
@@ -291,6 +231,66 @@ class SharedCopies:
         unfinished.rename(folder / COPY)
 
 
+@dataclass(slots=True)
+class LeasedCopy:
+    """A copy that no server changes or removes until ``close``. ``report``: of the read that made it, or of none."""
+
+    folder: Path
+    info: CopyInfo
+    lease: FileLock
+    report: ReadReport = field(default_factory=ReadReport)
+
+    @classmethod
+    def of(cls, folder: Path) -> LeasedCopy | None:
+        """Return the copy in ``folder`` with a lease; None if it is not complete, or being changed."""
+        with contextlib.suppress(OSError):  # it was removed
+            lease = FileLock.take(folder / READERS, shared=True)
+            if lease is not None and (info := _info(folder)) is not None:
+                return cls(folder, info, lease)
+            if lease is not None:
+                lease.release()
+        return None
+
+    def close(self) -> None:
+        """End the lease."""
+        self.lease.release()
+
+    def tensors(self) -> dict[str, Bytes]:
+        """Return the bytes of all tensors by name, from the shared memory. They are of this version until ``close``."""
+        # Copy on write: torch wants writable memory, and a write must not reach the other servers.
+        return _views(self.folder, self.info.tensors, mmap.ACCESS_COPY)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A copy that is being made.
+
+    checksums  of the tensors that are in its memory, if it is made from an older copy
+    source     an older copy that a server uses; None without one
+    """
+
+    folder: Path
+    layout: CopyLayout
+    checksums: dict[str, str] = field(default_factory=dict)
+    source: LeasedCopy | None = None
+
+    def fill(self, reader: VersionReader) -> None:
+        """Read and verify all tensors. Raises WeightsError."""
+        views = _views(self.folder, self.layout.tensors, mmap.ACCESS_WRITE)
+        older = self.source.tensors() if self.source is not None else {}
+        for name in reader.order():
+            reader.read(name, self._held(name, reader.manifest.tensors[name], views[name], older), views[name])
+
+    def _held(self, name: str, info: TensorInfo, view: Bytes, older: Mapping[str, Bytes]) -> HeldTensor | None:
+        """Return what the memory of a tensor holds, if it is of use for the new version."""
+        if name in self.checksums:
+            return HeldTensor(self.checksums[name], view)
+        if self.source is None or not leads_to(info, self.source.info.tensors[name].checksum):
+            return None
+        view[:] = older[name]
+        return HeldTensor(self.source.info.tensors[name].checksum, view)
+
+
 def _views(folder: Path, tensors: Mapping[str, CopyTensor], access: int) -> dict[str, Bytes]:
     """Map the file of a copy. Returns the bytes of the tensors; the map is closed with the last of them."""
     with (folder / WEIGHTS).open("rb+") as file:
@@ -320,25 +320,7 @@ def _age(folder: Path) -> tuple[str, str]:
     return rest.rpartition(".")[0], version
 
 
-# ---- copy records ------------------------------------------------------------------------------------------------
-#
-# Format of a copy, and its place in memory. No torch.
-#
-# A copy is one safetensors file. Its layout follows from the manifest of the version, so a tensor has the same place
-# in the copies of all hosts.
-
-
-COPY, WEIGHTS, READERS = "COPY.json", "model.safetensors", "readers"
-
-
-class CopyTensor(msgspec.Struct, frozen=True):
-    """A tensor of a copy. ``start``: byte in the file."""
-
-    dtype: str
-    shape: list[int]
-    checksum: str
-    start: int
-    size: int
+# ---- format of a copy: one safetensors file
 
 
 class CopyInfo(msgspec.Struct, frozen=True):
@@ -358,6 +340,16 @@ class CopyInfo(msgspec.Struct, frozen=True):
         checksums = {name: tensor.checksum for name, tensor in self.tensors.items()}
         wanted = {name: info.checksum for name, info in manifest.tensors.items()}
         return self.age == (manifest.incarnation, manifest.version) and checksums == wanted
+
+
+class CopyTensor(msgspec.Struct, frozen=True):
+    """A tensor of a copy. ``start``: byte in the file."""
+
+    dtype: str
+    shape: list[int]
+    checksum: str
+    start: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,10 @@
-"""Reader of the transport ``disk``: the servers of a host share one copy of each version."""
+"""Reader of the transport ``disk``: the servers of a host share one copy of each version, and give it to other hosts.
+
+    GET /copy?version=7&incarnation=0001   Range: bytes=a-b   ──> 206 with these bytes, 404 if the copy is not complete
+
+A tensor has the same place in the copies of all hosts. The reader verifies each tensor against the manifest, which it
+reads from storage; after any failure it reads the rest from storage.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +34,15 @@ from realsys.weights.contract import StagedWeights, WeightReader
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.dtypes import as_tensor
 from realsys.weights.disk.manifest import load_manifest
-from realsys.weights.disk.reader import ReadReport
-from realsys.weights.disk.stage import all_kept
+from realsys.weights.disk.reader import ReadReport, all_kept
 from realsys.weights.host_copies import WEIGHTS, LeasedCopy, SharedCopies
+
+log = logging.getLogger(__name__)
+PATH = "/copy"
+_CHUNK = 4 << 20
+_SILENCE_S = 10.0  # time without a byte after which a source is given up
+_SLOWEST = 10e6  # bytes per second; a source that is slower is given up
+_RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})")
 
 
 class HostReader:
@@ -109,52 +121,7 @@ class HostReader:
         self.copies.close()
 
 
-# ---- copy service ------------------------------------------------------------------------------------------------
-#
-# Service of a GenerationServer that gives its host's copies to other hosts (``weights.storage_readers``).
-
-
-class CopyService:
-    """Runs if ``weights.storage_readers`` is set and the transport's reader has copies. ``url`` is "" otherwise."""
-
-    def __init__(self, reader: WeightReader, config: Config, token: str | None, check_alive: CheckAlive) -> None:
-        self.url = ""
-        self._reader = reader if config.weights.storage_readers and isinstance(reader, HostReader) else None
-        if self._reader is not None:
-            self._reader.token = token
-            app = copy_app(self._reader.copies, token=token, check_alive=check_alive)
-            # In a thread of its own: a transfer must not delay the answers of the engine's service.
-            self._http = HttpServer(app, config.cluster.host)
-            self._http.start(config.cluster.connect_timeout_s)
-            self.url = self._http.url
-
-    def offer(self, locator: str, sources: Sequence[str]) -> None:
-        """Read the version ``locator`` from these services, if it is staged next."""
-        if self._reader is not None:
-            self._reader.offer(locator, sources)
-
-    def close(self) -> None:
-        if self._reader is not None:
-            self._http.close()
-
-
-# ---- peers -------------------------------------------------------------------------------------------------------
-#
-# Copies on other hosts, read by HTTP range requests, and the service of this host's copies. No torch.
-#
-#     GET /copy?version=7&incarnation=0001   Range: bytes=a-b   ──> 206 with these bytes, 404 if the copy is not complete
-#
-# A tensor has the same place in the copies of all hosts. The reader verifies each tensor against the manifest, which
-# it reads from storage; after any failure it reads the rest from storage.
-
-
-log = logging.getLogger(__name__)
-
-PATH = "/copy"
-_CHUNK = 4 << 20
-_SILENCE_S = 10.0  # time without a byte after which a source is given up
-_SLOWEST = 10e6  # bytes per second; a source that is slower is given up
-_RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})")
+# ---- copies on other hosts
 
 
 class PeerCopies:
@@ -210,26 +177,31 @@ class PeerCopies:
         reply.read()  # the end of the reply, so that the connection can be used again
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    copy: LeasedCopy
-    file: int
-    start: int
-    stop: int
+# ---- service of this host's copies
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the bytes. The copy has a lease until the end."""
-        try:
-            at = self.start
-            while at < self.stop:
-                chunk = await asyncio.to_thread(os.pread, self.file, min(_CHUNK, self.stop - at), at)
-                if not chunk:
-                    raise OSError(f"{self.copy.folder} ends at byte {at}")
-                yield chunk
-                at += len(chunk)
-        finally:
-            os.close(self.file)
-            self.copy.close()
+
+class CopyService:
+    """Runs if ``weights.storage_readers`` is set and the transport's reader has copies. ``url`` is "" otherwise."""
+
+    def __init__(self, reader: WeightReader, config: Config, token: str | None, check_alive: CheckAlive) -> None:
+        self.url = ""
+        self._reader = reader if config.weights.storage_readers and isinstance(reader, HostReader) else None
+        if self._reader is not None:
+            self._reader.token = token
+            app = copy_app(self._reader.copies, token=token, check_alive=check_alive)
+            # In a thread of its own: a transfer must not delay the answers of the engine's service.
+            self._http = HttpServer(app, config.cluster.host)
+            self._http.start(config.cluster.connect_timeout_s)
+            self.url = self._http.url
+
+    def offer(self, locator: str, sources: Sequence[str]) -> None:
+        """Read the version ``locator`` from these services, if it is staged next."""
+        if self._reader is not None:
+            self._reader.offer(locator, sources)
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._http.close()
 
 
 def copy_app(copies: SharedCopies, *, token: str | None, check_alive: CheckAlive = unleased) -> Guard:
@@ -254,3 +226,25 @@ def copy_app(copies: SharedCopies, *, token: str | None, check_alive: CheckAlive
 
     app = Starlette(routes=[Route(PATH, serve)])
     return Guard(app, Admission(token, [PATH], check_alive), max_body=0, error=lambda text: {"error": text})
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    copy: LeasedCopy
+    file: int
+    start: int
+    stop: int
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the bytes. The copy has a lease until the end."""
+        try:
+            at = self.start
+            while at < self.stop:
+                chunk = await asyncio.to_thread(os.pread, self.file, min(_CHUNK, self.stop - at), at)
+                if not chunk:
+                    raise OSError(f"{self.copy.folder} ends at byte {at}")
+                yield chunk
+                at += len(chunk)
+        finally:
+            os.close(self.file)
+            self.copy.close()

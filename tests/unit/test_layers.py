@@ -49,6 +49,7 @@ WITHOUT_TORCH = (
     "realsys.generation.sglang.build",
     "realsys.generation.sglang.engine",
     "realsys.generation.simple",
+    "realsys.generation.weight_folder",
     "realsys.train.checkpoint",
     "realsys.train.checkpoint.checkpoint_files",
     "realsys.train.megatron",
@@ -58,16 +59,12 @@ WITHOUT_TORCH = (
     "realsys.train.worker.data_manager",
     "realsys.weights",
     "realsys.weights.contract",
-    "realsys.weights.contract",
     "realsys.weights.disk",
     "realsys.weights.disk.delta",
     "realsys.weights.disk.plain_folders",
     "realsys.weights.disk.manifest",
-    "realsys.weights.disk.transport",
     "realsys.weights.disk.reader",
-    "realsys.weights.disk.manifest",
     "realsys.weights.disk.transport",
-    "realsys.generation.weight_folder",
 )
 
 SCRIPT = """

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from realsys.cluster.commit_folder import TEMPORARY, FolderFormat, Removed
-from realsys.cluster.commit_folder import FolderManifest as FolderManifest
+from realsys.cluster.commit_folder import TEMPORARY, FolderFormat, FolderManifest, Removed
 from realsys.cluster.files import FileInfo, write_durably
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import WeightsError
@@ -34,13 +33,16 @@ ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
-#: files of an HF directory that are not weights, and that a served version needs
 #: safetensors' name -> the one in config.json
 _HF_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+#: files of an HF directory that are not weights, and that a served version needs
 _AUXILIARY = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|merges)\.(json|txt|jinja)"
     r"|tokenizer\.model|chat_template\.(jinja|json)"
 )
+
+
+# ---- records
 
 
 class VersionManifest(FolderManifest, frozen=True):
@@ -64,6 +66,53 @@ VERSION = FolderFormat(
 )
 
 
+class TensorInfo(msgspec.Struct):
+    """A tensor of a weight version, as its writer reports it.
+
+    The first piece is the whole tensor, and each further piece changes it.
+    """
+
+    dtype: str  # name in safetensors: BF16, F32, ...
+    shape: list[int]
+    checksum: str  # xxh3-64 of the tensor's bytes, hex
+    pieces: list[StoredPiece]
+
+
+class StoredPiece(msgspec.Struct, omit_defaults=True):
+    """Bytes of a file that make up a tensor: all of it, or its difference from the tensor with
+    checksum ``base``.
+
+    ``folder``: folder name of the version that wrote the bytes; empty: the version itself.
+    """
+
+    file: str
+    start: int  # byte in the file
+    size: int  # bytes
+    checksum: str  # xxh3-64 of these bytes, hex
+    base: str = ""
+    folder: str = ""
+
+
+class ShardInfo(msgspec.Struct):
+    """One rank's file of a weight version, and the rank's share of the tensors, by HF name."""
+
+    file: str
+    size: int  # bytes
+    checksum: str  # xxh3-64 of the whole file, hex
+    tensors: dict[str, TensorInfo]
+
+
+class DiskPlan(msgspec.Struct):
+    """Instructions to every rank: write into the existing folder ``directory``.
+
+    ``base``: folder name of the version before, which this one may refer to; empty: write
+    everything.
+    """
+
+    directory: str
+    base: str = ""
+
+
 def tensor_bytes(info: TensorInfo) -> int:
     """Return the size of a tensor in bytes."""
     return math.prod(info.shape) * ITEM_BYTES[info.dtype]
@@ -72,6 +121,9 @@ def tensor_bytes(info: TensorInfo) -> int:
 def directory_name(version: int, incarnation: str) -> str:
     """Return the folder name of a version."""
     return f"v{version:08d}.{incarnation}"
+
+
+# ---- writing
 
 
 def prepare(root: Path, version: int, incarnation: str) -> Path:
@@ -163,6 +215,9 @@ def auxiliary_files(model_dir: Path, dtype: str) -> dict[str, bytes]:
     return files
 
 
+# ---- reading
+
+
 def load_manifest(directory: Path, expected_version: int | None = None) -> VersionManifest:
     """Read and check the manifest of a version. Raises WeightsError, also for another version."""
     manifest = VERSION.read(directory)
@@ -188,6 +243,9 @@ def _check_tensor(path: Path, name: str, info: TensorInfo) -> None:
         VERSION.check_name(path, piece.file)
         if min(piece.start, piece.size) < 0 or (piece.folder and not VERSION.pattern.fullmatch(piece.folder)):
             raise WeightsError(f"{path}: a piece of tensor {name} is out of bounds: {piece}")
+
+
+# ---- versions of a role
 
 
 def complete_versions(root: Path) -> list[tuple[int, str, Path]]:
@@ -238,56 +296,3 @@ def _references(directory: Path) -> set[Path]:
     if missing := sorted(str(folder) for folder in references if not folder.exists()):
         raise WeightsError(f"{directory / MANIFEST} refers to {missing[0]}, which is not there")
     return references
-
-
-# ---- records -----------------------------------------------------------------------------------------------------
-#
-# Records of the disk transport: the plan for the ranks, and the entries of a version's manifest.
-# No torch, no I/O.
-
-
-class DiskPlan(msgspec.Struct):
-    """Instructions to every rank: write into the existing folder ``directory``.
-
-    ``base``: folder name of the version before, which this one may refer to; empty: write
-    everything.
-    """
-
-    directory: str
-    base: str = ""
-
-
-class StoredPiece(msgspec.Struct, omit_defaults=True):
-    """Bytes of a file that make up a tensor: all of it, or its difference from the tensor with
-    checksum ``base``.
-
-    ``folder``: folder name of the version that wrote the bytes; empty: the version itself.
-    """
-
-    file: str
-    start: int  # byte in the file
-    size: int  # bytes
-    checksum: str  # xxh3-64 of these bytes, hex
-    base: str = ""
-    folder: str = ""
-
-
-class TensorInfo(msgspec.Struct):
-    """A tensor of a weight version, as its writer reports it.
-
-    The first piece is the whole tensor, and each further piece changes it.
-    """
-
-    dtype: str  # name in safetensors: BF16, F32, ...
-    shape: list[int]
-    checksum: str  # xxh3-64 of the tensor's bytes, hex
-    pieces: list[StoredPiece]
-
-
-class ShardInfo(msgspec.Struct):
-    """One rank's file of a weight version, and the rank's share of the tensors, by HF name."""
-
-    file: str
-    size: int  # bytes
-    checksum: str  # xxh3-64 of the whole file, hex
-    tensors: dict[str, TensorInfo]

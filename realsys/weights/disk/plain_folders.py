@@ -1,7 +1,10 @@
-"""Files of tensors: one rank's share of a version, or a version as a plain HF directory. No torch.
+"""Plain Hugging Face directories: a version becomes one, and one becomes a version. No torch.
 
-A version becomes a plain directory through the same reader that a server uses, one tensor in memory at
-a time.
+A version becomes a plain directory through the same reader that a server uses, one tensor in memory at a time.
+
+A plain directory becomes a version with links to its files; the directory itself is only read. Servers then load a
+model that no trainer of this trial wrote as they load any version: they verify every byte against the checksums that
+were taken here.
 """
 
 from __future__ import annotations
@@ -28,38 +31,10 @@ from realsys.weights.disk.reader import HeldTensor, VersionReader
 
 #: bytes of tensors in one file of a materialised version, unless a single tensor is larger
 _FILE_BYTES = 5 << 30
+_HASH_CHUNK = 1 << 20  # bytes read and hashed at a time
 
 
-def write_safetensors(
-    path: Path, layout: Mapping[str, tuple[str, list[int], int]], read: Callable[[str], Bytes]
-) -> tuple[FileInfo, dict[str, int]]:
-    """Write one fsynced file. Returns its info, and the byte at which each tensor begins.
-
-    ``layout``: name -> (type as safetensors names it, shape, bytes). ``read`` returns the bytes of a
-    tensor; it is called once for each, in the order of the file. Raises WeightsError, which names path
-    and cause (such as a full disk).
-    """
-    # Widest elements first, as safetensors' own writer does: every tensor then begins at a multiple of
-    # its element size, which readers that map the file rely on.
-    names = sorted(layout, key=lambda name: (-ITEM_BYTES[layout[name][0]], name))
-    entries = [TensorEntry(name, *layout[name]) for name in names]
-    try:
-        failpoint("weights.write")
-        info, starts = files.write_safetensors(path, entries, (read(name).data for name in names))
-    except OSError as error:
-        size = sum(entry.size for entry in entries)
-        raise WeightsError(f"cannot write {path} ({size} bytes of tensors): {error.strerror}") from error
-    return info, dict(zip(names, starts, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Identity of the weights in a plain HF directory. ``model_dir``: folder with their config and tokenizer files."""
-
-    version: int
-    incarnation: str
-    step: int
-    model_dir: Path
+# ---- version to directory
 
 
 def materialise(directory: Path, target: Path, expected_version: int | None = None) -> None:
@@ -72,6 +47,16 @@ def materialise(directory: Path, target: Path, expected_version: int | None = No
     origin = Origin(manifest.version, manifest.incarnation, manifest.step, directory)
     with VersionReader(directory, manifest) as reader:
         write_plain(target, origin, {name: manifest.tensors[name] for name in reader.order()}, reader.read)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Identity of the weights in a plain HF directory. ``model_dir``: folder with their config and tokenizer files."""
+
+    version: int
+    incarnation: str
+    step: int
+    model_dir: Path
 
 
 def write_plain(
@@ -103,13 +88,6 @@ def write_plain(
     finally:
         # The rest after an error is as large as the model, and may occupy memory (/dev/shm).
         shutil.rmtree(tmp, ignore_errors=True)
-
-
-def verify(directory: Path, expected_version: int) -> None:
-    """Read the version as a server does, every byte. Raises WeightsError as ``stage`` does."""
-    with VersionReader(directory, manifests.load_manifest(directory, expected_version)) as reader:
-        for name in reader.order():
-            reader.read(name)
 
 
 def _groups(tensors: Mapping[str, TensorInfo]) -> Iterator[dict[str, TensorInfo]]:
@@ -144,23 +122,36 @@ def _write_group(path: Path, group: Mapping[str, TensorInfo], read: Callable[[st
     return ShardInfo(path.name, file.size, file.checksum, tensors)
 
 
-# ---- adopt -------------------------------------------------------------------------------------------------------
-#
-# Turns a plain Hugging Face directory into a weight version, with links to its files. No torch.
-#
-# Servers then load a model that no trainer of this trial wrote as they load any version: they verify every byte
-# against the checksums that were taken here. The directory itself is only read.
+def write_safetensors(
+    path: Path, layout: Mapping[str, tuple[str, list[int], int]], read: Callable[[str], Bytes]
+) -> tuple[FileInfo, dict[str, int]]:
+    """Write one fsynced file. Returns its info, and the byte at which each tensor begins.
 
-
-_HASH_CHUNK = 1 << 20  # bytes read and hashed at a time
-
-
-def step_of(model_dir: Path) -> int:
-    """Return the train step of a model that realsys exported, 0 for any other one."""
+    ``layout``: name -> (type as safetensors names it, shape, bytes). ``read`` returns the bytes of a
+    tensor; it is called once for each, in the order of the file. Raises WeightsError, which names path
+    and cause (such as a full disk).
+    """
+    # Widest elements first, as safetensors' own writer does: every tensor then begins at a multiple of
+    # its element size, which readers that map the file rely on.
+    names = sorted(layout, key=lambda name: (-ITEM_BYTES[layout[name][0]], name))
+    entries = [TensorEntry(name, *layout[name]) for name in names]
     try:
-        return manifests.load_manifest(model_dir).step
-    except WeightsError:
-        return 0
+        failpoint("weights.write")
+        info, starts = files.write_safetensors(path, entries, (read(name).data for name in names))
+    except OSError as error:
+        size = sum(entry.size for entry in entries)
+        raise WeightsError(f"cannot write {path} ({size} bytes of tensors): {error.strerror}") from error
+    return info, dict(zip(names, starts, strict=True))
+
+
+def verify(directory: Path, expected_version: int) -> None:
+    """Read the version as a server does, every byte. Raises WeightsError as ``stage`` does."""
+    with VersionReader(directory, manifests.load_manifest(directory, expected_version)) as reader:
+        for name in reader.order():
+            reader.read(name)
+
+
+# ---- directory to version
 
 
 def adopt(model_dir: Path, root: Path, version: int, incarnation: str, *, check_alive: CheckAlive = unleased) -> Path:
@@ -180,6 +171,14 @@ def adopt(model_dir: Path, root: Path, version: int, incarnation: str, *, check_
         model_dir=model_dir,
         check_alive=check_alive,
     )
+
+
+def step_of(model_dir: Path) -> int:
+    """Return the train step of a model that realsys exported, 0 for any other one."""
+    try:
+        return manifests.load_manifest(model_dir).step
+    except WeightsError:
+        return 0
 
 
 def _linked(path: Path, tmp: Path) -> ShardInfo:

@@ -71,6 +71,12 @@ class ReadReport:
         }
 
 
+def all_kept(manifest: VersionManifest) -> ReadReport:
+    """Return the report of a version whose tensors the server has."""
+    size = sum(tensor_bytes(info) for info in manifest.tensors.values())
+    return ReadReport(bytes=size, kept=len(manifest.tensors))
+
+
 @dataclass(slots=True)
 class VersionReader:
     """Reads tensors of the version in ``directory``. A context manager: it keeps files open.

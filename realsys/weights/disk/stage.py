@@ -13,8 +13,8 @@ from realsys.errors import WeightsError
 from realsys.weights.contract import StagedWeights
 from realsys.weights.disk import manifest as manifests
 from realsys.weights.disk.dtypes import as_tensor
-from realsys.weights.disk.manifest import VersionManifest, tensor_bytes
-from realsys.weights.disk.reader import HeldTensor, ReadReport, VersionReader
+from realsys.weights.disk.manifest import VersionManifest
+from realsys.weights.disk.reader import HeldTensor, VersionReader, all_kept
 
 
 @dataclass(slots=True)
@@ -81,12 +81,6 @@ def stage(
     if held is not None:
         held.newest, held.checksums = age, checksums
     return StagedWeights(tensors, reader.report.timings(), reader.report.counts(), unchanged)
-
-
-def all_kept(manifest: VersionManifest) -> ReadReport:
-    """Return the report of a version whose tensors the server has."""
-    size = sum(tensor_bytes(info) for info in manifest.tensors.values())
-    return ReadReport(bytes=size, kept=len(manifest.tensors))
 
 
 class DiskReader:

@@ -1,4 +1,4 @@
-"""Builder of the three sides of the transport ``disk``. Only ``writer`` and ``reader`` import torch."""
+"""The transport ``disk``: builder of its three sides, and publisher. Only ``writer`` and ``reader`` import torch."""
 
 from __future__ import annotations
 
@@ -43,12 +43,6 @@ class DiskTransport(Transport):
         from realsys.weights.host_reader import HostReader
 
         return HostReader(SharedCopies(parts.trial, parts.model_dir))
-
-
-# ---- publisher ---------------------------------------------------------------------------------------------------
-#
-# The master's side of the transport ``disk``: versions are prepared, committed, checked and pruned.
-# No torch.
 
 
 class DiskPublisher:

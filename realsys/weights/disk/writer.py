@@ -1,4 +1,9 @@
-"""One rank's file of a weight version."""
+"""Writer of one rank's share of the weight versions of a run: whole, or the changes since the version before.
+
+tensor ──> equal to the one of the version before?  refer to its pieces
+      └──> changed in a few elements?               store those (``delta``)
+      └──> otherwise                                store it whole
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,9 @@ from realsys.weights.disk.dtypes import as_bytes, dtype_name
 from realsys.weights.disk.manifest import ITEM_BYTES, DiskPlan, ShardInfo, StoredPiece, TensorInfo
 from realsys.weights.disk.plain_folders import write_safetensors
 
+#: (version folder, file)
+_File = tuple[str, str]
+
 
 class DiskWriter:
     """Writer of one rank's file. Its report lists the written shard; it is empty without tensors."""
@@ -40,54 +48,6 @@ class DiskWriter:
         shards = [self._files.write(file, tensors, plan.base, share.checksums)] if tensors else []
         failpoint("weights.shard", file)
         return shards
-
-
-# ---- shards ------------------------------------------------------------------------------------------------------
-#
-# One rank's share of the weight versions of a run: whole, or the changes since the version before.
-#
-# tensor ──> equal to the one of the version before?  refer to its pieces
-#       └──> changed in a few elements?               store those (``delta``)
-#       └──> otherwise                                store it whole
-
-
-#: (version folder, file)
-_File = tuple[str, str]
-
-
-@dataclass(slots=True)
-class _Tensor:
-    """A tensor to be written.
-
-    stored       bytes that this version stores of it: a delta if ``base`` is set; None: nothing
-    info.pieces  the pieces of earlier versions, until the piece of this version is added
-    """
-
-    info: TensorInfo
-    data: Bytes
-    stored: Bytes | None
-    base: str = ""
-
-    def store_whole(self) -> None:
-        """Store the whole tensor, and refer to no earlier version."""
-        self.stored = self.data
-        self.base = ""
-        self.info.pieces = []
-
-
-@dataclass(slots=True)
-class _LastShare:
-    """The last written share of a role.
-
-    folder  folder name of the version
-    data    bytes of the tensors, if deltas are made
-    sizes   bytes of tensors in each file that the tensors refer to
-    """
-
-    folder: str = ""
-    tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    data: dict[str, Bytes] = field(default_factory=dict)
-    sizes: dict[_File, int] = field(default_factory=dict)
 
 
 class ShardWriter:
@@ -162,6 +122,41 @@ class ShardWriter:
                 compared.base = before.checksum
                 info.pieces = list(before.pieces)
         return compared
+
+
+@dataclass(slots=True)
+class _LastShare:
+    """The last written share of a role.
+
+    folder  folder name of the version
+    data    bytes of the tensors, if deltas are made
+    sizes   bytes of tensors in each file that the tensors refer to
+    """
+
+    folder: str = ""
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    data: dict[str, Bytes] = field(default_factory=dict)
+    sizes: dict[_File, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """A tensor to be written.
+
+    stored       bytes that this version stores of it: a delta if ``base`` is set; None: nothing
+    info.pieces  the pieces of earlier versions, until the piece of this version is added
+    """
+
+    info: TensorInfo
+    data: Bytes
+    stored: Bytes | None
+    base: str = ""
+
+    def store_whole(self) -> None:
+        """Store the whole tensor, and refer to no earlier version."""
+        self.stored = self.data
+        self.base = ""
+        self.info.pieces = []
 
 
 def _drop_old_files(tensors: Collection[_Tensor], sizes: Mapping[_File, int]) -> None:

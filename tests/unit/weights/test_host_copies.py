@@ -193,11 +193,11 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from realsys.weights.disk.reader import VersionReader
-from realsys.weights.host_copies import HostCopies
+from realsys.weights.host_copies import SharedCopies
 from realsys.weights.host_reader import HostReader
 
 trial, model, place, path, half = sys.argv[1:]
-reader = HostReader(HostCopies(Path(trial), Path(model), [Path(place)]))
+reader = HostReader(SharedCopies(Path(trial), Path(model), [Path(place)]))
 if half == "half":
     read = VersionReader.read
     def hang(self, name, *rest):
