@@ -1,4 +1,4 @@
-"""`realsys audit`: checks from the files of a trial that no ticket was lost or used twice, also while it runs.
+"""Check from the files of a trial that no ticket was lost or used twice, also while it runs.
 
 step log, then ledger ──> Auditor ──> counts, checks, exit code. Reads only.
 """
@@ -6,6 +6,7 @@ step log, then ledger ──> Auditor ──> counts, checks, exit code. Reads o
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rich.text import Text
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, LedgerError
 from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import add_json, add_trial
 from realsys.manager.audit import Auditor, AuditReport
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.tickets import tickets_in
@@ -25,10 +27,15 @@ from realsys.observe.step_log import RECOVERED, surviving_steps
 _SHOWN = 5  # problems per check; --json has all of them
 
 
-def show_audit(trial_dir: Path, *, as_json: bool = False) -> int:
+def add_arguments(parser: ArgumentParser) -> None:
+    add_trial(parser)
+    add_json(parser, "print the whole report as JSON")
+
+
+def run(args: Namespace) -> int:
     """Print the audit of a trial; return 1 if a check failed. Raises ConfigError if the folder is not a trial."""
-    report = audit_trial(find_trial(trial_dir))
-    if as_json:
+    report = audit_trial(find_trial(args.trial_dir))
+    if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
     else:
         print_report(Console(), report)

@@ -1,8 +1,9 @@
-"""`realsys compare`: settings that differ between trials, their results, and their curves on one scale."""
+"""Print the settings in which trials differ, their results, and their curves on one scale."""
 
 from __future__ import annotations
 
 import json
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,15 @@ class Compared:
             raise ConfigError("config.json", str(paths.config), "must contain a JSON object: restore it from a copy")
         totals = Totals.of(surviving_steps(paths.steps))
         return cls(name, settings, totals, list(curve_points(surviving_steps(paths.steps), totals.steps)))
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("trial_dirs", nargs="+", type=Path, metavar="TRIAL_DIR", help="two or more folders of trials")
+
+
+def run(args: Namespace) -> int:
+    """Print the comparison of two or more trials. Raises ConfigError."""
+    return compare_trials(args.trial_dirs)
 
 
 #: row of the table -> how it is read and shown

@@ -1,11 +1,15 @@
-"""`realsys config`: prints the configuration that a run would have, and starts nothing."""
+"""Print the configuration that a run with these overrides would have, or that of a trial.
+
+It has all settings that are chosen for this machine. Nothing is checked beyond the settings, and nothing is started.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import add_config_dir, add_json
 from realsys.launch.commands.resume import stored_config
 from realsys.launch.fit import fit
 from realsys.launch.prepare import resolve
@@ -24,11 +29,23 @@ from realsys.launch.start import changes
 _NOT_SETTINGS = ("experiment", "trial", "fileroot")  # the first line, and fields of the trial's folder
 
 
-def show_config(words: Sequence[str], config_dir: Path | None, *, diff: bool, as_json: bool) -> int:
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", nargs="*", metavar="WORD", help="overrides as for run, or the folder of a trial and changes"
+    )
+    parser.add_argument(
+        "--diff", action="store_true", help="print overrides: what differs from the defaults or the experiment"
+    )
+    add_json(parser, "print JSON instead of YAML")
+    add_config_dir(parser, "your configuration files, as for run")
+
+
+def run(args: Namespace) -> int:
     """Print the configuration of a run with these overrides, or of the trial that the first word names.
 
-    ``diff``: as overrides, without most fields that have their defaults. Raises ConfigError.
+    With ``--diff`` as overrides, without most fields that have their defaults. Raises ConfigError.
     """
+    words, config_dir = args.overrides, args.config_dir
     if words and "=" not in words[0]:
         paths = find_trial(Path(words[0]))
         config = stored_config(paths, words[1:]) if words[1:] else read_config(paths.config)
@@ -37,11 +54,11 @@ def show_config(words: Sequence[str], config_dir: Path | None, *, diff: bool, as
         config, chosen = fit(composed, given_fields(words, config_dir=config_dir), Machine.here())
         for line in chosen:
             print(f"# {line}", file=sys.stderr)
-    if diff:
+    if args.diff:
         for line in _as_overrides(config, config_dir):
             print(line)
         return 0
-    print(_text(config.model_dump(mode="json"), as_json=as_json))
+    print(_text(config.model_dump(mode="json"), as_json=args.json))
     return 0
 
 

@@ -1,8 +1,12 @@
-"""`realsys data check`: reads a data set as a trial would, and reports counts, lengths, duplicates and bad rows."""
+"""Check a data set: read it as a run would, and report what is in it.
+
+realsys data check SOURCE ──> prompts as in a run ──> counts, lengths, duplicates, the first prompt; bad rows
+"""
 
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -28,11 +32,26 @@ _PAIRS = 3  # examples of near-duplicates
 _PROMPT_CHARACTERS = 2000
 
 
-def check_data_set(source: str, overrides: Sequence[str]) -> int:
-    """Print a report on ``source``, which is any value of data.train. Returns 2 if it has bad rows.
+def add_arguments(parser: ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    check = actions.add_parser(
+        "check",
+        help="read a data set as a run would, and report what is in it",
+        description="Read a data set as a run would. Print counts, lengths, duplicates, train prompts that are like "
+        "held-out ones, and the first prompt as the model gets it. Exit code 2 if a row is bad; each is one line.",
+    )
+    check.add_argument("source", metavar="SOURCE", help="file, folder or reasoning_gym:NAME, as in data.train")
+    check.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="model.path=DIR, data.eval=FILE, data.layout=NAME, ..."
+    )
+
+
+def run(args: Namespace) -> int:
+    """Print a report on a source, which is any value of data.train. Returns 2 if it has bad rows.
 
     Raises ConfigError for wrong settings, DataError for a source that cannot be read, ModelError.
     """
+    source, overrides = args.source, args.overrides
     named = any(text.startswith("experiment=") for text in overrides)
     config = compose([*([] if named else ["experiment=math"]), *overrides, f"data.train={quoted(source)}"])
     config = config.model_copy(update={"rollout": read_rubric(config.rollout)})

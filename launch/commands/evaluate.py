@@ -1,4 +1,8 @@
-"""`realsys eval`: evaluates a model folder, the weights of a trial, or the servers of a trial that runs."""
+"""Evaluate on the data sets of the configuration and print a table (docs/evaluation.md).
+
+A model or a trial gets servers and RolloutWorkers of its own; nothing of them is left at the end. A trial that runs is
+asked for its servers with --live.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import json
 import re
 import secrets
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -23,6 +28,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, KeyMissing, NameStoreError, RecordError, WaitTimeout
 from realsys.launch.commands.finding import EVALUATIONS
+from realsys.launch.commands.options import add_config_dir, preload_workers
 from realsys.launch.conclude import report_failure, summarised
 from realsys.launch.evaluation_target import (
     Choices,
@@ -51,14 +57,25 @@ from realsys.train.master.request_evaluations import ResultWriter, outcome_of
 from realsys.weights.host_places import sweep
 
 
-def evaluate(target: str, choices: Choices, step: int | None, *, live: bool) -> int:
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="folder of a model or trial, or EXPERIMENT/TRIAL of runs/")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="data.eval=FILE, evaluation.samples=8, ...")
+    parser.add_argument("--step", type=int, metavar="N", help="weights of this step of the trial (default: the last)")
+    parser.add_argument("--live", action="store_true", help="ask the servers of a trial that runs; training goes on")
+    parser.add_argument("--name", metavar="NAME", help="name of the evaluation (default: date and time)")
+    add_config_dir(parser, "your configuration files, as for run")
+
+
+def run(args: Namespace) -> int:
     """Evaluate, print a table, and return the exit code. Raises RealsysError for bad input."""
-    if not live:
-        return evaluate_model(find_target(target, step), choices)
-    for name, value in (("--step", step), ("--name", choices.name), ("--config-dir", choices.config_dir)):
+    preload_workers(args)
+    choices = Choices(args.overrides, args.config_dir, args.name)
+    if not args.live:
+        return evaluate_model(find_target(args.target, args.step), choices)
+    for name, value in (("--step", args.step), ("--name", args.name), ("--config-dir", args.config_dir)):
         if value is not None:
             raise ConfigError(name, value, "has no meaning with --live: leave it out")
-    return evaluate_live(trial_of(target), choices)
+    return evaluate_live(trial_of(args.target), choices)
 
 
 def evaluate_live(paths: TrialPaths, choices: Choices) -> int:

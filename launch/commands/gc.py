@@ -1,4 +1,8 @@
-"""`realsys gc`: lists what ended trials left, and removes it with --yes."""
+"""List what ended trials left, and remove it with --yes.
+
+Leftovers are keys in the name store, half-written files, old weight versions, copies in shared memory. A trial that
+runs is left alone.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import os
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,11 +42,19 @@ from realsys.launch.words import command_line
 from realsys.weights.disk.manifest import superfluous
 
 
-def collect_garbage(folder: Path, *, yes: bool) -> int:
-    """List the leftovers of a trial, or of all trials in ``folder``; remove them if ``yes``.
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", nargs="?", type=Path, metavar="DIR", default=RUNS, help="a trial, or all trials of a fileroot"
+    )
+    parser.add_argument("--yes", action="store_true", help="remove what is listed")
+
+
+def run(args: Namespace) -> int:
+    """List the leftovers of a trial, or of all trials in a folder; remove them with ``--yes``.
 
     Returns 1 if something could not be removed. Raises ConfigError if there is no such folder.
     """
+    folder: Path = args.folder
     if not folder.is_dir() and (RUNS / folder).is_dir():
         folder = RUNS / folder
     if not folder.is_dir():
@@ -50,7 +63,7 @@ def collect_garbage(folder: Path, *, yes: bool) -> int:
     finder = Finder(folder, console.print)
     try:
         trials = finder.find()
-        problems = [problem for trial in trials for problem in _handle(trial, console, yes=yes)]
+        problems = [problem for trial in trials for problem in _handle(trial, console, yes=args.yes)]
     finally:
         finder.close()
     left = [each for trial in trials for each in trial.leftovers]
@@ -59,7 +72,7 @@ def collect_garbage(folder: Path, *, yes: bool) -> int:
     size = sum(each.size for each in left)
     if not left:
         console.print("nothing is left over")
-    elif not yes:
+    elif not args.yes:
         console.print(f"{len(left)} leftovers, {_size(size)}; to remove them: {command_line('gc', folder, '--yes')}")
     elif not problems:
         console.print(f"removed {len(left)} leftovers, {_size(size)}")

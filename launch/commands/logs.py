@@ -1,4 +1,4 @@
-"""`realsys logs`: lists or shows the logs of a trial, from any node that sees the folder."""
+"""Show the log of a process, or list the logs of a trial, from any node that sees the folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import time
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +14,7 @@ from realsys.config.devices.device_plan import Kind
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
 from realsys.launch.commands.finding import find_trial, is_trial
+from realsys.launch.commands.options import NEWEST, count
 from realsys.launch.slurm.client import is_here
 from realsys.launch.slurm.submit import follow_job
 from realsys.launch.slurm.trial_job import TrialJob, job_log
@@ -25,12 +27,22 @@ _LOOK_S = 0.5
 _NAMES = re.compile(rf"srun|({'|'.join((*get_args(Kind), 'agent'))})/\d+(\.\d+)?")
 
 
-def show_logs(trial_dir: Path | None, process: str | None, lines: int, *, follow: bool) -> int:
-    """Show the end of one log, or without ``process`` the list of logs.
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "process", nargs="?", metavar="PROCESS", help="model_worker/0, ..., or job: the screen of a job; or a trial"
+    )
+    parser.add_argument("--trial-dir", type=Path, metavar="DIR", help=NEWEST)
+    parser.add_argument("-n", "--lines", type=count, default=50, metavar="N", help="last lines (default: %(default)s)")
+    parser.add_argument("-f", "--follow", action="store_true", help="show new lines until the run ends")
 
-    ``follow``: show new text until the trial has ended; its job may still wait, or be queued again. Raises ConfigError,
+
+def run(args: Namespace) -> int:
+    """Show the end of one log, or the list of logs.
+
+    With ``--follow`` until the trial has ended; its job may still wait, or be queued again. Raises ConfigError,
     SlurmError.
     """
+    trial_dir, process = args.trial_dir, args.process
     if trial_dir is None and process is not None and is_trial(process):
         trial_dir, process = Path(process), None  # as for the other commands, the first word may be a trial
     paths = find_trial(trial_dir)
@@ -38,13 +50,13 @@ def show_logs(trial_dir: Path | None, process: str | None, lines: int, *, follow
     if process is None:
         _list(paths, logs)
         return 0
-    path = logs.get(process) or (_path_of(paths, process) if follow else None)
+    path = logs.get(process) or (_path_of(paths, process) if args.follow else None)
     if path is None:
         raise _unknown(paths, process)
     tail = LogTail(path)
-    tail.skip_to_last(lines)
+    tail.skip_to_last(args.lines)
     show_new(tail)
-    if follow:
+    if args.follow:
         if not path.is_file():
             _say(f"{process} has no log yet: waiting for {path}")
         _follow(paths, tail)

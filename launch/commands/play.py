@@ -1,11 +1,13 @@
-"""`realsys play`: plays some tasks with the agent, environment and verifier of a configuration, without training.
+"""Play held-out tasks with your agent and verifier, one after the other in one process, without training.
+
+Print each conversation as it goes, the rows that would be trained, the reward, and errors with file and line. Exit code
+1 if a task failed.
 
     held-out prompt ──> agent.run ──generate──> Shown ──> server in this process
                            │                      └── prints what the model got and sampled, call by call
                            └── Episode: rows and reward, or the error with its place
 
-One process has all parts, and one task is played at a time: the first conversation appears within seconds, and lines of
-two conversations never mix.
+One task is played at a time: the first conversation appears within seconds, and lines of two conversations never mix.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import asyncio
 import contextlib
 import secrets
 import tempfile
+from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +34,7 @@ from realsys.errors import ConfigError, RealsysError, WeightsError
 from realsys.generation.backend import EngineParts, make_backend
 from realsys.generation.client import Generated, GenerationClient
 from realsys.launch.commands.evaluate import planned_evaluation
+from realsys.launch.commands.options import add_config_dir, count
 from realsys.launch.commands.samples import printable
 from realsys.launch.evaluation_target import Choices, find_target
 from realsys.launch.prepare import make_inputs
@@ -55,17 +59,24 @@ _SPLIT = "eval"
 Say = Callable[[Text | str], None]
 
 
-def play(words: list[str], tasks: int, choices: Choices, step: int | None) -> int:
-    """Play ``tasks`` tasks and print them. Return 1 if one failed, else 0. Raises RealsysError for bad input.
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", nargs="+", metavar="WORD", help="folder of a model or trial, or model.path=DIR; and overrides"
+    )
+    parser.add_argument("--tasks", type=count, metavar="N", default=4, help="held-out tasks (default: %(default)s)")
+    parser.add_argument("--step", type=int, metavar="N", help="weights of this step of the trial (default: the last)")
+    add_config_dir(parser, "your configuration files, as for run")
 
-    ``words``: a model folder or trial, then overrides; or overrides with ``model.path``.
-    """
+
+def run(args: Namespace) -> int:
+    """Play tasks and print them. Return 1 if one failed, else 0. Raises RealsysError for bad input."""
+    tasks: int = args.tasks
     if tasks < 1:
         raise ConfigError("--tasks", tasks, "must be at least 1")
-    target, overrides = _target(words)
+    target, overrides = _target(args.overrides)
     if not any(text.startswith("evaluation.problems=") for text in overrides):
         overrides.append(f"evaluation.problems={tasks}")
-    planned = planned_evaluation(find_target(target, step), replace(choices, overrides=overrides))
+    planned = planned_evaluation(find_target(target, args.step), Choices(overrides, args.config_dir))
     console = Terminal(highlight=False, emoji=False)
 
     def say(text: Text | str) -> None:

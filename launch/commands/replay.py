@@ -1,9 +1,7 @@
-"""`realsys replay`: repeats a recorded step from the checkpoint before it, and compares the results bit for bit.
+"""Repeat a recorded train step from the checkpoint before it, and compare the results bit for bit.
 
 GPUs add in another order in each run, unless ``train.deterministic`` is set. Without it their results are compared
-within a tolerance.
-
-The ModelWorkers of the trial and a master for them run in a scratch folder: the trial is only read.
+within a tolerance. The ModelWorkers of the trial and a master for them run in a scratch folder: the trial is only read.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import asyncio
 import os
 import tempfile
 import uuid
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from realsys.config.schema import Config
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import CheckpointError, RealsysError, RecordError
 from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import add_trial, preload_workers
 from realsys.launch.nodes.local_executor import open_executor
 from realsys.launch.nodes.orders import LOCAL
 from realsys.launch.process_plan import TRAINING, ProcessSpec, plan
@@ -60,14 +60,20 @@ _HEADS = {
 }
 
 
-def replay(trial_dir: Path, step: int | None) -> int:
-    """Repeat ``step`` (the last recorded one by default), and those between it and the checkpoint before it.
+def add_arguments(parser: ArgumentParser) -> None:
+    add_trial(parser)
+    parser.add_argument("--step", type=int, metavar="N", help="default: the last recorded step")
+
+
+def run(args: Namespace) -> int:
+    """Repeat a step, and those between it and the checkpoint before it.
 
     Returns 0 if all is equal, else 1. Raises RealsysError for bad input, a damaged file, or a replay that fails.
     """
-    paths = find_trial(trial_dir)
+    preload_workers(args)
+    paths = find_trial(args.trial_dir)
     read_config(paths.config)  # the folder may have lost it
-    step = last_recorded(paths) if step is None else step
+    step = last_recorded(paths) if args.step is None else args.step
     config = _recorded_config(paths, step)
     job = _checked_job(config, paths, step)
     job = msgspec.structs.replace(job, tolerance=tolerance_of(config, Machine.here()))

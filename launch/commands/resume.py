@@ -1,10 +1,10 @@
-"""`realsys resume`: continues a trial with the configuration in its folder, and the changes that are given."""
+"""Continue a trial that was stopped or has failed, with the settings in its folder and the changes that are given."""
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 
 from realsys.config.compose import with_overrides
 from realsys.config.dump import read_config
@@ -12,17 +12,29 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import add_newest_trial, preload_workers
 from realsys.launch.prepare import resolve
 from realsys.launch.run import plan_of, run_planned
 
 _OF_THE_FOLDER = ("experiment", "trial", "fileroot", "recover")
 
 
-def resume_trial(trial_dir: Path | None, overrides: Sequence[str], *, dry_run: bool, plain: bool) -> int:
-    """Continue a trial, the newest one without a folder. Returns the exit code. Raises RealsysError."""
+def add_arguments(parser: ArgumentParser) -> None:
+    add_newest_trial(parser)
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="changes: field.path=value")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
+    parser.add_argument("--plain", action="store_true", help="one line per step instead of the live display")
+
+
+def run(args: Namespace) -> int:
+    """Continue a trial. Returns the exit code. Raises RealsysError."""
+    preload_workers(args)
+    trial_dir, overrides = args.trial_dir, args.overrides
+    if trial_dir is not None and "=" in str(trial_dir) and not trial_dir.exists():  # the first word is an override
+        trial_dir, overrides = None, [str(trial_dir), *overrides]
     config = stored_config(find_trial(trial_dir, trains=True), overrides)
     planned = plan_of(resolve(config, now=datetime.now()), {*Config.model_fields})
-    return run_planned(planned, dry_run=dry_run, plain=plain)
+    return run_planned(planned, dry_run=args.dry_run, plain=args.plain)
 
 
 def stored_config(paths: TrialPaths, overrides: Sequence[str]) -> Config:

@@ -1,7 +1,6 @@
-"""`realsys samples`: shows samples of a train step, of an evaluation, or of groups that were not trained.
+"""Show the samples of a recorded train step with their rewards, of an evaluation, or groups that were not trained.
 
-Reading and filters are those of the sample viewer (``realsys.observe.samples``); each kind of sample has its lines
-here.
+step log, records, evaluations ──observe.samples: sources, filters──> groups ──> lines of each kind, or JSON
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +19,7 @@ from rich.text import Text
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, RecordError
 from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import add_json, add_trial
 from realsys.launch.commands.replay import last_recorded
 from realsys.observe.evaluation_records import EvalSample
 from realsys.observe.samples.catalogue import DROPPED, Catalogue
@@ -33,41 +32,46 @@ _SHOWN = 4  # prompts without --limit
 Group = Sequence[SampleRow]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Samples to show.
+def add_arguments(parser: ArgumentParser) -> None:
+    add_trial(parser)
+    parser.add_argument("--step", type=int, metavar="N", help="default: the last recorded step")
+    parser.add_argument(
+        "--eval", nargs="?", const="", metavar="ID", help="completions of this evaluation (default: the newest)"
+    )
+    parser.add_argument("--set", default="", metavar="NAME", help="with --eval: only this data set")
+    parser.add_argument("--dropped", action="store_true", help="groups that were not trained: dropped, failed, too old")
+    parser.add_argument("--limit", type=int, metavar="N", help="prompts to show, 0: all (default: 4; with --json: all)")
+    add_json(parser, "print one JSON object per sample")
+    filters = parser.add_argument_group("filters")
+    filters.add_argument("--ticket", "--problem", dest="group", default="", metavar="ID", help="only this prompt")
+    verdicts = filters.add_mutually_exclusive_group()
+    for verdict, what in (("correct", "right"), ("wrong", "wrong"), ("unjudged", "not judged")):
+        verdicts.add_argument(
+            f"--{verdict}", dest="verdict", action="store_const", const=verdict, help=f"only {what} completions"
+        )
+    filters.add_argument("--truncated", action="store_true", help="only completions that were cut at their limit")
+    filters.add_argument("--min-reward", type=float, metavar="R", help="reward of at least R")
+    filters.add_argument("--max-reward", type=float, metavar="R", help="reward of at most R")
+    filters.add_argument("--min-staleness", type=int, metavar="N", help="oldest token at least N versions behind")
+    filters.add_argument("--min-tokens", type=int, metavar="N", help="at least N sampled tokens")
+    filters.add_argument("--grep", default="", metavar="TEXT", help="prompt or completion has this text, in any case")
+    filters.add_argument("--longest", action="store_true", help="the longest completions first")
 
-    filter   which ones; its page is not used
-    step     train step; None: the last recorded one
-    eval_id  an evaluation instead of a step: its id, "" for the newest one; None: no evaluation
-    of_set   name of its data set; "" any
-    dropped  groups that were not trained instead of a step
-    prompts  number of prompts, 0 for all; None: a few on the terminal, all as JSON
-    """
 
-    filter: Filter
-    step: int | None = None
-    eval_id: str | None = None
-    of_set: str = ""
-    dropped: bool = False
-    prompts: int | None = None
-    as_json: bool = False
-
-
-def show_samples(trial_dir: Path, options: Options) -> int:
+def run(args: Namespace) -> int:
     """Print the chosen samples. Raises RealsysError for bad input and a damaged file."""
-    if options.prompts is not None and options.prompts < 0:
-        raise ConfigError("--limit", options.prompts, "must be 0 (all) or more")
-    paths = find_trial(trial_dir)
+    if args.limit is not None and args.limit < 0:
+        raise ConfigError("--limit", args.limit, "must be 0 (all) or more")
+    paths = find_trial(args.trial_dir)
     catalogue = Catalogue(paths)
-    source, encode, lines = _opened(paths, catalogue, options)
-    found = choose(source, msgspec.structs.replace(options.filter, offset=0, limit=0), time.monotonic, float("inf"))
+    source, encode, lines = _opened(paths, catalogue, args)
+    found = choose(source, _filter_of(args), time.monotonic, float("inf"))
     groups = by_group(found.rows)
-    if options.filter.group and not any(row.group == options.filter.group for row in source.rows()):
-        raise RecordError(missing(options.filter.group, source))
-    whole = options.prompts is not None or options.as_json
-    shown = groups[: options.prompts or None] if whole else groups[:_SHOWN]
-    if options.as_json:
+    if args.group and not any(row.group == args.group for row in source.rows()):
+        raise RecordError(missing(args.group, source))
+    whole = args.limit is not None or args.json
+    shown = groups[: args.limit or None] if whole else groups[:_SHOWN]
+    if args.json:
         return _print_json(encode(row.sample_id) for group in shown for row in group)
     console = Console()
     console.print(printable(source.title), highlight=False, soft_wrap=True, markup=False)
@@ -82,17 +86,33 @@ def show_samples(trial_dir: Path, options: Options) -> int:
     return 0
 
 
+def _filter_of(args: Namespace) -> Filter:
+    return Filter(
+        verdict=args.verdict or "any",
+        truncated=args.truncated,
+        reward_min=args.min_reward,
+        reward_max=args.max_reward,
+        stale_min=args.min_staleness,
+        tokens_min=args.min_tokens,
+        text=args.grep,
+        group=args.group,
+        order="longest" if args.longest else "source",
+        offset=0,
+        limit=0,
+    )
+
+
 def _opened(
-    paths: TrialPaths, catalogue: Catalogue, options: Options
+    paths: TrialPaths, catalogue: Catalogue, args: Namespace
 ) -> tuple[SampleSource, Callable[[str], msgspec.Struct], Callable[[Group], Iterator[Text]]]:
     """Return the source, the reader of one sample for JSON, and the writer of the lines of a group."""
-    if options.eval_id is not None:
-        stored = catalogue.evaluation(chosen_evaluation(paths.evaluations, options.eval_id, options.of_set))
+    if args.eval is not None:
+        stored = catalogue.evaluation(chosen_evaluation(paths.evaluations, args.eval, args.set))
         return stored, stored.sample, lambda group: problem_lines([stored.sample(row.sample_id) for row in group])
-    if options.dropped:
+    if args.dropped:
         dropped = catalogue.open(DROPPED)
         return dropped, dropped.view, lambda group: dropped_lines([dropped.view(row.sample_id) for row in group])
-    step = catalogue.step(last_recorded(paths) if options.step is None else options.step)
+    step = catalogue.step(last_recorded(paths) if args.step is None else args.step)
     return step, step.sample, lambda group: group_lines([step.sample(row.sample_id) for row in group])
 
 

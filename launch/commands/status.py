@@ -1,4 +1,4 @@
-"""`realsys status`: shows a trial from its folder and, while it runs, from its manager."""
+"""Show a trial from its folder and, while it runs, from its manager."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import contextlib
 import itertools
 import json
 import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +20,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import add_json, add_newest_trial, seconds
 from realsys.launch.conclude import EVALUATION_KEYS, Summary, print_summary
 from realsys.launch.slurm.client import LIVES, JobState, SlurmError, job_state
 from realsys.launch.slurm.trial_job import TrialJob, describe_job, trial_state
@@ -36,21 +37,38 @@ from realsys.observe.timeline.why import bottleneck
 _LOOK_S = 1.0  # seconds between two checks for events and for the end of the trial
 
 
-def show_status(trial_dir: Path | None, *, as_json: bool = False, watch_s: float | None = None) -> int:
-    """Print the state of a trial; without a folder, of the newest one under runs/. Raises ConfigError.
+def add_arguments(parser: ArgumentParser) -> None:
+    add_newest_trial(parser)
+    add_json(parser, "print one JSON object (docs/cli.md)")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=_watch_seconds,
+        const=5.0,
+        metavar="S",
+        help="show it until the run ends; with --json, a line every S seconds (default: 5)",
+    )
 
-    ``watch_s``: show it until the run has ended; as JSON, one line after each ``watch_s`` seconds.
-    """
-    paths = find_trial(trial_dir)
-    if as_json:
-        _print_json(paths, watch_s)
+
+def _watch_seconds(text: str) -> float:
+    try:
+        return seconds(text)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}; the trial is named before --watch") from None
+
+
+def run(args: Namespace) -> int:
+    """Print the state of a trial. Raises ConfigError."""
+    paths = find_trial(args.trial_dir)
+    if args.json:
+        _print_json(paths, args.watch)
         return 0
     console = Console()
     if (record := TrialJob.read(paths)) is not None:
         console.print(_job_line(record.job), highlight=False, soft_wrap=True)
         if not paths.config.exists():
             return 0
-    if watch_s is not None and is_held(paths.lock):
+    if args.watch is not None and is_held(paths.lock):
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_watch(console, paths))
     _print(console, Observer(paths).look())

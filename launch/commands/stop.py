@@ -1,15 +1,16 @@
-"""`realsys stop`: asks the launcher of a trial to end the run with a checkpoint, from any node that sees the folder."""
+"""Ask the launcher of a trial to end the run with a checkpoint, from any node that sees the folder."""
 
 from __future__ import annotations
 
 import threading
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from pathlib import Path
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import RealsysError, WaitTimeout
 from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import add_newest_trial, seconds
 from realsys.launch.slurm.client import WAITS, JobState, cancel, job_state
 from realsys.launch.slurm.trial_job import TrialJob
 from realsys.launch.supervise.stop_request import ask_to_stop, take_request
@@ -20,9 +21,16 @@ _LOOK_S = 0.1
 _TAKEN_S = 90.0  # a network file system may show a new file after a minute only
 
 
-def stop_trial(trial_dir: Path | None, wait_s: float) -> int:
-    """Stop a trial, and wait up to ``wait_s`` for its end. Returns the exit code. Raises RealsysError."""
-    paths = find_trial(trial_dir)
+def add_arguments(parser: ArgumentParser) -> None:
+    add_newest_trial(parser)
+    parser.add_argument(
+        "--wait", type=seconds, default=600.0, metavar="S", help="seconds to wait for the end (default: %(default)g)"
+    )
+
+
+def run(args: Namespace) -> int:
+    """Stop a trial, and wait for its end. Raises RealsysError."""
+    paths = find_trial(args.trial_dir)
     record = TrialJob.read(paths)
     state = None if record is None else job_state(record.job)
     if record is not None and state is not None and state.state in WAITS:
@@ -39,9 +47,9 @@ def stop_trial(trial_dir: Path | None, wait_s: float) -> int:
         remedy = f"scancel {record.job}" if record is not None else "send SIGTERM to its launcher"
         raise WaitTimeout(f"{paths.root}: {problem} within {_TAKEN_S:g} s: {remedy}")
     print(f"{paths.root} stops, with a checkpoint")
-    if not _until(lambda: paths.summary.is_file(), wait_s):
+    if not _until(lambda: paths.summary.is_file(), args.wait):
         look = command_line("status", paths.root)
-        raise RealsysError(f"{paths.root} has not stopped within {wait_s:g} s: see {look}")
+        raise RealsysError(f"{paths.root} has not stopped within {args.wait:g} s: see {look}")
     print("stopped")
     return 0
 

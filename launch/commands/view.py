@@ -1,10 +1,13 @@
-"""`realsys view`: serves the page of a trial and its samples, whether it runs or has ended."""
+"""Serve the status page and the sample viewer of a trial on this machine, whether it runs or has ended.
+
+The trial is only read. Print the address, which has the key of the page; Ctrl-C ends the server.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from pathlib import Path
+from argparse import ArgumentParser, Namespace
 from typing import Any
 
 import aiohttp
@@ -16,6 +19,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, NameStoreError
 from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import add_newest_trial
 from realsys.launch.trial_folder import is_held
 from realsys.observe.page.app import serve_view
 from realsys.observe.screen.progress import Monitor, NoScreen, Progress
@@ -24,15 +28,20 @@ from realsys.observe.step_log import StepTail
 _TIMEOUT_S = 3.0
 
 
-def view_trial(trial_dir: Path | None, port: int) -> int:
-    """Serve until Ctrl-C; without a folder, the newest trial under runs/. Raises RealsysError."""
-    if not 0 <= port < 65536:
-        raise ConfigError("--port", port, "must be 0 (any free port) to 65535")
-    paths = find_trial(trial_dir)
+def add_arguments(parser: ArgumentParser) -> None:
+    add_newest_trial(parser)
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1 (default: a free one)")
+
+
+def run(args: Namespace) -> int:
+    """Serve until Ctrl-C. Raises RealsysError."""
+    if not 0 <= args.port < 65536:
+        raise ConfigError("--port", args.port, "must be 0 (any free port) to 65535")
+    paths = find_trial(args.trial_dir)
     config = read_config(paths.config)
     with contextlib.closing(ManagerStatus(config, paths)) as live:
         about = f"{config.experiment}/{config.trial}: open the address below in a browser; Ctrl-C ends the server"
-        serve_view(paths, live.read, live.is_running, port, about=about)
+        serve_view(paths, live.read, live.is_running, args.port, about=about)
     return 0
 
 

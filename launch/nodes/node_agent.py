@@ -1,8 +1,10 @@
-"""`realsys node-agent`: the agent of one machine. It executes the orders of the coordinator and decides nothing.
+"""Run on each other machine of a trial: start and watch the processes that its launcher orders, and end with it.
 
     looks for the coordinator's file ──> Joined ───Ping───> joined ──┬─End──> kills everything, exits 0
                   ^                                                  ├─another agent took its place──> same, exits 1
                   └───────────────────────kills everything───────────┴─no Ping for the lease
+
+It executes the orders of the coordinator and decides nothing.
 
 `agent-ends-first` (coordinator.py): without a coordinator no process of this node lives longer than the lease. A
 coordinator that is started again writes a new file, and the agent joins that one. With ``once`` it ends instead: the
@@ -25,6 +27,7 @@ import signal
 import socket
 import threading
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +42,7 @@ from realsys.config.rules.free_memory import free_host_bytes, gpu_bytes
 from realsys.config.rules.machine import own_gpus
 from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, DecodeError, Fenced, RealsysError, StreamError, WaitTimeout
+from realsys.launch.commands.options import preload_workers, seconds
 from realsys.launch.nodes import orders, preload
 from realsys.launch.nodes.coordinator import PINGS_PER_LEASE
 from realsys.launch.nodes.local_executor import Executor, open_executor
@@ -254,20 +258,40 @@ class Agent:
 # ---- the command
 
 
-def node_agent(trial_dir: Path, node: str, wait_s: float, *, once: bool) -> int:
-    """Run the agent of machine ``node`` until the run has ended. Returns the exit code. Raises RealsysError."""
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--trial-dir", type=Path, metavar="DIR", required=True, help="folder of the trial, shared")
+    parser.add_argument(
+        "--node",
+        metavar="NAME",
+        default=socket.gethostname(),
+        help="name of this machine, unique (default: its host name)",
+    )
+    parser.add_argument(
+        "--wait",
+        type=seconds,
+        metavar="S",
+        default=600.0,
+        help="seconds to wait for the launcher (default: %(default)g)",
+    )
+    parser.add_argument("--once", action="store_true", help="end when the trial is started again")
+
+
+def run(args: Namespace) -> int:
+    """Run the agent of a machine until the run has ended. Returns the exit code. Raises RealsysError."""
+    preload_workers(args)
+    node = args.node
     configure_logging(f"node_agent/{node}")
     failpoint.arm(f"node_agent/{node}")
     _die_with_launcher()
     # The stream's thread ends with the session: refused by the coordinator, or the lease is over.
     threading.excepthook = lambda args: log.error("%s", args.exc_value)
 
-    paths = TrialPaths(trial_dir.resolve())
+    paths = TrialPaths(args.trial_dir.resolve())
 
     async def body() -> int:
         signals = NodeSignals()
         with stop_signals(signals.handle):
-            return await serve(paths, node, wait_s, signals, once=once)
+            return await serve(paths, node, args.wait, signals, once=args.once)
 
     return asyncio.run(body())
 

@@ -1,6 +1,8 @@
-"""`realsys submit`: checks and plans a trial as a dry run does, and runs it as a SLURM job.
+"""Check and plan a trial as run --dry-run does, submit it to SLURM, and follow it.
 
-plan ──> batch script ──sbatch──> {trial}/job/job.json ──follow──> state while it waits, screen of the run, end
+The same command again continues a trial that was stopped.
+
+    plan ──> batch script ──sbatch──> {trial}/job/job.json ──follow──> state while it waits, screen of the run, end
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ import shutil
 import sys
 import threading
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from realsys.cluster.files import FileLock
@@ -20,7 +23,7 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.prepare import examine
 from realsys.launch.process_plan import agent_command, own_python_path
-from realsys.launch.run import RunOptions, plan_run, show_plan
+from realsys.launch.run import RunOptions, add_run_options, plan_run, show_plan
 from realsys.launch.slurm.client import LIVES, JobWatch, SlurmError, SlurmSilent, job_state, submit
 from realsys.launch.slurm.job_script import Job, job_name, render
 from realsys.launch.slurm.launcher import steps_as_text
@@ -31,23 +34,21 @@ from realsys.observe.screen.terminal import LogTail, show_new
 _EXIT_CTRL_C = 130
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitOptions:
-    """Options besides those of a run. ``detach``: do not follow the job."""
-
-    run: RunOptions
-    detach: bool = False
+def add_arguments(parser: ArgumentParser) -> None:
+    add_run_options(parser)
+    parser.add_argument("--detach", action="store_true", help="submit the job and return")
 
 
-def submit_trial(overrides: Sequence[str], options: SubmitOptions) -> int:
-    """Submit one trial. Returns the exit code of the run, 0 with ``detach``. Raises RealsysError."""
-    planned = plan_run(overrides, options.run)
+def run(args: Namespace) -> int:
+    """Submit one trial. Returns the exit code of the run, 0 with ``--detach``. Raises RealsysError."""
+    options = RunOptions.of(args)
+    planned = plan_run(args.overrides, options)
     config, paths = planned.config, planned.paths
     if config.cluster.launcher != "slurm":
         raise ConfigError("cluster.launcher", config.cluster.launcher, "realsys submit needs SLURM: add cluster=slurm")
     _refuse_running(paths, config)
-    script = render(config, _job(overrides, config, paths, options.run))
-    if options.run.dry_run:
+    script = render(config, _job(args.overrides, config, paths, options))
+    if args.dry_run:
         show_plan(planned)
         print(f"batch script:\n{script}")
         print(f"steps:\n{steps_as_text(config, paths, agent_command(paths, os.environ.get('PYTHONPATH', '')))}", end="")
@@ -57,7 +58,7 @@ def submit_trial(overrides: Sequence[str], options: SubmitOptions) -> int:
         print(line)
     job = _submit(config, paths, script)
     print(f"job {job} runs trial {config.experiment}/{config.trial} in {paths.root}")
-    if options.detach:
+    if args.detach:
         print(_hints(paths))
         return 0
     return follow(paths, job)

@@ -1,10 +1,15 @@
-"""`realsys plan`: predicts the throughput of a configuration and of its neighbours from one recorded run."""
+"""Fit the cost model of realsys simulate to one recorded run, and recommend a split.
+
+Predict the throughput of other splits, batch sizes, bounds on staleness and lengths, each with a 90 % interval. Nothing
+is started.
+"""
 
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -30,50 +35,55 @@ from realsys.lab.planner.predictions import (
 )
 from realsys.lab.planner.recorded_run import Recording, read_recording
 from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import add_config_dir, add_json, amount, count
 from realsys.launch.fit import fit as fit_config
 from realsys.launch.prepare import resolve
 from realsys.observe.screen.terminal import Terminal, WorkLine
 
 
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """Arguments of the command. ``devices``, ``cores``: None for those of the configuration and of this machine."""
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="as for run; without experiment=: changes of the recorded run"
+    )
+    parser.add_argument(
+        "--from", dest="folder", type=Path, metavar="DIR", required=True, help="folder of the trial to fit"
+    )
+    parser.add_argument(
+        "--devices", type=count, metavar="N", help="devices to split; 0 or none: those of the allocation"
+    )
+    parser.add_argument(
+        "--cores", type=amount, metavar="N", help="cores that all processes share; 0: each has a device of its own"
+    )
+    parser.add_argument(
+        "--try", dest="tries", action="append", default=[], metavar="OVERRIDES", help="predict this; may be repeated"
+    )
+    add_json(parser, "print the predictions as JSON")
+    add_config_dir(parser, "your configuration files, as for run")
 
-    folder: Path
-    config_dir: Path | None
-    devices: int | None
-    cores: float | None
-    tries: Sequence[str]
-    as_json: bool
 
-
-def show_predictions(overrides: Sequence[str], options: PlanOptions) -> int:
+def run(args: Namespace) -> int:
     """Print the predictions and the recommended split. Raises ConfigError."""
-    _check(options)
-    recording = read_recording(find_trial(options.folder).root)
-    config = _config(overrides, recording, options.config_dir)
-    cores = _shared_cores(recording) if options.cores is None else options.cores
-    devices = options.devices or (round(cores) if cores else devices_of(config))
+    if args.devices == 1:
+        raise ConfigError("--devices", args.devices, "must be at least 2: one for a server and one for the trainer")
+    recording = read_recording(find_trial(args.folder).root)
+    config = _config(args.overrides, recording, args.config_dir)
+    cores = _shared_cores(recording) if args.cores is None else args.cores
+    devices = args.devices or (round(cores) if cores else devices_of(config))
     variants = split_variants(config, devices, cores)
-    tries = given(config, options.tries) if options.tries else what_ifs(config)  # only their number counts yet
-    work = _Work(variants, tries, as_json=options.as_json)
+    tries = given(config, args.tries) if args.tries else what_ifs(config)  # only their number counts yet
+    work = _Work(variants, tries, as_json=args.json)
     work.say(_recorded(recording, cores))
     fitted = fit(recording, cores, work.simulated)
     splits = work.predict(fitted, variants)
     best = recommend(splits, devices=0 if cores else devices)
-    others = work.predict(fitted, given(best.config, options.tries) if options.tries else what_ifs(best.config))
+    others = work.predict(fitted, given(best.config, args.tries) if args.tries else what_ifs(best.config))
     work.line.clear()
-    if options.as_json:
+    if args.json:
         found = {"splits": list(map(_plain, splits)), "recommended": best.label, "others": list(map(_plain, others))}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
         return 0
     work.say(f"recommended: {best.label} ({best.bound}-bound)")
     return 0
-
-
-def _check(options: PlanOptions) -> None:
-    if options.devices == 1:
-        raise ConfigError("--devices", options.devices, "must be at least 2: one for a server and one for the trainer")
 
 
 def _config(overrides: Sequence[str], recording: Recording, config_dir: Path | None) -> Config:

@@ -1,4 +1,4 @@
-"""`realsys regrade`: judges the recorded completions of a trial again, and reports how often the verdict differs.
+"""Judge the recorded samples of a trial again, and report how often the verdict differs.
 
     record of a step ──> completions ──chunks──> environment and verifier of the trial ──> Disagreement
                                                        └─ or another verifier: --verifier
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from realsys.data.prompts import Prompt, PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import AgentError, ConfigError, DataError, RecordError, RewardError
 from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import add_trial
 from realsys.launch.commands.replay import last_recorded
 from realsys.launch.commands.samples import printable
 from realsys.observe.evaluation_statistics import Tally, pooled
@@ -48,59 +50,61 @@ _CAUSE = "environment"  # cause of an error that an environment raised
 _CHANGEABLE = ("data.verifier_args", "rollout.environment", "rollout.environment_args", "rollout.reward")
 
 
-@dataclass(frozen=True, slots=True)
-class RegradeOptions:
-    """Options of the command line. ``verifier`` None: the trial's own. ``step`` None: all recorded steps."""
+def add_arguments(parser: ArgumentParser) -> None:
+    add_trial(parser)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="rollout.reward.FIELD=VALUE, rollout.environment=NAME, ..."
+    )
+    parser.add_argument("--verifier", metavar="NAME", help="name or package.module:function (default: the trial's)")
+    parser.add_argument("--args", metavar="{...}", help="keyword arguments of the verifier, as data.verifier_args")
+    parser.add_argument("--step", type=int, metavar="N", help="default: all recorded steps")
+    parser.add_argument("--show", type=int, metavar="N", default=0, help="print the first N that disagree (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
 
-    verifier: str | None = None
-    arguments: str | None = None
-    overrides: Sequence[str] = field(default_factory=tuple)
-    step: int | None = None
-    show: int = 0
-    json: Path | None = None
 
-
-def regrade(trial_dir: Path, options: RegradeOptions) -> int:
+def run(args: Namespace) -> int:
     """Judge the recorded completions again and print the disagreements. Returns 0.
 
     Raises RealsysError for bad input, a damaged record, and a verifier that cannot judge anything.
     """
-    if options.show < 0:
-        raise ConfigError("--show", options.show, "must be 0 or more")
-    paths = find_trial(trial_dir)
+    if args.show < 0:
+        raise ConfigError("--show", args.show, "must be 0 or more")
+    paths = find_trial(args.trial_dir)
     recorded = read_config(paths.config)
-    config = regrade_config(recorded, options)
+    config = regrade_config(recorded, args.verifier, args.args, args.overrides)
     last_recorded(paths)  # refuses a trial without records
     steps = files.recorded_steps(paths.records)
-    if options.step is not None:
-        steps = {options.step: files.record_of_step(paths.records, options.step)}
+    if args.step is not None:
+        steps = {args.step: files.record_of_step(paths.records, args.step)}
     tokenizer = TextTokenizer(paths.base_model(config))
     reader = RecordReader(recorded, tokenizer, PromptDataset(config, paths, tokenizer))
-    counts = Disagreement(keep=options.show)
+    counts = Disagreement(keep=args.show)
     asyncio.run(_judge_steps(config, tokenizer, reader, steps, counts))
     results = {"trial": str(paths.root), "verifier": config.data.verifier, "steps": sorted(steps), **counts.results()}
     for line in (*_headline(recorded, config, steps), *report(counts), *_notes(recorded)):
         print(line)
     for different in counts.shown:
         print("\n".join(_shown(different)))
-    if options.json is not None:
+    if args.json is not None:
         samples = [_plain(different) for different in counts.shown]
-        options.json.write_text(json.dumps({**results, "shown": samples}, indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps({**results, "shown": samples}, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def regrade_config(config: Config, options: RegradeOptions) -> Config:
-    """Return the trial's settings with the verifier to judge with. Raises ConfigError."""
-    overrides = list(options.overrides)
+def regrade_config(
+    config: Config, verifier: str | None = None, arguments: str | None = None, changes: Sequence[str] = ()
+) -> Config:
+    """Return the trial's settings with the verifier to judge with, by default its own. Raises ConfigError."""
+    overrides = list(changes)
     for text in overrides:
         name, _, value = text.partition("=")
         if not any(f"{name}.".startswith(f"{field}.") for field in _CHANGEABLE):
             problem = f"does not decide a verdict: use --verifier, or set a field of {', '.join(_CHANGEABLE)}"
             raise ConfigError(name, value, problem)
-    verifier = options.verifier or config.data.verifier
-    if options.arguments is not None:
-        overrides.append(f"data.verifier_args={options.arguments}")
-    if options.arguments is not None or verifier != config.data.verifier:
+    verifier = verifier or config.data.verifier
+    if arguments is not None:
+        overrides.append(f"data.verifier_args={arguments}")
+    if arguments is not None or verifier != config.data.verifier:
         own = config.data.model_copy(update={"verifier": verifier, "verifier_args": {}})
         config = config.model_copy(update={"data": own})
     # Only the verifier that judges is checked and started; those of the evaluation's sets may need what is not here.

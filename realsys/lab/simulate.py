@@ -1,11 +1,15 @@
-"""`realsys simulate`: runs the production state machines of a trial on a virtual clock, and reports measurements."""
+"""Run manager, ledger, routing and buffer of a trial on a virtual clock, with cost models for servers and trainer.
+
+Print throughput, waste and waits, and check all invariants.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +22,29 @@ from realsys.lab.simulation.clock import spread
 from realsys.lab.simulation.invariants import Broken
 from realsys.lab.simulation.scenarios import plan
 from realsys.lab.simulation.simulation import Simulation
+from realsys.launch.commands.options import add_json, hours
 from realsys.observe.screen.terminal import WorkLine
 
 _BROKEN = 1  # exit code
 
 
-def simulate(scenario: str, overrides: Sequence[str], out: Path | None, *, as_json: bool = False) -> int:
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("scenario", metavar="SCENARIO", help="lognormal, pareto, faults or a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="field.path=value; costs begin with sim.")
+    parser.add_argument("--hours", type=hours, metavar="H", help="same as sim.steps=0 sim.hours=H")
+    parser.add_argument("--seed", type=int, metavar="N", help="same as seed=N")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write results.json and simulation.png here")
+    add_json(parser, "print the measurements as JSON")
+
+
+def run(args: Namespace) -> int:
     """Simulate a scenario, and print its measurements. Returns 1 if an invariant does not hold.
 
-    ``out``: folder for results.json and simulation.png. Raises ConfigError for bad input.
+    Raises ConfigError for bad input.
     """
-    simulation = Simulation(plan(scenario, overrides))
+    duration = [] if args.hours is None else ["sim.steps=0", f"sim.hours={args.hours}"]
+    seed = [] if args.seed is None else [f"seed={args.seed}"]
+    simulation = Simulation(plan(args.scenario, [*args.overrides, *duration, *seed]))
     began, line = time.perf_counter(), WorkLine("simulate")
     logging.disable(logging.WARNING)  # the machines warn of each fault; here faults are the normal case
     try:
@@ -40,14 +56,14 @@ def simulate(scenario: str, overrides: Sequence[str], out: Path | None, *, as_js
         line.clear()
         logging.disable(logging.NOTSET)
     found = results(simulation, time.perf_counter() - began)
-    if as_json:
+    if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
     else:
         print_results(Console(), found)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-        draw_simulation(found, out / "simulation.png")
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+        draw_simulation(found, args.out / "simulation.png")
     return 0
 
 

@@ -1,4 +1,7 @@
-"""`realsys sweep`: several trials of one experiment, one after the other.
+"""Run trials with different settings, one after the other, and compare them.
+
+``field=A,B`` lists values, and each combination is a trial, whose name has its values behind --trial. All are checked
+before the first one starts. The same command again continues, and leaves complete trials alone.
 
     compose, check and plan every trial ──> for each: `realsys run` as a process ──> `realsys compare`
             an error ends the sweep                   a trial that fails is reported, and the next one starts
@@ -14,6 +17,7 @@ import contextlib
 import itertools
 import re
 import subprocess
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +34,7 @@ from realsys.launch.preflight import check_disk
 from realsys.launch.prepare import check_folder, examine
 from realsys.launch.process_plan import own_environment
 from realsys.launch.run import Planned, RunOptions, host_of_launcher, plan_run
+from realsys.launch.run import add_arguments as add_arguments
 from realsys.launch.start import decide_start, is_complete, read_trial
 from realsys.launch.supervise.stop_request import stop_signals
 from realsys.launch.words import command_line, own_words, words_again
@@ -49,8 +54,9 @@ class Checked:
     complete: bool
 
 
-def sweep(overrides: Sequence[str], options: RunOptions) -> int:
+def run(args: Namespace) -> int:
     """Run all trials. Returns the exit code of the first failure, 0 without any. Raises RealsysError for bad input."""
+    overrides, options = args.overrides, RunOptions.of(args)
     named = [text.removeprefix("trial=") for text in overrides if text.startswith("trial=")]
     prefix = options.trial or (named[-1] if named else f"{datetime.now():%Y%m%d-%H%M%S}")
     trials = sweep_trials(overrides, prefix)

@@ -17,7 +17,6 @@ from realsys.lab.regrade import (
     LeftOut,
     Recorded,
     RecordReader,
-    RegradeOptions,
     judge_chunk,
     regrade_config,
 )
@@ -63,13 +62,13 @@ def test_verifiers_of_evaluations_are_left_out():
     """The set's judge has no address here, and its arguments are those of a verifier that does not judge."""
     sets = "evaluation.sets={a: {verifier: judge}, b: {verifier_args: {ignored: 1}}}"
     config = changed(sets, "data.verifier_args={ignored: 1}")
-    judged = regrade_config(config, RegradeOptions(verifier="math"))
+    judged = regrade_config(config, verifier="math")
     assert (judged.data.verifier, judged.evaluation.sets) == ("math", {})
 
 
 def test_given_arguments_replace_those_of_the_trial():
     config = changed("data.verifier=math", "data.verifier_args={seconds: 3.0}")
-    assert regrade_config(config, RegradeOptions(arguments="{}")).data.verifier_args == {}
+    assert regrade_config(config, arguments="{}").data.verifier_args == {}
 
 
 @pytest.mark.processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
+from realsys.launch.commands import status
 from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.status import show_status
 from realsys.launch.conclude import Summary, print_summary, summarise, write_summary
 from realsys.launch.nodes.orders import ProcessId
 from realsys.launch.supervise.failures import FirstFailure
@@ -291,17 +292,17 @@ def test_status_of_finished_and_unfinished_trial(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="has no trial"):
-        show_status(None)
+        status.run(Namespace(trial_dir=None, json=False, watch=None))
     paths = TrialPaths(tmp_path / "runs" / "math" / "t")
     paths.root.mkdir(parents=True)
     write_config(Config(trial="t"), paths.config)
     write_log(paths, run_records()[:6])
     assert find_trial(None) == paths
-    assert show_status(None) == 0
+    assert status.run(Namespace(trial_dir=None, json=False, watch=None)) == 0
     text = capsys.readouterr().out
     assert "killed, phase train" in text and "step 1/4" in text
     write_summary(summary_of(paths, run_records()), paths)
-    assert show_status(paths.root) == 0
+    assert status.run(Namespace(trial_dir=paths.root, json=False, watch=None)) == 0
     assert "83.5%" in capsys.readouterr().out
 
 

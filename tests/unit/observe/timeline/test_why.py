@@ -183,7 +183,7 @@ def test_slow_trainer_is_advised_more_devices() -> None:
 
 
 def test_report_is_json(tmp_path: Path) -> None:
-    from realsys.launch.commands.timeline import as_record
+    from realsys.launch.commands.why import as_record
 
     record = msgspec.json.decode(msgspec.json.encode(as_record(explain(small_trial(tmp_path).paths))))
     assert record["steps"][0]["end"] == START + 15

@@ -1,9 +1,10 @@
-"""`realsys list`: the trials of a folder with their state, step and results, from any node that sees the folder."""
+"""Show the trials of a folder: their states, steps and results, from any node that sees the folder."""
 
 from __future__ import annotations
 
 import json
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
+from realsys.launch.commands.options import add_json
 from realsys.launch.slurm.client import JobState, SlurmError, job_states
 from realsys.launch.slurm.trial_job import TrialJob, trial_state, trials_in
 from realsys.observe.evaluation_records import is_held_out
@@ -23,10 +25,18 @@ _COLUMNS = ("trial", "state", "step", "reward", "held out", "changed", "job", "m
 _RIGHT = ("reward", "held out", "changed")
 
 
-def list_trials(fileroot: Path, *, as_json: bool = False) -> int:
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "fileroot", nargs="?", type=Path, default=Path("runs"), metavar="FILEROOT", help="default: runs"
+    )
+    add_json(parser, "print a JSON list")
+
+
+def run(args: Namespace) -> int:
     """Print one row per trial, the newest first. Raises ConfigError."""
+    fileroot = args.fileroot
     if not fileroot.exists() and fileroot == Path(Config().fileroot):
-        print("[]" if as_json else f"no trials yet in {fileroot}: realsys run experiment=arith makes one")
+        print("[]" if args.json else f"no trials yet in {fileroot}: realsys run experiment=arith makes one")
         return 0
     if not fileroot.is_dir():
         raise ConfigError("FILEROOT", str(fileroot), "is not a directory: name the folder of the trials")
@@ -37,7 +47,7 @@ def list_trials(fileroot: Path, *, as_json: bool = False) -> int:
     except SlurmError:  # not a machine of the cluster: the folders have the rest
         states = {}
     rows = _rows(trials, jobs, states)
-    if as_json:
+    if args.json:
         print(json.dumps(list(rows), indent=2))
     elif not trials:
         print(f"{fileroot} has no trial")

@@ -1,36 +1,40 @@
-"""Completion of commands, options, configuration fields and trials in a shell, by the package argcomplete.
+"""Print the script for a shell that completes commands, options, fields of the configuration and trials.
+
+Put eval "$(realsys completion bash)" into the start file of the shell.
 
     shell, at TAB ──> realsys with _ARGCOMPLETE=1 ──> words that begin like the last one
 
-Nothing of it is imported in other calls.
+The package argcomplete does it. Nothing of it is imported in other calls.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
-def complete(parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Answer the shell and exit, if it asks for completions."""
-    import argcomplete
-
-    completers = {"overrides": _overrides, "trial_dir": _trials, "trial_dirs": _trials, "process": _processes}
-    for command in commands.values():
-        for action in command._actions:
-            if action.dest in completers:
-                action.completer = completers[action.dest]  # type: ignore[attr-defined]
-    argcomplete.autocomplete(parser, always_complete_options=False)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
 
 
-def print_script(shell: str) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the script that makes a shell ask realsys for completions."""
     import argcomplete
 
-    print(argcomplete.shellcode(["realsys"], shell=shell))
+    print(argcomplete.shellcode(["realsys"], shell=args.shell))
     return 0
+
+
+def complete(parser: argparse.ArgumentParser, command: argparse.ArgumentParser | None) -> None:
+    """Answer the shell and exit, if it asks for completions. ``command``: parser of the command in its words."""
+    import argcomplete
+
+    completers = {"overrides": _overrides, "trial_dir": _trials, "trial_dirs": _trials, "process": _processes}
+    for action in command._actions if command is not None else ():
+        if action.dest in completers:
+            action.completer = completers[action.dest]  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser, always_complete_options=False)
 
 
 def _overrides(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:

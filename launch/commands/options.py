@@ -1,40 +1,14 @@
-"""Contract of a command of `realsys`: one entry in the table of `realsys.launch.cli`.
-
-A module of this package imports nothing heavy, so that `realsys --help` is fast. ``run`` imports what its command
-needs. To add a command: write a module here that has COMMANDS, and put it into the table.
-"""
+"""Arguments that several commands have. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 NEWEST = "default: the newest trial under runs/"
 TRIAL = "folder of the trial"
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command.
-
-    name              word after ``realsys``
-    help              its line in `realsys --help`
-    add               adds its arguments to its parser
-    run               runs it with the parsed arguments and returns the exit code; raises RealsysError or OSError
-    description       first lines of `realsys NAME --help`; empty: ``help``
-    takes_overrides   True if it has the argument ``overrides``: words before and after options
-    """
-
-    name: str
-    help: str
-    add: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-    description: str = ""
-    takes_overrides: bool = False
 
 
 def preload_workers(args: argparse.Namespace) -> None:
@@ -97,3 +71,17 @@ def add_json(parser: argparse.ArgumentParser, help: str) -> None:
 
 def add_config_dir(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help=help)
+
+
+def add_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=_steps, metavar="A:B", help="from train step A to B (default: all)")
+
+
+def _steps(text: str) -> tuple[int | None, int | None]:
+    """Read A:B, A:, :B or N as first and last step."""
+    first, colon, last = text.partition(":")
+    try:
+        begin, end = (int(part) if part else None for part in (first, last if colon else first))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be A:B, A:, :B or N") from None
+    return begin, end

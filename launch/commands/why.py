@@ -1,18 +1,21 @@
-"""`realsys trace` and `realsys why`: where the time of a trial goes."""
+"""Say where the time of a trial's train steps went, who waits for whom, and what would help.
+
+The trial is only read; it may be running.
+"""
 
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import add_json, add_newest_trial, add_steps
 from realsys.observe.percent import whole_percents
-from realsys.observe.timeline.perfetto import Steps, Wanted, write_trace
 from realsys.observe.timeline.ways import WAITS
 from realsys.observe.timeline.why import PARTS, StepTime, WhyReport, explain
 
@@ -24,25 +27,16 @@ _WORTH = 0.02
 _AFTER = {"buffered": "it waited in the trainer for its batch", "trained": "it was trained"}
 
 
-def trace(trial_dir: Path | None, out: Path, steps: Steps | None, ticket: str) -> int:
-    """Write the timeline of a trial to ``out`` and print its size. Raises ConfigError, OSError."""
-    written = write_trace(find_trial(trial_dir), out, Wanted(steps, ticket))
-    say = Console().print
-    what = f"{written.spans:,} spans of {written.processes} processes over {written.seconds:.0f} s"
-    say(f"{out}: {what}; open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True)
-    if written.clock_error is None:
-        say("the clock of a host could not be compared: its spans have its own time", highlight=False, soft_wrap=True)
-    elif written.clock_error:
-        say(f"clocks of hosts agree within {1000 * written.clock_error:.1f} ms", highlight=False, soft_wrap=True)
-    if written.lost or written.unread:
-        say(f"{written.lost} spans were lost, {written.unread} lines are not complete", highlight=False, soft_wrap=True)
-    return 0
+def add_arguments(parser: ArgumentParser) -> None:
+    add_newest_trial(parser)
+    add_steps(parser)
+    add_json(parser, "print the whole report as JSON")
 
 
-def why(trial_dir: Path | None, steps: Steps | None, *, as_json: bool = False) -> int:
+def run(args: Namespace) -> int:
     """Print where the time of a trial went. Raises ConfigError if no train step has ended."""
-    report = explain(find_trial(trial_dir), *(steps or (None, None)))
-    if as_json:
+    report = explain(find_trial(args.trial_dir), *(args.steps or (None, None)))
+    if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(as_record(report))).decode() + "\n")
     else:
         print_report(Console(), report)
