@@ -94,9 +94,7 @@ def report_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialP
     return EXIT_NO_MACHINE if outcome.no_machine else failure.exit_code if failure else 1
 
 
-# ---- saved steps -------------------------------------------------------------------------------------------------
-#
-# Says in a line what a stopped run has kept. Pure.
+# ---- says in a line what a stopped run has kept. Pure
 
 
 def saved_line(trained: int, saved: int) -> str:
@@ -114,9 +112,7 @@ def saved_line(trained: int, saved: int) -> str:
     return f"{steps}: {newest}"
 
 
-# ---- report ------------------------------------------------------------------------------------------------------
-#
-# Reports a finished run from its step log: a summary on the terminal and summary.json.
+# ---- reports a finished run from its step log: a summary on the terminal and summary.json
 
 
 Summary = dict[str, Any]

@@ -143,7 +143,7 @@ def _held_out_only(config: Config) -> dict[str, object]:
     return {"data": data.model_copy(update=alone), "evaluation": evaluation}
 
 
-# ---- target ------------------------------------------------------------------------------------------------------
+# ---- target
 #
 # Finds the model that `realsys eval` or `realsys export` names: a Hugging Face directory, or weights of a trial.
 #

@@ -219,9 +219,7 @@ def _started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-# ---- trial keys --------------------------------------------------------------------------------------------------
-#
-# Keys of a trial in a name store that outlives it: claimed before its processes start, removed at its end.
+# ---- keys of a trial in a name store that outlives it: claimed before its processes start, removed at its end
 #
 #     start    wait for the leases of the last run ──> remove its keys ──> write where the trial's folder is
 #     end      remove all keys, those of killed processes too
@@ -303,9 +301,7 @@ def folder_in(value: str) -> Path | None:
     return path if folder.host == socket.gethostname() or path.is_dir() else None
 
 
-# ---- recover -----------------------------------------------------------------------------------------------------
-#
-# Puts away what a dead run left in its trial folder: names, half-written files, its report and its errors.
+# ---- puts away what a dead run left in its trial folder: names, half-written files, its report and its errors
 
 
 _KEPT_ERRORS = 50  # files of earlier starts

@@ -106,9 +106,7 @@ async def _evaluate(
         store.close()
 
 
-# ---- own servers -------------------------------------------------------------------------------------------------
-#
-# Starts the processes of an evaluation, shows them, and reports the results.
+# ---- starts the processes of an evaluation, shows them, and reports the results
 
 
 def evaluate_model(target: Target, choices: Choices) -> int:
@@ -153,9 +151,7 @@ def _conclude(planned: Planned, target: Target, outcome: Outcome, started: float
     return report(paths, paths.root, about, stored)
 
 
-# ---- live --------------------------------------------------------------------------------------------------------
-#
-# Asks the manager of a trial for evaluations while it trains, and waits for them.
+# ---- asks the manager of a trial for evaluations while it trains, and waits for them
 #
 #     request per data set ──> poll ──> all have ended ──> records
 #                               └── Ctrl-C, no progress: cancel what has not ended
@@ -303,7 +299,7 @@ def client_of(config: Config, paths: TrialPaths, store: NameStore) -> ManagerCli
     return ManagerClient(address, token, retry_timeout_s=config.cluster.connect_timeout_s)
 
 
-# ---- eval results ------------------------------------------------------------------------------------------------
+# ---- eval results
 #
 # Results of an evaluation: results.json, and a table for people. An incomplete evaluation has a reason, no numbers.
 

@@ -96,9 +96,7 @@ def _size(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} KB"
 
 
-# ---- leftovers ---------------------------------------------------------------------------------------------------
-#
-# Finds what ended trials left: keys, half-written folders, weight versions, copies in shared memory.
+# ---- finds what ended trials left: keys, half-written folders, weight versions, copies in shared memory
 #
 #     folder ──> trials ──> locked, a living job, or a worker with a lease? ──yes, in doubt──> left alone, with a reason
 #                                  └──no──> leftovers, each with its removal

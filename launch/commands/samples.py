@@ -147,7 +147,7 @@ def _print_json(found: Iterator[msgspec.Struct]) -> int:
     return 0
 
 
-# ---- lines -------------------------------------------------------------------------------------------------------
+# ---- lines
 #
 # Samples as lines on a terminal. A completion is untrusted: ``printable`` escapes what could control the terminal.
 

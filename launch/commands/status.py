@@ -153,9 +153,7 @@ def _job_line(job: str) -> str:
         return f"job {job}: {error}"
 
 
-# ---- snapshot ----------------------------------------------------------------------------------------------------
-#
-# State of a trial from its folder and, while it runs, from its manager: for `realsys status`.
+# ---- state of a trial from its folder and, while it runs, from its manager: for `realsys status`
 
 
 SHOWN_STEPS = 10

@@ -81,7 +81,7 @@ class Launcher(ABC):
         return
 
 
-# ---- build -------------------------------------------------------------------------------------------------------
+# ---- build
 #
 # Loads the launcher that ``cluster.launcher`` names. Code of the user may raise anything; that becomes one line.
 

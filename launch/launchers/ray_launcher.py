@@ -160,9 +160,7 @@ def _look(task: Task) -> Report:
     return Report(problem=f"Ray {how_it_ended(driver.returncode)}: {last}")
 
 
-# ---- ray bundles -------------------------------------------------------------------------------------------------
-#
-# Resources that a trial needs of a Ray cluster, and whether its nodes have them. Pure.
+# ---- resources that a trial needs of a Ray cluster, and whether its nodes have them. Pure
 #
 # A *bundle* is Ray's word for the resources of one node of the trial. The bundles of a placement group STRICT_SPREAD
 # lie on different Ray nodes, so a cluster can hold the trial if enough nodes have one bundle each.
@@ -229,9 +227,7 @@ def _amount(name: str, value: float) -> str:
     return f"{value / _GIB:.4g} GiB" if name == _MEMORY else f"{value:g}"
 
 
-# ---- ray messages ------------------------------------------------------------------------------------------------
-#
-# Messages between the Ray launcher and its driver, one JSON object per line.
+# ---- messages between the Ray launcher and its driver, one JSON object per line
 
 
 class Task(msgspec.Struct, frozen=True):

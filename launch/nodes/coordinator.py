@@ -337,9 +337,7 @@ async def _open_remote(
         stream.close()
 
 
-# ---- remote node -------------------------------------------------------------------------------------------------
-#
-# One node of the plan on another machine, as the launcher sees it.
+# ---- one node of the plan on another machine, as the launcher sees it
 #
 #     free ──bind(session)──> bound ──lose──> free        every process of a lost node ends with a named cause
 #
@@ -519,9 +517,7 @@ async def end_of_agent(session: Session, timeout_s: float) -> list[str]:
     return [f"{name} on {session.joined.host}" for name in reply.killed]
 
 
-# ---- binding -----------------------------------------------------------------------------------------------------
-#
-# Which machine has which node of the plan. Pure: no I/O, no clock.
+# ---- which machine has which node of the plan. Pure: no I/O, no clock
 #
 #     machine joins ──> the node that bears its name, else the node that it had, else the first free node that it fits,
 #                   │   of those that need GPUs if it has any

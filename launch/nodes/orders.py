@@ -172,9 +172,7 @@ def no_agent(names: Sequence[str], timeout_s: float) -> str:
     return f"{problem}: see the output of the agents"
 
 
-# ---- orders ------------------------------------------------------------------------------------------------------
-#
-# Messages between the coordinator and the agent of a node, and the file in which agents find the coordinator.
+# ---- messages between the coordinator and the agent of a node, and the file in which agents find the coordinator
 #
 #     coordinator ──Ping──> agent       Pong     each proves that the other one lives
 #                 ──Start─>             Started  pid; or Exited with the problem

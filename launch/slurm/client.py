@@ -148,9 +148,7 @@ def _call(command: Sequence[str]) -> str:
     return ended.stdout
 
 
-# ---- job watch ---------------------------------------------------------------------------------------------------
-#
-# Lines for a user who follows a job. Pure: states -> lines.
+# ---- lines for a user who follows a job. Pure: states -> lines
 #
 # pending ──reason changes──> line ──runs──> line ──> log ──ends──> line
 #    ^                                        └ queued again ┘

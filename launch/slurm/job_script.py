@@ -126,9 +126,7 @@ def seconds_of(text: str) -> int:
     return int(match["days"] or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
-# ---- job script --------------------------------------------------------------------------------------------------
-#
-# Renders the batch script of a trial. Pure: Config, Job -> text of slurm/job.sh with its places filled.
+# ---- renders the batch script of a trial. Pure: Config, Job -> text of slurm/job.sh with its places filled
 #
 # One job has all nodes of the plan and the spares. With nodes of two kinds it is heterogeneous: the first component
 # has the light nodes, the second one the others. The batch script runs `realsys run` on the first node. That starts

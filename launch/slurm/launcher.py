@@ -231,9 +231,7 @@ def _last_line(log: Path) -> str:
     return lines[-1][:300] if lines else f"see {log}"
 
 
-# ---- hosts -------------------------------------------------------------------------------------------------------
-#
-# Reads the variables of SLURM that describe an allocation. Pure.
+# ---- reads the variables of SLURM that describe an allocation. Pure
 
 
 JOB = "SLURM_JOB_ID"

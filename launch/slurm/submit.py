@@ -140,9 +140,7 @@ def follow(paths: TrialPaths, job: str) -> int:
     return 1 if code is None else code
 
 
-# ---- job follow --------------------------------------------------------------------------------------------------
-#
-# Follows a job: shows a log, and the states of the job, until it has ended. It may be queued again in between.
+# ---- follows a job: shows a log, and the states of the job, until it has ended. It may be queued again in between
 
 
 _LOOK_S = 1.0

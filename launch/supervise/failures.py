@@ -148,9 +148,7 @@ def tail(path: Path, lines: int) -> list[str]:
     return list(deque(ending(path, _TAIL_BYTES).decode("utf-8", "replace").splitlines(), maxlen=lines))
 
 
-# ---- logs --------------------------------------------------------------------------------------------------------
-#
-# The log of a process and its descendants over all restarts, within a bound.
+# ---- the log of a process and its descendants over all restarts, within a bound
 #
 #     model_worker-0.log         current output
 #     model_worker-0.log.1       output before that

@@ -52,9 +52,7 @@ def _user() -> str:
     return f"user {os.getuid()}"
 
 
-# ---- signals -----------------------------------------------------------------------------------------------------
-#
-# The signals that ask a launcher or an agent to stop.
+# ---- the signals that ask a launcher or an agent to stop
 
 
 #: SIGUSR1 comes from a batch system shortly before its time limit

@@ -375,9 +375,7 @@ def _whole(children: Sequence[Child]) -> list[Child]:
     return [child for child in children if not child.spec.node_rank]
 
 
-# ---- stop --------------------------------------------------------------------------------------------------------
-#
-# Stops the processes of a trial.
+# ---- stops the processes of a trial
 #
 #     MasterWorker (takes a checkpoint while the ModelWorkers still answer; the wait lasts as long as it makes progress)
 #       ──SIGTERM──> all others ──SIGTERM──> the name store ──SIGKILL──> every descendant, on every node
@@ -493,9 +491,7 @@ def pids_of(children: Iterable[Child]) -> dict[str, int]:
     return {child.spec.name: child.process.pid for child in children if child.process is not None}
 
 
-# ---- trainer -----------------------------------------------------------------------------------------------------
-#
-# The trainer as the supervisor sees it: ModelWorkers and MasterWorker, which end and restart together.
+# ---- the trainer as the supervisor sees it: ModelWorkers and MasterWorker, which end and restart together
 #
 # running ──first death──> _LAST_WORDS_S for the others ──> killed ──last one gone──> (supervisor decides) ──> running
 
@@ -569,9 +565,7 @@ class Trainer:
             child.kill()
 
 
-# ---- children ----------------------------------------------------------------------------------------------------
-#
-# One process of the plan over its restarts: its node, its next start.
+# ---- one process of the plan over its restarts: its node, its next start
 
 
 OnChildExit = Callable[["Child", Process, Exit], None]

@@ -249,7 +249,7 @@ def _needed(segments: Segments | None, what: str) -> Segments:
     return segments
 
 
-# ---- trial of a user's loss, before the run --------------------------------------------------------------------
+# ---- trial of a user's loss, before the run
 
 
 def try_loss(cfg: PPOConfig) -> None:

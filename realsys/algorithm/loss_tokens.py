@@ -82,7 +82,7 @@ def _ordered_sums(x: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(x, "sum", lengths=lengths.to(x.device), unsafe=True)
 
 
-# ---- sums over the counted entries -----------------------------------------------------------------------------
+# ---- sums over the counted entries
 #
 # ``mask`` is bool ``[t]``. Entries of the other tensors at a False position may be anything, NaN included: they reach
 # neither loss, gradient nor statistics.

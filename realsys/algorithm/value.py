@@ -84,7 +84,7 @@ def _distance(error: Tensor, cfg: CriticConfig) -> Tensor:
     return torch.where(error.abs() <= cfg.huber_delta, square, far)
 
 
-# ---- normalisation of the targets ------------------------------------------------------------------------------
+# ---- normalisation of the targets
 
 
 #: Lower bound of the variance: after a first batch of equal returns, the next differences would be infinite.

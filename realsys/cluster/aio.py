@@ -103,7 +103,7 @@ async def _racing(
         await asyncio.wait(tasks)
 
 
-# -- Disk work of the master: in a thread, so that its event loop runs on, and with a time limit -------------------
+# ---- disk work of the master: in a thread, so that its event loop runs on, and with a time limit
 
 
 async def on_disk(what: str, timeout_s: float, work: Callable[[], Result]) -> Result:

@@ -124,7 +124,7 @@ def file_stamp(path: Path) -> FileStamp | None:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-# -- Locks between processes of one host. The kernel ends a lock with its process ----------------------------------
+# ---- locks between processes of one host. The kernel ends a lock with its process
 
 
 class FileLock:
@@ -159,7 +159,7 @@ class FileLock:
             self._descriptor = -1
 
 
-# -- Folders that processes have on disks in memory ----------------------------------------------------------------
+# ---- folders that processes have on disks in memory
 #
 # A process that is killed leaves its folder there, until the machine has no memory left. `realsys gc` removes a folder
 # that no process has locked.

@@ -92,9 +92,7 @@ def _driver() -> str:
     return next((word for word in words if word[0].isdigit()), "of unknown version")
 
 
-# -- Attention kernel ----------------------------------------------------------------------------------------------
-#
-# Variable-length attention on CUDA: the call of torch's kernel, chosen once by the kernel's signature.
+# ---- variable-length attention on CUDA: the call of torch's kernel, chosen once by the kernel's signature
 #
 # torch 2.11 and 2.12 differ. In 2.11 the kernel takes grouped query heads as they are and has no ``enable_gqa``; from
 # 2.12 on it refuses them without ``enable_gqa``. A kernel without ``window_size`` or ``scale`` (torch 2.10) cannot
@@ -186,9 +184,7 @@ def _try(kernel: AttentionKernel) -> None:
     torch.cuda.synchronize()
 
 
-# -- Meters --------------------------------------------------------------------------------------------------------
-#
-# Meters of one rank's GPU: peak memory of torch, and utilisation and memory from NVML.
+# ---- meters of one rank's GPU: peak memory of torch, and utilisation and memory from NVML
 #
 # thread of NvmlSampler   a sample a second ──> mean and maximum since the last reading
 # end of a call           GpuMeter.read ──────> MfcReply.gpu
@@ -299,7 +295,7 @@ def make_meter(device: torch.device, peak_tflops: float) -> GpuMeter | None:
     return GpuMeter(device, peak, sampler)
 
 
-# -- Peak rates of GPUs in bfloat16, for the model FLOPs utilisation (MFU) -----------------------------------------
+# ---- peak rates of GPUs in bfloat16, for the model FLOPs utilisation (MFU)
 
 
 #: Part of the name of a device -> TFLOP/s of dense bfloat16 products (data sheets of NVIDIA). The first match counts,

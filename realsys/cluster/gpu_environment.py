@@ -45,9 +45,7 @@ def prepare_environment(environment: MutableMapping[str, str], *, deterministic:
             environment.setdefault(name, value)
 
 
-# -- Affinity ------------------------------------------------------------------------------------------------------
-#
-# CPU cores near the GPUs of a process. No torch: a process is bound before torch starts its threads.
+# ---- CPU cores near the GPUs of a process. No torch: a process is bound before torch starts its threads
 #
 #     CUDA_VISIBLE_DEVICES ──/proc/driver/nvidia──> PCI addresses ──/sys──> NUMA nodes ──/sys──> cores
 #

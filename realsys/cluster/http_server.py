@@ -117,9 +117,7 @@ class _Server(uvicorn.Server):
         self.on_ready()
 
 
-# -- Guard ---------------------------------------------------------------------------------------------------------
-#
-# Guard: the checks in front of every HTTP service of a trial, so that no route can lack them.
+# ---- guard: the checks in front of every HTTP service of a trial, so that no route can lack them
 #
 #     connection ──> head of at most MAX_HEAD bytes ──> token ──> body of at most max_body ──> lease ──> app
 #                └────────── within REQUEST_S ───────────────────────────────┘

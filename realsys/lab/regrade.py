@@ -218,7 +218,7 @@ def _plain(different: Different) -> dict[str, Any]:
     }
 
 
-# ---- disagreement ------------------------------------------------------------------------------------------------
+# ---- disagreement
 #
 # Disagreement: counts of new judgements against the recorded rewards. Pure. Its size depends on the prompts only.
 
@@ -324,9 +324,7 @@ def verdict_name(correct: bool | None) -> str:
     return _VERDICTS[correct]
 
 
-# ---- recorded ----------------------------------------------------------------------------------------------------
-#
-# Recorded completions of a trial, one step in memory at a time, with what a verifier needs to judge them again.
+# ---- recorded completions of a trial, one step in memory at a time, with what a verifier needs to judge them again
 
 
 class Prompts(Protocol):

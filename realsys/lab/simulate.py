@@ -119,9 +119,7 @@ def _shares(wasted: Mapping[str, float]) -> str:
     return ", ".join(f"{reason} {share:.2%}" for reason, share in wasted.items()) or "none"
 
 
-# ---- summary -----------------------------------------------------------------------------------------------------
-#
-# Results of a simulation as plain numbers, for JSON, terminal and picture.
+# ---- results of a simulation as plain numbers, for JSON, terminal and picture
 
 
 WARM_UP = 0.1  # share of the steps that throughput leaves out: at first all groups start together
@@ -190,9 +188,7 @@ def _steps_per_h(steps: list[dict[str, float]]) -> float:
     return 3600 * (len(steady) - 1) / max(1e-9, steady[-1]["time"] - steady[0]["time"])
 
 
-# ---- simulation picture ------------------------------------------------------------------------------------------
-#
-# Picture of a simulation.
+# ---- picture of a simulation
 
 
 _LINE, _BAR = "#1f5fa8", "#9dc3e6"

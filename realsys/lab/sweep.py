@@ -179,9 +179,7 @@ class Runs:
             self._process.send_signal(signum)
 
 
-# ---- sweep trials ------------------------------------------------------------------------------------------------
-#
-# Trials of a sweep: lists of values in the overrides, their combinations, and the name of each. Pure.
+# ---- trials of a sweep: lists of values in the overrides, their combinations, and the name of each. Pure
 #
 # lr=1e-4,1e-3 seed=1,2  ──>  lr=1e-4 seed=1 | lr=1e-4 seed=2 | lr=1e-3 seed=1 | lr=1e-3 seed=2
 

@@ -341,7 +341,7 @@ class DataPosition(msgspec.Struct, frozen=True):
     rates: list[Rate] = []
 
 
-# -- Refusals: the pure state raises them, and the routes turn each into its status and one line -------------------
+# ---- refusals: the pure state raises them, and the routes turn each into its status and one line
 
 
 class Refusal(Exception):

@@ -128,9 +128,7 @@ def _json(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-# -- GET /metrics --------------------------------------------------------------------------------------------------
-#
-# The manager's state and the newest numbers of the step log, in Prometheus' text format.
+# ---- the manager's state and the newest numbers of the step log, in Prometheus' text format
 #
 # Both are read at scrape time. No label is a ticket's id.
 

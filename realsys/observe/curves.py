@@ -310,9 +310,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-# ---- drawing -----------------------------------------------------------------------------------------------------
-#
-# Draws curves.png while a run lasts, in a process at the lowest priority.
+# ---- draws curves.png while a run lasts, in a process at the lowest priority
 #
 #     wait every_s ──> draw, if the step log has grown ──> wait at least 200 times as long as that took ──> ...
 #

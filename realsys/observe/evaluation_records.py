@@ -136,7 +136,7 @@ def _replace(path: Path, content: bytes) -> None:
     os.replace(staged, path)
 
 
-# ---- eval records ------------------------------------------------------------------------------------------------
+# ---- eval records
 #
 # The step log's record of an evaluation: numbers with intervals if it is complete, else the reason why it has none.
 

@@ -141,9 +141,7 @@ def wilson(share: float, size: float, z: float = Z95) -> tuple[float, float]:
     return low, 1.0 if share == 1.0 else min(1.0, centre + half)
 
 
-# ---- votes -------------------------------------------------------------------------------------------------------
-#
-# Majority vote over the final answers of a problem's completions (self-consistency, arXiv 2203.11171). Pure.
+# ---- majority vote over the final answers of a problem's completions (self-consistency, arXiv 2203.11171). Pure
 #
 # The answer that most completions agree on is the vote. With a tie, each of the tied answers counts in part: the result
 # is the expected value of a random choice among them. A completion without a final answer votes for nothing.

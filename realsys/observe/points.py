@@ -49,9 +49,7 @@ def _metric(kind: str, prefix: str, name: str) -> str:
     return f"{prefix}/{name}" if found is None or found.field.tracked else ""
 
 
-# ---- prometheus --------------------------------------------------------------------------------------------------
-#
-# Gauges of the newest numbers of the step log: ``realsys_train_*``, ``realsys_eval_*``, ``realsys_warmup_*``.
+# ---- gauges of the newest numbers of the step log: ``realsys_train_*``, ``realsys_eval_*``, ``realsys_warmup_*``
 #
 #     stats/entropy_mean    -> realsys_train_stats_entropy_mean
 #     untrained/{reason}    -> realsys_train_untrained{reason="stale"}

@@ -78,9 +78,7 @@ def _parts(pattern: str) -> Iterator[tuple[str, bool]]:
         yield part, i == len(parts) - 1
 
 
-# ---- field table -------------------------------------------------------------------------------------------------
-#
-# The fields of each kind of record of the step log (``realsys.observe.step_fields``).
+# ---- the fields of each kind of record of the step log (``realsys.observe.step_fields``)
 
 
 #: groups of fields, in the order of the documentation
@@ -398,9 +396,7 @@ FIELDS: Mapping[str, Mapping[str, Field]] = {
 }
 
 
-# ---- reference ---------------------------------------------------------------------------------------------------
-#
-# Tables of all fields of the step log in docs/metrics.md. `make docs` writes them; a test compares them.
+# ---- tables of all fields of the step log in docs/metrics.md. `make docs` writes them; a test compares them
 
 
 BEGIN, END = "<!-- fields: written by `make docs` -->", "<!-- end of fields -->"

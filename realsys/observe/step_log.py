@@ -137,9 +137,7 @@ def undone(record: Mapping[str, Any], recovered: Mapping[str, Any]) -> bool:
             return False
 
 
-# ---- latest ------------------------------------------------------------------------------------------------------
-#
-# The newest records of a step log that grows: those that ``/metrics`` and a status show.
+# ---- the newest records of a step log that grows: those that ``/metrics`` and a status show
 
 
 MAX_BYTES = 8 << 20  # bytes at the end of the log that are read at first

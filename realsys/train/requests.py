@@ -37,7 +37,7 @@ class LoadCheckpointRequest(msgspec.Struct):
     directory: str
 
 
-# -- Records of a step ---------------------------------------------------------------------------------------------
+# ---- records of a step
 
 
 class HoldRequest(msgspec.Struct):

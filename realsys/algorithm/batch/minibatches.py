@@ -112,7 +112,7 @@ def _split_alike(units: Sequence[Unit], parts: int, cost: CostFunction) -> list[
     return [[ref for i in part for ref in units[i]] for part in split_balanced(sums, parts)]
 
 
-# ---- rows that the actor does not compute ----------------------------------------------------------------------
+# ---- rows that the actor does not compute
 #
 # The loss has no gradient there. Master and ranks decide alike, from metadata alone: the master plans without the work
 # of these rows, and each rank leaves them out. They stay in the denominators of the loss.

@@ -135,7 +135,7 @@ def ks_distance(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
     return float(np.abs(below_a - below_b).max())
 
 
-# ---- tokens that are too old -----------------------------------------------------------------------------------
+# ---- tokens that are too old
 #
 # They stay in the context and leave the loss. The worker that holds the row makes the same choice from the same
 # versions (``realsys.train.worker.data_manager``).

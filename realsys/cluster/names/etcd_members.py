@@ -249,9 +249,7 @@ class EtcdMembers:
         return NameStoreError(f"name store: cannot {action}: {where} answered {code.name}: {details}; {advice}")
 
 
-# -- Import of etcd3 -----------------------------------------------------------------------------------------------
-#
-# Makes ``etcd3`` 0.12 importable next to protobuf >= 4, without touching the installed package.
+# ---- makes ``etcd3`` 0.12 importable next to protobuf >= 4, without touching the installed package
 #
 # The generated ``*_pb2.py`` files of etcd3 build their descriptors by hand, which protobuf refuses since version 4.
 # Each file also contains its serialized FileDescriptorProto. This module reads that literal from the source text and

@@ -359,7 +359,7 @@ def _unescape(name: str) -> str:
     return unquote(name, encoding="utf-8", errors="surrogatepass")
 
 
-# -- Held directory ------------------------------------------------------------------------------------------------
+# ---- held directory
 #
 # All paths are relative to one descriptor, and a file counts as missing only if the top folder of its path is in that
 # directory. So a directory that is renamed or mounted again in the middle of an operation never makes a file look

@@ -385,9 +385,7 @@ def _payload(frame: Buffer, size: int, what: str) -> I32:
     return array
 
 
-# -- Runs ----------------------------------------------------------------------------------------------------------
-#
-# Runs of equal values in the arrays of a row, and the arrays again. Pure.
+# ---- runs of equal values in the arrays of a row, and the arrays again. Pure
 #
 # Loss mask and versions seldom change within a row. A mask is the lengths of its runs, False and True in turn, False
 # first. Versions are runs (version, tokens), or (version, tokens, version of the oldest keys) where they differ.
@@ -462,7 +460,7 @@ def expand_masks(rows: Sequence[Sequence[int]], size: int) -> Mask:
     return masks
 
 
-# -- Decoders of msgpack messages, made once for each type ---------------------------------------------------------
+# ---- decoders of msgpack messages, made once for each type
 
 
 _MAKING_DECODER = threading.Lock()

@@ -295,9 +295,7 @@ class MasterStream:
         self._reader.nudge()  # a send may have swallowed the edge of a waiting message
 
 
-# -- Calls ---------------------------------------------------------------------------------------------------------
-#
-# Calls of the master to one or many workers, and the workers as the master sees them.
+# ---- calls of the master to one or many workers, and the workers as the master sees them
 #
 #     sent ──reply of every worker──> result: the replies, in the order of the workers
 #       ├──one failure──────────────> result: that error; the requests to the others are discarded
@@ -448,7 +446,7 @@ def name_workers(names: Collection[str]) -> str:
     return some if len(names) <= _NAMED else f"{some} and {len(names) - _NAMED} others"
 
 
-# -- Notices: which callback gets them, and what waits for one -----------------------------------------------------
+# ---- notices: which callback gets them, and what waits for one
 
 
 #: notices that wait for their callback; bounded, because a misspelt handler would collect them for ever
@@ -495,7 +493,7 @@ class Notices:
             self._fail(exc)
 
 
-# -- Waits for workers to connect ----------------------------------------------------------------------------------
+# ---- waits for workers to connect
 
 
 class Barriers:
@@ -529,7 +527,7 @@ class Barriers:
                 complete.set_exception(error)
 
 
-# -- Calls by handle: shards, DP heads and plain indices, in the names of the topology's routing table -------------
+# ---- calls by handle: shards, DP heads and plain indices, in the names of the topology's routing table
 
 Handle = str | int
 

@@ -334,7 +334,7 @@ class _Link:
                 pending.stored.set_exception(StreamError(f"{self._identity}: {refusal}"))
 
 
-# -- Puller --------------------------------------------------------------------------------------------------------
+# ---- puller
 #
 # Invariants of the receiving end
 #     store-once       A sequence of an identity is handed to ``on_group`` at most once. A resent one gets

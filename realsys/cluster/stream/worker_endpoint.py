@@ -182,9 +182,7 @@ class WorkerEndpoint:
         return error
 
 
-# -- I/O thread ----------------------------------------------------------------------------------------------------
-#
-# The I/O thread of a WorkerEndpoint, and the outbox through which other threads reach it.
+# ---- the I/O thread of a WorkerEndpoint, and the outbox through which other threads reach it
 #
 #     any thread ──Outgoing──> Outbox ──> [I/O thread] numbers it, keeps it, sends it ──> master
 #                                           ^      │

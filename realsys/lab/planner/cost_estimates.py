@@ -61,9 +61,7 @@ def _trainer(recording: Recording, load: Load, busy: float) -> tuple[Cost, Cost]
     return step, Cost(fixed.value, max(fixed.error, 0.05)).combined(PRIORS["fixed_step"])
 
 
-# ---- server estimates --------------------------------------------------------------------------------------------
-#
-# Estimates the costs of the servers of a recorded run.
+# ---- estimates the costs of the servers of a recorded run
 #
 #     decode spans: seconds ~ tokens x completions that decode ──┐
 #     without them: groups: seconds ~ length x completions ──────┼──> seconds of a token, cores of the other processes
@@ -160,7 +158,7 @@ def _least_squares(
     return float(np.square(columns @ solution - target).sum()), solution, others
 
 
-# -- with spans --------------------------------------------------------------------------------------------------------
+# ---- with spans
 
 
 def _decoded(recording: Recording, load: Load) -> _Pieces | None:
@@ -206,7 +204,7 @@ def _rest(recording: Recording) -> Cost:
     return Cost(float(value), float(error))
 
 
-# -- without spans -----------------------------------------------------------------------------------------------------
+# ---- without spans
 
 
 def _groups(recording: Recording, load: Load, forward_s: float) -> _Pieces:
@@ -243,9 +241,7 @@ def _trainers_forward(recording: Recording) -> Cost:
     return Cost(seconds, _LIKE_A_STEP * seconds)
 
 
-# ---- priors ------------------------------------------------------------------------------------------------------
-#
-# Assumptions about costs that one run does not tell, with wide errors.
+# ---- assumptions about costs that one run does not tell, with wide errors
 
 
 #: share of a token's and of a step's time that does not grow with the batch; cores of the other processes per server;
@@ -261,9 +257,7 @@ PRIORS = {
 }
 
 
-# ---- regression --------------------------------------------------------------------------------------------------
-#
-# Least squares with numbers that cannot be negative, and errors from blocks of time.
+# ---- least squares with numbers that cannot be negative, and errors from blocks of time
 
 
 Matrix = Any
@@ -308,9 +302,7 @@ def errors_of(count: int, estimate: Callable[[Matrix], Matrix], seed: int = 1) -
     return estimate(np.arange(count)), np.std(np.array(drawn), axis=0)
 
 
-# ---- load --------------------------------------------------------------------------------------------------------
-#
-# Load of a recorded run at each moment: completions that run, tokens in the cache, trainer at work.
+# ---- load of a recorded run at each moment: completions that run, tokens in the cache, trainer at work
 #
 # A completion is taken to be sampled at an even rate, and the longest one of a group until the group ends. So the
 # others end at their share of the group's time.

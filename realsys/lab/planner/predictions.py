@@ -99,9 +99,7 @@ def _interval(mids: list[float], spread: float) -> Interval:
     return Interval(mid, mid / factor, mid * factor)
 
 
-# ---- splits ------------------------------------------------------------------------------------------------------
-#
-# Splits of the devices between servers and trainer, and the choice among them.
+# ---- splits of the devices between servers and trainer, and the choice among them
 
 
 MOST_SPLITS = 7  # more are thinned out, evenly
@@ -149,9 +147,7 @@ def recommend(predictions: Sequence[Prediction], devices: int = 0) -> Prediction
     return next(prediction for prediction in fitting if prediction.tokens_per_s.mid >= 0.99 * fastest)
 
 
-# ---- variants ----------------------------------------------------------------------------------------------------
-#
-# Variants of a configuration that the planner predicts: splits, batch sizes, bounds on staleness, lengths.
+# ---- variants of a configuration that the planner predicts: splits, batch sizes, bounds on staleness, lengths
 
 
 _LIMIT = ("generation", "sampling", "max_new_tokens")

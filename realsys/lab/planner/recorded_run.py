@@ -151,9 +151,7 @@ def _at(integral: tuple[Any, Any], time: float) -> float:
     return float(np.interp(time, *integral))
 
 
-# ---- recorded run ------------------------------------------------------------------------------------------------
-#
-# Reads one run for the planner: its steps, its groups and the lengths of its completions.
+# ---- reads one run for the planner: its steps, its groups and the lengths of its completions
 #
 #     steps.jsonl   tokens and seconds of each step           ─┐
 #     ledger.jsonl  when each group was granted and finished   ├──> Recording

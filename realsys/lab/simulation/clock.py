@@ -42,9 +42,7 @@ class Clock:
         return True
 
 
-# ---- account -----------------------------------------------------------------------------------------------------
-#
-# Measurements of a simulation: where each sampled token ended, waiting times, lengths, grants.
+# ---- measurements of a simulation: where each sampled token ended, waiting times, lengths, grants
 #
 # Every token that a server samples is open (its group runs or is buffered), trained, or wasted for a named reason
 # (``no-waste``). ``balance`` checks the sum.

@@ -276,9 +276,7 @@ def allocate_request(worker: str, count: int, number: int, incarnation: str) -> 
     return AllocateRequest(worker, count, MAX_WAIT_S, f"{worker}.{incarnation}.{number}", incarnation)
 
 
-# ---- server tasks ------------------------------------------------------------------------------------------------
-#
-# ServerTasks: the manager's tasks for each server of a simulation: weight updates, probes, loads.
+# ---- ServerTasks: the manager's tasks for each server of a simulation: weight updates, probes, loads
 #
 # look ──> state: next order, next probe ──delay──> server ──delay──> state ──> settle
 

@@ -389,9 +389,7 @@ def success_rate(sim: SimSettings, seed: int, prompt_index: int) -> float:
     return 1.0 / (1.0 + math.exp(-logit))
 
 
-# ---- length models -----------------------------------------------------------------------------------------------
-#
-# Lengths of completions: drawn from a formula or from a recorded trial.
+# ---- lengths of completions: drawn from a formula or from a recorded trial
 #
 # Every length is a quantile of a normal score z = sqrt(p) * prompt + sqrt(1 - p) * episode, where p is the
 # ``prompt_share``. So the same prompt is long again when it is issued again, in any distribution.

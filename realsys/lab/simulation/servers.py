@@ -219,9 +219,7 @@ def _before(piece: Piece, request: EngineRequest) -> float:
     return request.prefill_tokens / len(request.pieces) - piece.began
 
 
-# ---- host costs --------------------------------------------------------------------------------------------------
-#
-# Cost model of a host: processes that compute share its cores, and each slows the others down.
+# ---- cost model of a host: processes that compute share its cores, and each slows the others down
 #
 #     process computes ──use(cores)──> Host ──speed──> every process that computes
 #

@@ -259,9 +259,7 @@ class Simulation:
         self._quarantined = quarantined
 
 
-# ---- fault schedule ----------------------------------------------------------------------------------------------
-#
-# Fault schedule: each kind is a Poisson process with its own generator, so that one kind does not move another.
+# ---- fault schedule: each kind is a Poisson process with its own generator, so that one kind does not move another
 
 
 class Faults:

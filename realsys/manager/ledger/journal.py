@@ -286,7 +286,7 @@ class Journal:
         return events
 
 
-# -- Compaction ----------------------------------------------------------------------------------------------------
+# ---- compaction
 
 
 class Compactor:

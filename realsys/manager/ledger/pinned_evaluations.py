@@ -266,7 +266,7 @@ def _ticket_id(eval_id: str, unit: int) -> str:
     return f"eval-{eval_id}-{unit:06d}"
 
 
-# -- Progress of one evaluation: which completions wait, and what the others add up to -----------------------------
+# ---- progress of one evaluation: which completions wait, and what the others add up to
 
 
 #: Size of a block of attempt numbers. An evaluation that begins anew, is started again or meets another manager takes

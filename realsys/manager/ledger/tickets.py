@@ -109,7 +109,7 @@ class LedgerCounts:
         return states | {"trained": self.trained, "dropped": self.dropped}
 
 
-# -- Lost replies --------------------------------------------------------------------------------------------------
+# ---- lost replies
 #
 # Allocations whose reply may have been lost: without them, their tickets would hold quota until the lease lapses.
 #

@@ -80,7 +80,7 @@ class FanOut:
         return {host: end for host, end in ends if end > now}
 
 
-# -- Times of weight updates: the last ones for the status page, all of them as histograms -------------------------
+# ---- times of weight updates: the last ones for the status page, all of them as histograms
 
 
 #: Seconds that a server reports of an update: it stages (reads, verifies, prepares) while it generates, and pauses to

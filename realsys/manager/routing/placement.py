@@ -342,9 +342,7 @@ class Reservations:
         return self._servers[server]
 
 
-# -- Router --------------------------------------------------------------------------------------------------------
-#
-# It chooses a server for a request by registry, load, expected length and strategy.
+# ---- it chooses a server for a request by registry, load, expected length and strategy
 #
 # every server ──verified, trusted, fresh, not drained──> routes ──strategy──> one server, with a reservation
 
@@ -433,7 +431,7 @@ class Router:
         return served is not None and published is not None and minimum <= served.version <= published.version
 
 
-# -- Hashes of a prompt's prefixes, by which routing finds a server that has computed one --------------------------
+# ---- hashes of a prompt's prefixes, by which routing finds a server that has computed one
 
 
 BLOCK = 64  # tokens; engines share prefixes in whole pages, so smaller blocks would find no more

@@ -88,7 +88,7 @@ def is_lost(held: HeldAttempt, workers: Mapping[str, WorkerHeartbeat]) -> bool:
     return heartbeat is None or heartbeat.incarnation != held.incarnation
 
 
-# -- Statistics of finished rollouts: tokens and groups per second, verdicts, reasons ------------------------------
+# ---- statistics of finished rollouts: tokens and groups per second, verdicts, reasons
 
 
 Size = TypeVar("Size", int, float)  # bytes

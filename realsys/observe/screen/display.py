@@ -119,9 +119,7 @@ def expected_workers(config: Config) -> list[str]:
     return [f"{kind}/{index}" for kind, count in counts.items() for index in range(count)]
 
 
-# ---- live lines --------------------------------------------------------------------------------------------------
-#
-# Lines of the live display, for a terminal of any size. Pure.
+# ---- lines of the live display, for a terminal of any size. Pure
 #
 #     title, elapsed time
 #     phase, bar, time left

@@ -107,9 +107,7 @@ def _count(record: Record) -> str:
     return f"{step:>{len(total)}}/{total}"
 
 
-# ---- evaluation view ---------------------------------------------------------------------------------------------
-#
-# Lines about an evaluation that runs: which part of its completions is there.
+# ---- lines about an evaluation that runs: which part of its completions is there
 
 
 _EVERY_S = 5.0

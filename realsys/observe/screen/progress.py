@@ -130,9 +130,7 @@ def mean(records: Iterable[Record], *path: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-# ---- monitor -----------------------------------------------------------------------------------------------------
-#
-# Keeps a Progress up to date while a trial runs, from the step log and the manager's status.
+# ---- keeps a Progress up to date while a trial runs, from the step log and the manager's status
 
 
 _REFRESH_S = 1.0

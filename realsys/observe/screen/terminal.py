@@ -72,9 +72,7 @@ def reported(action: str) -> Iterator[None]:
         tell(f"realsys: cannot {action}: {exc.filename or 'the terminal'}: {exc.strerror}")
 
 
-# ---- log tail ----------------------------------------------------------------------------------------------------
-#
-# Follows a text file that another process appends to, moves away, or cuts off.
+# ---- follows a text file that another process appends to, moves away, or cuts off
 
 
 _PART = 1 << 20  # bytes

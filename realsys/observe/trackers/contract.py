@@ -109,9 +109,7 @@ class Tracker(ABC):
         return
 
 
-# ---- signature ---------------------------------------------------------------------------------------------------
-#
-# Reads which arguments a function of a library takes from its source: an import of the library takes seconds.
+# ---- reads which arguments a function of a library takes from its source: an import of the library takes seconds
 
 
 def argument_problem(library: str, file: str, arguments: Iterable[str], own: Sequence[str]) -> str:

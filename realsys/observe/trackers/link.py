@@ -141,9 +141,7 @@ class Trackers:
             transport.close()
 
 
-# ---- messages ----------------------------------------------------------------------------------------------------
-#
-# Messages between the launcher and the process of the trackers.
+# ---- messages between the launcher and the process of the trackers
 #
 #     launcher ──Order──> a file in memory
 #              ──Ended──> stdin of the process
@@ -186,9 +184,7 @@ def line(message: msgspec.Struct) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 
-# ---- check -------------------------------------------------------------------------------------------------------
-#
-# Checks the trackers of a run before it starts. Imports their modules, and none of their libraries.
+# ---- checks the trackers of a run before it starts. Imports their modules, and none of their libraries
 
 
 FIELD = "telemetry.trackers"

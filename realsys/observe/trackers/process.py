@@ -84,9 +84,7 @@ def _finish(followers: list[Follower], ended: Ended, say: Callable[[str], None])
             say(f"tracker {follower.name} did not finish within {ended.finish_s:g} s: {LATER}")
 
 
-# ---- follower ----------------------------------------------------------------------------------------------------
-#
-# One tracker in a thread: it follows the step log until the run ends, and is made again if it fails.
+# ---- one tracker in a thread: it follows the step log until the run ends, and is made again if it fails
 #
 #     make ──> deliver ──wait POLL_S──> deliver ... ──end──> deliver ──> close
 #       ^          │ exception

@@ -50,9 +50,7 @@ class TensorBoardTracker(Tracker):
         self._files[kind].restart(max(0, step))
 
 
-# ---- event files -------------------------------------------------------------------------------------------------
-#
-# Writer of TensorBoard's event files: scalars, and the mark that discards later steps.
+# ---- writer of TensorBoard's event files: scalars, and the mark that discards later steps
 #
 # A file is a sequence of records, each with a length and two checksums (TFRecord). A record is a protobuf message
 # ``tensorflow.Event``. The few fields that scalars need are encoded here: the libraries that write them take a second

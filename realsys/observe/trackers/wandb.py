@@ -62,7 +62,7 @@ class WandbTracker(Tracker):
         self._wandb.teardown()  # `finish` returns before the process of W&B has written its file
 
 
-# ---- wandb key ---------------------------------------------------------------------------------------------------
+# ---- wandb key
 #
 # Says before the start whether W&B will find its API key. Reads what W&B reads, without the library and the network.
 #

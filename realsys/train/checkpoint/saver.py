@@ -306,7 +306,7 @@ def _own_index(role: Role, indexes: Sequence[RankIndex]) -> RankIndex | None:
     return next((index for index in indexes if same and index.rank == role.groups.rank), None)
 
 
-# -- Places of a role's training state on this rank: one slot per parameter ----------------------------------------
+# ---- places of a role's training state on this rank: one slot per parameter
 #
 # Megatron has four ways to keep it: fp32 parameters stepped in place, bf16 parameters with fp32 master copies, and
 # each of the two with the optimizer's part cut into one range per data rank (distributed optimizer).

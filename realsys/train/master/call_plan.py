@@ -57,7 +57,7 @@ def plan_roles(
     }
 
 
-# -- Learning rates and the KL coefficient of each call ------------------------------------------------------------
+# ---- learning rates and the KL coefficient of each call
 
 
 REFERENCE = "ref_logprobs"  # a call that reads this key weighs the KL to the reference

@@ -387,7 +387,7 @@ async def _result(
     )
 
 
-# -- Ownership -----------------------------------------------------------------------------------------------------
+# ---- ownership
 
 
 _NO_WORKER: Holders = frozenset()
@@ -445,7 +445,7 @@ def _held(columns: Sequence[Mapping[str, Holders]], sample_ids: Sequence[str]) -
     return dict(sorted(held.items()))
 
 
-# -- Use of the GPUs, from the readings in the replies of ModelWorkers ---------------------------------------------
+# ---- use of the GPUs, from the readings in the replies of ModelWorkers
 #
 # reply   flops, peak_flops   model FLOPs of this rank in the call; peak FLOP/s of its GPU
 #         peak_bytes          most memory that torch held

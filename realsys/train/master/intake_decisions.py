@@ -300,7 +300,7 @@ class IntakeState:
             )
 
 
-# -- Batches that can never fill -----------------------------------------------------------------------------------
+# ---- batches that can never fill
 #
 # A wait for groups can last for ever in three ways. All prompts have ended and the batch is short of groups (a small
 # data set, most of it failed). Each group fails and is replaced by a fresh one that fails too. Or workers filter out

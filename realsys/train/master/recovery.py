@@ -140,7 +140,7 @@ def has_trained(records: Iterable[StepRecord]) -> bool:
     return any(record["kind"] == "train" for record in records)
 
 
-# -- Start of a trial ----------------------------------------------------------------------------------------------
+# ---- start of a trial
 #
 # The launcher decides it once and writes it to ``{trial}/start.json``; the MasterWorker reads it.
 #

@@ -173,7 +173,7 @@ def meshes_of(config: Config) -> dict[str, Mesh]:
     return place(parse_allocation(config.allocation), roles)
 
 
-# -- Comparison of a recorded step with its replay, bit by bit or within a tolerance -------------------------------
+# ---- comparison of a recorded step with its replay, bit by bit or within a tolerance
 #
 # plan, calls ──> scores, statistics, arrays that the calls made ──> parameters after the step
 class Difference(msgspec.Struct, frozen=True):

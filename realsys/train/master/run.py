@@ -234,7 +234,7 @@ class MasterRun:
             self._log.append(record)
 
 
-# -- Parts ---------------------------------------------------------------------------------------------------------
+# ---- parts
 #
 #     connections ──> ModelWorkers ──> publisher, checkpoints ──> intake, evaluations ──> TrainLoop
 

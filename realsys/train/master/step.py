@@ -119,7 +119,7 @@ def without_actor_training(flow: Dataflow) -> Dataflow:
     return Dataflow([c for c in flow.calls if not (c.trains and c.role == ACTOR)], flow.source_keys)
 
 
-# -- Supervised warm-up: another dataflow graph on the same ModelWorkers -------------------------------------------
+# ---- supervised warm-up: another dataflow graph on the same ModelWorkers
 #
 # It consumes demonstrations by index. The DP heads tokenise the next batch while the current one trains.
 

@@ -223,7 +223,7 @@ def _deviation(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 
 
-# -- Step log ------------------------------------------------------------------------------------------------------
+# ---- step log
 #
 # One JSON record a line, a whole line or none; `realsys.observe.step_log` reads it. The log grows with every step of a
 # run, so lines are short: numbers keep the digits that mean something, and tickets are written as ranges.
@@ -284,7 +284,7 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-# -- Status page: phase of the run, and the fields of the last step ------------------------------------------------
+# ---- status page: phase of the run, and the fields of the last step
 
 
 class RunStatus:

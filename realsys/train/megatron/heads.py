@@ -153,7 +153,7 @@ class OutputHead:
         return select_states(hidden, rows, self._groups.tensor, sequence_parallel=self._sequence_parallel)
 
 
-# -- Output projection, log-probs of given tokens and entropy ------------------------------------------------------
+# ---- output projection, log-probs of given tokens and entropy
 #
 # The vocabulary is sharded over the tensor ranks.
 #

@@ -126,7 +126,7 @@ def _keep(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# -- Weights, over tensor and pipeline ranks -----------------------------------------------------------------------
+# ---- weights, over tensor and pipeline ranks
 #
 #     q, k, v       -> linear_qkv   interleaved by query group
 #     gate, up      -> linear_fc1   one below the other, within each tensor rank's shard

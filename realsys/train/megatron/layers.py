@@ -264,7 +264,7 @@ def block_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmod
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
 
 
-# -- Elementwise parts of the layer with explicit backward passes --------------------------------------------------
+# ---- elementwise parts of the layer with explicit backward passes
 #
 # On a CPU, memory traffic between elementwise operations bounds the step of a small model. Each function here replaces
 # a chain of operations that autograd would run one by one.

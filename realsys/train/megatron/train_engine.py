@@ -307,7 +307,7 @@ class MegatronEngine:
         return results
 
 
-# -- Optimizer: fp32 master weights, global norm, clipping, skipped steps ------------------------------------------
+# ---- optimizer: fp32 master weights, global norm, clipping, skipped steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,7 +425,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-# -- Pipeline schedule over micro-batches of packed sequences ------------------------------------------------------
+# ---- pipeline schedule over micro-batches of packed sequences
 
 
 class Schedule:

@@ -247,7 +247,7 @@ def _split(tensor: Array, sizes: list[int]) -> list[Array]:
     return [tensor[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-# -- Single rows: a viewer of one sample must not load the whole batch ---------------------------------------------
+# ---- single rows: a viewer of one sample must not load the whole batch
 #
 # A worker's file has one tensor per key, with the samples one after the other. Header and index say where a sample's
 # part is, so only these bytes are read. Each part is checked against its checksum.

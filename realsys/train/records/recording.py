@@ -143,7 +143,7 @@ class SampleRecorder:
             log.info("record of step %d: %s", request.step, error)
 
 
-# -- Groups that the master dropped because they were too old, for people ------------------------------------------
+# ---- groups that the master dropped because they were too old, for people
 #
 #     master ──keep_dropped──> TooOldGroups ──offer──> DroppedWriter ──thread──> file
 #            ──clear─────────> DataManager

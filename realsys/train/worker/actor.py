@@ -115,7 +115,7 @@ def segments_of(refs: Sequence[SequenceRef]) -> Segments:
     )
 
 
-# -- Supervised warm-up --------------------------------------------------------------------------------------------
+# ---- supervised warm-up
 
 
 class Sft:

@@ -73,7 +73,7 @@ def find_handler(name: str) -> CallHandler:
     return handler
 
 
-# -- Role: the objects that call handlers use, and the state that outlives a call ----------------------------------
+# ---- role: the objects that call handlers use, and the state that outlives a call
 
 
 #: names in the state of a role
@@ -185,7 +185,7 @@ def sequences_per_rank(request: MfcRequest) -> list[list[SequenceRef]]:
     return [[ref for minibatch in request.minibatches for ref in minibatch[d]] for d in data_ranks]
 
 
-# -- Hooks: functions that run before or after a call. ``realsys.config.doors.HOOK`` lists their names -------------
+# ---- hooks: functions that run before or after a call. ``realsys.config.doors.HOOK`` lists their names
 
 
 #: Runs on every rank of the role's mesh, so it may contain collectives. An error that it raises

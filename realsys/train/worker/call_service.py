@@ -355,7 +355,7 @@ def _unit_of(payload: Any) -> str:
     return "" if version is None else f"version/{version}"
 
 
-# -- Build of a role -----------------------------------------------------------------------------------------------
+# ---- build of a role
 
 
 logger = logging.getLogger(__name__)
@@ -387,7 +387,7 @@ def make_role(
     return Role(name, config, settings, engine, data, packer, device)
 
 
-# -- Demonstrations for the supervised warm-up, tokenised on request and stored as samples -------------------------
+# ---- demonstrations for the supervised warm-up, tokenised on request and stored as samples
 
 
 class Demonstrations(Protocol):
@@ -437,7 +437,7 @@ def open_demonstrations(config: Config, paths: TrialPaths) -> Demonstrations:
     return DemoDataset(file, TextTokenizer(model), chat_template=config.data.chat_template)
 
 
-# -- Host memory ---------------------------------------------------------------------------------------------------
+# ---- host memory
 #
 # glibc keeps what a backward pass has freed, to give it out again. Between two steps a rank of a 135M model so held
 # 1.1 GB that servers and verifiers of the same host could not use.

@@ -284,7 +284,7 @@ def array_size(ref: SequenceRef, key: str) -> int:
     return elements[ARRAY_KEYS[key][1]]
 
 
-# -- Tokens of a row by version, and a row's arrays without the tokens that are too old ----------------------------
+# ---- tokens of a row by version, and a row's arrays without the tokens that are too old
 
 
 def version_tokens(versions: I32) -> list[tuple[int, int]]:

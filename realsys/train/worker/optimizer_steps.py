@@ -158,7 +158,7 @@ def call_argument(request: MfcRequest, name: str) -> float:
     return float(request.args[name])
 
 
-# -- Sums and maxima over the ranks of a mesh. Every rank of the group makes the same call -------------------------
+# ---- sums and maxima over the ranks of a mesh. Every rank of the group makes the same call
 
 
 def reduce_stats(stats: Stats, role: Role) -> dict[str, float]:

@@ -106,7 +106,7 @@ def _store(items: Sequence[Item], buffer: Array, refs: Mapping[str, SequenceRef]
         offset += size
 
 
-# -- Exchange of the sequences of a call among the data ranks of its mesh ------------------------------------------
+# ---- exchange of the sequences of a call among the data ranks of its mesh
 #
 #     master ──MfcShare──> every rank: the sequences of its own data rank
 #     ranks  ──all-gather over data ranks──> MfcRequest with the sequences of all of them
