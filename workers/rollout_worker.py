@@ -15,6 +15,7 @@ from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
 from realsys.manager.client import ManagerClient
+from realsys.observe.dropped_groups import DroppedWriter
 from realsys.reward.open_verifiers import open_verifiers
 from realsys.rollout import agents, environments
 from realsys.rollout.gateway.gateway import gateway_of
@@ -22,7 +23,6 @@ from realsys.rollout.group_player import group_player
 from realsys.rollout.resumable_engine import ResumableEngine
 from realsys.rollout.stores import DroppedStore, EvaluationStore
 from realsys.rollout.worker_loop import RolloutLoop, RolloutLoopParts
-from realsys.storage.dropped_groups import DroppedWriter
 
 
 async def serve(ctx: WorkerContext) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 
 from realsys.data.prompts import Prompt
 from realsys.generation.client import Generated
+from realsys.observe.dropped_groups import MOST_TEXT, DroppedEpisode, DroppedGroup, DroppedWriter, Room
 from realsys.observe.evaluation_records import EvalSample, append_sample
-from realsys.storage.dropped_groups import MOST_TEXT, DroppedEpisode, DroppedGroup, DroppedWriter, Room
 from realsys.types import Episode, Row, Ticket
 
 
@@ -70,7 +70,7 @@ class EvaluationStore:
         )
 
 
-# ---- dropped and failed groups, as people see them later (``realsys.storage.dropped_groups``)
+# ---- dropped and failed groups, as people see them later (``realsys.observe.dropped_groups``)
 
 
 #: error of an episode, and its last call of the engine: the tokens before it, and the completion

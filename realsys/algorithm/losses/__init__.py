@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from realsys.algorithm.losses.base import ConfiguredLoss, Loss, LossInputs, Surrogate, episode_level
+from realsys.algorithm.losses.contract import ConfiguredLoss, Loss, LossInputs, Surrogate, episode_level
 from realsys.config.doors import LOSS
 from realsys.config.sections.schema_train import PPOConfig
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from realsys.algorithm.losses.base import LossInputs, Surrogate
+from realsys.algorithm.losses.contract import LossInputs, Surrogate
 
 
 def cispo(inputs: LossInputs) -> Surrogate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from realsys.algorithm.losses.base import LossInputs, Surrogate, episode_level
+from realsys.algorithm.losses.contract import LossInputs, Surrogate, episode_level
 from realsys.algorithm.losses.ppo import clipped_ratio
 
 

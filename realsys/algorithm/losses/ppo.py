@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from realsys.algorithm.losses.base import LossInputs, Surrogate
+from realsys.algorithm.losses.contract import LossInputs, Surrogate
 
 
 def ppo(inputs: LossInputs) -> Surrogate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from realsys.algorithm.losses.base import LossInputs
+from realsys.algorithm.losses.contract import LossInputs
 
 
 def reinforce(inputs: LossInputs) -> Tensor:

@@ -20,13 +20,13 @@ from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError
+from realsys.observe.dropped_groups import group_files
 from realsys.observe.evaluation_records import RESULT, SAMPLES, headline, read_result, stored_evaluations
 from realsys.observe.samples.dropped_samples import DroppedSource
 from realsys.observe.samples.eval_samples import EvalSource
 from realsys.observe.samples.filters import SampleSource
 from realsys.observe.samples.step_samples import StepSource
 from realsys.observe.samples.turns import References
-from realsys.storage.dropped_groups import group_files
 from realsys.train.records.record_files import BATCH, record_of_step, recorded_steps
 
 DROPPED = "dropped"

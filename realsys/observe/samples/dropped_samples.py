@@ -1,5 +1,5 @@
 """Groups that were not trained, with the reason of each: RolloutWorkers dropped them, they failed, or they were too old
-for the trainer (``realsys.storage.dropped_groups``).
+for the trainer (``realsys.observe.dropped_groups``).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from realsys.algorithm.batch.token_losses import MASKED, STALE
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError
+from realsys.observe.dropped_groups import DroppedEpisode, DroppedGroup, GroupFile, group_files, read_group
 from realsys.observe.samples.filters import SampleRow, SampleView, Turn
 from realsys.observe.samples.turns import References, turns
-from realsys.storage.dropped_groups import DroppedEpisode, DroppedGroup, GroupFile, group_files, read_group
 
 MOST_GROUPS = 1000
 MOST_BYTES = 256 << 20  # bytes of files that the first list reads

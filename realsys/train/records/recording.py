@@ -29,7 +29,7 @@ from realsys.cluster.commit_folder import checksum_of
 from realsys.config.dataflow import KV_VERSIONS, SOURCE_KEYS, TEMPERATURES, TOKEN_REWARDS
 from realsys.errors import StreamError
 from realsys.model_calls import Empty, KeepDroppedRequest
-from realsys.storage.dropped_groups import DroppedEpisode, DroppedGroup, DroppedWriter, Room
+from realsys.observe.dropped_groups import DroppedEpisode, DroppedGroup, DroppedWriter, Room
 from realsys.train.megatron.offload import OffloadCopies
 from realsys.train.records import record_files as files
 from realsys.train.requests import HoldRequest, LoadRecordRequest, Recorded, RecordReply, RecordRequest
@@ -149,7 +149,7 @@ class SampleRecorder:
 #            ──clear─────────> DataManager
 #
 # The request loop copies at most ``MOST_GROUP_BYTES`` of rows, once per second; a thread writes them
-# (``realsys.storage.dropped_groups``).
+# (``realsys.observe.dropped_groups``).
 
 
 class TooOldGroups:

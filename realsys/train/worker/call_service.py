@@ -65,8 +65,8 @@ from realsys.model_calls import (
     TransferReply,
     TransferRequest,
 )
+from realsys.observe.dropped_groups import DroppedWriter
 from realsys.observe.spans import span
-from realsys.storage.dropped_groups import DroppedWriter
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import MeshGroups

@@ -16,8 +16,8 @@ from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.data.char_model import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
+from realsys.observe.dropped_groups import DroppedGroup, Room, write_group
 from realsys.observe.evaluation_records import EvalSample, write_result
-from realsys.storage.dropped_groups import DroppedGroup, Room, write_group
 from realsys.train.records import record_files as files
 from realsys.train.records.record_files import StepRecord
 from realsys.types import GroupOrigin, Row, RowOrigin, SampleMeta, Ticket

@@ -8,8 +8,8 @@ import numpy as np
 
 from realsys.data.prompts import Prompt
 from realsys.generation.client import Generated
+from realsys.observe.dropped_groups import DroppedGroup, DroppedWriter, group_files, read_group
 from realsys.rollout.stores import DroppedStore
-from realsys.storage.dropped_groups import DroppedGroup, DroppedWriter, group_files, read_group
 from realsys.types import Episode, Ticket
 from tests.support.training.sample_records import make_row
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from realsys.errors import RecordError
-from realsys.storage import dropped_groups
-from realsys.storage.dropped_groups import DroppedGroup, DroppedWriter, Room, group_files, read_group
+from realsys.observe import dropped_groups
+from realsys.observe.dropped_groups import DroppedGroup, DroppedWriter, Room, group_files, read_group
 from realsys.types import Ticket
 from tests.support.training.sample_records import make_row
 
