@@ -16,7 +16,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.nodes.orders import EXIT_NO_MACHINE
 from realsys.launch.supervise.failures import FirstFailure, first_failure
-from realsys.launch.supervise.restart_policy import NO_CHECKPOINT, Outcome
+from realsys.launch.supervise.restart_policy import NO_CHECKPOINT, TrialOutcome
 from realsys.observe.curves import draw_curves
 from realsys.observe.evaluation_records import asked, further, headline, is_held_out, margin
 from realsys.observe.percent import apportioned, percent, percentage
@@ -35,7 +35,9 @@ def newest_step(paths: TrialPaths) -> int:
     return complete[-1][0] if complete else NO_CHECKPOINT
 
 
-def conclude(config: Config, paths: TrialPaths, outcome: Outcome, started: float, again: str) -> tuple[int, Summary]:
+def conclude(
+    config: Config, paths: TrialPaths, outcome: TrialOutcome, started: float, again: str
+) -> tuple[int, Summary]:
     """Write and print the summary; return it with the exit code. ``again``: the command that continues the trial."""
     summary, failure = summarised(config, paths, outcome, started)
     if outcome.status == "failed":
@@ -50,7 +52,7 @@ def conclude(config: Config, paths: TrialPaths, outcome: Outcome, started: float
 
 
 def summarised(
-    config: Config, paths: TrialPaths, outcome: Outcome, started: float
+    config: Config, paths: TrialPaths, outcome: TrialOutcome, started: float
 ) -> tuple[Summary, FirstFailure | None]:
     """Write the summary of a run that has ended. Returns it, with the first failure of a run that failed."""
     failure = None
@@ -73,7 +75,7 @@ def draw(config: Config, paths: TrialPaths, steps: int) -> None:
         tell(f"realsys: {paths.curves} is not drawn: {type(exc).__name__}: {exc}")
 
 
-def report_failure(outcome: Outcome, failure: FirstFailure | None, paths: TrialPaths, advice: str) -> int:
+def report_failure(outcome: TrialOutcome, failure: FirstFailure | None, paths: TrialPaths, advice: str) -> int:
     """Print the cause in one line, then files with details, the last lines of the log and ``advice``.
 
     Returns the exit code.
@@ -131,7 +133,7 @@ _NAME = 20  # width of a fact's name
 def summarise(
     config: Config,
     paths: TrialPaths,
-    outcome: Outcome,
+    outcome: TrialOutcome,
     *,
     started: float,
     ended: float,

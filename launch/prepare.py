@@ -39,7 +39,7 @@ from realsys.data.conversion.identity import check_copy, check_prompts, write_di
 from realsys.errors import ConfigError
 from realsys.launch.nodes.orders import outlive_agents
 from realsys.launch.preflight import check_here
-from realsys.launch.start import Trial, check_inputs, decide_start, describe, newer_data, read_trial, resume_path
+from realsys.launch.start import StoredTrial, check_inputs, decide_start, describe, newer_data, read_trial, resume_path
 from realsys.launch.trial_folder import TrialLock, claim_keys, held_by, remove_keys, running_launcher, tidy
 from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
@@ -173,7 +173,7 @@ def examine(config: Config, paths: TrialPaths, *, other_disk: bool = False) -> E
         return _examine(config, inputs, trial)
 
 
-def _examine(config: Config, paths: TrialPaths, trial: Trial) -> Examined:
+def _examine(config: Config, paths: TrialPaths, trial: StoredTrial) -> Examined:
     """Decide the start and check the inputs under ``paths``. Writes nothing."""
     start = decide_start(config, trial)
     if trial.config is not None:
@@ -270,7 +270,7 @@ def _lock(config: Config, paths: TrialPaths, is_new: bool, say: Callable[[str], 
         raise
 
 
-def _make(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[str], None]) -> None:
+def _make(config: Config, paths: TrialPaths, trial: StoredTrial, say: Callable[[str], None]) -> None:
     """Make a new trial, in a folder with only the lock, or with what a launcher left that was killed in here."""
     try:
         check_here(config, paths)
@@ -303,7 +303,7 @@ def _discard(paths: TrialPaths) -> None:
         shutil.rmtree(paths.root, ignore_errors=True)
 
 
-def _start_ledger(config: Config, paths: TrialPaths, trial: Trial) -> None:
+def _start_ledger(config: Config, paths: TrialPaths, trial: StoredTrial) -> None:
     """Write the first record of a trial that resumes another, once its model and data are known to be the same."""
     assert trial.state is not None
     state, position = trial.state, trial.state.position
@@ -324,7 +324,7 @@ def _empty(paths: TrialPaths) -> None:
             path.unlink()
 
 
-def _continue(config: Config, paths: TrialPaths, trial: Trial, say: Callable[[str], None]) -> None:
+def _continue(config: Config, paths: TrialPaths, trial: StoredTrial, say: Callable[[str], None]) -> None:
     say(_SET_UP)
     examined = _examine(config, paths, trial)
     claim_keys(config, paths, say)

@@ -49,7 +49,7 @@ from realsys.launch.preflight import check_gpus_are_given, disk_warnings
 from realsys.launch.prepare import Ready, examine, prepare, resolve
 from realsys.launch.process_plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
 from realsys.launch.supervise.failures import no_room
-from realsys.launch.supervise.restart_policy import Outcome
+from realsys.launch.supervise.restart_policy import TrialOutcome
 from realsys.launch.supervise.run_hooks import Bounds, Hooks, Say
 from realsys.launch.supervise.stop_request import watch_requests
 from realsys.launch.supervise.supervisor import Supervisor
@@ -58,7 +58,7 @@ from realsys.launch.words import resume_command
 from realsys.observe.curves import draw_while_running
 from realsys.observe.events import EventKind, EventLog
 from realsys.observe.screen.display import View, make_view
-from realsys.observe.screen.progress import Monitor, Progress
+from realsys.observe.screen.progress import Monitor, TrialProgress
 from realsys.observe.screen.terminal import Terminal, reported, tell
 from realsys.observe.step_log import StepTail
 from realsys.observe.trackers.link import Trackers, check_trackers
@@ -242,10 +242,10 @@ def _hooks(config: Config, paths: TrialPaths, launcher: Launcher, say: Say, fini
     )
 
 
-async def supervise(config: Config, ready: Ready, specs: Sequence[ProcessSpec], view: View) -> Outcome:
+async def supervise(config: Config, ready: Ready, specs: Sequence[ProcessSpec], view: View) -> TrialOutcome:
     """Start the processes of the plan, show them, and return the outcome when the supervisor has ended."""
     paths = ready.paths
-    progress, tail = Progress(), StepTail(paths.steps)
+    progress, tail = TrialProgress(), StepTail(paths.steps)
     progress.add(tail.records())  # earlier runs of this trial count, and are not shown again
     troubles: list[Exception] = []
     launcher = make_launcher(config, paths)
@@ -275,7 +275,7 @@ async def supervise(config: Config, ready: Ready, specs: Sequence[ProcessSpec], 
     hooks = _hooks(config, paths, launcher, say, finished)
     bounds = _bounds(config, launcher)
     terms = _terms(config, launcher)
-    outcome, trouble = Outcome("failed", "the display could not be opened"), None
+    outcome, trouble = TrialOutcome("failed", "the display could not be opened"), None
     with reported("show the run"), view:
         watching = asyncio.create_task(monitor.run())
         try:

@@ -75,7 +75,7 @@ def resume_path(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class StoredTrial:
     """Everything on disk that decides how a trial starts."""
 
     config: Config | None = None  # that of the last start; None: the trial does not exist yet
@@ -88,18 +88,18 @@ class Trial:
     newest: int = -1  # newest version that the ledger has trained; -1: none
 
 
-def read_trial(config: Config, paths: TrialPaths) -> Trial:
+def read_trial(config: Config, paths: TrialPaths) -> StoredTrial:
     """Read the trial folder and the checkpoint that ``config.resume`` names. Raises ConfigError."""
     exists = paths.config.exists()
     begin, state = _read_checkpoints(config, paths if exists else None)
     if not exists:
-        return Trial(begin=begin, state=state)
+        return StoredTrial(begin=begin, state=state)
     steps, phase = 0, None
     for record in surviving_steps(paths.steps):
         steps += record["kind"] == "train"
         phase = record.get("phase") if record["kind"] == "phase" else phase
     prompts, newest = _read_ledger(config, paths)
-    return Trial(
+    return StoredTrial(
         config=read_config(paths.config),
         begin=begin,
         state=state,
@@ -157,7 +157,7 @@ def _read_ledger(config: Config, paths: TrialPaths) -> tuple[int | None, int]:
 # ---- deciding
 
 
-def decide_start(config: Config, trial: Trial) -> TrialStart:
+def decide_start(config: Config, trial: StoredTrial) -> TrialStart:
     """Decide how ``config`` starts the trial. Pure. Raises ConfigError if it cannot."""
     if trial.config is not None:
         _check_fixed(config, trial.config)
@@ -195,7 +195,7 @@ def _check_fixed(config: Config, earlier: Config) -> None:
             raise ConfigError(change.field, change.new, problem)
 
 
-def _check_roles(config: Config, trial: Trial) -> None:
+def _check_roles(config: Config, trial: StoredTrial) -> None:
     """The checkpoint has every trained role, with the same optimizer. Raises ConfigError."""
     assert trial.state is not None
     directory, name, value = trial.begin.checkpoint, *_named_by(config, trial)
@@ -215,7 +215,7 @@ def _check_roles(config: Config, trial: Trial) -> None:
             raise ConfigError(name, value, f"{directory}: role {role!r} has the state of {theirs}, not of {ours}")
 
 
-def _named_by(config: Config, trial: Trial) -> tuple[str, str]:
+def _named_by(config: Config, trial: StoredTrial) -> tuple[str, str]:
     """Return the setting that led to the checkpoint, with its value."""
     return ("trial", config.trial) if trial.begin.own else ("resume", config.resume)
 
@@ -236,7 +236,7 @@ def _check_schedule(config: Config, state: CheckpointState) -> None:
         raise ConfigError("train.batch_groups", train.batch_groups, problem)
 
 
-def check_inputs(config: Config, paths: TrialPaths, trial: Trial, sizes: Mapping[str, int]) -> None:
+def check_inputs(config: Config, paths: TrialPaths, trial: StoredTrial, sizes: Mapping[str, int]) -> None:
     """Check that model and data are those of the checkpoint and the ledger, and that steps are left to train.
 
     ``sizes``: number of prompts per split. Raises ConfigError.
@@ -257,12 +257,12 @@ def check_inputs(config: Config, paths: TrialPaths, trial: Trial, sizes: Mapping
         raise ConfigError(name, value, problem)
 
 
-def is_complete(config: Config, trial: Trial, prompts: int) -> bool:
+def is_complete(config: Config, trial: StoredTrial, prompts: int) -> bool:
     """Return True if the trial has ended, and has trained all steps of ``config``. ``prompts``: of the train split."""
     return trial.done and trial.steps >= planned_steps(config, prompts)
 
 
-def _check_state(config: Config, paths: TrialPaths, trial: Trial, sizes: Mapping[str, int]) -> None:
+def _check_state(config: Config, paths: TrialPaths, trial: StoredTrial, sizes: Mapping[str, int]) -> None:
     assert trial.state is not None
     name, value = _named_by(config, trial)
     wanted = saved_roles(config, dataflow_of(config))

@@ -43,7 +43,7 @@ from realsys.launch.launchers.contract import check_start
 from realsys.launch.prepare import prepare, resolve
 from realsys.launch.run import Planned, plan_of, supervise
 from realsys.launch.start import changes
-from realsys.launch.supervise.restart_policy import Outcome
+from realsys.launch.supervise.restart_policy import TrialOutcome
 from realsys.launch.words import command_line
 from realsys.manager.client import ManagerClient
 from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
@@ -135,7 +135,7 @@ def planned_evaluation(target: Target, choices: Choices) -> Planned:
     return plan_of(resolve(config, now=datetime.now()), given)
 
 
-def _conclude(planned: Planned, target: Target, outcome: Outcome, started: float) -> int:
+def _conclude(planned: Planned, target: Target, outcome: TrialOutcome, started: float) -> int:
     """Write and print what the evaluation has found; return the exit code."""
     config, paths = planned.config, planned.paths
     _, failure = summarised(config, paths, outcome, started)

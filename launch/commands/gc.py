@@ -79,7 +79,7 @@ def run(args: Namespace) -> int:
     return 1 if problems else 0
 
 
-def _handle(trial: Trial, console: Console, *, yes: bool) -> list[str]:
+def _handle(trial: EndedTrial, console: Console, *, yes: bool) -> list[str]:
     """Show a trial, and remove its leftovers if ``yes``. Returns the problems."""
     if trial.alone:
         console.print(f"{trial.name}: left alone: {trial.alone}")
@@ -127,7 +127,7 @@ class Leftover:
 
 
 @dataclass(slots=True)
-class Trial:
+class EndedTrial:
     """A trial, or the keys of one. ``alone``: why it is left alone; empty if it has ended."""
 
     name: str
@@ -169,7 +169,7 @@ class Finder:
         for store in self._stores.values():
             store.close()
 
-    def find(self) -> list[Trial]:
+    def find(self) -> list[EndedTrial]:
         """Return all trials, with their leftovers. Waits until leases of dead workers have lapsed."""
         is_trial = _is_trial(self._folder)
         folders = [self._folder] if is_trial else sorted(filter(_is_trial, self._folder.glob("*/*")))
@@ -180,11 +180,11 @@ class Finder:
         for trial in trials:
             if not trial.alone:
                 trial.leftovers = list(_leftovers(trial))
-        return [*trials, *([] if is_trial else [Trial("this machine", leftovers=_copies(self._places))])]
+        return [*trials, *([] if is_trial else [EndedTrial("this machine", leftovers=_copies(self._places))])]
 
-    def _open(self, paths: TrialPaths) -> Trial:
+    def _open(self, paths: TrialPaths) -> EndedTrial:
         """Return a trial with its configuration and name store."""
-        trial = Trial(str(paths.root), paths, alone=self._why_alone(paths))
+        trial = EndedTrial(str(paths.root), paths, alone=self._why_alone(paths))
         try:
             if paths.config.exists():
                 trial.config = read_config(paths.config)
@@ -251,7 +251,7 @@ class Finder:
                 self._unreachable[name] = str(error)
         return self._unreachable.get(name, "")
 
-    def _without_folder(self, trials: Sequence[Trial]) -> list[Trial]:
+    def _without_folder(self, trials: Sequence[EndedTrial]) -> list[EndedTrial]:
         """Return the trials of this user that have keys, and no folder among ``trials``."""
         found = []
         for place, names in self._shared.items():
@@ -262,11 +262,11 @@ class Finder:
                     found.append(self._of_keys(root, tree, self._stores[place]))
         return found
 
-    def _of_keys(self, root: str, tree: Tree, store: NameStore) -> Trial:
+    def _of_keys(self, root: str, tree: Tree, store: NameStore) -> EndedTrial:
         """Return the trial to which the keys below ``root`` belong."""
         _, user, experiment, name = root.split("/")
         names = Names(user, experiment, name)
-        trial = Trial(f"{root}/", names=names, store=store)
+        trial = EndedTrial(f"{root}/", names=names, store=store)
         try:
             folder = folder_in(tree[names.folder]) if names.folder in tree else Path()
         except ValueError:
@@ -279,7 +279,7 @@ class Finder:
             trial.alone = f"{folder}: {reason}" if reason else ""
         return trial
 
-    def _outlive_leases(self, trials: Sequence[Trial]) -> None:
+    def _outlive_leases(self, trials: Sequence[EndedTrial]) -> None:
         """Wait, once for all trials, until each lease has been renewed or has lapsed."""
         suspects = [trial for trial in trials if not trial.alone and trial.leases()]
         if not suspects:
@@ -295,7 +295,7 @@ class Finder:
             trial.alone = f"it runs: {next(iter(trial.leases()))} has a lease"
 
 
-def remove(trial: Trial) -> list[str]:
+def remove(trial: EndedTrial) -> list[str]:
     """Remove the leftovers of a trial that has ended. Returns the problems."""
     problems: list[str] = []
     try:
@@ -336,7 +336,7 @@ def _ended_without_store(config: Config, paths: TrialPaths) -> bool:
     return not cluster.nodes or by_job or _reported_its_end(paths) or ran_here(paths.lock)
 
 
-def _leftovers(trial: Trial) -> Iterable[Leftover]:
+def _leftovers(trial: EndedTrial) -> Iterable[Leftover]:
     if trial.store is not None and trial.names is not None:
         names, store = trial.names, trial.store
         if keys := store.get_subtree(names.root):

@@ -16,7 +16,7 @@ from realsys.launch.commands.options import add_json
 from realsys.launch.slurm.client import JobState, SlurmError, job_states
 from realsys.launch.slurm.trial_job import TrialJob, trial_state, trials_in
 from realsys.observe.evaluation_records import is_held_out
-from realsys.observe.screen.progress import Progress, number
+from realsys.observe.screen.progress import TrialProgress, number
 from realsys.observe.screen.text_figures import aligned, fmt
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -98,7 +98,7 @@ def _rows(
     """Yield the values of each trial. ``accuracy``: of the newest complete evaluation of held-out problems."""
     for paths in trials:
         record = jobs.get(paths.root)
-        progress = Progress()
+        progress = TrialProgress()
         progress.read(paths.steps)
         done, total = progress.step
         last = progress.train[-1] if progress.train else {}

@@ -29,7 +29,7 @@ from realsys.launch.words import resume_command
 from realsys.observe.events import Event, EventTail
 from realsys.observe.screen.display import View, make_view
 from realsys.observe.screen.plain import PlainView, eval_line
-from realsys.observe.screen.progress import Monitor, Progress, Record, ask_once
+from realsys.observe.screen.progress import Monitor, Record, TrialProgress, ask_once
 from realsys.observe.screen.text_figures import memory_of, memory_text
 from realsys.observe.step_log import StepTail
 from realsys.observe.timeline.why import bottleneck
@@ -95,7 +95,7 @@ def _print_json(paths: TrialPaths, watch_s: float | None) -> None:
 async def _watch(console: Console, paths: TrialPaths) -> None:
     """Show a running trial as its launcher does, until the run has ended or the user leaves with Ctrl-C."""
     config = read_config(paths.config)
-    progress, tail, events = Progress(), StepTail(paths.steps), EventTail(paths.events)
+    progress, tail, events = TrialProgress(), StepTail(paths.steps), EventTail(paths.events)
     progress.add(tail.records())
     events.read()  # only what happens from now on
     with make_view(console, config, paths, plain=False) as view:
@@ -112,7 +112,7 @@ async def _until_end(paths: TrialPaths, events: EventTail, view: View) -> None:
         await asyncio.sleep(_LOOK_S)
 
 
-def _print(console: Console, snapshot: Snapshot) -> None:
+def _print(console: Console, snapshot: TrialSnapshot) -> None:
     """Print the end of a run, or how far it is: the last steps, the evaluations, the last restarts."""
     paths, progress = snapshot.paths, snapshot.progress
 
@@ -161,7 +161,7 @@ SHOWN_EVENTS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class TrialSnapshot:
     """State of a trial at one moment.
 
     state    running, done, interrupted, failed, killed, or the state of its job
@@ -174,7 +174,7 @@ class Snapshot:
     paths: TrialPaths
     state: str
     lives: bool
-    progress: Progress
+    progress: TrialProgress
     events: list[Event]
     summary: Summary | None
     resume: str
@@ -222,12 +222,12 @@ class Observer:
         """Raise ConfigError for a damaged folder."""
         self._paths = paths
         self._config = read_config(paths.config)
-        self._progress = Progress()
+        self._progress = TrialProgress()
         self._steps = StepTail(paths.steps)
         self._event_tail = EventTail(paths.events)
         self._events = deque[Event](maxlen=SHOWN_EVENTS)
 
-    def look(self) -> Snapshot:
+    def look(self) -> TrialSnapshot:
         """Return the state now. Changes nothing in the folder. Raises ConfigError for a damaged folder."""
         paths, progress = self._paths, self._progress
         job = job_of(paths)[1]
@@ -239,7 +239,7 @@ class Observer:
         self._events.extend(event for event in self._event_tail.read() if event.kind != "start")
         lives = state == "running" or _lives(job)
         resume = "" if lives or state == "done" else resume_command(paths.root)
-        return Snapshot(self._config, paths, state, lives, progress, list(self._events), summary, resume)
+        return TrialSnapshot(self._config, paths, state, lives, progress, list(self._events), summary, resume)
 
 
 def waiting_values(paths: TrialPaths) -> tuple[dict[str, Any], bool]:

@@ -22,7 +22,7 @@ from realsys.launch.commands.finding import find_trial
 from realsys.launch.commands.options import add_newest_trial
 from realsys.launch.trial_folder import is_held
 from realsys.observe.page.app import serve_view
-from realsys.observe.screen.progress import Monitor, NoScreen, Progress
+from realsys.observe.screen.progress import Monitor, NoScreen, TrialProgress
 from realsys.observe.step_log import StepTail
 
 _TIMEOUT_S = 3.0
@@ -52,7 +52,7 @@ class ManagerStatus:
         self._config = config
         self._paths = paths
         self._store: NameStore | None = None
-        self._progress = Progress()
+        self._progress = TrialProgress()
         self._monitor = Monitor(config, paths, self._progress, NoScreen(), StepTail(paths.steps))
 
     def is_running(self) -> bool:

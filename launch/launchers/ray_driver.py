@@ -30,7 +30,7 @@ import msgspec
 
 from realsys.cluster.children.child_process import Backoff, how_it_ended
 from realsys.launch.launchers import ray_actor
-from realsys.launch.launchers.ray_launcher import RayNode, Report, Task, agent_name, shortage
+from realsys.launch.launchers.ray_launcher import DriverReport, DriverTask, RayNode, agent_name, shortage
 
 _T = TypeVar("_T")
 
@@ -56,7 +56,7 @@ class _Final(Exception):
 class Driver:
     """One trial on a Ray cluster."""
 
-    def __init__(self, task: Task, report: Callable[[Report], None]) -> None:
+    def __init__(self, task: DriverTask, report: Callable[[DriverReport], None]) -> None:
         self._task = task
         self._report = report
         self._group: Any = None
@@ -93,7 +93,7 @@ class Driver:
                 if delay is None:
                     self._give_up(index, f"{exc}; that was try {backoff.restarts + 1}")
                     return
-                self._report(Report(say=f"{exc}; another one starts when Ray has a node for it"))
+                self._report(DriverReport(say=f"{exc}; another one starts when Ray has a node for it"))
                 # Its processes may still be ending. On another node the coordinator waits for the end of the lease.
                 await asyncio.sleep(max(delay, self._task.settle_s) if exc.here else delay)
             except Exception as exc:  # the boundary of a task
@@ -104,7 +104,7 @@ class Driver:
         self._kill(index)
         self._given_up += 1
         enough = self._task.count - self._given_up >= self._task.needed
-        self._report(Report(say=why) if enough else Report(problem=why))
+        self._report(DriverReport(say=why) if enough else DriverReport(problem=why))
 
     async def _one_agent(self, index: int) -> None:
         """Run one agent to its end. Raises _Lost, _Final."""
@@ -116,7 +116,7 @@ class Driver:
         if problem := await _answer(actor.start.remote([*self._task.agent, "--node", name], log), name, node_id):
             raise _Final(f"Ray node {name}: {problem}")
         self._on[index] = node_id
-        self._report(Report(say=f"Ray started the agent of {name}"))
+        self._report(DriverReport(say=f"Ray started the agent of {name}"))
         while (code := await _ended(actor, name, node_id)) is None:
             pass
         if code < 0:
@@ -223,25 +223,25 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
-    def report(message: Report) -> None:
+    def report(message: DriverReport) -> None:
         with contextlib.suppress(BrokenPipeError):  # the launcher is gone: the end of the input follows
             reports.write(msgspec.json.encode(message) + b"\n")
 
-    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
+    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=DriverTask)
     with open(f"{task.logs}/{LOG}" if task.logs else os.devnull, "ab") as log:  # what Ray prints is no report
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     if problem := _connect(task):
-        report(Report(problem=problem))
+        report(DriverReport(problem=problem))
         return 1
     if not task.agent:
-        report(Report(nodes=live_nodes()))
+        report(DriverReport(nodes=live_nodes()))
         return 0
     asyncio.run(_until_stopped(Driver(task, report)))
     return 0
 
 
-def _connect(task: Task) -> str:
+def _connect(task: DriverTask) -> str:
     """Connect to the cluster. Returns the problem, or ""."""
     import ray
     from ray import cloudpickle

@@ -60,7 +60,7 @@ class RayLauncher(Launcher):
         if address.startswith("ray://"):
             problem = "is the address of Ray Client: start the run on a node of the cluster, or with `ray job submit`"
             raise ConfigError(_ADDRESS, address, problem)
-        found = _look(Task(address, cluster.ray.namespace))
+        found = _look(DriverTask(address, cluster.ray.namespace))
         if found.problem:
             raise ConfigError(_ADDRESS, address, found.problem)
         lack = shortage(bundle_of(cluster), cluster.machines, found.nodes)
@@ -73,7 +73,7 @@ class RayLauncher(Launcher):
 
     async def start(self, agent: Sequence[str], say: Callable[[str], None]) -> None:
         cluster = self.config.cluster
-        task = Task(
+        task = DriverTask(
             address=cluster.ray.address,
             namespace=cluster.ray.namespace,
             agent=list(agent),
@@ -121,7 +121,7 @@ class RayLauncher(Launcher):
         try:
             while line := await stream.readline():
                 try:
-                    report = msgspec.json.decode(line, type=Report)
+                    report = msgspec.json.decode(line, type=DriverReport)
                 except msgspec.MsgspecError:  # Python's last words
                     last = line.decode("utf-8", "replace").strip() or last
                     continue
@@ -140,7 +140,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": own_python_path(os.environ.get("PYTHONPATH", ""))}
 
 
-def _look(task: Task) -> Report:
+def _look(task: DriverTask) -> DriverReport:
     """Return the live nodes of a Ray cluster, or the problem."""
     options: dict[str, Any] = {
         "stdout": subprocess.PIPE,
@@ -151,13 +151,15 @@ def _look(task: Task) -> Report:
     try:
         driver = subprocess.run(_DRIVER, input=msgspec.json.encode(task) + b"\n", **options)
     except subprocess.TimeoutExpired:
-        return Report(problem=f"no Ray cluster answers within {_LOOK_S:g} s: start the run on a node of the cluster")
+        return DriverReport(
+            problem=f"no Ray cluster answers within {_LOOK_S:g} s: start the run on a node of the cluster"
+        )
     lines = driver.stdout.splitlines()
     for line in lines:
         with contextlib.suppress(msgspec.MsgspecError):
-            return msgspec.json.decode(line, type=Report)
+            return msgspec.json.decode(line, type=DriverReport)
     last = lines[-1].decode("utf-8", "replace") if lines else "no output"
-    return Report(problem=f"Ray {how_it_ended(driver.returncode)}: {last}")
+    return DriverReport(problem=f"Ray {how_it_ended(driver.returncode)}: {last}")
 
 
 # ---- resources that a trial needs of a Ray cluster, and whether its nodes have them. Pure
@@ -230,7 +232,7 @@ def _amount(name: str, value: float) -> str:
 # ---- messages between the Ray launcher and its driver, one JSON object per line
 
 
-class Task(msgspec.Struct, frozen=True):
+class DriverTask(msgspec.Struct, frozen=True):
     """The only message to the driver. The end of its input means: stop.
 
     agent       command of an agent; empty: only describe the cluster
@@ -259,7 +261,7 @@ class Task(msgspec.Struct, frozen=True):
     stop_s: float = 0.0
 
 
-class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+class DriverReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message of the driver.
 
     say       line for the user

@@ -43,10 +43,10 @@ from realsys.launch.nodes.orders import (
     CANNOT_START,
     LOCAL,
     Exit,
-    Listener,
+    NodeListener,
     OnExit,
-    Order,
     Process,
+    ProcessOrder,
     SupervisedNode,
     no_agent,
 )
@@ -92,7 +92,7 @@ class AgentStream(MasterStream):
         self.on_unreadable(worker, error)
 
 
-class Session(ABC):
+class NodeSession(ABC):
     """Connection to the agent of one machine.
 
     joined  its notice
@@ -109,7 +109,7 @@ class Session(ABC):
         """Send an order and return the future of its reply."""
 
 
-class _Agent(Session):
+class _Agent(NodeSession):
     """One agent that has joined. ``heard`` is in monotonic seconds, ``heard_at`` in unix seconds."""
 
     def __init__(self, joined: orders.Joined, stream: AgentStream) -> None:
@@ -156,7 +156,7 @@ class Coordinator:
         stream.on_notice("StopAsked", orders.StopAsked, lambda notice: self._listener.stop(notice.signal))
 
     @property
-    def _listener(self) -> Listener:
+    def _listener(self) -> NodeListener:
         """Listener of the supervisor. All nodes have it."""
         return next(iter(self.nodes.values())).listener
 
@@ -291,7 +291,7 @@ class Coordinator:
         """Stop all sessions."""
         watches = [agent.watch for agent in self._agents.values() if agent.watch is not None]
         for node in self.nodes.values():
-            node.listener = Listener()  # requests that are pending now fail
+            node.listener = NodeListener()  # requests that are pending now fail
         for watch in watches:
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
@@ -346,7 +346,7 @@ async def _open_remote(
 
 
 class _RemoteProcess(Process):
-    def __init__(self, node: RemoteNode, serial: int, order: Order, on_exit: OnExit) -> None:
+    def __init__(self, node: RemoteNode, serial: int, order: ProcessOrder, on_exit: OnExit) -> None:
         self.order = order
         self.on_exit = on_exit
         self.serial = serial
@@ -370,7 +370,7 @@ class RemoteNode(SupervisedNode):
         self.name = name
         self.join_s = join_s
         self._address_of = address_of
-        self._session: Session | None = None
+        self._session: NodeSession | None = None
         self._refused: RealsysError | None = None
         self._serial = 0
         self._processes: dict[int, _RemoteProcess] = {}
@@ -382,7 +382,7 @@ class RemoteNode(SupervisedNode):
 
     # ---- the machine
 
-    def bind(self, session: Session) -> None:
+    def bind(self, session: NodeSession) -> None:
         """Take a machine. ``order_waiting`` must follow, for this node and for those that need its address."""
         self._session = session
         self._refused = None
@@ -423,7 +423,7 @@ class RemoteNode(SupervisedNode):
 
     # ---- processes
 
-    def start(self, order: Order, on_exit: OnExit) -> Process:
+    def start(self, order: ProcessOrder, on_exit: OnExit) -> Process:
         self._serial += 1
         process = self._processes[self._serial] = _RemoteProcess(self, self._serial, order, on_exit)
         self._order(process)
@@ -467,7 +467,7 @@ class RemoteNode(SupervisedNode):
         if process.serial not in self._processes:
             return
         if process.ordered and self._session is not None:
-            order = orders.Signal(process.serial, number, group)
+            order = orders.SendSignal(process.serial, number, group)
             self._session.ask(order, orders.Done).add_done_callback(self._answer)
             return
         # Not in this call: the caller may go through all processes, and the end of one may start others.
@@ -504,13 +504,13 @@ class RemoteNode(SupervisedNode):
                 return None
 
 
-async def end_of_agent(session: Session, timeout_s: float) -> list[str]:
+async def end_of_agent(session: NodeSession, timeout_s: float) -> list[str]:
     """Have an agent end. Returns the names of the processes that it had to kill."""
     if session.ending:
         return []
     session.ending = True
     try:
-        reply = await session.ask(orders.End(timeout_s), orders.Ended, 2 * timeout_s + orders.KILL_MARGIN_S)
+        reply = await session.ask(orders.EndRun(timeout_s), orders.AllEnded, 2 * timeout_s + orders.KILL_MARGIN_S)
     except RealsysError:  # lost, silent, or its answer cannot be read: it ends with its lease
         return []
     session.ended = True

@@ -25,7 +25,7 @@ from realsys.cluster.prctl import subreaper
 from realsys.cluster.process import PARENT_PID, SHIELDED
 from realsys.config.rules.machine import own_gpus, visible_to
 from realsys.launch.nodes import preload
-from realsys.launch.nodes.orders import CANNOT_START, Exit, OnExit, Order, Process, SupervisedNode
+from realsys.launch.nodes.orders import CANNOT_START, Exit, OnExit, Process, ProcessOrder, SupervisedNode
 from realsys.launch.supervise.failures import keep_bounded, keep_last_words, log_since
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Executor(SupervisedNode):
         """Wait for the fork servers. Without them processes are slower to start, and no less right."""
         await asyncio.to_thread(preload.wait, timeout_s)
 
-    def start(self, order: Order, on_exit: OnExit) -> Process:
+    def start(self, order: ProcessOrder, on_exit: OnExit) -> Process:
         try:
             return self._start(order, on_exit)
         except OSError as exc:
@@ -85,7 +85,7 @@ class Executor(SupervisedNode):
             asyncio.get_running_loop().call_soon(on_exit, problem)
             return _NotStarted()
 
-    def _start(self, order: Order, on_exit: OnExit) -> Process:
+    def _start(self, order: ProcessOrder, on_exit: OnExit) -> Process:
         env = {**order.env, **visible_to(order.gpus, self._gpus)}
         order.log.parent.mkdir(parents=True, exist_ok=True)
         if order.keep_last_words:

@@ -46,7 +46,7 @@ from realsys.launch.commands.options import preload_workers, seconds
 from realsys.launch.nodes import orders, preload
 from realsys.launch.nodes.coordinator import PINGS_PER_LEASE
 from realsys.launch.nodes.local_executor import Executor, open_executor
-from realsys.launch.nodes.orders import Exit, Order, Process
+from realsys.launch.nodes.orders import Exit, Process, ProcessOrder
 from realsys.launch.supervise.stop_request import stop_signals
 from realsys.weights.host_places import sweep
 
@@ -69,7 +69,7 @@ class LostCoordinator(WaitTimeout):
     exit_code = 3
 
 
-class Lease:
+class CoordinatorLease:
     """The time until which the agent may have processes."""
 
     def __init__(self) -> None:
@@ -104,10 +104,10 @@ class Lease:
             raise Fenced(f"the coordinator was not heard for {self._lease_s:g} s: this node's processes end")
 
 
-class Agent:
+class NodeAgent:
     """One session with a coordinator. ``run`` returns when it is over, and no process is left then."""
 
-    def __init__(self, executor: Executor, endpoint: WorkerEndpoint, lease: Lease) -> None:
+    def __init__(self, executor: Executor, endpoint: WorkerEndpoint, lease: CoordinatorLease) -> None:
         self.ended = False  # the coordinator has sent End
         self.replaced = False  # the coordinator has heard a newer agent of this name
         self.asked = 0  # signal that asked this node to stop
@@ -210,10 +210,10 @@ class Agent:
             case "Start":
                 self._endpoint.reply(request, orders.Started(self._start(request.decode(orders.Start))))
             case "Signal":
-                self._signal(request.decode(orders.Signal))
+                self._signal(request.decode(orders.SendSignal))
                 self._endpoint.reply(request, orders.Done())
             case "End":
-                order = request.decode(orders.End)
+                order = request.decode(orders.EndRun)
                 self._ending = asyncio.create_task(self._end(request, order))
             case _:
                 raise RealsysError(f"unknown order {request.handler!r}: run the same realsys on all nodes")
@@ -232,13 +232,14 @@ class Agent:
 
         log_settings = (Path(order.log), order.log_bytes, order.keep_last_words)
         process = self._executor.start(
-            Order(tuple(orders.with_python(order.argv)), order.env, *log_settings, gpus=tuple(order.gpus)), exited
+            ProcessOrder(tuple(orders.with_python(order.argv)), order.env, *log_settings, gpus=tuple(order.gpus)),
+            exited,
         )
         if process.pid:
             self._processes[order.serial] = process
         return process.pid
 
-    def _signal(self, order: orders.Signal) -> None:
+    def _signal(self, order: orders.SendSignal) -> None:
         process = self._processes.get(order.serial)
         if process is None:  # it has just ended
             return
@@ -247,10 +248,10 @@ class Agent:
         else:
             process.signal(order.number)
 
-    async def _end(self, request: WorkerRequest, order: orders.End) -> None:
+    async def _end(self, request: WorkerRequest, order: orders.EndRun) -> None:
         killed = await self._executor.end(order.timeout_s)
         with contextlib.suppress(StreamError):
-            self._endpoint.reply(request, orders.Ended(killed))
+            self._endpoint.reply(request, orders.AllEnded(killed))
         self.ended = True
         self._over.set()
 
@@ -311,7 +312,7 @@ class NodeSignals:
     """Stop signals of this process. They go to the agent; ``asked`` is the last one that came without an agent."""
 
     def __init__(self) -> None:
-        self.agent: Agent | None = None
+        self.agent: NodeAgent | None = None
         self.asked = 0
 
     def handle(self, number: int) -> None:
@@ -332,21 +333,21 @@ async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignal
     gpu_memory = await asyncio.to_thread(_gpu_memory)  # the driver may take seconds to answer
     async with open_executor() as executor:
         # The agent joins after the imports: a process that is started before would make the same imports once more.
-        imports_until = Lease.now() + _IMPORTS_S
-        while not signals.asked and Lease.now() < imports_until:
+        imports_until = CoordinatorLease.now() + _IMPORTS_S
+        while not signals.asked and CoordinatorLease.now() < imports_until:
             if not preload.is_importing():
                 break
             await asyncio.sleep(_LOOK_S)
-        deadline, served = Lease.now() + wait_s, ""
+        deadline, served = CoordinatorLease.now() + wait_s, ""
         while (address := await _find(paths, deadline, signals, had_one=bool(served))) is not None:
             if once and served not in ("", address.coordinator):
                 raise Fenced("another coordinator runs the trial, with agents of its own")
             wanted = functools.partial(_is_valid, paths.coordinator, address, deadline)
-            lease = Lease()
+            lease = CoordinatorLease()
             keys = load_keys(paths.keys)
             endpoint = AgentEndpoint(orders.index_of(name), address.address, keys=keys, check_alive=lease.check)
             endpoint.notify("Joined", _introduction(name, endpoint, address, gpu_memory))
-            agent = signals.agent = Agent(executor, endpoint, lease)
+            agent = signals.agent = NodeAgent(executor, endpoint, lease)
             await agent.run(wanted)
             signals.agent = None
             if agent.ended:
@@ -358,7 +359,7 @@ async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignal
             if agent.joined:
                 served = address.coordinator
                 log.warning("the coordinator is gone: all processes have ended; waiting %g s for another one", wait_s)
-                deadline = Lease.now() + wait_s
+                deadline = CoordinatorLease.now() + wait_s
     return 128 + signals.asked
 
 
@@ -388,7 +389,7 @@ def _introduction(name: str, endpoint: WorkerEndpoint, address: orders.Address, 
 async def _find(paths: TrialPaths, deadline: float, signals: NodeSignals, *, had_one: bool) -> orders.Address | None:
     """Return the address of the coordinator, None after a signal. Raises after ``deadline`` (``_not_found``)."""
     while not signals.asked:
-        if Lease.now() > deadline:  # also if there is a file: a coordinator that was killed leaves it
+        if CoordinatorLease.now() > deadline:  # also if there is a file: a coordinator that was killed leaves it
             raise _not_found(paths, had_one=had_one)
         if address := orders.read_address(paths.coordinator):
             return address
@@ -413,4 +414,4 @@ def _not_found(paths: TrialPaths, *, had_one: bool) -> RealsysError:
 
 def _is_valid(path: Path, address: orders.Address, deadline: float) -> bool:
     """Return True if ``address`` is still the coordinator's, and the wait for it is not over."""
-    return Lease.now() < deadline and orders.read_address(path) == address
+    return CoordinatorLease.now() < deadline and orders.read_address(path) == address

@@ -50,7 +50,7 @@ class NodePort:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ProcessOrder:
     """A process to start. ``env`` is laid over the environment of the node.
 
     gpus              indexes of the node's GPUs that the process may use
@@ -110,7 +110,7 @@ class Process(ABC):
 
 
 @dataclass(slots=True)
-class Listener:
+class NodeListener:
     """Functions that a node calls on the event loop.
 
     stop  the node got this signal, which asks it to stop
@@ -127,7 +127,7 @@ class SupervisedNode(ABC):
     """One machine. All methods are called on the event loop, and only ``ready`` and ``end`` wait."""
 
     def __init__(self) -> None:
-        self.listener = Listener()
+        self.listener = NodeListener()
 
     @property
     def address(self) -> str:
@@ -139,7 +139,7 @@ class SupervisedNode(ABC):
         """Return when the node can start processes. Raises WaitTimeout, which names the node, or ConfigError."""
 
     @abstractmethod
-    def start(self, order: Order, on_exit: OnExit) -> Process:
+    def start(self, order: ProcessOrder, on_exit: OnExit) -> Process:
         """Start a process. ``on_exit`` is called once, after this has returned, also if it cannot be started."""
 
     @abstractmethod
@@ -267,7 +267,7 @@ class Started(msgspec.Struct, frozen=True):
     pid: Pid
 
 
-class Signal(msgspec.Struct, frozen=True):
+class SendSignal(msgspec.Struct, frozen=True):
     """Signal to a process; ``group``: SIGKILL to the process and its group instead."""
 
     serial: Serial
@@ -279,13 +279,13 @@ class Done(msgspec.Struct, frozen=True):
     """Reply to Signal."""
 
 
-class End(msgspec.Struct, frozen=True):
+class EndRun(msgspec.Struct, frozen=True):
     """The last request: kill everything."""
 
     timeout_s: Seconds
 
 
-class Ended(msgspec.Struct, frozen=True):
+class AllEnded(msgspec.Struct, frozen=True):
     """Reply to End. ``killed``: names of descendants that had outlived their process."""
 
     killed: list[str]

@@ -122,7 +122,7 @@ class SlurmLauncher(Launcher):
             srun.kill()
             srun.reap()
 
-    def _released(self, allocation: Allocation) -> Path:
+    def _released(self, allocation: SlurmAllocation) -> Path:
         """Return the file for this run. Guards of earlier runs of the job, which SLURM may have left, end by theirs."""
         files = [
             _no_coordinator(self.paths, replace(allocation, restarts=number))
@@ -143,7 +143,7 @@ async def _exit_within(timeout_s: float, processes: Sequence[ChildProcess]) -> b
     return all(await asyncio.gather(*(process.exits_within(timeout_s) for process in processes)))
 
 
-def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], logs: Path) -> list[str]:
+def srun_command(config: Config, allocation: SlurmAllocation, agent: Sequence[str], logs: Path) -> list[str]:
     """Return the command that runs agent.sh once per node, with one log per node in ``logs``. Pure.
 
     ``agent``: the words for agent.sh, a file and the command of an agent.
@@ -168,7 +168,7 @@ def srun_command(config: Config, allocation: Allocation, agent: Sequence[str], l
     return [*command, *_script("agent"), file, *words]
 
 
-def guard_command(config: Config, allocation: Allocation, file: Path) -> list[str]:
+def guard_command(config: Config, allocation: SlurmAllocation, file: Path) -> list[str]:
     """Return the command that runs guard.sh once per node, which waits for ``file``. Pure."""
     words = [str(file), allocation.job, str(allocation.restarts)]
     return [*_step(config, allocation, _GUARDS), "--output=/dev/null", *_script("guard"), *words]
@@ -177,9 +177,9 @@ def guard_command(config: Config, allocation: Allocation, file: Path) -> list[st
 def steps_as_text(config: Config, paths: TrialPaths, agent: Sequence[str]) -> str:
     """Return the steps of a job and their scripts, for a dry run: the number of the job is not known yet. Pure."""
     cluster = config.cluster
-    parts = [Allocation("JOB", [], cluster.cpus_per_node, group=1 if cluster.cpu_nodes else None)]
+    parts = [SlurmAllocation("JOB", [], cluster.cpus_per_node, group=1 if cluster.cpu_nodes else None)]
     if cluster.cpu_nodes:
-        parts.insert(0, Allocation("JOB", [], cluster.cpus_per_cpu_node, group=0))
+        parts.insert(0, SlurmAllocation("JOB", [], cluster.cpus_per_cpu_node, group=0))
     file = _no_coordinator(paths, parts[0])
     commands = [srun_command(config, part, [str(file), *agent], paths.logs) for part in parts]
     commands += [guard_command(config, part, file) for part in parts]
@@ -192,12 +192,12 @@ def steps_as_text(config: Config, paths: TrialPaths, agent: Sequence[str]) -> st
     return "\n".join([*lines, *(f"\n{name}:\n{text}" for name, text in scripts.items())])
 
 
-def _no_coordinator(paths: TrialPaths, allocation: Allocation) -> Path:
+def _no_coordinator(paths: TrialPaths, allocation: SlurmAllocation) -> Path:
     """Return the file that an agent writes when it has lost its coordinator."""
     return paths.job.with_name(f"no-coordinator-{allocation.job}-{allocation.restarts}")
 
 
-def _step(config: Config, allocation: Allocation, name: str) -> list[str]:
+def _step(config: Config, allocation: SlurmAllocation, name: str) -> list[str]:
     """Return the start of an srun command with one task per node of the allocation."""
     cluster, group = config.cluster, allocation.group
     light = 0 if group is None else cluster.cpu_nodes
@@ -213,9 +213,9 @@ def _script(name: str) -> list[str]:
     return ["bash", "-c", text, name]
 
 
-def _components() -> list[Allocation]:
+def _components() -> list[SlurmAllocation]:
     try:
-        return Allocation.components(os.environ)
+        return SlurmAllocation.components(os.environ)
     except (ValueError, KeyError) as exc:
         value = {
             name: text for name, text in os.environ.items() if name.startswith(("SLURM_JOB_NODE", "SLURM_JOB_CPUS"))
@@ -238,7 +238,7 @@ JOB = "SLURM_JOB_ID"
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
+class SlurmAllocation:
     """The nodes of a job, or of one component of a heterogeneous job.
 
     cpus   those of the node that has the fewest, 0 if SLURM does not say
@@ -253,7 +253,7 @@ class Allocation:
     group: int | None = None
 
     @classmethod
-    def read(cls, env: Mapping[str, str]) -> Allocation | None:
+    def read(cls, env: Mapping[str, str]) -> SlurmAllocation | None:
         """Return the allocation in which this process runs, None outside of one. Raises ValueError."""
         if not env.get(JOB) or not env.get("SLURM_JOB_NODELIST"):
             return None
@@ -266,7 +266,7 @@ class Allocation:
         )
 
     @classmethod
-    def components(cls, env: Mapping[str, str]) -> list[Allocation]:
+    def components(cls, env: Mapping[str, str]) -> list[SlurmAllocation]:
         """Return the components of a heterogeneous job, else the one allocation; [] outside of a job.
 
         Raises ValueError.

@@ -17,7 +17,7 @@ from pathlib import Path
 from realsys.cluster.aio import FULL
 from realsys.cluster.failure import ErrorRecord
 from realsys.launch.nodes.orders import ProcessId
-from realsys.launch.supervise.restart_policy import KILL_HEARD_AFTER_S, Cause, Death, Outcome
+from realsys.launch.supervise.restart_policy import KILL_HEARD_AFTER_S, Cause, Death, TrialOutcome
 from realsys.observe.screen.text_figures import size_text
 
 _LOG_LINES = 15
@@ -48,7 +48,7 @@ class FirstFailure:
     exit_code: int = 1  # 2 if a worker found that the user's input is wrong
 
 
-def first_failure(outcome: Outcome, errors: Iterable[ErrorRecord], logs: Path) -> FirstFailure | None:
+def first_failure(outcome: TrialOutcome, errors: Iterable[ErrorRecord], logs: Path) -> FirstFailure | None:
     """Return the cause of a failed run, or None if there is neither a death nor an error file.
 
     Errors of processes that were restarted do not count: the run continued after them.

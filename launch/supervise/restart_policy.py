@@ -78,7 +78,7 @@ class Cause:
 
 
 @dataclass(slots=True)
-class Outcome:
+class TrialOutcome:
     """End of a run: its status, its reason, and the deaths in it."""
 
     status: Literal["done", "failed", "interrupted"]
@@ -116,7 +116,7 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndDecision:
     """Decision to end the run. The cause is among ``deaths``."""
 
     reason: str
@@ -130,7 +130,7 @@ class GiveUp:
     why: str
 
 
-Decision = Restart | GiveUp | End
+Decision = Restart | GiveUp | EndDecision
 
 
 def is_spare(ran_s: float, others_s: Sequence[float], planned: int, min_share: float) -> bool:
@@ -185,7 +185,7 @@ class RestartPolicy:
         row.deaths += failure.deaths
         row.processes |= failure.processes
         if failure.permanent:
-            return End(ended, failure.deaths)
+            return EndDecision(ended, failure.deaths)
         delay = None if repeated else row.backoff.next_delay(failure.ran_s)
         why = f"after {row.backoff.restarts} restarts (cluster.max_restarts)"
         if repeated:
@@ -194,9 +194,9 @@ class RestartPolicy:
             self._recovered |= row.processes
             return GiveUp(why)
         if repeated:
-            return End(f"{ended}, {why}", failure.deaths)
+            return EndDecision(f"{ended}, {why}", failure.deaths)
         if delay is None:
             self._recovered -= row.processes  # the restarts did not help: the cause is the first of the row
-            return End(f"{ended}, {why}", row.deaths)
+            return EndDecision(f"{ended}, {why}", row.deaths)
         self._recovered |= failure.processes
         return Restart(delay, row.backoff.restarts)

@@ -32,11 +32,11 @@ from realsys.errors import ConfigError, RealsysError
 from realsys.launch.nodes.orders import (
     LOCAL,
     Exit,
-    Listener,
     MachineMissing,
-    Order,
+    NodeListener,
     Process,
     ProcessId,
+    ProcessOrder,
     SupervisedNode,
     all_ready,
 )
@@ -46,12 +46,12 @@ from realsys.launch.supervise.restart_policy import (
     NO_CHECKPOINT,
     Cause,
     Death,
-    End,
+    EndDecision,
     Failure,
     GiveUp,
-    Outcome,
     Restart,
     RestartPolicy,
+    TrialOutcome,
     is_spare,
 )
 from realsys.launch.supervise.run_hooks import Bounds, Hooks
@@ -97,9 +97,11 @@ class Supervisor:
         self._hooks = hooks
         self._nodes = nodes
         self._children = [Child(spec, nodes[spec.node]) for spec in specs]
-        self._trainer = Trainer([child for child in self._children if child.spec.on_death == "restart_training"])
+        self._trainer = TrainerProcesses(
+            [child for child in self._children if child.spec.on_death == "restart_training"]
+        )
         self._policy = RestartPolicy(bounds.max_restarts, bounds.first_backoff_s)
-        self._outcome: Outcome | None = None
+        self._outcome: TrialOutcome | None = None
         self._deaths: list[Death] = []
         self._restarted: list[Death] = []
         self._first_deaths: dict[str, tuple[Death, float]] = {}  # server whose parts are being killed -> cause, ran_s
@@ -108,9 +110,9 @@ class Supervisor:
         self._full_since = 0.0  # monotonic seconds; 0: no restart waits for room
         self._changes = Changes()
         self._interrupted = 0.0  # monotonic seconds
-        self._stop = Stop(self._children, bounds, hooks, self._changes, list(nodes.values()))
+        self._stop = StopSequence(self._children, bounds, hooks, self._changes, list(nodes.values()))
         for node in nodes.values():
-            node.listener = Listener(stop=self._stop_asked, fail=self.fail, say=hooks.say)
+            node.listener = NodeListener(stop=self._stop_asked, fail=self.fail, say=hooks.say)
 
     @property
     def restarts(self) -> int:
@@ -120,7 +122,7 @@ class Supervisor:
         """Return name -> pid of the processes that run."""
         return pids_of(self._children)
 
-    async def run(self) -> Outcome:
+    async def run(self) -> TrialOutcome:
         """Start everything, wait for the end of the run, stop everything."""
         with stop_signals(self.interrupt):
             try:
@@ -152,7 +154,7 @@ class Supervisor:
             self._changes.note()
             return
         self._interrupted = now
-        self._end(Outcome("interrupted", f"stopped by {signal.Signals(signum).name}", signal=signum))
+        self._end(TrialOutcome("interrupted", f"stopped by {signal.Signals(signum).name}", signal=signum))
 
     def _stop_asked(self, signum: int) -> None:
         """End the run because a node got a signal. Further ones do not hurry it: a batch system signals every node."""
@@ -162,10 +164,10 @@ class Supervisor:
     def fail(self, exc: Exception) -> None:
         """End the run for an exception in the launcher itself."""
         log.error("the launcher failed", exc_info=exc)
-        self._end(Outcome("failed", f"the launcher failed: {type(exc).__name__}: {exc}"))
+        self._end(TrialOutcome("failed", f"the launcher failed: {type(exc).__name__}: {exc}"))
 
     async def _end_all(self) -> list[str]:
-        self._end(Outcome("failed", "the launcher was cancelled"))  # unless it has ended otherwise
+        self._end(TrialOutcome("failed", "the launcher was cancelled"))  # unless it has ended otherwise
         assert self._outcome is not None
         self._deaths += self._trainer.deaths  # it was being killed: its failures are causes, too
         self._trainer.cancel()
@@ -201,9 +203,9 @@ class Supervisor:
             if self._outcome is None:
                 ready.result()
         except ConfigError as error:
-            self._end(Outcome("failed", str(error), refused=error))
+            self._end(TrialOutcome("failed", str(error), refused=error))
         except RealsysError as error:
-            self._end(Outcome("failed", f"{name}: {error}", no_machine=isinstance(error, MachineMissing)))
+            self._end(TrialOutcome("failed", f"{name}: {error}", no_machine=isinstance(error, MachineMissing)))
         finally:
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
@@ -230,7 +232,7 @@ class Supervisor:
             self._hooks.say(f"{problem}: restarts wait up to {self._bounds.room_s:g} s for room")
         elif now > self._full_since + self._bounds.room_s:
             self._deaths.append(self._full)
-            self._end(Outcome("failed", f"{problem}: free space, then run the command again"))
+            self._end(TrialOutcome("failed", f"{problem}: free space, then run the command again"))
         return bool(problem)
 
     @_from_the_loop
@@ -248,7 +250,7 @@ class Supervisor:
         spec = child.spec
         if ended.problem:
             reason = f"{spec.name} cannot be started: {ended.problem}"
-            self._end(Outcome("failed", reason, no_machine=ended.no_machine))
+            self._end(TrialOutcome("failed", reason, no_machine=ended.no_machine))
             return
         failed = self._outcome is None and ended.returncode > 0
         error, defect = last_error(ended.log_end) if failed else ("", ())
@@ -266,11 +268,11 @@ class Supervisor:
         """Act on an unrequested death, or on the end of a trainer process that was killed because of one."""
         spec = child.spec
         if spec.kind in LEADERS and death.returncode == 0 and self._hooks.finished():
-            self._end(Outcome("done", f"{spec.name} finished"))
+            self._end(TrialOutcome("done", f"{spec.name} finished"))
         elif spec.on_death == "end" or (spec.kind == NAME_STORE and death.lost):
             # The address of another machine's etcd would be a new one, which no running process knows.
             self._deaths.append(death)
-            self._end(Outcome("failed", f"{spec.name} {death.how}", no_machine=bool(death.lost)))
+            self._end(TrialOutcome("failed", f"{spec.name} {death.how}", no_machine=bool(death.lost)))
         elif spec.on_death == "restart":
             self._restart_alone(child, death, ran_s)
         else:
@@ -333,9 +335,9 @@ class Supervisor:
         if isinstance(decision, GiveUp):
             self._give_up(who, cause, decision)
             return None
-        if isinstance(decision, End):
+        if isinstance(decision, EndDecision):
             self._deaths += decision.deaths
-            self._end(Outcome("failed", decision.reason))
+            self._end(TrialOutcome("failed", decision.reason))
             return None
         death = next((death for death in deaths if death.process == cause.process), deaths[0])
         self._restarted.append(death)
@@ -364,7 +366,7 @@ class Supervisor:
         number = f"restart {restart.number}/{self._bounds.max_restarts}{of} in {restart.delay_s:.1f} s"
         self._hooks.say(f"{cause}; {number}{start} ({cause.log})", "restart", cause.name)
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: TrialOutcome) -> None:
         if self._outcome is None:
             self._outcome = outcome
         self._changes.note()
@@ -407,7 +409,7 @@ class Changes:
                     await self._event.wait()
 
 
-class Stop:
+class StopSequence:
     """The end of all processes, on all nodes."""
 
     def __init__(
@@ -499,7 +501,7 @@ def pids_of(children: Iterable[Child]) -> dict[str, int]:
 _LAST_WORDS_S = 2.0  # time for the peers of a failed process to report: the cause may be theirs
 
 
-class Trainer:
+class TrainerProcesses:
     """Processes of a trainer that restarts; none if the death of one ends the run."""
 
     def __init__(self, children: Sequence[Child]) -> None:
@@ -587,7 +589,7 @@ class Child:
         self.pending = None
         keep = self._starts == 1  # the first restart
         self._starts += 1
-        order = Order(spec.argv, {**spec.env, **env}, spec.log, log_bytes, keep, spec.gpus, spec.addresses)
+        order = ProcessOrder(spec.argv, {**spec.env, **env}, spec.log, log_bytes, keep, spec.gpus, spec.addresses)
         self.process = self._node.start(order, functools.partial(self._end, on_exit))
 
     def _end(self, on_exit: OnChildExit, ended: Exit) -> None:

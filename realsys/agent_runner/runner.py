@@ -142,7 +142,7 @@ def keep(connection: socket.socket, agent: CapturedRun, limits: dict[str, Any]) 
         _leave(functools.partial(_play, agent, task, limits, (result[1], output[1]), own))
     os.close(result[1])
     os.close(output[1])
-    keeper = Keeper(child, connection.fileno(), result[0], output[0], limits)
+    keeper = EpisodeKeeper(child, connection.fileno(), result[0], output[0], limits)
     try:
         keeper.watch()
     finally:
@@ -258,7 +258,7 @@ _KILL_S = 5.0  # bound on the end of killed processes
 _CHUNK = 1 << 16
 
 
-class Keeper:
+class EpisodeKeeper:
     """Watch over the process ``child``.
 
     reached  limit that it reached: memory, processes, result; closed: the connection is; "": none

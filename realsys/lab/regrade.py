@@ -77,7 +77,7 @@ def run(args: Namespace) -> int:
     if args.step is not None:
         steps = {args.step: files.record_of_step(paths.records, args.step)}
     tokenizer = TextTokenizer(paths.base_model(config))
-    reader = RecordReader(recorded, tokenizer, PromptDataset(config, paths, tokenizer))
+    reader = RecordedCompletions(recorded, tokenizer, PromptDataset(config, paths, tokenizer))
     counts = Disagreement(keep=args.show)
     asyncio.run(_judge_steps(config, tokenizer, reader, steps, counts))
     results = {"trial": str(paths.root), "verifier": config.data.verifier, "steps": sorted(steps), **counts.results()}
@@ -117,7 +117,7 @@ def regrade_config(
 
 
 async def _judge_steps(
-    config: Config, tokenizer: TextTokenizer, reader: RecordReader, steps: dict[int, Path], counts: Disagreement
+    config: Config, tokenizer: TextTokenizer, reader: RecordedCompletions, steps: dict[int, Path], counts: Disagreement
 ) -> None:
     verifiers, line = own_verifiers(config), WorkLine("regrade")
     try:
@@ -132,7 +132,9 @@ async def _judge_steps(
         await verifiers.close()
 
 
-def _chunks(reader: RecordReader, steps: dict[int, Path]) -> Iterator[tuple[int, list[Recorded | LeftOut]]]:
+def _chunks(
+    reader: RecordedCompletions, steps: dict[int, Path]
+) -> Iterator[tuple[int, list[RecordedCompletion | LeftOut]]]:
     """Yield (step, samples), a few samples at a time."""
     for step, directory in steps.items():
         samples = reader.read(step, directory)
@@ -140,9 +142,11 @@ def _chunks(reader: RecordReader, steps: dict[int, Path]) -> Iterator[tuple[int,
             yield step, chunk
 
 
-async def judge_chunk(environment: Environment, chunk: Sequence[Recorded | LeftOut], counts: Disagreement) -> None:
+async def judge_chunk(
+    environment: Environment, chunk: Sequence[RecordedCompletion | LeftOut], counts: Disagreement
+) -> None:
     """Judge samples together and count them in order. Raises what no other sample would escape."""
-    samples = [sample for sample in chunk if isinstance(sample, Recorded)]
+    samples = [sample for sample in chunk if isinstance(sample, RecordedCompletion)]
     for sample in chunk:
         if isinstance(sample, LeftOut):
             counts.leave_out(sample)
@@ -231,7 +235,7 @@ _VERDICTS = {True: "right", False: "wrong", None: "not judged"}
 class Different:
     """A sample whose new judgement is not the recorded one."""
 
-    recorded: Recorded
+    recorded: RecordedCompletion
     now: Judgement
 
 
@@ -260,7 +264,7 @@ class Disagreement:
     def different(self) -> int:
         return sum(self.flips.values())
 
-    def add(self, recorded: Recorded, now: Judgement) -> None:
+    def add(self, recorded: RecordedCompletion, now: Judgement) -> None:
         """Count a sample with a new judgement."""
         self.judged += 1
         self._reward = self._reward[0] + recorded.reward, self._reward[1] + now.reward
@@ -307,7 +311,7 @@ def _pair(sums: tuple[float, float], count: int) -> dict[str, float] | None:
     return {"recorded": sums[0] / count, "now": sums[1] / count} if count else None
 
 
-def _flip(recorded: Recorded, now: Judgement) -> str:
+def _flip(recorded: RecordedCompletion, now: Judgement) -> str:
     """Return the direction in which a judgement changed; "" if it did not.
 
     Correctness decides where both have it, so that another scale of rewards is no disagreement.
@@ -334,7 +338,7 @@ class Prompts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedCompletion:
     """Last completion of a trained episode, with the reward and correctness that the episode was given."""
 
     step: int
@@ -353,7 +357,7 @@ class LeftOut:
     reason: str
 
 
-class RecordReader:
+class RecordedCompletions:
     """Reader of the recorded steps of one trial. It changes nothing."""
 
     def __init__(self, config: Config, tokenizer: TextTokenizer, prompts: Prompts) -> None:
@@ -362,7 +366,7 @@ class RecordReader:
         self._tokenizer = tokenizer
         self._prompts = prompts
 
-    def read(self, step: int, directory: Path) -> Iterator[Recorded | LeftOut]:
+    def read(self, step: int, directory: Path) -> Iterator[RecordedCompletion | LeftOut]:
         """Yield the samples of a step. Raises RecordError for a damaged record."""
         try:
             record = files.read_record(directory)
@@ -385,7 +389,7 @@ class RecordReader:
 
     def _sample(
         self, step: int, meta: SampleMeta, origin: GroupOrigin, arrays: Arrays, prompt: Prompt
-    ) -> Recorded | LeftOut:
+    ) -> RecordedCompletion | LeftOut:
         tokens = arrays[meta.sample_id, "tokens"]
         if self._known_agent and meta.row == 0 and tokens[: len(prompt.ids)].tolist() != prompt.ids:
             return LeftOut(meta.sample_id, "its row has another prompt now: the data was changed")
@@ -396,7 +400,7 @@ class RecordReader:
         finish_reason = origin.episodes[meta.episode][meta.row].finish_reason
         response = Response(text, finish_reason, end - begin, turn)
         task = Task(prompt, origin.ticket, meta.episode)
-        return Recorded(step, meta.sample_id, task, response, meta.reward, meta.correct)
+        return RecordedCompletion(step, meta.sample_id, task, response, meta.reward, meta.correct)
 
     def _completion(self, tokens: Array, mask: Array, prompt_len: int) -> tuple[int, int, int]:
         """Return where the last completion of a row begins and ends, and its number.

@@ -33,7 +33,7 @@ IsGone = Callable[[], Awaitable[bool]]
 T = TypeVar("T")
 
 
-class Signal:
+class WakeUp:
     """Wakes everyone who took a ``ticket`` before ``fire``. Take it before looking at the state."""
 
     def __init__(self) -> None:
@@ -138,9 +138,9 @@ class ManagerService:
         self.state = state
         self.journal = journal
         self.clock = steady_clock()
-        self.changed = Signal()  # a server or the routes
+        self.changed = WakeUp()  # a server or the routes
         self.grants = HeldAllocations()
-        self._servers: defaultdict[str, Signal] = defaultdict(Signal)
+        self._servers: defaultdict[str, WakeUp] = defaultdict(WakeUp)
         self._revision = -1  # revision of the servers at the last wake
         self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.closing = False
@@ -154,7 +154,7 @@ class ManagerService:
         self.changed.fire()
         self.grants.wake(len(self.grants))
 
-    def server(self, name: str) -> Signal:
+    def server(self, name: str) -> WakeUp:
         """Return the signal that a server's tasks have something to decide."""
         return self._servers[name]
 

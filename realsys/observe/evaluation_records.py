@@ -148,7 +148,7 @@ SameOf = Callable[[Sequence[EvalSample]], Same | None]
 _NO_NUMBERS: dict[str, Any] = {"pass_at": {}, "metrics": {}, "majority": None}
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class EvaluationOutcome(msgspec.Struct, frozen=True):
     """Result of an evaluation's sampling.
 
     tallies     verdicts of each problem
@@ -168,7 +168,7 @@ class Outcome(msgspec.Struct, frozen=True):
     restarts: int = 0
 
 
-def record(eval_id: str, step: int, made: EvaluationSet, outcome: Outcome, seconds: float) -> dict[str, Any]:
+def record(eval_id: str, step: int, made: EvaluationSet, outcome: EvaluationOutcome, seconds: float) -> dict[str, Any]:
     """Return the record without a majority vote: see ``docs/evaluation.md`` for its fields."""
     statistics = summarize(outcome.tallies, made.k)
     result: dict[str, Any] = {

@@ -23,7 +23,7 @@ from realsys.lab.planner.recorded_run import SKIP, GroupTime, Recording, steady
 from realsys.lab.planner.steady_state import recomputes, trainer_cores
 
 
-def estimate(recording: Recording, load: Load, completions: float, cores: float) -> Estimates:
+def estimate(recording: Recording, load: RecordedLoad, completions: float, cores: float) -> Estimates:
     """Estimate the costs. ``completions``: mean number on a server; ``cores`` as in Fit."""
     server = estimate_server(recording, load, completions, cores)
     step, fixed_step = _trainer(recording, load, slowdowns(recording, cores, server.others.value)[1])
@@ -39,7 +39,7 @@ def estimate(recording: Recording, load: Load, completions: float, cores: float)
     )
 
 
-def _trainer(recording: Recording, load: Load, busy: float) -> tuple[Cost, Cost]:
+def _trainer(recording: Recording, load: RecordedLoad, busy: float) -> tuple[Cost, Cost]:
     """Return the seconds of a step alone, at the mean tokens, and its fixed share.
 
     ``busy``: how much slower it computes while the servers sample.
@@ -103,7 +103,7 @@ class _Pieces:
     extra: Any
 
 
-def estimate_server(recording: Recording, load: Load, completions: float, cores: float) -> ServerCosts:
+def estimate_server(recording: Recording, load: RecordedLoad, completions: float, cores: float) -> ServerCosts:
     """Estimate the costs. ``completions``: mean number on a server; ``cores`` as in Fit."""
     servers = parse_allocation(recording.config.allocation).inference.data
     prior = PRIORS["fixed_token_on_cpu" if cores else "fixed_token"]
@@ -161,7 +161,7 @@ def _least_squares(
 # ---- with spans
 
 
-def _decoded(recording: Recording, load: Load) -> _Pieces | None:
+def _decoded(recording: Recording, load: RecordedLoad) -> _Pieces | None:
     """Return the decode spans; None without enough of them. Extra: seconds in which caches are computed again."""
     found = recording.servers.decoding
     if not recording.servers.tell_tokens:
@@ -176,7 +176,7 @@ def _decoded(recording: Recording, load: Load) -> _Pieces | None:
     )
 
 
-def _recomputed_token(recording: Recording, load: Load, cores: float, share: Cost, others: float) -> Cost:
+def _recomputed_token(recording: Recording, load: RecordedLoad, cores: float, share: Cost, others: float) -> Cost:
     """Return the seconds of a recomputed token alone.
 
     ``share``: of the time in which caches are computed again; completions that are ready decode in the rest.
@@ -207,7 +207,7 @@ def _rest(recording: Recording) -> Cost:
 # ---- without spans
 
 
-def _groups(recording: Recording, load: Load, forward_s: float) -> _Pieces:
+def _groups(recording: Recording, load: RecordedLoad, forward_s: float) -> _Pieces:
     """Return the groups, with the tokens of their longest completions. Extra: 1 for each.
 
     ``forward_s``: seconds of a recomputed token, of all servers together. The time of recomputed caches is taken away.
@@ -226,7 +226,7 @@ def _groups(recording: Recording, load: Load, forward_s: float) -> _Pieces:
     )
 
 
-def _recomputed(recording: Recording, load: Load, group: GroupTime) -> float:
+def _recomputed(recording: Recording, load: RecordedLoad, group: GroupTime) -> float:
     """Return the cached tokens that updates during a group computed again."""
     if not recomputes(recording.config):
         return 0.0
@@ -314,7 +314,7 @@ _MOST_MOMENTS = 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RecordedLoad:
     """Series over the time of the recorded steps, at moments ``grid`` seconds apart.
 
     completions   completions that run on all servers
@@ -338,14 +338,14 @@ class Load:
         return float(series[first : max(first + 1, self.moment(end))].mean())
 
 
-def load_of(recording: Recording) -> Load:
+def load_of(recording: Recording) -> RecordedLoad:
     """Return the load of a recorded run."""
     steps, groups = recording.steps, recording.groups
     begin, end = steps[0].begin, steps[-1].end
     median = float(np.median([group.seconds for group in groups])) if groups else 1.0
     grid = max(median / _MOMENTS_PER_GROUP, (end - begin) / _MOST_MOMENTS, 1e-4)
     moments = int((end - begin) / grid) + 2
-    load = Load(begin, grid, np.zeros(moments), np.zeros(moments), np.zeros(moments))
+    load = RecordedLoad(begin, grid, np.zeros(moments), np.zeros(moments), np.zeros(moments))
     typical = typical_lengths(recording)
     for group in groups:
         _add(load, group, group.lengths or typical)
@@ -366,7 +366,7 @@ def typical_lengths(recording: Recording) -> tuple[int, ...]:
     return tuple(max(1, round(float(np.mean([lengths[k] for lengths in ordered])))) for k in range(size))
 
 
-def _add(load: Load, group: GroupTime, lengths: Sequence[int]) -> None:
+def _add(load: RecordedLoad, group: GroupTime, lengths: Sequence[int]) -> None:
     longest = max(lengths)
     for length in lengths:
         end = group.granted + group.seconds * length / longest

@@ -23,7 +23,7 @@ from realsys.config.allocation import parse_allocation
 from realsys.lab.planner.cost_estimates import estimate, load_of, redrawn, typical_lengths
 from realsys.lab.planner.parameters import Fit, Parameters
 from realsys.lab.planner.recorded_run import Recording, StepCost, steady
-from realsys.lab.planner.steady_state import SHORT, STEPS, Lengths, Outcome, simulate
+from realsys.lab.planner.steady_state import SHORT, STEPS, LengthSample, SteadyState, simulate
 
 MEMBERS = 10  # further sets of costs
 _CORRECTIONS, _SHORT_CORRECTIONS = 6, 3  # simulations of the recorded run that correct the best costs, and others
@@ -63,7 +63,7 @@ def fit(recording: Recording, cores: float, progress: Callable[[], None] = lambd
     return replace(fitted, mid=mid, members=tuple(members), misfit=misfit)
 
 
-def recorded_outcome(recording: Recording, random: Random | None = None) -> Outcome:
+def recorded_outcome(recording: Recording, random: Random | None = None) -> SteadyState:
     """Return what a simulation of the recorded run should give; with ``random``, of a redrawn run."""
     steps = steady(recording)
     chosen: Any = np.arange(len(steps)) if random is None else redrawn(len(steps), random)
@@ -71,7 +71,7 @@ def recorded_outcome(recording: Recording, random: Random | None = None) -> Outc
     total = np.array([step.total for step in steps])[chosen].sum()
     groups = _groups_of(recording, steps)
     seconds = [group for k in chosen for group in groups[k]]
-    return Outcome(
+    return SteadyState(
         steps_per_h=3600 * len(chosen) / float(total),
         tokens_per_s=float(np.array([step.sampled for step in steps])[chosen].sum() / total),
         waits=float(waits / total),
@@ -91,7 +91,7 @@ def _groups_of(recording: Recording, steps: Sequence[StepCost]) -> list[list[flo
 
 
 def _corrected(
-    fitted: Fit, numbers: Parameters, goal: Outcome, most: int, times: int, progress: Callable[[], None]
+    fitted: Fit, numbers: Parameters, goal: SteadyState, most: int, times: int, progress: Callable[[], None]
 ) -> tuple[Parameters, float]:
     """Scale the costs of both sides until the simulated run agrees with ``goal``.
 
@@ -114,7 +114,7 @@ def _corrected(
     return best[1], best[2]
 
 
-def _missing(outcome: Outcome, goal: Outcome, *, told: bool) -> tuple[float, float]:
+def _missing(outcome: SteadyState, goal: SteadyState, *, told: bool) -> tuple[float, float]:
     """Return the logarithms of what the seconds of the servers and of the trainer must be multiplied with.
 
     The trainer's factor: mean seconds of a step. The servers' factor: steps per hour, if the trainer waits for them. If
@@ -149,12 +149,12 @@ def _update(recording: Recording) -> float:
     return float(np.percentile(waits, 25)) if waits else 0.0
 
 
-def lengths_of(recording: Recording) -> Lengths:
+def lengths_of(recording: Recording) -> LengthSample:
     """Return the lengths, with the share of their variance that the prompts decide."""
     groups = [lengths for lengths in recording.lengths if len(lengths) > 1]
     longest = recording.config.generation.sampling.max_new_tokens
     if not groups:
-        return Lengths(typical_lengths(recording), 1.0, recording.prompt_tokens, longest)
+        return LengthSample(typical_lengths(recording), 1.0, recording.prompt_tokens, longest)
     values = np.array([length for lengths in groups for length in lengths], dtype=float)
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - counts / 2) / len(values)  # equal lengths have the same rank
@@ -165,4 +165,4 @@ def lengths_of(recording: Recording) -> Lengths:
     drawn = np.sort(values)
     if len(drawn) > _QUANTILES:  # the middles of equal parts, because the longest is rarer than a part
         drawn = np.quantile(drawn, (np.arange(_QUANTILES) + 0.5) / _QUANTILES)
-    return Lengths(tuple(max(1, round(float(value))) for value in drawn), share, recording.prompt_tokens, longest)
+    return LengthSample(tuple(max(1, round(float(value))) for value in drawn), share, recording.prompt_tokens, longest)

@@ -8,7 +8,7 @@ from random import Random
 
 from realsys.config.allocation import parse_allocation
 from realsys.lab.planner.recorded_run import Recording
-from realsys.lab.planner.steady_state import Costs, Lengths
+from realsys.lab.planner.steady_state import Costs, LengthSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Fit:
     """
 
     recording: Recording
-    lengths: Lengths
+    lengths: LengthSample
     cores: float
     completions: float
     step_tokens: float

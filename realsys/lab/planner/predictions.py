@@ -19,7 +19,7 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.lab.planner.cost_fit import MEMBERS
 from realsys.lab.planner.parameters import Fit, Parameters
-from realsys.lab.planner.steady_state import SHORT, STEPS, Outcome, check_layouts, simulate
+from realsys.lab.planner.steady_state import SHORT, STEPS, SteadyState, check_layouts, simulate
 
 SEEDS = (1, 2, 3)
 PREDICT_SIMULATIONS = len(SEEDS) + 1 + MEMBERS
@@ -74,7 +74,7 @@ def predict(
     longest = config.generation.sampling.max_new_tokens
     lengths = replace(fit.lengths, scale=scale, longest=longest)
 
-    def run(numbers: Parameters, seed: int, steps: int) -> Outcome:
+    def run(numbers: Parameters, seed: int, steps: int) -> SteadyState:
         outcome = simulate(fit.costs(numbers), config, lengths, seed, steps)
         progress()
         return outcome

@@ -37,7 +37,7 @@ _BANDWIDTH = 0.5  # share of the memory bandwidth that decoding reaches
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BatchWork:
     """Seconds of a batch if all devices generate it, and if all devices train it. ``mean``: length over the limit."""
 
     generation: float
@@ -81,7 +81,7 @@ def comparisons() -> list[Comparison]:
 def _verl() -> Iterator[Comparison]:
     for row in table("verl_fully_async")["rows"]:
         training = row["sync"] - row["generation"] - row["old_log_prob"]  # the asynchronous mode skips old_log_prob
-        work = Work(row["generation"], training, _MEAN)
+        work = BatchWork(row["generation"], training, _MEAN)
         step = asynchronous(work, row["split"], eta=1)
         yield Comparison("verl", row["name"], "published", row["sync"] / row["async"], row["sync"] / step)
 
@@ -126,7 +126,7 @@ def _areal() -> Iterator[Comparison]:
             yield Comparison("AReaL", f"eta {eta} over eta 0", "balanced split", published, predicted)
 
 
-def asynchronous(work: Work, split: Sequence[int], eta: int) -> float:
+def asynchronous(work: BatchWork, split: Sequence[int], eta: int) -> float:
     """Return the seconds of an asynchronous step on a split: devices that generate, devices that train."""
     generating, training = split
     devices = generating + training

@@ -33,7 +33,7 @@ _FAST = 1e9  # tokens per second that limit nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthSample:
     """Lengths of completions: ``values``, ascending, times ``scale``, at most ``longest``."""
 
     values: tuple[int, ...]
@@ -73,7 +73,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SteadyState:
     """Steady state. ``step_s``, ``group_s``: mean seconds of a step without its wait, and of a group."""
 
     steps_per_h: float
@@ -99,7 +99,7 @@ class _Steady(Simulation):
             self.ended = len(self.account.waits.get("group", ()))
 
 
-def simulate(costs: Costs, config: Config, lengths: Lengths, seed: int = 1, most: int = STEPS) -> Outcome:
+def simulate(costs: Costs, config: Config, lengths: LengthSample, seed: int = 1, most: int = STEPS) -> SteadyState:
     """Simulate ``config``, and measure at most ``most`` steps after those that fill the pipeline."""
     first = config.asynchronous.max_head_offpolicyness + 2
     settings = sim_settings(costs, config, lengths, first + measured_steps(config, most))
@@ -109,7 +109,7 @@ def simulate(costs: Costs, config: Config, lengths: Lengths, seed: int = 1, most
     seconds = max(1e-9, measured[-1]["time"] - measured[0]["time"])
     done = measured[:-1]  # a record's time is that of its start
     waits = sum(step["wait"] for step in measured[1:])
-    return Outcome(
+    return SteadyState(
         steps_per_h=3600 * len(done) / seconds,
         tokens_per_s=sum(step["tokens"] for step in done) / seconds,
         waits=waits / seconds,
@@ -133,7 +133,7 @@ def run_quietly(simulation: Simulation) -> None:
         logging.disable(disabled)
 
 
-def sim_settings(costs: Costs, config: Config, lengths: Lengths, steps: int) -> SimSettings:
+def sim_settings(costs: Costs, config: Config, lengths: LengthSample, steps: int) -> SimSettings:
     """Return the costs of the processes of ``config``."""
     allocation = parse_allocation(config.allocation)
     per_token = costs.step_per_token / (allocation.actor.data / costs.ranks) ** costs.scaling
@@ -171,7 +171,7 @@ def sim_settings(costs: Costs, config: Config, lengths: Lengths, steps: int) -> 
     )
 
 
-def _stalled_h(costs: Costs, config: Config, lengths: Lengths) -> float:
+def _stalled_h(costs: Costs, config: Config, lengths: LengthSample) -> float:
     """Return hours without a step that only a defect can explain: a hundred steps in which nothing overlaps."""
     at_a_time = config.rollout.workers * config.rollout.max_concurrent  # groups
     running = at_a_time * config.rollout.sampled_episodes

@@ -21,7 +21,7 @@ from realsys.errors import ConfigError
 from realsys.lab.simulation.clock import Account, Clock
 from realsys.lab.simulation.manager import ManagerMachine, allocate_request
 from realsys.lab.simulation.scenarios import LengthSettings, SimSettings
-from realsys.lab.simulation.servers import Engine, EngineRequest, Piece
+from realsys.lab.simulation.servers import DecodePiece, EngineRequest, SimulatedEngine
 from realsys.manager.messages import (
     AllocateReply,
     Answer,
@@ -44,7 +44,7 @@ TOUCH_S = 60.0  # between two renewals of leases
 
 
 @dataclass(slots=True)
-class Completion:
+class SimulatedCompletion:
     """One episode: ``length`` tokens in the end, ``versions`` of those sampled so far."""
 
     length: int
@@ -67,12 +67,12 @@ class GroupRun:
 
     ticket: Ticket
     worker: str
-    completions: list[Completion]
+    completions: list[SimulatedCompletion]
     started: float
     over: bool = False
     arrived: float = 0.0
     request: EngineRequest | None = None
-    engine: Engine | None = None
+    engine: SimulatedEngine | None = None
     server: str = ""
     failures: int = 0
     waiting_since: float = 0.0
@@ -111,7 +111,7 @@ class GroupRun:
         return rows
 
 
-class Surroundings(Protocol):
+class RolloutSurroundings(Protocol):
     """Everything around a worker."""
 
     clock: Clock
@@ -124,7 +124,7 @@ class Surroundings(Protocol):
     agent_failures: int  # groups that fail next
     false_reports: int  # rollouts that report a server that is well next
 
-    def engine(self, server: str) -> Engine | None: ...
+    def engine(self, server: str) -> SimulatedEngine | None: ...
 
     def push(self, group: GroupRun, stored: Callable[[], None]) -> None: ...
 
@@ -134,7 +134,7 @@ class Surroundings(Protocol):
 class Worker:
     """One incarnation of a RolloutWorker."""
 
-    def __init__(self, world: Surroundings, name: str, incarnation: str) -> None:
+    def __init__(self, world: RolloutSurroundings, name: str, incarnation: str) -> None:
         self.name = name
         self.incarnation = incarnation
         self.up = True
@@ -185,7 +185,7 @@ class Worker:
         world = self._world
         lengths, rewards = world.lengths.draw(ticket), Random(ticket.seed + 1)
         success = success_rate(world.sim, world.config.seed, ticket.prompt_index)
-        completions = [Completion(length, rewards.random() < success) for length in lengths]
+        completions = [SimulatedCompletion(length, rewards.random() < success) for length in lengths]
         group = GroupRun(ticket, self.name, completions, world.clock.now)
         self._free -= ticket.n
         self._groups[group] = None
@@ -250,13 +250,13 @@ class Worker:
         if not group.over:
             self._schedule(group)
 
-    def _submit(self, group: GroupRun, engine: Engine) -> None:
+    def _submit(self, group: GroupRun, engine: SimulatedEngine) -> None:
         chunk = self._world.config.generation.sampling.new_tokens_per_chunk
         pieces = []
         for index, completion in enumerate(group.completions):
             left = completion.length - completion.sampled
             if left:
-                pieces.append(Piece(index, min(left, chunk or left)))
+                pieces.append(DecodePiece(index, min(left, chunk or left)))
         before = sum(group.completions[piece.index].sampled for piece in pieces)
         group.request = EngineRequest(
             pieces, self._world.sim.prompt_tokens + before, lambda request: self._moved(group, request)
@@ -282,7 +282,7 @@ class Worker:
             group.request = None
             self._schedule(group)
 
-    def _leave_out(self, group: GroupRun, kept: list[Completion], reason: str) -> None:
+    def _leave_out(self, group: GroupRun, kept: list[SimulatedCompletion], reason: str) -> None:
         """Waste the completions of a group that are not ``kept``."""
         before, group.completions = group.tokens, kept
         if wasted := before - group.tokens:
@@ -320,7 +320,7 @@ class Worker:
         else:
             self._schedule(group)
 
-    def groups_on(self, engine: Engine) -> list[GroupRun]:
+    def groups_on(self, engine: SimulatedEngine) -> list[GroupRun]:
         """Return the groups with a request on ``engine``."""
         return [g for g in self._groups if g.engine is engine and g.request is not None]
 

@@ -25,7 +25,7 @@ _RESOLUTION = 1e-9  # seconds; work that is due within this time is done, becaus
 
 
 @dataclass(slots=True)
-class Piece:
+class DecodePiece:
     """A request's part for one completion: ``tokens`` to sample. ``began``: work at its first token."""
 
     index: int  # number of the completion in its group
@@ -37,15 +37,15 @@ class Piece:
 class EngineRequest:
     """Pieces of one group on one server. ``moved`` is called when pieces have ended; none is ``left`` in the end."""
 
-    pieces: list[Piece]
+    pieces: list[DecodePiece]
     prefill_tokens: int
     moved: Callable[[EngineRequest], None]
     left: int = 0
     #: (piece, version -> tokens) of the pieces that have ended
-    sampled: list[tuple[Piece, dict[int, int]]] = field(default_factory=list)
+    sampled: list[tuple[DecodePiece, dict[int, int]]] = field(default_factory=list)
 
 
-class Engine:
+class SimulatedEngine:
     """One incarnation of a server."""
 
     def __init__(self, clock: Clock, settings: ServerSettings, host: Host | None = None) -> None:
@@ -54,8 +54,8 @@ class Engine:
         self.host = host or Host(HostSettings())
         self.serving: PublishedVersion | None = None
         self.up = True
-        self._running: list[tuple[float, int, Piece, EngineRequest]] = []
-        self._queue: deque[tuple[Piece, EngineRequest]] = deque()
+        self._running: list[tuple[float, int, DecodePiece, EngineRequest]] = []
+        self._queue: deque[tuple[DecodePiece, EngineRequest]] = deque()
         self._requests: dict[int, EngineRequest] = {}
         self._work = 0.0
         self._since = 0.0
@@ -65,7 +65,7 @@ class Engine:
         self._number = 0
         self._swaps: list[tuple[float, int]] = []  # (work, version)
         self._before = 0.0  # sum of ``_before`` over the running pieces
-        self._recompute: Job | None = None  # of the cache, while it is computed again
+        self._recompute: HostJob | None = None  # of the cache, while it is computed again
 
     def submit(self, request: EngineRequest) -> None:
         """Start the pieces of a request."""
@@ -125,7 +125,7 @@ class Engine:
             swapped()
         else:
             cores = self.host.settings.server_cores
-            self._recompute = Job(self.clock, self.host, cores, self._cached() / rate, swapped)
+            self._recompute = HostJob(self.clock, self.host, cores, self._cached() / rate, swapped)
 
     def _cached(self) -> int:
         work = self._work + self._rate * (self.clock.now - self._since)
@@ -196,10 +196,10 @@ class Engine:
         for request in moved.values():
             request.moved(request)
 
-    def _so_far(self, piece: Piece) -> int:
+    def _so_far(self, piece: DecodePiece) -> int:
         return max(0, min(piece.tokens, int(self._work - piece.began)))
 
-    def _versions(self, piece: Piece) -> dict[int, int]:
+    def _versions(self, piece: DecodePiece) -> dict[int, int]:
         """Return version -> tokens of a piece that has ended."""
         counts: dict[int, int] = {}
         left = piece.tokens
@@ -214,7 +214,7 @@ class Engine:
         return counts
 
 
-def _before(piece: Piece, request: EngineRequest) -> float:
+def _before(piece: DecodePiece, request: EngineRequest) -> float:
     """Return the tokens that a piece found in the cache, minus the work at its start."""
     return request.prefill_tokens / len(request.pieces) - piece.began
 
@@ -226,7 +226,7 @@ def _before(piece: Piece, request: EngineRequest) -> float:
 # Each process gets the same share of the cores that it wants: speed = cores / (wanted cores), at most 1.
 
 
-class Process(Protocol):
+class HostProcess(Protocol):
     """A process whose work takes longer while others compute."""
 
     def set_speed(self) -> None:
@@ -240,9 +240,9 @@ class Host:
     def __init__(self, settings: HostSettings) -> None:
         self.settings = settings
         self.speed = 1.0
-        self._wanted: dict[Process, float] = {}
+        self._wanted: dict[HostProcess, float] = {}
 
-    def use(self, process: Process, cores: float) -> None:
+    def use(self, process: HostProcess, cores: float) -> None:
         """Let ``process`` compute on ``cores`` from now on; 0: it waits. The speed of all follows."""
         if not self.settings.cores:
             return
@@ -259,7 +259,7 @@ class Host:
                     other.set_speed()
 
 
-class Job:
+class HostJob:
     """Work of ``seconds`` on ``cores`` of a host, which calls ``done`` at its end."""
 
     def __init__(self, clock: Clock, host: Host, cores: float, seconds: float, done: Callable[[], None]) -> None:

@@ -11,8 +11,8 @@ from realsys.lab.simulation.invariants import Broken, check_all, check_cheap, ch
 from realsys.lab.simulation.manager import ManagerMachine, heartbeat
 from realsys.lab.simulation.rollout import GroupRun, Lengths, Worker
 from realsys.lab.simulation.scenarios import Plan
-from realsys.lab.simulation.servers import Engine, Host
-from realsys.lab.simulation.trainer import Trainer
+from realsys.lab.simulation.servers import Host, SimulatedEngine
+from realsys.lab.simulation.trainer import SimulatedTrainer
 from realsys.manager.decisions import ManagerSettings
 from realsys.manager.ledger.events import Event, Reissued
 from realsys.manager.ledger.ledger import STALE
@@ -39,7 +39,7 @@ class Simulation:
         self.false_reports = 0
         self.failing_updates = 0
         self.open: set[GroupRun] = set()
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, SimulatedEngine] = {}
         self.births: dict[str, int] = {}
         self.workers: dict[str, Worker] = {}
         self.versions: list[PublishedVersion] = []  # on disk, oldest first
@@ -47,7 +47,7 @@ class Simulation:
         settings = ManagerSettings.of(self.config.model_copy(), sizes)
         self.manager = ManagerMachine(self.clock, settings, self, self.sim.call_s)
         self.manager.journal.observe = self._observe
-        self.trainer = Trainer(self)
+        self.trainer = SimulatedTrainer(self)
         self.faults = Faults(self)
         self._routable_since = 0.0
         self._routable = -1
@@ -96,7 +96,7 @@ class Simulation:
 
     def start_server(self, name: str) -> None:
         self.births[name] = self.births.get(name, 0) + 1
-        self.engines[name] = Engine(self.clock, self.sim.server, self.host)
+        self.engines[name] = SimulatedEngine(self.clock, self.sim.server, self.host)
         self._tell_servers()
 
     def kill_server(self, name: str) -> None:
@@ -109,7 +109,7 @@ class Simulation:
             for group in worker.groups_on(engine):
                 worker.server_died(group, lost[id(group.request)])
 
-    def _forget_server(self, name: str, engine: Engine) -> None:
+    def _forget_server(self, name: str, engine: SimulatedEngine) -> None:
         if self.engines.get(name) is engine:
             del self.engines[name]
             self._tell_servers()
@@ -151,7 +151,7 @@ class Simulation:
 
     # -- servers, as the manager reaches them --------------------------------------------------------------------------
 
-    def engine(self, server: str) -> Engine | None:
+    def engine(self, server: str) -> SimulatedEngine | None:
         return self.engines.get(server)
 
     def model_info(self, name: str, incarnation: str) -> tuple[str, str] | None:
@@ -175,7 +175,7 @@ class Simulation:
         seconds = self.sim.server.stage_s * (0.9 + 0.2 * self.random.random())
         self.clock.after(seconds, self._staged, order, engine, done)
 
-    def _staged(self, order: UpdateOrder, engine: Engine, done: Callable[[str], None]) -> None:
+    def _staged(self, order: UpdateOrder, engine: SimulatedEngine, done: Callable[[str], None]) -> None:
         if not engine.up:
             done("connection closed")
         elif self.failing_updates:
@@ -186,7 +186,7 @@ class Simulation:
         else:
             engine.swap(order.target, partial(done, ""))
 
-    def _addressed(self, name: str, incarnation: str) -> Engine | None:
+    def _addressed(self, name: str, incarnation: str) -> SimulatedEngine | None:
         engine = self.engines.get(name)
         return engine if engine is not None and engine.up and str(self.births[name]) == incarnation else None
 

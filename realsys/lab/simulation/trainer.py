@@ -20,7 +20,7 @@ from realsys.lab.simulation.clock import Account, Clock
 from realsys.lab.simulation.manager import ManagerMachine
 from realsys.lab.simulation.rollout import GroupRun
 from realsys.lab.simulation.scenarios import SimSettings
-from realsys.lab.simulation.servers import Host, Job
+from realsys.lab.simulation.servers import Host, HostJob
 from realsys.manager.messages import ClaimRequest, EvaluateRequest, Refusal, RollBackRequest, TrainedRequest
 from realsys.manager.operations import CLAIM, EVALUATE, ROLL_BACK, STATUS, TRAINED
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState, TrainBatch
@@ -33,7 +33,7 @@ STATUS_S = 5.0  # between two reports of a master that waits for a group
 Stored = Callable[[], None]
 
 
-class Surroundings(Protocol):
+class TrainerSurroundings(Protocol):
     """Everything around the trainer."""
 
     clock: Clock
@@ -52,10 +52,10 @@ class Surroundings(Protocol):
     def published(self, version: PublishedVersion) -> None: ...
 
 
-class Trainer:
+class SimulatedTrainer:
     """The MasterWorker and all ModelWorkers, over all their restarts."""
 
-    def __init__(self, world: Surroundings) -> None:
+    def __init__(self, world: TrainerSurroundings) -> None:
         self._world = world
         self.up = False
         self.life = 0  # starts
@@ -74,7 +74,7 @@ class Trainer:
         self._waits = 0  # number of calls of ``propose``
         self._intake: IntakeState
         self._batch: list[GroupRun] = []
-        self._step: Job | None = None
+        self._step: HostJob | None = None
         self._publishing = False
         self._blocked: Callable[[], None] | None = None  # act that waits for the end of the publication
 
@@ -230,7 +230,7 @@ class Trainer:
         seconds = costs.step_s + costs.step_s_per_token * tokens
         record = {"time": now, "wait": now - self._waiting_since, "tokens": float(tokens)}
         cores = world.host.settings.trainer_cores
-        self._step = Job(world.clock, world.host, cores, seconds, partial(self._computed, batch, record))
+        self._step = HostJob(world.clock, world.host, cores, seconds, partial(self._computed, batch, record))
 
     def _computed(self, batch: TrainBatch, record: dict[str, float]) -> None:
         world = self._world

@@ -24,7 +24,7 @@ from realsys.observe.evaluation_records import headline
 from realsys.observe.events import read_events
 from realsys.observe.percent import percent
 from realsys.observe.screen.plain import PlainView
-from realsys.observe.screen.progress import Progress, Record, mean, number
+from realsys.observe.screen.progress import Record, TrialProgress, mean, number
 from realsys.observe.screen.text_figures import (
     curve_text,
     failures_text,
@@ -46,7 +46,7 @@ class View(Protocol):
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None: ...
     def note(self, text: str) -> None: ...
-    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
+    def refresh(self, progress: TrialProgress, new: Iterable[Record] = ()) -> None:
         """Show ``progress``; ``new`` are its records that were not shown yet."""
         ...
 
@@ -65,7 +65,7 @@ class LiveView:
         self._config, self._paths = config, paths
         self._expected = expected_workers(config)
         self._started = time.time()
-        self._progress = Progress()
+        self._progress = TrialProgress()
         self._notes: deque[str] = deque(maxlen=_RECENT_NOTES)
         self._live = Live(console=console, auto_refresh=False, get_renderable=lambda: self, transient=False)
 
@@ -85,7 +85,7 @@ class LiveView:
         self._notes.append(f"{time.strftime('%H:%M:%S')} {text.replace(f'{self._paths.root}/', '')}")
         self._live.refresh()
 
-    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
+    def refresh(self, progress: TrialProgress, new: Iterable[Record] = ()) -> None:
         self._progress = progress
         self._live.refresh()
 
@@ -178,7 +178,7 @@ class Frame:
     phase_s: float = 0.0  # since the phase began
 
 
-def lines(progress: Progress, frame: Frame, width: int, height: int) -> list[Text]:
+def lines(progress: TrialProgress, frame: Frame, width: int, height: int) -> list[Text]:
     """Return at most ``height`` lines of at most ``width`` cells.
 
     Head and notes are left out last: a terminal of 9 rows has room for both.
@@ -212,7 +212,7 @@ def _cut(text: Text, width: int) -> Text:
     return text
 
 
-def _head(progress: Progress, frame: Frame, width: int) -> list[Text]:
+def _head(progress: TrialProgress, frame: Frame, width: int) -> list[Text]:
     clock = _clock(frame.elapsed_s)
     name = f"realsys  {frame.name}"
     title = Text(set_cell_size(name, max(0, width - len(clock) - 1)) + " " + clock, "bold")
@@ -223,7 +223,7 @@ def _head(progress: Progress, frame: Frame, width: int) -> list[Text]:
     return [_cut(title, width), _cut(_phase(progress, frame), width), *waits, *_wrapped(Text(address), width, 2)]
 
 
-def _phase(progress: Progress, frame: Frame) -> Text:
+def _phase(progress: TrialProgress, frame: Frame) -> Text:
     """Return the phase with its bar."""
     done, total = progress.step
     text = Text.assemble((f"{progress.phase:<9}", "bold cyan"))
@@ -276,7 +276,7 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}"
 
 
-def _remaining(progress: Progress) -> str:
+def _remaining(progress: TrialProgress) -> str:
     """Estimate the time left in this phase from the last steps."""
     records = progress.train or progress.warmup
     pace = mean(_recent(records), *(("seconds", "total") if progress.train else ("seconds",)))
@@ -323,7 +323,7 @@ def _fields(title: str, rows: Sequence[Row]) -> list[Text]:
     return [Text(title, "bold cyan"), *named]
 
 
-def _training(progress: Progress) -> list[Text]:
+def _training(progress: TrialProgress) -> list[Text]:
     if not progress.train:
         if not progress.warmup:
             return _evaluated(progress)
@@ -348,7 +348,7 @@ def _training(progress: Progress) -> list[Text]:
     return [*_fields("training, last step", rows), *_evaluated(progress)]
 
 
-def _evaluated(progress: Progress) -> list[Text]:
+def _evaluated(progress: TrialProgress) -> list[Text]:
     """Return the first and the newest evaluation."""
     evals = list(progress.evals.items())
     return [
@@ -367,7 +367,7 @@ def _with_signal(record: Record) -> float | None:
     return None if equal is None else 1.0 - equal
 
 
-def _asynchrony(progress: Progress, eta: int) -> list[Text]:
+def _asynchrony(progress: TrialProgress, eta: int) -> list[Text]:
     status = progress.status
     last: Record = progress.train[-1] if progress.train else {}
     recent = _recent(progress.train)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from realsys.observe.evaluation_records import headline
 from realsys.observe.percent import percent
-from realsys.observe.screen.progress import Progress, Record, number
+from realsys.observe.screen.progress import Record, TrialProgress, number
 from realsys.observe.screen.text_figures import failures_text, fmt, rate, untrained_shares, worth_showing
 
 
@@ -30,7 +30,7 @@ class PlainView:
     def note(self, text: str) -> None:
         self._print(f"! {text}")
 
-    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
+    def refresh(self, progress: TrialProgress, new: Iterable[Record] = ()) -> None:
         if progress.address and progress.address != self._address:
             self._address = progress.address
             self._print(f"status page: {progress.page}")
@@ -119,7 +119,7 @@ class EvaluationView(PlainView):
     _shown_at = 0.0
     _shown = ""
 
-    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
+    def refresh(self, progress: TrialProgress, new: Iterable[Record] = ()) -> None:
         super().refresh(progress, new)
         if time.monotonic() < self._shown_at + _EVERY_S:
             return

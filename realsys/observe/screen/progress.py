@@ -39,7 +39,7 @@ SHOWN_EVALS = 5  # of each data set: the first and the newest
 
 
 @dataclass(slots=True)
-class Progress:
+class TrialProgress:
     """The state of a run as the launcher knows it: constant memory."""
 
     phase: str = "starting"
@@ -140,7 +140,7 @@ _STATUS_TIMEOUT_S = 2.0
 class Screen(Protocol):
     """Display of the progress."""
 
-    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None: ...
+    def refresh(self, progress: TrialProgress, new: Iterable[Record] = ()) -> None: ...
     def note(self, text: str) -> None: ...
 
 
@@ -155,7 +155,7 @@ class Monitor:
         self,
         config: Config,
         paths: TrialPaths,
-        progress: Progress,
+        progress: TrialProgress,
         screen: Screen,
         tail: StepTail,
         note: Callable[[str], None] | None = None,
@@ -227,7 +227,7 @@ class Monitor:
             progress.status = status
 
 
-async def ask_once(config: Config, paths: TrialPaths, progress: Progress) -> None:
+async def ask_once(config: Config, paths: TrialPaths, progress: TrialProgress) -> None:
     """Bring ``progress`` up to date from the manager, if it answers. The step log is not read."""
     monitor = Monitor(config, paths, progress, NoScreen(), StepTail(paths.steps))
     if not is_known(config, paths):
@@ -246,7 +246,7 @@ async def ask_once(config: Config, paths: TrialPaths, progress: Progress) -> Non
 class NoScreen:
     """Screen that shows nothing."""
 
-    def refresh(self, progress: Progress, new: Iterable[Record] = ()) -> None:
+    def refresh(self, progress: TrialProgress, new: Iterable[Record] = ()) -> None:
         return None
 
     def note(self, text: str) -> None:

@@ -66,7 +66,7 @@ class Trackers:
             finish_s = min(finish_s, INTERRUPTED_FINISH_S)
         assert child.popen.stdin is not None and self._reports is not None
         with contextlib.suppress(OSError), child.popen.stdin as stdin:  # it may have ended
-            stdin.write(line(Ended(self.status, finish_s)))
+            stdin.write(line(TrialEnded(self.status, finish_s)))
         if not await child.exits_within(finish_s + _KILL_AFTER_S):
             child.kill()
         if not await child.exits_within(_KILL_AFTER_S):
@@ -104,9 +104,9 @@ class Trackers:
             inherit = [order.fileno(), reports]
             return ChildProcess(argv, os.environ, log, stdin=subprocess.PIPE, inherit=inherit)
 
-    def _order(self) -> Order:
+    def _order(self) -> TrackerOrder:
         config, telemetry = self._config, self._config.telemetry
-        return Order(
+        return TrackerOrder(
             {name: telemetry.tracker_args.get(name, {}) for name in telemetry.trackers},
             str(self._paths.root),
             config.experiment,
@@ -136,7 +136,7 @@ class Trackers:
         try:
             async for text in reader:
                 with contextlib.suppress(msgspec.DecodeError):
-                    self._say(msgspec.json.decode(text, type=Report).text)
+                    self._say(msgspec.json.decode(text, type=TrackerReport).text)
         finally:
             transport.close()
 
@@ -154,7 +154,7 @@ MODULE = "realsys.observe.trackers.process"
 LONGEST_TEXT = 500
 
 
-class Order(msgspec.Struct):
+class TrackerOrder(msgspec.Struct):
     """Work of the process. ``trackers``: name -> arguments; ``folder``: the trial; ``parent``: pid of the launcher."""
 
     trackers: dict[str, dict[str, Any]]
@@ -166,14 +166,14 @@ class Order(msgspec.Struct):
     config: dict[str, Any] = {}
 
 
-class Ended(msgspec.Struct):
+class TrialEnded(msgspec.Struct):
     """The run has ended with ``status``. Trackers have ``finish_s`` seconds to finish."""
 
     status: str
     finish_s: float
 
 
-class Report(msgspec.Struct):
+class TrackerReport(msgspec.Struct):
     """Note for the screen."""
 
     text: str

@@ -25,7 +25,7 @@ from realsys.config.doors import TRACKER
 from realsys.errors import ConfigError
 from realsys.observe.trackers.contract import Run
 from realsys.observe.trackers.feed import Feed
-from realsys.observe.trackers.link import LONGEST_TEXT, Ended, Order, Report, line
+from realsys.observe.trackers.link import LONGEST_TEXT, TrackerOrder, TrackerReport, TrialEnded, line
 
 _LOOK_S = 1.0
 _NICENESS = 10  # a busy machine serves the run first
@@ -34,7 +34,7 @@ _NICENESS = 10  # a busy machine serves the run first
 def main() -> None:
     with open(int(sys.argv[1]), "rb") as file:
         file.seek(0)
-        order = msgspec.json.decode(file.read(), type=Order)
+        order = msgspec.json.decode(file.read(), type=TrackerOrder)
     if not die_with_parent(signal.SIGKILL, order.parent):
         return
     os.nice(_NICENESS)
@@ -44,7 +44,7 @@ def main() -> None:
     os.set_inheritable(reports, False)  # the launcher reads until all writers have ended
 
     def say(text: str) -> None:
-        os.write(reports, line(Report(text[:LONGEST_TEXT])))  # one call: threads do not mix their lines
+        os.write(reports, line(TrackerReport(text[:LONGEST_TEXT])))  # one call: threads do not mix their lines
 
     followers = [Follower(name, partial(_feed, order, name), say) for name in order.trackers]
     for follower in followers:
@@ -55,7 +55,7 @@ def main() -> None:
     os._exit(0)  # without the handlers of libraries, which may wait for a server
 
 
-def _feed(order: Order, name: str) -> Feed:
+def _feed(order: TrackerOrder, name: str) -> Feed:
     """Return the tracker ``name`` at its position. Raises ConfigError, and what the tracker raises."""
     folder = Path(order.folder)
     position = folder / "trackers" / f"{name.replace(':', '.')}.json"
@@ -64,16 +64,16 @@ def _feed(order: Order, name: str) -> Feed:
     return Feed(folder / "steps.jsonl", position, run, lambda told: make(told, **order.trackers[name]))
 
 
-def _wait_for_end(followers: list[Follower]) -> Ended:
+def _wait_for_end(followers: list[Follower]) -> TrialEnded:
     """Wait for the end of the run, and say which tracker hangs."""
     while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         for follower in followers:
             follower.is_hanging(time.monotonic())
     text = sys.stdin.buffer.readline()
-    return msgspec.json.decode(text, type=Ended) if text else Ended("", 0.0)
+    return msgspec.json.decode(text, type=TrialEnded) if text else TrialEnded("", 0.0)
 
 
-def _finish(followers: list[Follower], ended: Ended, say: Callable[[str], None]) -> None:
+def _finish(followers: list[Follower], ended: TrialEnded, say: Callable[[str], None]) -> None:
     """Have the trackers finish; say which of them did not, and leave those that hang alone."""
     for follower in followers:
         follower.end(ended.status)

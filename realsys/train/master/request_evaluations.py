@@ -21,7 +21,7 @@ from realsys.errors import RecordError, StuckError, WaitTimeout
 from realsys.manager.client import ManagerClient
 from realsys.manager.messages import EvaluateRequest, EvaluationReply
 from realsys.observe import spans
-from realsys.observe.evaluation_records import EvalSample, Outcome, collect, majority_of, record, write_result
+from realsys.observe.evaluation_records import EvalSample, EvaluationOutcome, collect, majority_of, record, write_result
 from realsys.observe.evaluation_statistics import Tally
 from realsys.reward.compare_answers import AnswerComparer
 
@@ -246,9 +246,9 @@ def require_completions(records: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def outcome_of(state: EvaluationReply) -> Outcome:
+def outcome_of(state: EvaluationReply) -> EvaluationOutcome:
     """Return what the statistics need of the manager's reply for an ended evaluation."""
-    return Outcome(
+    return EvaluationOutcome(
         tallies=[Tally(judged, right) for judged, right, count in state.tallies for _ in range(count)],
         incomplete=state.incomplete,
         failed=state.failed,

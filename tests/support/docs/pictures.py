@@ -25,7 +25,7 @@ from realsys.config.paths import TrialPaths
 from realsys.errors import WaitTimeout
 from realsys.observe.curves import draw_curves
 from realsys.observe.screen.display import Frame, expected_workers, lines
-from realsys.observe.screen.progress import Progress, ask_once
+from realsys.observe.screen.progress import TrialProgress, ask_once
 from tests.support.polling import poll
 from tests.support.view.page_pictures import view_pictures
 
@@ -46,17 +46,17 @@ def main() -> int:
     return 0
 
 
-def _ended(trial: Path) -> tuple[TrialPaths, Progress]:
-    progress = Progress()
+def _ended(trial: Path) -> tuple[TrialPaths, TrialProgress]:
+    progress = TrialProgress()
     progress.read(trial / "steps.jsonl")
     return TrialPaths(trial.resolve()), progress
 
 
 @contextlib.contextmanager
-def _run() -> Iterator[tuple[TrialPaths, Progress]]:
+def _run() -> Iterator[tuple[TrialPaths, TrialProgress]]:
     """Run the experiment of the README. The progress is one from its middle."""
     scratch = Path(tempfile.gettempdir()) / "realsys"
-    paths, middle = TrialPaths(scratch / "runs" / "arith" / "readme"), Progress()
+    paths, middle = TrialPaths(scratch / "runs" / "arith" / "readme"), TrialProgress()
     words = ["run", "experiment=arith", f"fileroot={scratch / 'runs'}", "--trial", "readme", "--plain"]
     try:
         with subprocess.Popen([sys.executable, "-m", "realsys", *words]) as run:
@@ -95,8 +95,8 @@ def watch(run: subprocess.Popen[bytes], look: Callable[[], None], timeout_s: flo
         raise
 
 
-def _look(paths: TrialPaths) -> Progress:
-    progress = Progress()
+def _look(paths: TrialPaths) -> TrialProgress:
+    progress = TrialProgress()
     if paths.config.exists():
         progress.read(paths.steps)
         asyncio.run(ask_once(read_config(paths.config), paths, progress))
@@ -108,7 +108,7 @@ def curves(paths: TrialPaths) -> None:
     _put(paths.curves, "arith_curves.png")
 
 
-def display(paths: TrialPaths, progress: Progress) -> None:
+def display(paths: TrialPaths, progress: TrialProgress) -> None:
     """Draw the live display as it was at ``progress``."""
     console = Console(record=True, width=80, height=24, force_terminal=True, file=open(os.devnull, "w"))  # noqa: SIM115
     config = read_config(paths.config)

@@ -38,7 +38,7 @@ from realsys.manager.ledger.journal import Journal, read_journal
 from realsys.manager.ledger.tickets import ticket_name
 from realsys.manager.process import decode_value
 from realsys.manager.routing import rollout_workers as workers
-from realsys.observe.screen.progress import Progress
+from realsys.observe.screen.progress import TrialProgress
 from realsys.observe.step_log import read_steps
 from realsys.train.checkpoint import checkpoint_files as checkpoint
 from realsys.train.records import record_files as record
@@ -309,7 +309,7 @@ def others(folder: Path) -> Iterator[Target]:
         lines = [spoiler.encode(value) for value in spoiler.rng.sample(kinds, 2)]
         return b"\n".join([spoiler.spoil(lines[0]), *lines[1:], b""])
 
-    yield Target("step log", log, through(steps, lambda: Progress().add(read_steps(steps))), (), weight=2)
+    yield Target("step log", log, through(steps, lambda: TrialProgress().add(read_steps(steps))), (), weight=2)
     errors = folder / "errors"
     valid = write_error(errors, record_of("model_worker", 0, RuntimeError("x")))
     write_error(errors, record_of("model_worker", 1, RuntimeError("y")))

@@ -19,7 +19,7 @@ from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
 from realsys.config.sections.schema_train import TrainConfig
 from realsys.generation.protocol import ServerInfo
-from realsys.manager.commit_loop import ManagerService, Signal
+from realsys.manager.commit_loop import ManagerService, WakeUp
 from realsys.manager.decisions import ManagerState
 from realsys.manager.process import Manager, ManagerParts
 from realsys.manager.routes import Pages
@@ -95,7 +95,7 @@ class Trial:
         self.url = ""
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=BOUND_S))
         self.stop = asyncio.Event()
-        self.changed = Signal()
+        self.changed = WakeUp()
         self.manager: Manager
         self.task: asyncio.Task[None]
 

@@ -15,7 +15,7 @@ from realsys.config.dump import write_config
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.lab.planner.recorded_run import GroupTime, Recording, StepCost
-from realsys.lab.planner.steady_state import Costs, Lengths, endless, sim_settings
+from realsys.lab.planner.steady_state import Costs, LengthSample, endless, sim_settings
 from realsys.lab.simulation.rollout import GroupRun
 from realsys.lab.simulation.scenarios import Plan
 from realsys.lab.simulation.simulation import Simulation
@@ -28,7 +28,7 @@ COSTS = Costs(
     cpu_per_token=5e-5, update=0.01, cores=0.0,
 )  # fmt: skip
 SHARED = replace(COSTS, cores=2.0)
-LENGTHS = Lengths(tuple(range(10, 90)), prompt_share=0.5, prompt_tokens=8.0, longest=128)
+LENGTHS = LengthSample(tuple(range(10, 90)), prompt_share=0.5, prompt_tokens=8.0, longest=128)
 OVERRIDES = (
     "allocation=serve.d1+d1", "train.batch_groups=8", "rollout.group_size=4", "rollout.workers=2",
     "rollout.max_concurrent=8", "asynchronous.max_head_offpolicyness=2", "generation.sampling.max_new_tokens=128",

@@ -23,7 +23,7 @@ from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.nodes.node_agent import NodeSignals, serve
 from realsys.launch.nodes.orders import LOCAL, SupervisedNode
 from realsys.launch.process_plan import TRAINING, OnDeath, ProcessSpec, needs_of
-from realsys.launch.supervise.restart_policy import Outcome
+from realsys.launch.supervise.restart_policy import TrialOutcome
 from realsys.launch.supervise.run_hooks import Bounds, Hooks
 from realsys.launch.supervise.supervisor import Supervisor
 from tests.conftest import shared_servers
@@ -69,13 +69,13 @@ class Trial:
         min_share: float = 0.0,
         room_s: float = 600.0,
         **hooks: Any,
-    ) -> Outcome:
+    ) -> TrialOutcome:
         """Run to the end; once every process in ``until`` is ready, call ``then``. Checks that no process is left.
 
         ``hooks``: of the supervisor, besides ``say``.
         """
 
-        async def body() -> Outcome:
+        async def body() -> TrialOutcome:
             self._ready.clear()
 
             def on_ready() -> None:

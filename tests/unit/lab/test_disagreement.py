@@ -6,7 +6,7 @@ import pytest
 
 from realsys.data.prompts import Prompt
 from realsys.errors import RewardError
-from realsys.lab.regrade import Disagreement, LeftOut, Recorded
+from realsys.lab.regrade import Disagreement, LeftOut, RecordedCompletion
 from realsys.observe.evaluation_statistics import wilson
 from realsys.rollout.environments import Judgement, Response, Task
 from realsys.types import Ticket
@@ -14,7 +14,7 @@ from realsys.types import Ticket
 
 def recorded(reward, correct, prompt=0):
     task = Task(Prompt("1+1=", "2", [1]), Ticket("7", 0, prompt))
-    return Recorded(3, "7.0/0.0", task, Response("2", "stop", 1), reward, correct)
+    return RecordedCompletion(3, "7.0/0.0", task, Response("2", "stop", 1), reward, correct)
 
 
 @pytest.mark.parametrize(

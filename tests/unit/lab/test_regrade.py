@@ -15,8 +15,8 @@ from realsys.errors import RewardError, StuckError
 from realsys.lab.regrade import (
     Disagreement,
     LeftOut,
-    Recorded,
-    RecordReader,
+    RecordedCompletion,
+    RecordedCompletions,
     judge_chunk,
     regrade_config,
 )
@@ -122,7 +122,7 @@ def test_folder_without_records_is_refused(tmp_path, capsys):
 
 def reader_of(paths):
     config, tokenizer = read_config(paths.config), TextTokenizer(paths.start_model)
-    return RecordReader(config, tokenizer, PromptDataset(config, paths, tokenizer))
+    return RecordedCompletions(config, tokenizer, PromptDataset(config, paths, tokenizer))
 
 
 def test_changed_data_is_named(tmp_path):
@@ -157,7 +157,7 @@ class Environment:
 def test_errors_of_an_environment_are_counted(tmp_path):
     paths = make_trial(tmp_path, {3: SAMPLES})
     samples = list(reader_of(paths).read(3, recorded_steps(paths.records)[3]))
-    assert all(isinstance(sample, Recorded) for sample in samples)
+    assert all(isinstance(sample, RecordedCompletion) for sample in samples)
     counts = Disagreement()
     asyncio.run(judge_chunk(Environment(RewardError("no", "elapsed")), samples, counts))
     asyncio.run(judge_chunk(Environment(ZeroDivisionError("a defect")), samples, counts))

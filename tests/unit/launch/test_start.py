@@ -10,7 +10,7 @@ import pytest
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.start import Trial, _read_ledger, decide_start, describe, newer_data
+from realsys.launch.start import StoredTrial, _read_ledger, decide_start, describe, newer_data
 from realsys.manager.ledger.events import Event, Resumed, RolledBack, Trained
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import DataPosition
@@ -28,22 +28,22 @@ RESUMING = CONFIG.model_copy(update={"resume": str(OTHER)})
 @pytest.mark.parametrize(
     ("config", "trial", "start", "line"),
     [
-        (CONFIG, Trial(), TrialStart(kind="new"), ""),
+        (CONFIG, StoredTrial(), TrialStart(kind="new"), ""),
         (
             RESUMING,
-            Trial(begin=TrainingStart(OTHER, 5), state=STATE),
+            StoredTrial(begin=TrainingStart(OTHER, 5), state=STATE),
             TrialStart(kind="resumed", checkpoint=str(OTHER), step=5),
             f"continuing at step 5 from {OTHER}",
         ),
         (
             RESUMING,
-            Trial(config=RESUMING, begin=TrainingStart(OTHER, 5), state=STATE, steps=1),
+            StoredTrial(config=RESUMING, begin=TrainingStart(OTHER, 5), state=STATE, steps=1),
             TrialStart(kind="resumed", checkpoint=str(OTHER), step=5, trained=1),
             f"continuing at step 5 from {OTHER}",
         ),
         (
             RESUMING,
-            Trial(
+            StoredTrial(
                 config=RESUMING, begin=TrainingStart(OWN, 5, own=True), state=STATE, steps=7, has_ledger=True, newest=5
             ),
             TrialStart(kind="recovered", checkpoint=str(OWN), step=5, trained=7),
@@ -51,7 +51,7 @@ RESUMING = CONFIG.model_copy(update={"resume": str(OTHER)})
         ),
         (
             CONFIG,
-            Trial(config=CONFIG, steps=2),
+            StoredTrial(config=CONFIG, steps=2),
             TrialStart(kind="recovered", trained=2),
             "starting again from the beginning: there is no complete checkpoint yet",
         ),
@@ -59,7 +59,7 @@ RESUMING = CONFIG.model_copy(update={"resume": str(OTHER)})
     ids=["new", "resumed", "resumed again", "recovered", "recovered without checkpoint"],
 )
 def test_start_follows_from_the_disk(
-    config: Config, trial: Trial, start: TrialStart, line: str, tmp_path: Path
+    config: Config, trial: StoredTrial, start: TrialStart, line: str, tmp_path: Path
 ) -> None:
     decided = decide_start(config, trial)
     assert decided == start and "\n".join(describe(decided)) == line
@@ -70,14 +70,14 @@ def test_start_follows_from_the_disk(
 
 def test_changed_settings_are_listed() -> None:
     other = CONFIG.model_copy(update={"allocation": "serve.d1+d2"})
-    assert list(describe(decide_start(other, Trial(config=CONFIG))))[1:] == [
+    assert list(describe(decide_start(other, StoredTrial(config=CONFIG))))[1:] == [
         "changed: allocation='serve.d1+d2' (was 'serve.d1p1m1+d1p1m1')"
     ]
 
 
 def test_checkpoints_without_a_ledger_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"no ledger.jsonl.*: restore it from a copy, or start a new trial with"):
-        decide_start(CONFIG, Trial(config=CONFIG, begin=TrainingStart(OWN, 5, own=True), state=STATE))
+        decide_start(CONFIG, StoredTrial(config=CONFIG, begin=TrainingStart(OWN, 5, own=True), state=STATE))
 
 
 def ledger_of(path: Path, *versions: int) -> None:
@@ -93,14 +93,14 @@ def test_ledger_that_ends_before_the_checkpoint_is_refused(tmp_path: Path, kept:
     ledger_of(paths.ledger, *range(1, 6))
     begin = TrainingStart(OWN, 5, own=True)
     assert _read_ledger(CONFIG, paths) == (None, 5)
-    decide_start(CONFIG, Trial(config=CONFIG, begin=begin, state=STATE, has_ledger=True, newest=5))
+    decide_start(CONFIG, StoredTrial(config=CONFIG, begin=begin, state=STATE, has_ledger=True, newest=5))
     lines = paths.ledger.read_bytes().splitlines(keepends=True)
     paths.ledger.write_bytes(b"".join(lines[:kept]))
     _, newest = _read_ledger(CONFIG, paths)
     with pytest.raises(
         ConfigError, match=rf"ledger.jsonl ends at version {kept}, before \S*/step-00000005: restore it"
     ):
-        decide_start(CONFIG, Trial(config=CONFIG, begin=begin, state=STATE, has_ledger=True, newest=newest))
+        decide_start(CONFIG, StoredTrial(config=CONFIG, begin=begin, state=STATE, has_ledger=True, newest=newest))
 
 
 @pytest.mark.parametrize(

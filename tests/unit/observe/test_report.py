@@ -20,16 +20,16 @@ from realsys.launch.commands.finding import find_trial
 from realsys.launch.conclude import Summary, print_summary, summarise, write_summary
 from realsys.launch.nodes.orders import ProcessId
 from realsys.launch.supervise.failures import FirstFailure
-from realsys.launch.supervise.restart_policy import Death, Outcome
+from realsys.launch.supervise.restart_policy import Death, TrialOutcome
 from realsys.observe.curves import draw_curves
 from realsys.observe.screen.display import LiveView, make_view
 from realsys.observe.screen.plain import PlainView, train_line
-from realsys.observe.screen.progress import SHOWN_EVALS, WINDOW, Progress
+from realsys.observe.screen.progress import SHOWN_EVALS, WINDOW, TrialProgress
 from tests.support.run_logs import START, run_records, train_record, write_log
 
 
-def progress_of(records: list[dict[str, Any]]) -> Progress:
-    progress = Progress()
+def progress_of(records: list[dict[str, Any]]) -> TrialProgress:
+    progress = TrialProgress()
     progress.add(records)
     return progress
 
@@ -38,7 +38,7 @@ def summary_of(
     paths: TrialPaths, records: list[dict[str, Any]], started: float = START, ended: float = START + 160
 ) -> Summary:
     write_log(paths, records)
-    return summarise(Config(), paths, Outcome("done", ""), started=started, ended=ended)
+    return summarise(Config(), paths, TrialOutcome("done", ""), started=started, ended=ended)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def paths(tmp_path: Path) -> TrialPaths:
     return TrialPaths(tmp_path)
 
 
-def drawn(progress: Progress, paths: TrialPaths) -> str:
+def drawn(progress: TrialProgress, paths: TrialPaths) -> str:
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=False)
     view = LiveView(console, Config(), paths)
     view.refresh(progress)
@@ -93,7 +93,7 @@ def test_plain_output_is_one_line_per_step() -> None:
     """The lines are in the order of the events."""
     out = io.StringIO()
     view = PlainView(Console(file=out, width=40))
-    progress, records = Progress(), run_records()
+    progress, records = TrialProgress(), run_records()
     for new in (records[:6], [], records[6:]):
         progress.add(new)
         view.refresh(progress, new)
@@ -143,7 +143,7 @@ def test_rolled_back_steps_are_counted_once(paths: TrialPaths) -> None:
 
 
 def test_display_memory_does_not_grow_with_run() -> None:
-    progress = Progress()
+    progress = TrialProgress()
     progress.add({"kind": "warmup", "step": step, "total": 1000} for step in range(1, 1001))
     assert progress.step == (1000, 1000) and len(progress.warmup) == WINDOW
     progress.add(train_record(step, total=5000) for step in range(1, 5001))
@@ -156,7 +156,7 @@ def test_display_memory_does_not_grow_with_run() -> None:
 @pytest.mark.parametrize(("back", "left", "shown"), [(4990, 4990, WINDOW - 10), (3, 3, 0), (0, 1000, 0), (-1, 0, 0)])
 def test_steps_that_are_shown_after_a_recovery(back: int, left: int, shown: int) -> None:
     """Also one that goes back further than what is shown; to before the first step, where the warm-up counts."""
-    progress = Progress()
+    progress = TrialProgress()
     progress.add({"kind": "warmup", "step": step, "total": 1000} for step in range(1, 1001))
     progress.add(train_record(step, total=5000) for step in range(1, 5001))
     progress.add([{"kind": "recovered", "step": back}])
@@ -185,7 +185,7 @@ def test_view_is_plain_where_there_is_no_terminal(paths: TrialPaths) -> None:
 
 def test_summary_says_gain_times_and_tokens(paths: TrialPaths) -> None:
     paths.final_model.mkdir()
-    outcome = Outcome("done", "the MasterWorker finished")
+    outcome = TrialOutcome("done", "the MasterWorker finished")
     outcome.restarted = [Death("rollout_worker/0", ProcessId("host", 7), -9, START, Path("/x"))]
     write_log(paths, run_records())
     summary = summarise(Config(), paths, outcome, started=START - 5, ended=START + 160)
@@ -244,7 +244,7 @@ def test_groups_dropped_by_filter_are_counted_apart(paths: TrialPaths) -> None:
 def test_reached_limit_of_run_is_named(paths: TrialPaths, train: dict[str, int], limit: str) -> None:
     write_log(paths, run_records())
     config = Config.model_validate({"train": {**train, "batch_groups": 16}})
-    summary = summarise(config, paths, Outcome("done", ""), started=START, ended=START + 160)
+    summary = summarise(config, paths, TrialOutcome("done", ""), started=START, ended=START + 160)
     assert summary["ended_by"] == limit
     print_summary(Console(file=(out := io.StringIO()), width=200), summary)
     assert any(line.split(None, 2) == ["ended", "by", limit] for line in out.getvalue().splitlines())
@@ -255,19 +255,19 @@ def test_end_of_the_prompts_is_named(paths: TrialPaths) -> None:
     used_up = {"kind": "used_up", "step": 3, "reason": "all 20 groups have ended"}
     write_log(paths, [train_record(1), train_record(2), used_up])
     config = Config.model_validate({"train": {"total_steps": 4, "total_epochs": 2, "max_seconds": 90}})
-    summary = summarise(config, paths, Outcome("done", ""), started=START, ended=START + 160)
+    summary = summarise(config, paths, TrialOutcome("done", ""), started=START, ended=START + 160)
     assert summary["ended_by"] == "train.total_epochs=2, after step 2 of 4: all 20 groups have ended"
 
 
 def test_run_without_reached_limit_says_so(paths: TrialPaths) -> None:
     write_log(paths, [train_record(1), train_record(2)])
     config = Config.model_validate({"train": {"total_steps": 4, "max_seconds": 90}})
-    done = summarise(config, paths, Outcome("done", ""), started=START, ended=START + 160)
+    done = summarise(config, paths, TrialOutcome("done", ""), started=START, ended=START + 160)
     assert done["ended_by"] == "train.max_seconds=90, before step 4"
-    stopped = summarise(config, paths, Outcome("interrupted", ""), started=START, ended=START + 160)
+    stopped = summarise(config, paths, TrialOutcome("interrupted", ""), started=START, ended=START + 160)
     assert stopped["ended_by"] is None
     paths.steps.unlink()
-    assert summarise(config, paths, Outcome("done", ""), started=START, ended=START + 160)["ended_by"] is None
+    assert summarise(config, paths, TrialOutcome("done", ""), started=START, ended=START + 160)["ended_by"] is None
 
 
 def test_report_is_written_with_curves(paths: TrialPaths) -> None:
@@ -281,7 +281,7 @@ def test_report_is_written_with_curves(paths: TrialPaths) -> None:
 
 def test_failed_run_has_a_summary_with_the_cause(paths: TrialPaths) -> None:
     failure = FirstFailure("model_worker/1", 12, START, "ModelError: no", Path("/x.log"), [])
-    outcome = Outcome("failed", "model_worker/0 exited with code 1")
+    outcome = TrialOutcome("failed", "model_worker/0 exited with code 1")
     summary = summarise(Config(), paths, outcome, started=START, ended=START + 3, failure=failure)
     write_summary(summary, paths)
     assert summary["failure"] == {"process": "model_worker/1", "problem": "ModelError: no"}

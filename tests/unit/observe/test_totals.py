@@ -20,9 +20,9 @@ from rich.console import Console
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.conclude import EVALUATION_KEYS, print_summary, summarise
-from realsys.launch.supervise.restart_policy import Outcome
+from realsys.launch.supervise.restart_policy import TrialOutcome
 from realsys.observe.curves import draw_curves
-from realsys.observe.screen.progress import TIME_PARTS, Monitor, Progress, Record, mean, number
+from realsys.observe.screen.progress import TIME_PARTS, Monitor, Record, TrialProgress, mean, number
 from realsys.observe.step_log import StepTail
 from realsys.observe.totals import CURVE_POINTS, END_STEPS, curve_points
 
@@ -158,7 +158,7 @@ def test_summary_says_what_a_straightforward_computation_says(happened: list[dic
     with tempfile.TemporaryDirectory() as folder:
         paths = TrialPaths(Path(folder))
         append(paths, records)
-        summary = summarise(Config(), paths, Outcome("done", ""), started=STARTED, ended=ENDED)
+        summary = summarise(Config(), paths, TrialOutcome("done", ""), started=STARTED, ended=ENDED)
     expected = straightforward(records)
     assert {name: summary[name] for name in expected} == expected
 
@@ -207,14 +207,14 @@ def test_run_without_signal_is_warned_of_once(tmp_path: Path) -> None:
     """While it runs, and in its summary."""
     config = Config.model_validate({"train": {"ppo": {"advantage": {"mean": "group"}}}})
     paths, screen = TrialPaths(tmp_path), Mock()
-    monitor = Monitor(config, paths, Progress(), screen, StepTail(paths.steps))
+    monitor = Monitor(config, paths, TrialProgress(), screen, StepTail(paths.steps))
     append(paths, [{"kind": "eval", "eval_id": "before", "accuracy": 0.25, "step": 0}])
     for step in range(1, 6):
         append(paths, [trained(step) | {"signal": {"equal": 1.0}}])
         monitor.read_steps()
     [[warning]] = [call.args for call in screen.note.call_args_list]
     assert "of the last 3 steps carry no signal" in warning and "accuracy before training 25.0%" in warning
-    summary = summarise(config, paths, Outcome("done", ""), started=STARTED, ended=ENDED)
+    summary = summarise(config, paths, TrialOutcome("done", ""), started=STARTED, ended=ENDED)
     print_summary(Console(file=(out := io.StringIO())), summary)
     assert f"weak signal           {warning}\n" in out.getvalue()
 

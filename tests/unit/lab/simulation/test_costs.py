@@ -7,7 +7,7 @@ import pytest
 from realsys.lab.simulation.clock import Clock
 from realsys.lab.simulation.rollout import Lengths
 from realsys.lab.simulation.scenarios import LengthSettings, ServerSettings
-from realsys.lab.simulation.servers import Engine, EngineRequest, Piece
+from realsys.lab.simulation.servers import DecodePiece, EngineRequest, SimulatedEngine
 from realsys.types import PublishedVersion, Ticket
 
 COSTS = ServerSettings(tokens_per_s=10.0, total_tokens_per_s=20.0, max_running=4, swap_s=1.0)
@@ -18,7 +18,7 @@ class Bench:
 
     def __init__(self, costs: ServerSettings = COSTS) -> None:
         self.clock = Clock()
-        self.engine = Engine(self.clock, costs)
+        self.engine = SimulatedEngine(self.clock, costs)
         self.ended: list[tuple[float, dict[int, int]]] = []
         self.swap(0)
         self.run()
@@ -28,7 +28,7 @@ class Bench:
         self.engine.swap(PublishedVersion(version, "t", f"v{version}", version), lambda: None)
 
     def submit(self, *tokens: int) -> EngineRequest:
-        pieces = [Piece(index, count) for index, count in enumerate(tokens)]
+        pieces = [DecodePiece(index, count) for index, count in enumerate(tokens)]
         request = EngineRequest(pieces, 0, self._done)
         self.engine.submit(request)
         return request
@@ -80,7 +80,7 @@ def test_swap_pauses_and_marks_tokens() -> None:
 def test_load_counts_queued_completions_and_cached_tokens() -> None:
     """Two of 10 tokens/s each run for 4 s behind a prompt of 30 tokens, and one waits."""
     bench = Bench(COSTS.model_copy(update={"max_running": 2, "prefill_tokens_per_s": 1e9}))
-    pieces = [Piece(index, 100) for index in range(3)]
+    pieces = [DecodePiece(index, 100) for index in range(3)]
     bench.engine.submit(EngineRequest(pieces, 30, bench._done))
     loads: list[tuple[int, int]] = []
     bench.clock.after(4.0, lambda: loads.append(bench.engine.load()))

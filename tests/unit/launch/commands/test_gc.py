@@ -29,7 +29,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.cli import main
 from realsys.launch.commands import gc
-from realsys.launch.commands.gc import Finder, Leftover, Trial, remove
+from realsys.launch.commands.gc import EndedTrial, Finder, Leftover, remove
 from realsys.launch.slurm.client import JobState, SlurmError
 from realsys.launch.slurm.trial_job import TrialJob
 from realsys.launch.supervise.own_etcd import etcd_answers
@@ -168,7 +168,7 @@ def test_locked_trial_is_left_alone(root, capsys):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert main(["gc", str(paths.root), "--yes"]) == 0
         assert "its lock is held" in capsys.readouterr().out
-        assert remove(Trial("t", paths, leftovers=[Leftover("x", 0, (paths.root / "x.tmp").unlink)])) != []
+        assert remove(EndedTrial("t", paths, leftovers=[Leftover("x", 0, (paths.root / "x.tmp").unlink)])) != []
     assert (paths.root / "x.tmp").exists()
 
 

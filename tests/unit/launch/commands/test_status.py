@@ -22,7 +22,7 @@ from realsys.launch.slurm.trial_job import TrialJob
 from realsys.launch.trial_folder import TrialLock
 from realsys.launch.words import own_command
 from realsys.observe.events import EventLog
-from realsys.observe.screen.progress import Progress
+from realsys.observe.screen.progress import TrialProgress
 from tests.support.run_logs import run_records, train_record, write_log
 
 
@@ -152,7 +152,7 @@ def test_json_watch_is_one_line_per_look(trial: TrialPaths, capsys: pytest.Captu
 def test_memory_is_in_line_and_json(
     trial: TrialPaths, running: TrialLock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def answers(config: Config, paths: TrialPaths, progress: Progress) -> None:
+    async def answers(config: Config, paths: TrialPaths, progress: TrialProgress) -> None:
         progress.status = {"workers": [{"name": "rollout_worker/0", "memory_bytes": 2 << 30}]}
 
     monkeypatch.setattr("realsys.launch.commands.status.ask_once", answers)

@@ -15,7 +15,7 @@ from realsys.launch.cli import main
 from realsys.launch.conclude import summarise, write_summary
 from realsys.launch.slurm.trial_job import TrialJob
 from realsys.launch.supervise.failures import FirstFailure
-from realsys.launch.supervise.restart_policy import Outcome
+from realsys.launch.supervise.restart_policy import TrialOutcome
 from tests.support.run_logs import run_records, write_log
 
 
@@ -60,7 +60,9 @@ def test_held_out_column_has_no_other_data_set(tmp_path: Path, capsys: pytest.Ca
 def test_status_names_the_first_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = made(tmp_path, "t")
     failure = FirstFailure("model_worker/1", 12, 100.0, "ModelError: [a] has no b", Path("/x.log"), [])
-    write_summary(summarise(Config(), paths, Outcome("failed", "x"), started=90.0, ended=100.0, failure=failure), paths)
+    write_summary(
+        summarise(Config(), paths, TrialOutcome("failed", "x"), started=90.0, ended=100.0, failure=failure), paths
+    )
     assert main(["status", str(paths.root)]) == 0
     lines = [line.split(None, 2) for line in capsys.readouterr().out.splitlines()]
     assert ["first", "failure", "model_worker/1: ModelError: [a] has no b"] in lines

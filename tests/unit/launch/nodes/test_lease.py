@@ -15,7 +15,7 @@ from realsys.config.paths import TrialPaths
 from realsys.errors import Fenced, RealsysError, WaitTimeout
 from realsys.launch.nodes import coordinator, orders
 from realsys.launch.nodes.coordinator import Terms, open_nodes
-from realsys.launch.nodes.node_agent import AgentEndpoint, Lease
+from realsys.launch.nodes.node_agent import AgentEndpoint, CoordinatorLease
 from tests.support.processes.agents import FakeAgent
 
 
@@ -23,13 +23,13 @@ from tests.support.processes.agents import FakeAgent
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time in its only element."""
     clock = [1000.0]
-    monkeypatch.setattr(Lease, "now", staticmethod(lambda: clock[0]))
+    monkeypatch.setattr(CoordinatorLease, "now", staticmethod(lambda: clock[0]))
     return clock
 
 
 def test_lease_counts_from_the_last_pong_that_arrived(now: list[float]) -> None:
     """A Ping proves the Pong before it only: the coordinator may never get the next one (`agent-ends-first`)."""
-    lease = Lease()
+    lease = CoordinatorLease()
     lease.renew(10.0)
     now[0] = 1004.0
     lease.renew(10.0)
@@ -40,7 +40,7 @@ def test_lease_counts_from_the_last_pong_that_arrived(now: list[float]) -> None:
 
 
 def test_lapsed_lease_fences_the_stream(now: list[float]) -> None:
-    lease = Lease()
+    lease = CoordinatorLease()
     lease.check()
     lease.renew(10.0)
     now[0] = 1010.5
@@ -49,7 +49,7 @@ def test_lapsed_lease_fences_the_stream(now: list[float]) -> None:
 
 
 def test_lease_is_quiet_when_two_pings_are_missing(now: list[float]) -> None:
-    lease = Lease()
+    lease = CoordinatorLease()
     assert lease.quiet
     lease.renew(10.0)
     now[0] = 1003.9
@@ -83,7 +83,9 @@ def test_launcher_outlives_agents_of_a_killed_one(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("answer", "stays"), [(orders.Ended([]), False), (orders.Done(), True), (None, True)], ids=["ended", "bad", "none"]
+    ("answer", "stays"),
+    [(orders.AllEnded([]), False), (orders.Done(), True), (None, True)],
+    ids=["ended", "bad", "none"],
 )
 def test_file_stays_if_an_agent_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: msgspec.Struct | None, stays: bool

@@ -19,8 +19,8 @@ from realsys.config.rules.machine import VISIBLE
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.nodes import orders
 from realsys.launch.nodes.coordinator import Terms, open_nodes
-from realsys.launch.nodes.node_agent import Lease, NodeSignals, serve
-from realsys.launch.nodes.orders import Exit, Listener, NodePort, Order, SupervisedNode
+from realsys.launch.nodes.node_agent import CoordinatorLease, NodeSignals, serve
+from realsys.launch.nodes.orders import Exit, NodeListener, NodePort, ProcessOrder, SupervisedNode
 
 NO_NEEDS = Needs(1, 0, 0)
 TERMS = Terms("127.0.0.1", lease_s=60.0, join_s=60.0)
@@ -39,7 +39,7 @@ async def nodes_with_agents(
     assert await asyncio.gather(*serving) == [0] * len(agents)
 
 
-async def environment_of(node: SupervisedNode, order: Order) -> dict[str, str]:
+async def environment_of(node: SupervisedNode, order: ProcessOrder) -> dict[str, str]:
     """Run a process that shows its environment."""
     ended: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
     node.start(order, ended.set_result)
@@ -99,7 +99,7 @@ def test_order_has_addresses_of_other_nodes(tmp_path: Path) -> None:
         async with nodes_with_agents(tmp_path, both, ["node1"]) as nodes:
             await nodes["node1"].ready(60.0)
             at = {"REALSYS_NAME_STORE": NodePort("node0", 2379)}
-            order = Order((sys.executable, "-c", SHOW), {}, tmp_path / "log", 1 << 20, addresses=at)
+            order = ProcessOrder((sys.executable, "-c", SHOW), {}, tmp_path / "log", 1 << 20, addresses=at)
             running = asyncio.create_task(environment_of(nodes["node1"], order))
             await asyncio.sleep(0)
             assert not (tmp_path / "log").exists()
@@ -118,7 +118,7 @@ def test_gpu_indexes_become_ids_of_the_machine(tmp_path: Path, monkeypatch: pyte
     async def body() -> None:
         async with nodes_with_agents(tmp_path, {"node0": Needs(1, 4, 0)}, ["hosta"]) as nodes:
             await nodes["node0"].ready(60.0)
-            order = Order((sys.executable, "-c", SHOW), {}, tmp_path / "log", 1 << 20, gpus=(1, 3))
+            order = ProcessOrder((sys.executable, "-c", SHOW), {}, tmp_path / "log", 1 << 20, gpus=(1, 3))
             assert (await environment_of(nodes["node0"], order))[VISIBLE] == "5,7"
 
     asyncio.run(body())
@@ -129,15 +129,15 @@ def test_signal_to_a_spare_stops_the_run(tmp_path: Path, monkeypatch: pytest.Mon
         paths, signals, first = TrialPaths(tmp_path), NodeSignals(), NodeSignals()
         asked, heard = asyncio.Event(), asyncio.Event()
 
-        class Heard(Lease):
+        class Heard(CoordinatorLease):
             def renew(self, lease_s: float) -> None:
                 super().renew(lease_s)
                 if all(each.agent is not None and each.agent.joined for each in (signals, first)):
                     heard.set()
 
-        monkeypatch.setattr("realsys.launch.nodes.node_agent.Lease", Heard)
+        monkeypatch.setattr("realsys.launch.nodes.node_agent.CoordinatorLease", Heard)
         async with open_nodes({"node0": NO_NEEDS}, paths, TERMS) as nodes:
-            nodes["node0"].listener = Listener(stop=lambda number: asked.set())
+            nodes["node0"].listener = NodeListener(stop=lambda number: asked.set())
             agents = [asyncio.create_task(serve(paths, "node0", 60.0, first))]
             agents.append(asyncio.create_task(serve(paths, "hostb", 60.0, signals)))
             async with asyncio.timeout(60.0):

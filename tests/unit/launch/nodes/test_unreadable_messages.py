@@ -16,7 +16,7 @@ from realsys.errors import RemoteError
 from realsys.launch.nodes import orders
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.nodes.node_agent import NodeSignals, serve
-from realsys.launch.nodes.orders import Exit, Order
+from realsys.launch.nodes.orders import Exit, ProcessOrder
 from tests.support.processes.agents import NAME, FakeAgent, FakeCoordinator
 
 LEASE_S, MARGIN_S = 2.0, 0.25
@@ -34,7 +34,7 @@ def test_unreadable_agent_is_lost_after_its_lease(tmp_path: Path, monkeypatch: p
             agent = FakeAgent(paths)
             await agent.answer("Ping", agent.pong)
             await nodes["a"].ready(60.0)
-            nodes["a"].start(Order((sys.executable,), {}, tmp_path / "log", 1 << 20), ended.set_result)
+            nodes["a"].start(ProcessOrder((sys.executable,), {}, tmp_path / "log", 1 << 20), ended.set_result)
             await agent.answer("Start", NONSENSE if what == "started" else orders.Started(1))
             if what == "notice":
                 agent.endpoint.notify("Exited", NONSENSE)
@@ -70,7 +70,7 @@ def test_agent_joins_again_after_an_unreadable_order(tmp_path: Path) -> None:
             await asyncio.gather(pending, return_exceptions=True)
             assert not psutil.pid_exists(started.pid) and not coordinator.exits
             await coordinator.order("Ping", orders.Ping(60.0), orders.Pong)
-            await coordinator.order("End", orders.End(1.0), orders.Ended)
+            await coordinator.order("End", orders.EndRun(1.0), orders.AllEnded)
             code = await agent
         coordinator.stream.close()
         return code
@@ -89,7 +89,7 @@ def test_unreadable_first_order_ends_the_run(tmp_path: Path) -> None:
             await coordinator.joined.get()
             with pytest.raises(RemoteError, match="Ping: DecodeError: .*not a Ping"):
                 await coordinator.order("Ping", NONSENSE, orders.Pong)
-            await coordinator.order("End", orders.End(1.0), orders.Ended)
+            await coordinator.order("End", orders.EndRun(1.0), orders.AllEnded)
             code = await agent
         coordinator.stream.close()
         return code

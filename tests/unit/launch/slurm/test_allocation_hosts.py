@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.launch.slurm.launcher import Allocation, expand
+from realsys.launch.slurm.launcher import SlurmAllocation, expand
 
 
 @pytest.mark.parametrize(
@@ -28,21 +28,21 @@ def test_allocation_has_the_fewest_cpus() -> None:
         "SLURM_GPUS_ON_NODE": "4",
         "SLURM_RESTART_COUNT": "2",
     }
-    assert Allocation.read(env) == Allocation("7", ["n1", "n2", "n3"], 8, 4, 2)
+    assert SlurmAllocation.read(env) == SlurmAllocation("7", ["n1", "n2", "n3"], 8, 4, 2)
 
 
 def test_heterogeneous_job_has_two_components() -> None:
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "c1", "SLURM_HET_SIZE": "2", "SLURM_RESTART_COUNT": "1"}
     env |= {"SLURM_JOB_NODELIST_HET_GROUP_0": "c1", "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0": "64"}
     env |= {"SLURM_JOB_NODELIST_HET_GROUP_1": "g[1-2]", "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "32(x2)"}
-    light = Allocation("7", ["c1"], 64, restarts=1, group=0)
-    assert Allocation.components(env) == [light, Allocation("7", ["g1", "g2"], 32, restarts=1, group=1)]
+    light = SlurmAllocation("7", ["c1"], 64, restarts=1, group=0)
+    assert SlurmAllocation.components(env) == [light, SlurmAllocation("7", ["g1", "g2"], 32, restarts=1, group=1)]
 
 
 def test_no_allocation_without_a_job() -> None:
-    assert Allocation.read({}) is None and Allocation.components({}) == []
+    assert SlurmAllocation.read({}) is None and SlurmAllocation.components({}) == []
 
 
 def test_unreadable_list_is_an_error() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
-        Allocation.read({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[x-3]"})
+        SlurmAllocation.read({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[x-3]"})

@@ -13,7 +13,7 @@ from realsys.config.sections.schema_cluster import ClusterConfig
 from realsys.config.sections.schema_slurm import ContainerConfig, SlurmConfig
 from realsys.launch.nodes.orders import EXIT_NO_MACHINE
 from realsys.launch.slurm.job_script import Job, render
-from realsys.launch.slurm.launcher import Allocation, guard_command, srun_command, steps_as_text
+from realsys.launch.slurm.launcher import SlurmAllocation, guard_command, srun_command, steps_as_text
 
 GOLDEN = Path(__file__).parent / "golden"
 JOB = Job(
@@ -111,7 +111,7 @@ def test_failure_requeues_only_after_a_lost_node(code: int, requeued: bool, tmp_
 def srun(container: ContainerConfig, *, keep_script: bool = False) -> list[str]:
     config = Config(cluster=ClusterConfig(nodes=2, spare_nodes=1, slurm=SlurmConfig(srun=["--x"], container=container)))
     command = srun_command(
-        config, Allocation("7", ["a", "b", "c"], cpus=16), ["/lost", "env", "A=b", "python", "agent"], Path("/t%")
+        config, SlurmAllocation("7", ["a", "b", "c"], cpus=16), ["/lost", "env", "A=b", "python", "agent"], Path("/t%")
     )
     return [word for word in command if keep_script or not word.startswith("#")]
 
@@ -137,7 +137,7 @@ def test_pyxis_takes_options_of_srun() -> None:
 
 def test_each_component_has_its_own_steps() -> None:
     config = Config(cluster=CLUSTERS["two_kinds"])
-    light, heavy = (Allocation("7", [], cpus, group=group) for group, cpus in enumerate((64, 16)))
+    light, heavy = (SlurmAllocation("7", [], cpus, group=group) for group, cpus in enumerate((64, 16)))
     for part, words in ((light, {"--het-group=0", "--nodes=2"}), (heavy, {"--het-group=1", "--nodes=5"})):
         agents = srun_command(config, part, ["/lost", "agent"], Path("/t"))
         assert words | {f"--cpus-per-task={part.cpus}", f"--output=/t/agent-{part.group}.%n.log"} < set(agents)
@@ -201,7 +201,7 @@ def test_guard_queues_a_job_again_once(before: str, after: str, calls: list[str]
     for program, script in programs.items():
         (tmp_path / program).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / program).chmod(0o755)
-    command = guard_command(Config(cluster=CLUSTERS["plain"]), Allocation("7", []), run_agent(tmp_path, 3))
+    command = guard_command(Config(cluster=CLUSTERS["plain"]), SlurmAllocation("7", []), run_agent(tmp_path, 3))
     assert "--container-image" not in " ".join(command) and "--nodes=5" in command
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     subprocess.run(command[command.index("bash") :], env=env, timeout=60, check=False)

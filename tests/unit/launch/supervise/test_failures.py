@@ -12,7 +12,7 @@ from realsys.cluster.aio import full_disk
 from realsys.cluster.failure import ErrorRecord
 from realsys.launch.nodes.orders import ProcessId
 from realsys.launch.supervise.failures import defect_of, first_failure, last_error, log_since, no_room, tail
-from realsys.launch.supervise.restart_policy import Death, Outcome
+from realsys.launch.supervise.restart_policy import Death, TrialOutcome
 
 
 def record(when: float, kind: str, index: int, pid: int, message: str) -> ErrorRecord:
@@ -25,7 +25,7 @@ def death(pid: int, when: float, name: str = "model_worker/0", code: int = 1) ->
 
 def test_first_failure_is_the_earliest_error(tmp_path: Path) -> None:
     (tmp_path / "model_worker-1.log").write_text("".join(f"line {i}\n" for i in range(40)))
-    outcome = Outcome("failed", "", deaths=[death(10, 5.0)])
+    outcome = TrialOutcome("failed", "", deaths=[death(10, 5.0)])
     errors = [record(4.5, "model_worker", 0, 10, "lost its peer"), record(4.0, "model_worker", 1, 11, "the cause")]
     failure = first_failure(outcome, errors, tmp_path)
     assert failure is not None
@@ -34,27 +34,27 @@ def test_first_failure_is_the_earliest_error(tmp_path: Path) -> None:
 
 
 def test_first_failure_is_not_a_recovered_one() -> None:
-    outcome = Outcome("failed", "", deaths=[death(10, 5.0)], recovered=frozenset({ProcessId("host", 7)}))
+    outcome = TrialOutcome("failed", "", deaths=[death(10, 5.0)], recovered=frozenset({ProcessId("host", 7)}))
     failure = first_failure(outcome, [record(1.0, "rollout_worker", 0, 7, "long ago")], Path("/nowhere"))
     assert failure is not None and failure.process == "model_worker/0"
 
 
 def test_earlier_death_without_error_file_counts() -> None:
-    outcome = Outcome("failed", "", deaths=[death(10, 5.0, code=-9)])
+    outcome = TrialOutcome("failed", "", deaths=[death(10, 5.0, code=-9)])
     failure = first_failure(outcome, [record(6.0, "master_worker", 0, 12, "connection lost")], Path("/nowhere"))
     assert failure is not None
     assert failure.problem == "was killed by SIGKILL (out of memory?)"
 
 
 def test_kill_counts_before_the_complaint_of_a_peer() -> None:
-    outcome = Outcome("failed", "", deaths=[death(11, 4.9, "model_worker/1", code=1), death(10, 5.0, code=-9)])
+    outcome = TrialOutcome("failed", "", deaths=[death(11, 4.9, "model_worker/1", code=1), death(10, 5.0, code=-9)])
     errors = [record(4.8, "model_worker", 1, 11, "connection closed by peer")]
     failure = first_failure(outcome, errors, Path("/nowhere"))
     assert failure is not None and failure.process == "model_worker/0" and "SIGKILL" in failure.problem
 
 
 def test_error_long_before_a_kill_is_the_cause() -> None:
-    outcome = Outcome("failed", "", deaths=[death(11, 60.0, code=-9, name="model_worker/1")])
+    outcome = TrialOutcome("failed", "", deaths=[death(11, 60.0, code=-9, name="model_worker/1")])
     failure = first_failure(outcome, [record(4.8, "model_worker", 0, 10, "the cause")], Path("/nowhere"))
     assert failure is not None and failure.process == "model_worker/0"
 
@@ -62,7 +62,7 @@ def test_error_long_before_a_kill_is_the_cause() -> None:
 def test_error_of_same_pid_elsewhere_is_another_failure() -> None:
     """Two hosts of a trial use one pid."""
     foreign = ErrorRecord(6.0, "rollout_worker", 3, 10, "elsewhere", "DataError", "bad", "", 2)
-    failure = first_failure(Outcome("failed", "", deaths=[death(10, 5.0, code=3)]), [foreign], Path("/nowhere"))
+    failure = first_failure(TrialOutcome("failed", "", deaths=[death(10, 5.0, code=3)]), [foreign], Path("/nowhere"))
     assert failure is not None and failure.process == "model_worker/0" and failure.exit_code == 1
 
 
@@ -108,7 +108,7 @@ def test_full_disk_is_named_without_error_files(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_text(TRACEBACK + FULL)
     ended = Death("master_worker/0", ProcessId("host", 10), 1, 5.0, log, problem)
-    failure = first_failure(Outcome("failed", "", deaths=[ended]), [], tmp_path)
+    failure = first_failure(TrialOutcome("failed", "", deaths=[ended]), [], tmp_path)
     assert failure is not None and failure.log_tail == []
     assert failure.problem.startswith("exited with code 1: cannot write the error file")
     assert "No space left on device" in failure.problem

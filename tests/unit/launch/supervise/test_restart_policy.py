@@ -12,7 +12,7 @@ from realsys.launch.supervise.restart_policy import (
     NO_CHECKPOINT,
     Cause,
     Death,
-    End,
+    EndDecision,
     Failure,
     GiveUp,
     Restart,
@@ -78,7 +78,7 @@ def test_each_worker_has_its_own_budget() -> None:
 
 def test_permanent_failure_ends_the_run() -> None:
     decision = RestartPolicy(5, 0.5).decide(failure(1, permanent=True))
-    assert isinstance(decision, End) and decision.reason == "model_worker/1 exited with code 1"
+    assert isinstance(decision, EndDecision) and decision.reason == "model_worker/1 exited with code 1"
 
 
 def test_deaths_of_a_spent_row_are_causes() -> None:
@@ -87,7 +87,7 @@ def test_deaths_of_a_spent_row_are_causes() -> None:
     policy.decide(failure(2, checkpoint=20))
     assert {process.pid for process in policy.recovered} == {1, 2}
     end = policy.decide(failure(3, checkpoint=20))
-    assert isinstance(end, End) and [death.process.pid for death in end.deaths] == [2, 3]
+    assert isinstance(end, EndDecision) and [death.process.pid for death in end.deaths] == [2, 3]
     assert end.reason == "model_worker/3 exited with code 1, after 1 restarts (cluster.max_restarts)"
     assert {process.pid for process in policy.recovered} == {1}
 
@@ -96,7 +96,7 @@ def test_same_defect_twice_in_a_row_ends_run() -> None:
     policy = RestartPolicy(5, 0.5)
     assert isinstance(policy.decide(failure(1, defect=KEY_ERROR)), Restart)
     end = policy.decide(failure(2, defect=KEY_ERROR))
-    assert isinstance(end, End)
+    assert isinstance(end, EndDecision)
     assert end.reason == (
         "model_worker/2 exited with code 1, twice in a row with the same exception at /mine/loss.py:7"
     )
@@ -120,7 +120,7 @@ def test_spare_worker_is_given_up(defect: tuple[str, ...]) -> None:
     policy.decide(failure(1, spare=True, defect=defect))
     assert isinstance(policy.decide(failure(2, spare=True, defect=defect)), GiveUp)
     assert {process.pid for process in policy.recovered} == {1, 2}, "no cause of a later end"
-    assert isinstance(policy.decide(failure(3, spare=True, permanent=True)), End)
+    assert isinstance(policy.decide(failure(3, spare=True, permanent=True)), EndDecision)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from realsys.errors import ConfigError, WaitTimeout
-from realsys.launch.nodes.orders import OnExit, Order, Process, SupervisedNode
-from realsys.launch.supervise.restart_policy import Outcome
+from realsys.launch.nodes.orders import OnExit, Process, ProcessOrder, SupervisedNode
+from realsys.launch.supervise.restart_policy import TrialOutcome
 from realsys.launch.supervise.run_hooks import Bounds, Hooks
 from realsys.launch.supervise.supervisor import Supervisor
 
@@ -22,18 +22,18 @@ class Machine(SupervisedNode):
         if self._error is not None:
             raise self._error
 
-    def start(self, order: Order, on_exit: OnExit) -> Process:
+    def start(self, order: ProcessOrder, on_exit: OnExit) -> Process:
         raise AssertionError("nothing may be started before all machines are there")
 
     async def end(self, timeout_s: float) -> list[str]:
         return []
 
 
-def start(**errors: Exception | None) -> Outcome:
+def start(**errors: Exception | None) -> TrialOutcome:
     """Return the end of a run on one node for each name."""
     nodes = {name: Machine(error) for name, error in errors.items()}
 
-    async def body() -> Outcome:
+    async def body() -> TrialOutcome:
         return await Supervisor([], Bounds(1.0, 1.0, 2, join_s=20.0), Hooks(say=lambda *_: None), nodes).run()
 
     return asyncio.run(body())

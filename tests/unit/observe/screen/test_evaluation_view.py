@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from realsys.observe.screen.plain import EvaluationView, progress_line
-from realsys.observe.screen.progress import Progress
+from realsys.observe.screen.progress import TrialProgress
 
 
 def state(done: int, failed: int = 0) -> dict[str, int]:
@@ -23,7 +23,7 @@ def test_manager_without_evaluations_has_no_line() -> None:
 
 def test_same_progress_is_shown_once() -> None:
     console = Console(record=True, width=80)
-    progress = Progress(status={"evaluations": {"eval-0": state(10)}})
+    progress = TrialProgress(status={"evaluations": {"eval-0": state(10)}})
     view = EvaluationView(console)
     view.refresh(progress)
     view.refresh(progress)

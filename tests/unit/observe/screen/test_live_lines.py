@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from realsys.observe.screen.display import Frame, lines
-from realsys.observe.screen.progress import Progress
+from realsys.observe.screen.progress import TrialProgress
 
 FRAME = Frame("arith/t", "/shared/runs/arith/t", 4, ["gserver_manager/0", "model_worker/0", "model_worker/1"])
 ADDRESS = "http://127.0.0.1:4321"
@@ -37,14 +37,14 @@ def status(servers: int) -> dict[str, Any]:
     }
 
 
-def shown(progress: Progress, frame: Frame = FRAME, width: int = 80, height: int = 24) -> list[str]:
+def shown(progress: TrialProgress, frame: Frame = FRAME, width: int = 80, height: int = 24) -> list[str]:
     text = [line.plain for line in lines(progress, frame, width, height)]
     assert len(text) <= height and max(map(len, text)) <= width
     return text
 
 
-def running(servers: int = 1, records: Sequence[dict[str, Any]] = ()) -> Progress:
-    progress = Progress()
+def running(servers: int = 1, records: Sequence[dict[str, Any]] = ()) -> TrialProgress:
+    progress = TrialProgress()
     progress.add([{"kind": "phase", "phase": "train", "time": 1.0}, *(records or map(train, range(1, 5)))])
     progress.status, progress.address = status(servers), ADDRESS
     return progress
@@ -104,7 +104,7 @@ def test_memory_fits_beside_the_training() -> None:
 
 
 def test_first_step_has_no_bar_of_the_warm_up() -> None:
-    progress = Progress()
+    progress = TrialProgress()
     progress.add([{"kind": "warmup", "step": 420, "total": 420}, {"kind": "phase", "phase": "train", "time": 1.0}])
     assert shown(progress)[1] == "train    the first batch, for 0:00:00"
 
@@ -122,7 +122,7 @@ def test_tokens_that_were_not_trained_are_named() -> None:
 
 
 def test_connect_names_the_missing_processes() -> None:
-    progress = Progress()
+    progress = TrialProgress()
     workers = [{"kind": "gserver_manager", "index": 0, "state": "serving"}]
     progress.status = {"workers": [*workers, {"kind": "model_worker", "index": 1, "state": "loading"}]}
     text = shown(progress)
@@ -142,7 +142,7 @@ def test_evaluation_shows_its_own_progress() -> None:
 
 
 def test_version_before_the_first_is_not_shown() -> None:
-    progress = Progress()
+    progress = TrialProgress()
     progress.status = {**status(1), "version": -1, "admission": {"admits": False, "reason": "no_server"}}
     text = "\n".join(shown(progress))
     assert "version    -" in text and "no server has weights yet" in text

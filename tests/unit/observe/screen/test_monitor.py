@@ -15,14 +15,14 @@ from realsys.cluster.names.connect import make_name_store, trial_names
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.observe.screen import progress as monitoring
-from realsys.observe.screen.progress import Monitor, Progress, ask_once
+from realsys.observe.screen.progress import Monitor, TrialProgress, ask_once
 from realsys.observe.step_log import StepTail
 
 
 def test_manager_is_found_and_asked(tmp_path: Path) -> None:
     config, paths = Config(fileroot=str(tmp_path)), TrialPaths(tmp_path)
 
-    async def body() -> Progress:
+    async def body() -> TrialProgress:
         async def answer(_: web.Request) -> web.Response:
             return web.json_response({"version": 7})
 
@@ -36,7 +36,7 @@ def test_manager_is_found_and_asked(tmp_path: Path) -> None:
         store = make_name_store(config, paths)
         store.add(trial_names(config).gserver_manager, f"http://{host}:{port}")
         store.close()
-        progress = Progress()
+        progress = TrialProgress()
         await ask_once(config, paths, progress)
         await runner.cleanup()
         assert progress.status == {"version": 7}
@@ -61,7 +61,7 @@ def test_full_disk_is_named_once_while_running(tmp_path: Path, monkeypatch: pyte
                 done.set()
 
         screen = SimpleNamespace(refresh=refresh, note=notes.append)
-        task = asyncio.create_task(Monitor(config, paths, Progress(), screen, StepTail(paths.steps)).run())
+        task = asyncio.create_task(Monitor(config, paths, TrialProgress(), screen, StepTail(paths.steps)).run())
         async with asyncio.timeout(60):
             await done.wait()
         task.cancel()
@@ -78,12 +78,12 @@ def test_warnings_go_to_the_given_function(tmp_path: Path, monkeypatch: pytest.M
     shown: list[str] = []
     noted: list[str] = []
     screen = SimpleNamespace(refresh=lambda *_: None, note=shown.append)
-    Monitor(config, paths, Progress(), screen, StepTail(paths.steps), noted.append).check_disk()
+    Monitor(config, paths, TrialProgress(), screen, StepTail(paths.steps), noted.append).check_disk()
     assert len(noted) == 1 and shown == []
 
 
 def test_address_of_the_page_has_its_key_on_a_terminal() -> None:
-    progress = Progress(address="http://127.0.0.1:8000")
+    progress = TrialProgress(address="http://127.0.0.1:8000")
     assert progress.page == "http://127.0.0.1:8000/"
     progress.key = "secret"
     assert progress.page == "http://127.0.0.1:8000/#key=secret"
