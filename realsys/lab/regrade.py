@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -331,12 +331,6 @@ def verdict_name(correct: bool | None) -> str:
 # ---- recorded completions of a trial, one step in memory at a time, with what a verifier needs to judge them again
 
 
-class Prompts(Protocol):
-    """The part of PromptDataset that this module needs."""
-
-    def prompt(self, split: str, index: int) -> Prompt: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RecordedCompletion:
     """Last completion of a trained episode, with the reward and correctness that the episode was given."""
@@ -360,7 +354,7 @@ class LeftOut:
 class RecordedCompletions:
     """Reader of the recorded steps of one trial. It changes nothing."""
 
-    def __init__(self, config: Config, tokenizer: TextTokenizer, prompts: Prompts) -> None:
+    def __init__(self, config: Config, tokenizer: TextTokenizer, prompts: PromptDataset) -> None:
         self._single_turn = config.rollout.agent == "single_turn"
         self._known_agent = config.rollout.agent in AGENT.builtin
         self._tokenizer = tokenizer

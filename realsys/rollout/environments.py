@@ -17,6 +17,7 @@ from realsys.config.schema import Config
 from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer
 from realsys.observe.spans import span
+from realsys.reward.open_verifiers import Verifiers
 from realsys.reward.verifiers.contract import Item, Verdict
 from realsys.types import FinishReason, Ticket
 
@@ -123,13 +124,7 @@ class VerifierEnvironment:
 # ---- choice of the environment
 
 
-class VerifyingPool(Protocol):
-    """The part of VerifierPool that an environment needs."""
-
-    async def verify(self, name: str, item: Item) -> Verdict: ...
-
-
-def build(config: Config, tokenizer: TextTokenizer, pool: VerifyingPool) -> Environment:
+def build(config: Config, tokenizer: TextTokenizer, pool: Verifiers) -> Environment:
     """Build the environment that ``rollout.environment`` names. Raises ConfigError."""
     of_sets = {name: made.verifier for name, made in evaluation_sets(config).items()}
 

@@ -18,7 +18,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from realsys.algorithm.batch.token_losses import FAILED, NOT_IN_ROWS, NOT_KEPT, OVER_SAMPLED
 from realsys.config.evaluation_sets import evaluation_sets
@@ -26,7 +25,7 @@ from realsys.config.schema import Config, SamplingConfig
 from realsys.config.sections.schema_sampling import FilterConfig, KeepConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, RealsysError, RewardError, StuckError
-from realsys.generation.client import Generated, SamplingSpec
+from realsys.generation.client import SamplingSpec
 from realsys.manager.client import RolloutSuperseded
 from realsys.observe.spans import span
 from realsys.rollout.agent_errors import Defects, explain, one_line
@@ -35,6 +34,7 @@ from realsys.rollout.environments import Task
 from realsys.rollout.episode_session import Calls, CompletionEngine, EpisodeSession
 from realsys.rollout.episodes import check_episode, kept_episodes, reason_to_drop
 from realsys.rollout.gateway.gateway import Gateway
+from realsys.rollout.stores import DroppedStore
 from realsys.types import Episode, Ticket
 
 log = logging.getLogger(__name__)
@@ -66,19 +66,6 @@ class Played:
         return sum(judged), len(judged)
 
 
-class KeepsDropped(Protocol):
-    """The part of DroppedStore that this module needs."""
-
-    def add(
-        self,
-        ticket: Ticket,
-        prompt: Prompt,
-        reason: str,
-        episodes: Mapping[int, Episode],
-        failed: Mapping[int, tuple[str, tuple[Sequence[int], Generated] | None]],
-    ) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class GroupRules:
     """Conditions for a group.
@@ -107,7 +94,7 @@ class PlayerExtras:
 
     eval_specs: Mapping[str, SamplingSpec] = field(default_factory=dict)
     gateway: Gateway | None = None
-    dropped: KeepsDropped | None = None
+    dropped: DroppedStore | None = None
 
 
 class _Over(Exception):
@@ -309,7 +296,7 @@ def group_player(
     engine: CompletionEngine,
     end_of_text: Sequence[int],
     gateway: Gateway | None = None,
-    dropped: KeepsDropped | None = None,
+    dropped: DroppedStore | None = None,
 ) -> GroupPlayer:
     """Return the player of a trial. ``end_of_text``: the tokenizer's own stop tokens."""
     eval_specs = {name: sampling_spec(made.sampling, end_of_text) for name, made in evaluation_sets(config).items()}

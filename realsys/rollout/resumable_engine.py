@@ -32,7 +32,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from realsys.errors import GenerationError, ServerBusy, ServerSilent
-from realsys.generation.client import Generated, SamplingSpec, generated_so_far, joined_kv_versions
+from realsys.generation.client import Generated, GenerationClient, SamplingSpec, generated_so_far, joined_kv_versions
 from realsys.generation.received import Received
 from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.manager.messages import MOST_RELEASED, ScheduleReply, ScheduleRequest
@@ -51,26 +51,9 @@ LAST_DELAY_S = 1.0
 
 
 class CallScheduler(Protocol):
-    """The part of ManagerClient that this module needs."""
+    """ManagerClient, or the one server of `realsys play`."""
 
     async def schedule(self, request: ScheduleRequest) -> ScheduleReply: ...
-
-
-class CompletionGenerator(Protocol):
-    """The part of GenerationClient that this module needs."""
-
-    async def generate(
-        self,
-        url: str,
-        input_ids: Sequence[int],
-        spec: SamplingSpec,
-        *,
-        rid: str,
-        seed: int,
-        received: Received | None = None,
-    ) -> list[Generated]: ...
-
-    async def works(self, url: str) -> bool: ...
 
 
 #: Receives the number of a completion in its call, and tokens that follow those of earlier calls.
@@ -186,7 +169,7 @@ class _PartialCompletion:
 class ResumableEngine:
     """Runner of engine calls: it completes each call across weight updates and failures of servers."""
 
-    def __init__(self, manager: CallScheduler, generator: CompletionGenerator) -> None:
+    def __init__(self, manager: CallScheduler, generator: GenerationClient) -> None:
         self._manager = manager
         self._generator = generator
         self._ended: dict[tuple[str, int], list[str]] = {}  # (ticket, attempt) -> ended calls, not reported yet

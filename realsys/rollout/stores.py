@@ -9,27 +9,21 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from realsys.data.prompts import Prompt
+from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import Generated
 from realsys.observe.dropped_groups import MOST_TEXT, DroppedEpisode, DroppedGroup, DroppedWriter, Room
 from realsys.observe.evaluation_records import EvalSample, append_sample
 from realsys.types import Episode, Row, Ticket
 
 
-class TextDecoder(Protocol):
-    """The part of TextTokenizer that this module needs."""
-
-    def decode(self, ids: list[int]) -> str: ...
-
-
 class EvaluationStore:
     """Store of one RolloutWorker. ``root``: ``paths.evaluations``. Each ``incarnation`` writes a file."""
 
-    def __init__(self, root: Path, tokenizer: TextDecoder, incarnation: str) -> None:
+    def __init__(self, root: Path, tokenizer: TextTokenizer, incarnation: str) -> None:
         self._root = root
         self._tokenizer = tokenizer
         self._incarnation = incarnation

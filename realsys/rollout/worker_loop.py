@@ -20,13 +20,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.process import resident_bytes
-from realsys.data.prompts import Prompt
+from realsys.cluster.stream.push_pull import Pusher
+from realsys.data.prompts import PromptDataset
 from realsys.errors import RealsysError, RewardError, StuckError
-from realsys.manager.client import RolloutSuperseded
+from realsys.manager.client import ManagerClient, RolloutSuperseded
 from realsys.manager.ledger.events import Outcome
 from realsys.manager.messages import (
     MAX_TICKETS,
@@ -34,16 +34,15 @@ from realsys.manager.messages import (
     AllocateReply,
     AllocateRequest,
     Answer,
-    FinishReply,
     FinishRequest,
-    TouchReply,
     TouchRequest,
 )
 from realsys.observe import spans
 from realsys.observe.spans import span
 from realsys.reward.open_verifiers import Verifiers
 from realsys.rollout.agent_errors import one_line
-from realsys.rollout.group_player import Played
+from realsys.rollout.group_player import GroupPlayer, Played
+from realsys.rollout.stores import EvaluationStore
 from realsys.types import Episode, Group, Ticket
 
 log = logging.getLogger(__name__)
@@ -51,52 +50,16 @@ log = logging.getLogger(__name__)
 QUIET_S = 600.0  # if rollouts run and none ends for this time, the log has a warning
 
 
-class TicketManager(Protocol):
-    """The part of ManagerClient that this module needs."""
-
-    async def allocate(self, request: AllocateRequest) -> AllocateReply: ...
-
-    async def touch(self, request: TouchRequest) -> TouchReply: ...
-
-    async def finish(self, request: FinishRequest) -> FinishReply: ...
-
-
-class Player(Protocol):
-    """The part of GroupPlayer that this module needs."""
-
-    async def play(self, ticket: Ticket, prompt: Prompt) -> Played: ...
-
-    def take_lost_tokens(self) -> dict[str, list[int]]: ...
-
-
-class PromptSource(Protocol):
-    """The part of PromptDataset that this module needs."""
-
-    def prompt(self, split: str, index: int) -> Prompt: ...
-
-
-class PushGroup(Protocol):
-    """The part of Pusher that this module needs."""
-
-    async def push(self, group: Group) -> None: ...
-
-
-class Store(Protocol):
-    """The part of EvaluationStore that this module needs."""
-
-    async def store(self, ticket: Ticket, prompt: Prompt, episode: Episode, worker: str) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutLoopParts:
     """The collaborators of the loop."""
 
-    manager: TicketManager
-    player: Player
-    prompts: PromptSource
-    pusher: PushGroup
+    manager: ManagerClient
+    player: GroupPlayer
+    prompts: PromptDataset
+    pusher: Pusher
     verifiers: Verifiers
-    evaluations: Store
+    evaluations: EvaluationStore
 
 
 class _Stopped(Exception):

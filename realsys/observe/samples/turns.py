@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,12 +22,6 @@ CONTEXT = -1  # instead of a version: the policy did not sample the token
 DIGITS = 4  # decimal digits of log-probs and advantages
 
 
-class PieceDecoder(Protocol):
-    """The part of TextTokenizer that this module needs."""
-
-    def token_texts(self, ids: Sequence[int]) -> list[str]: ...
-
-
 class VersionSpan(msgspec.Struct, frozen=True):
     """Tokens after the prompt that one version sampled in a row; ``version`` None: context, not in the loss."""
 
@@ -43,7 +37,7 @@ def token_versions(mask: Array, versions: Array) -> Array:
     return found
 
 
-def version_spans(ids: Sequence[int], versions: Array, tokenizer: PieceDecoder) -> Iterator[VersionSpan]:
+def version_spans(ids: Sequence[int], versions: Array, tokenizer: TextTokenizer) -> Iterator[VersionSpan]:
     """Cut tokens where their version changes. A character of several tokens goes to the one that completes it.
 
     ``versions`` [len(ids)]: CONTEXT for a token that is not in the loss.
@@ -72,7 +66,7 @@ def token_kinds(mask: Array, masked: int) -> list[TurnKind]:
     return kinds
 
 
-def turns(arrays: Mapping[str, Array], masked: int, tokenizer: PieceDecoder) -> list[Turn]:
+def turns(arrays: Mapping[str, Array], masked: int, tokenizer: TextTokenizer) -> list[Turn]:
     """Return the turns of a row with the text, version, log-prob and advantage of each token."""
     ids, mask = arrays["tokens"].tolist(), arrays["loss_mask"].astype(bool)
     kinds, pieces = token_kinds(mask, masked), tokenizer.token_texts(ids)

@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -43,6 +43,7 @@ import torch
 from realsys.algorithm.losses import load_loss
 from realsys.cluster.gpu_devices import GpuMeter
 from realsys.cluster.process import resident_bytes
+from realsys.cluster.stream.worker_endpoint import WorkerEndpoint, WorkerRequest
 from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import KV_VERSIONS, TEMPERATURES, TOKEN_REWARDS, Dataflow, check_calls, dataflow_of
 from realsys.config.paths import TrialPaths
@@ -102,25 +103,6 @@ _SPANS = {"mfc": "call", "copy_weights": "copy", "save_weights": "write", "save_
 _SHARE = 0.8
 
 
-class ServedRequest(Protocol):
-    """The part of ``realsys.cluster.stream.worker_endpoint.WorkerRequest`` that the service uses."""
-
-    @property
-    def handler(self) -> str: ...
-    def decode(self, type: Any) -> Any: ...
-
-
-class Endpoint(Protocol):
-    """The part of ``realsys.cluster.stream.worker_endpoint.WorkerEndpoint`` that the service uses."""
-
-    def next_request(self, timeout_s: float) -> Any: ...
-    def serve_in_background(self, *handlers: str) -> None: ...
-    def next_background(self, timeout_s: float) -> Any: ...
-    def reply(self, request: Any, payload: msgspec.Struct) -> None: ...
-    def reply_error(self, request: Any, exc: BaseException) -> None: ...
-    def notify(self, handler: str, payload: msgspec.Struct) -> None: ...
-
-
 def load_calls(flow: Dataflow) -> None:
     """Import the handlers and hooks of all calls when the worker starts, not hours later.
 
@@ -145,7 +127,7 @@ class WorkerParts:
 
     worker: int
     groups: Mapping[str, MeshGroups]
-    endpoint: Endpoint
+    endpoint: WorkerEndpoint
     data: DataManager
     device: Device
     writer: WeightWriter
@@ -225,7 +207,7 @@ class ModelWorkerService:
         except BaseException as error:  # the main thread raises it and ends the process
             self._failure = error
 
-    def handle(self, request: ServedRequest) -> None:
+    def handle(self, request: WorkerRequest) -> None:
         """Serve one request and reply to it."""
         try:
             if request.handler not in self._handlers:
@@ -390,10 +372,6 @@ def make_role(
 # ---- demonstrations for the supervised warm-up, tokenised on request and stored as samples
 
 
-class Demonstrations(Protocol):
-    def sequence(self, index: int) -> tuple[list[int], list[int]]: ...
-
-
 class DemoSource:
     """Source of demonstrations.
 
@@ -405,7 +383,7 @@ class DemoSource:
         self._paths = paths
         self._data = data
         self._worker = worker
-        self._dataset: Demonstrations | None = None
+        self._dataset: DemoDataset | None = None
         self._loaded = 0
 
     def load(self, indices: Sequence[int]) -> list[SampleMeta]:
@@ -423,7 +401,7 @@ class DemoSource:
         return metas
 
 
-def open_demonstrations(config: Config, paths: TrialPaths) -> Demonstrations:
+def open_demonstrations(config: Config, paths: TrialPaths) -> DemoDataset:
     """Open the trial's demonstrations with the model's tokenizer.
 
     Raises ConfigError if no file is configured.
