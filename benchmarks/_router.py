@@ -24,7 +24,7 @@ from starlette.responses import Response
 from realsys.cluster.names.file_store import FileNameStore
 from realsys.cluster.names.keys import Names
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
-from realsys.config.sections.schema_train import TrainConfig
+from realsys.config.schema_train import TrainConfig
 from realsys.manager.messages import (
     AllocateReply,
     AllocateRequest,

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks._gpu import require_gpu, write_rows
 from realsys.cluster.gpu_devices import attention_kernel, peak_flops
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "numpy", "sglang", "nvidia-ml-py")

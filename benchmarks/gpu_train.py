@@ -35,7 +35,7 @@ from realsys.algorithm.batch.balance import model_flops
 from realsys.cluster.gpu_devices import peak_flops
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.device_memory import rank_uses
+from realsys.config.device_memory import rank_uses
 from realsys.config.schema import Config
 from realsys.train.megatron.device import Device, prepare_device
 from realsys.train.worker.call_handlers import Role, find_handler

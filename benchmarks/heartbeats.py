@@ -36,7 +36,7 @@ from realsys.cluster.names.contract import NameStore
 from realsys.cluster.names.file_store import FileNameStore
 from realsys.cluster.network import free_ports
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig
-from realsys.config.sections.schema_train import TrainConfig
+from realsys.config.schema_train import TrainConfig
 from realsys.manager.messages import AllocateRequest
 from realsys.manager.operations import ALLOCATE
 from realsys.manager.process import Manager, ManagerParts

@@ -35,7 +35,7 @@ from benchmarks._table import report
 from benchmarks.heartbeats import cpu_s, open_store, own_etcd
 from realsys.cluster.lease import Heartbeat, LeaseTerms
 from realsys.config.schema import AsyncConfig, Config
-from realsys.config.sections.schema_train import TrainConfig
+from realsys.config.schema_train import TrainConfig
 from realsys.manager.client import ManagerClient
 from realsys.manager.messages import AllocateRequest
 from realsys.manager.process import Manager, ManagerParts

@@ -37,7 +37,7 @@ from benchmarks.join import joined, serve_servers
 from benchmarks.router import ANSWER, PREFIX, Client, percentile
 from realsys.cluster.names.file_store import FileNameStore
 from realsys.config.schema import AsyncConfig, Config, RolloutConfig
-from realsys.config.sections.schema_train import TrainConfig
+from realsys.config.schema_train import TrainConfig
 from realsys.manager.messages import AllocateReply, AllocateRequest, FinishRequest, ScheduleRequest, TrainedRequest
 from realsys.manager.process import Manager, ManagerParts
 from realsys.types import PublishedVersion, ServerAddress, Ticket

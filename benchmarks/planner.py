@@ -31,8 +31,7 @@ from typing import Any
 from benchmarks._jobs import records, run_job, warm_start
 from benchmarks._table import report
 from realsys.config.compose import with_overrides
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.data.arith import Generator, demonstration
 from realsys.lab.planner.cost_fit import fit, recorded_outcome

@@ -45,7 +45,7 @@ from benchmarks._training import (
     timed,
 )
 from realsys.config.schema import Config
-from realsys.config.sections.schema_train import OptimizerConfig
+from realsys.config.schema_train import OptimizerConfig
 from realsys.train.megatron.device import Device, prepare_device
 from realsys.train.worker.call_handlers import Role, find_handler
 from realsys.types import SequenceRef

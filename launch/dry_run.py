@@ -10,13 +10,10 @@ from rich.table import Table
 
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.memory_check import Place
-from realsys.config.memory.models import batch_tokens, model_of
-from realsys.config.memory.table import device_lines, host_line
+from realsys.config.memory_check import Place, device_lines, host_line
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.lengths import longest_sequence
-from realsys.config.rules.resources import disk_bytes, record_bytes
 from realsys.config.schema import Config
+from realsys.config.trial_sizes import batch_tokens, disk_bytes, longest_sequence, model_of, record_bytes
 from realsys.launch.preflight import free_bytes
 from realsys.launch.prepare import Examined
 from realsys.launch.process_plan import ProcessSpec, as_commands, as_rows

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from realsys.config.compose import compose, given_fields, quoted, validate, with_overrides
-from realsys.config.dump import read_config
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
-from realsys.config.paths import TrialPaths
-from realsys.config.rules.lengths import longest_sequence
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import AsyncConfig, Config, WarmupConfig, WeightsConfig
-from realsys.config.sections.schema_cluster import ClusterConfig
-from realsys.config.sections.schema_evaluation import HELD_OUT, EvalSetConfig
-from realsys.config.sections.schema_train import CheckpointConfig, RecordConfig, RolesConfig, TrainConfig
+from realsys.config.schema_cluster import ClusterConfig
+from realsys.config.schema_data import HELD_OUT, EvalSetConfig
+from realsys.config.schema_train import CheckpointConfig, RecordConfig, RolesConfig, TrainConfig
+from realsys.config.trial_sizes import longest_sequence
 from realsys.errors import CheckpointError, ConfigError, WeightsError
 from realsys.launch.commands.finding import EVALUATIONS, RUNS
 from realsys.launch.fit import AUTO

@@ -29,22 +29,20 @@ from pathlib import Path
 from typing import Any
 
 from realsys.config.allocation import parse_allocation
+from realsys.config.backend_rules import backend_rules, sizes_of
 from realsys.config.dataflow import dataflow_of
-from realsys.config.devices.needs import gpus_of_torch, nodes_of, seats_of
+from realsys.config.device_memory import GIB
+from realsys.config.device_plan import gpus_of_torch, nodes_of, seats_of
 from realsys.config.doors import BACKEND
 from realsys.config.fields import replaced
-from realsys.config.memory.changes import HEAD_CHUNK
-from realsys.config.memory.device_memory import GIB
-from realsys.config.memory.layouts import smallest_training
-from realsys.config.memory.memory_check import place_of, spare_bytes
-from realsys.config.memory.sharing import largest_rank, owners_beside_servers, server_share
+from realsys.config.machine import Machine
+from realsys.config.memory_check import largest_rank, owners_beside_servers, place_of, server_share, spare_bytes
+from realsys.config.memory_remedies import HEAD_CHUNK, smallest_training
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.backend_rules import backend_rules, sizes_of
-from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
-from realsys.config.rules.machine import Machine
-from realsys.config.rules.training_rules import can_shard_optimizers
 from realsys.config.schema import Config
-from realsys.config.sections.schema_data import source_problem
+from realsys.config.schema_data import source_problem
+from realsys.config.training_rules import can_shard_optimizers
+from realsys.config.trial_sizes import lengths_that_fit, longest_sequence
 from realsys.hf.config import read_model
 from realsys.launch.launchers.contract import launcher_settings
 

@@ -13,12 +13,10 @@ from pathlib import Path
 from realsys.cluster.names.connect import check_own_etcd, make_name_store, trial_names
 from realsys.cluster.network import bind_problem, is_loopback, take_address
 from realsys.cluster.stream.sockets import private_folder
-from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.models import model_of
+from realsys.config.dataflow import dataflow_of, role_settings
 from realsys.config.paths import TrialPaths
-from realsys.config.roles import role_settings
-from realsys.config.rules.resources import disk_bytes
 from realsys.config.schema import Config
+from realsys.config.trial_sizes import disk_bytes, model_of
 from realsys.errors import ConfigError, NameStoreError, StreamError
 from realsys.hf.config import read_model
 from realsys.hf.weight_headers import check_weights

@@ -25,14 +25,12 @@ from typing import Self, TypeVar
 from realsys.cluster.files import write_secret
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.dump import newest_dump, read_config, write_config
 from realsys.config.evaluation_sets import evaluation_sets
-from realsys.config.paths import TrialPaths
-from realsys.config.rules.checks import check_made_model
+from realsys.config.paths import TrialPaths, newest_dump, read_config, write_config
+from realsys.config.rules import check_made_model
 from realsys.config.schema import Config
-from realsys.config.sections.schema_data import absolute_source
-from realsys.config.sections.schema_evaluation import HELD_OUT
-from realsys.config.sections.schema_train import RoleConfig, RolesConfig
+from realsys.config.schema_data import HELD_OUT, absolute_source
+from realsys.config.schema_train import RoleConfig, RolesConfig
 from realsys.data.check import DataCheck
 from realsys.data.conversion.convert import needs_copy
 from realsys.data.conversion.identity import check_copy, check_prompts, write_digest

@@ -25,9 +25,9 @@ from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES, RUN_ID, STOR
 from realsys.cluster.topology import ModelShardID, place
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.devices.device_plan import EVALUATOR, RANK, SERVER, Kind, Needs, Seat
+from realsys.config.device_plan import EVALUATOR, RANK, SERVER, Kind, Needs, Seat
+from realsys.config.machine import VISIBLE, Machine, visible_to
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.machine import VISIBLE, Machine, visible_to
 from realsys.config.schema import Config
 from realsys.launch.nodes.orders import LOCAL, NodePort
 

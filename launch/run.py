@@ -24,21 +24,18 @@ from realsys.cluster.failure import read_errors
 from realsys.cluster.network import HOST, PORTS, interfaces, is_loopback, join_host_port, own_addresses
 from realsys.cluster.process import RUN_ID, STORE_ADDRESS
 from realsys.config.allocation import parse_allocation
+from realsys.config.backend_rules import backend_rules
 from realsys.config.compose import compose, given_fields, quoted
 from realsys.config.dataflow import dataflow_of
-from realsys.config.devices.device_plan import Needs, as_lines
-from realsys.config.devices.needs import nodes_of, seats_of
+from realsys.config.device_memory import GIB
+from realsys.config.device_plan import Needs, as_lines, nodes_of, seats_of
 from realsys.config.doors import LOSS
-from realsys.config.memory.device_memory import GIB
-from realsys.config.memory.memory_check import place_of
-from realsys.config.memory.sharing import smallest_gpu_for_ranks
+from realsys.config.machine import Machine
+from realsys.config.memory_check import place_of, smallest_gpu_for_ranks
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.backend_rules import backend_rules
-from realsys.config.rules.checks import check
-from realsys.config.rules.machine import Machine
-from realsys.config.rules.resources import step_bytes
-from realsys.config.rules.sampling import sampling_warnings
+from realsys.config.rules import check, sampling_warnings
 from realsys.config.schema import Config
+from realsys.config.trial_sizes import step_bytes
 from realsys.launch.commands.options import add_config_dir, preload_workers
 from realsys.launch.conclude import conclude, draw, newest_step
 from realsys.launch.dry_run import print_dry_run

@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realsys.config.dataflow import dataflow_of, saved_roles
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
-from realsys.config.roles import role_field, role_settings
+from realsys.config.dataflow import dataflow_of, role_field, role_settings, saved_roles
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.data.dataset_files import is_converted
 from realsys.errors import CheckpointError, ConfigError, LedgerError

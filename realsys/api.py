@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from realsys.config.compose import compose, quoted
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.commands.finding import find_trial

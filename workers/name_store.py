@@ -38,8 +38,7 @@ from realsys.cluster.files import write_secret
 from realsys.cluster.names.connect import check_own_etcd, store_address
 from realsys.cluster.network import PORTS, free_ports, split_host_port
 from realsys.cluster.process import RUN_ID, SHIELDED, StopSignals, configure_logging, die_with_parent
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from realsys.errors import ConfigError
 
 log = logging.getLogger(__name__)

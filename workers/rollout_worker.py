@@ -10,7 +10,7 @@ from realsys.cluster.stream.security import keys_for
 from realsys.cluster.topology import receivers_of
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.config.allocation import parse_allocation
-from realsys.config.rules.backend_rules import backend_rules
+from realsys.config.backend_rules import backend_rules
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from realsys.config.compose import compose, given_fields
-from realsys.config.dump import read_config
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
+from realsys.config.paths import read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.commands.finding import find_trial

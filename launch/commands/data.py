@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from realsys.config.compose import compose, quoted
-from realsys.config.rules.checks import check_sources, check_verifiers
+from realsys.config.rules import check_sources, check_verifiers
 from realsys.config.schema import Config
-from realsys.config.sections.schema_data import absolute_source
+from realsys.config.schema_data import absolute_source
 from realsys.data.check import MARKED
 from realsys.data.layouts.base import Row
 from realsys.data.prompts import plain_text

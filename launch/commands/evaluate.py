@@ -22,9 +22,8 @@ from typing import Any
 from realsys.cluster.names.connect import is_known, make_name_store, trial_names
 from realsys.cluster.names.contract import NameStore
 from realsys.config.compose import with_overrides
-from realsys.config.dump import read_config
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets, id_of_set
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, KeyMissing, NameStoreError, RecordError, WaitTimeout
 from realsys.launch.commands.finding import EVALUATIONS

@@ -21,8 +21,7 @@ from realsys.cluster.files import MEMBERS, PREFIX
 from realsys.cluster.names.connect import is_known, make_name_store, store_address, trial_names
 from realsys.cluster.names.contract import NameStore, Tree
 from realsys.cluster.names.keys import ROOT, Names
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.commands.finding import RUNS

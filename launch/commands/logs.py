@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import get_args
 
-from realsys.config.devices.device_plan import Kind
+from realsys.config.device_plan import Kind
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
 from realsys.launch.commands.finding import find_trial, is_trial

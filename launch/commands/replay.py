@@ -19,12 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from realsys.cluster.failure import read_errors
-from realsys.config.devices.needs import nodes_of, seats_of
-from realsys.config.dump import read_config, write_config
-from realsys.config.paths import TrialPaths
-from realsys.config.rules.machine import Machine
+from realsys.config.device_plan import nodes_of, seats_of
+from realsys.config.machine import Machine
+from realsys.config.paths import TrialPaths, read_config, write_config
 from realsys.config.schema import Config
-from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import CheckpointError, RealsysError, RecordError
 from realsys.launch.commands.finding import find_trial
 from realsys.launch.commands.options import add_trial, preload_workers

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from realsys.config.compose import with_overrides
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.commands.finding import find_trial

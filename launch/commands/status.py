@@ -15,8 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from realsys.cluster.aio import run_beside
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.commands.finding import find_trial

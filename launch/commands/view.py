@@ -14,8 +14,7 @@ import aiohttp
 
 from realsys.cluster.names.connect import is_known, make_name_store
 from realsys.cluster.names.contract import NameStore
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, NameStoreError
 from realsys.launch.commands.finding import find_trial

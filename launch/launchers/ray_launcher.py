@@ -24,7 +24,7 @@ import msgspec
 from realsys.cluster.children.child_process import ChildProcess, how_it_ended
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError
 from realsys.launch.launchers.contract import Launcher
 from realsys.launch.nodes.orders import KILL_MARGIN_S

@@ -33,8 +33,8 @@ import msgspec
 from realsys.cluster.network import join_host_port
 from realsys.cluster.stream.master_stream import MasterStream
 from realsys.cluster.stream.security import ensure_keys
-from realsys.config.devices import device_plan
-from realsys.config.devices.device_plan import Needs, NodeDevices
+from realsys.config import device_plan
+from realsys.config.device_plan import Needs, NodeDevices
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, DecodeError, RealsysError, WaitTimeout, WorkerLost
 from realsys.launch.nodes import orders

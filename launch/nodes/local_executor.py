@@ -23,7 +23,7 @@ from pathlib import Path
 from realsys.cluster.children.child_process import ChildProcess, child_pids, kill_descendants, reap_orphans
 from realsys.cluster.prctl import subreaper
 from realsys.cluster.process import PARENT_PID, SHIELDED
-from realsys.config.rules.machine import own_gpus, visible_to
+from realsys.config.machine import own_gpus, visible_to
 from realsys.launch.nodes import preload
 from realsys.launch.nodes.orders import CANNOT_START, Exit, OnExit, Process, ProcessOrder, SupervisedNode
 from realsys.launch.supervise.failures import keep_bounded, keep_last_words, log_since

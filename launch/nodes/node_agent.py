@@ -37,10 +37,9 @@ from realsys.cluster.prctl import die_with_parent
 from realsys.cluster.process import PARENT_PID, configure_logging
 from realsys.cluster.stream.security import load_keys
 from realsys.cluster.stream.worker_endpoint import WorkerEndpoint, WorkerRequest
+from realsys.config.machine import free_host_bytes, gpu_bytes, own_gpus
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.free_memory import free_host_bytes, gpu_bytes
-from realsys.config.rules.machine import own_gpus
-from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, DecodeError, Fenced, RealsysError, StreamError, WaitTimeout
 from realsys.launch.commands.options import preload_workers, seconds
 from realsys.launch.nodes import orders, preload

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from realsys.config.sections.schema_train import NormalisationConfig, PPOConfig
+from realsys.config.schema_train import NormalisationConfig, PPOConfig
 from realsys.errors import ConfigError
 from realsys.types import F32, SequenceRef
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from realsys.config.sections.schema_train import OptimizerConfig
+from realsys.config.schema_train import OptimizerConfig
 
 
 def learning_rate(cfg: OptimizerConfig, step: int, total_steps: int) -> float:

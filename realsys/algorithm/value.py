@@ -12,7 +12,7 @@ from torch import Tensor
 
 from realsys.algorithm.loss import Stats
 from realsys.algorithm.loss_tokens import blank, check_shapes, count, masked_sum
-from realsys.config.sections.schema_train import CriticConfig
+from realsys.config.schema_train import CriticConfig
 from realsys.types import F32
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from realsys.cluster.gpu_environment import ALLOCATOR, EXPANDABLE, is_given_gpu
-from realsys.config.rules.machine import VISIBLE
+from realsys.config.machine import VISIBLE
 from realsys.errors import DeviceError
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from realsys.config.rules.machine import VISIBLE, Machine, visible_gpus
+from realsys.config.machine import VISIBLE, Machine, visible_gpus
 
 ALLOCATOR, EXPANDABLE = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
 #: variables without which sums depend on the order in which threads or GPUs arrive; torch demands the first one

@@ -41,7 +41,7 @@ from realsys.cluster.names.contract import NameStore
 from realsys.errors import Fenced, KeyMissing, NameStoreError
 
 if TYPE_CHECKING:
-    from realsys.config.sections.schema_cluster import ClusterConfig
+    from realsys.config.schema_cluster import ClusterConfig
 
 log = logging.getLogger(__name__)
 

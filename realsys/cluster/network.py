@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
-from realsys.config.rules.ports import port_range
+from realsys.config.schema_cluster import port_range
 from realsys.errors import ConfigError, RealsysError
 
 if TYPE_CHECKING:  # every process imports this module first, and pydantic takes its time
     from realsys.config.schema import Config
-    from realsys.config.sections.schema_cluster import ClusterConfig
+    from realsys.config.schema_cluster import ClusterConfig
 
 T = TypeVar("T")
 

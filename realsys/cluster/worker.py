@@ -205,7 +205,7 @@ def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSign
     from realsys.cluster.lease import Heartbeat, LeaseTerms, lease_clock
     from realsys.cluster.names.connect import PASSWORD_VARIABLE, make_name_store, trial_names
     from realsys.cluster.network import take_address
-    from realsys.config.dump import read_config
+    from realsys.config.paths import read_config
 
     failpoint.arm(f"{kind}/{index}")
     failpoint.failpoint("worker.start")

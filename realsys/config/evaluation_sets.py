@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from realsys.config.fields import SmallFloat
 from realsys.config.schema import Config, SamplingConfig
-from realsys.config.sections.schema_evaluation import HELD_OUT, TRAIN, EvalSetConfig
+from realsys.config.schema_data import HELD_OUT, TRAIN, EvalSetConfig
 from realsys.errors import ConfigError
 
 _OWN = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")

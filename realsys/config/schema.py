@@ -21,22 +21,14 @@ from realsys.config.fields import (
     Section,
     Temperature,
 )
-from realsys.config.sections.schema_agent import AgentLimitsConfig as AgentLimitsConfig
-from realsys.config.sections.schema_cluster import ClusterConfig
-from realsys.config.sections.schema_data import ArithConfig as ArithConfig
-from realsys.config.sections.schema_data import DataConfig as DataConfig
-from realsys.config.sections.schema_evaluation import EvalConfig as EvalConfig
-from realsys.config.sections.schema_gateway import GatewayConfig
-from realsys.config.sections.schema_judge import JudgeConfig
-from realsys.config.sections.schema_sampling import KeepConfig
-from realsys.config.sections.schema_telemetry import TelemetryConfig
-from realsys.config.sections.schema_train import (
-    CheckpointConfig,
-    OptimizerConfig,
-    RecordConfig,
-    RolesConfig,
-    TrainConfig,
-)
+from realsys.config.schema_cluster import ClusterConfig, TelemetryConfig
+from realsys.config.schema_data import ArithConfig as ArithConfig
+from realsys.config.schema_data import DataConfig as DataConfig
+from realsys.config.schema_data import EvalConfig as EvalConfig
+from realsys.config.schema_data import KeepConfig
+from realsys.config.schema_rollout import AgentLimitsConfig as AgentLimitsConfig
+from realsys.config.schema_rollout import GatewayConfig, JudgeConfig
+from realsys.config.schema_train import CheckpointConfig, OptimizerConfig, RecordConfig, RolesConfig, TrainConfig
 
 
 class TinyModelConfig(Section):

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import msgspec
 
-from realsys.config.sections.schema_data import ArithConfig
+from realsys.config.schema_data import ArithConfig
 from realsys.data.dataset_files import write_atomically
 from realsys.data.lines import Demonstration, Problem
 from realsys.errors import MALFORMED, ConfigError

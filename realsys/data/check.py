@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from realsys.config.evaluation_sets import sources_of_sets
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.lengths import longest_sequence
 from realsys.config.schema import Config
+from realsys.config.trial_sizes import longest_sequence
 from realsys.data.conversion.sources_file import dropped_lines
 from realsys.data.dataset_files import dataset_files, is_converted
 from realsys.data.demos import DemoDataset

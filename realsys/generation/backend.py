@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES
-from realsys.config.rules.backend_rules import BackendRules, backend_rules
+from realsys.config.backend_rules import BackendRules, backend_rules
 from realsys.config.schema import Config
 from realsys.errors import GenerationError
 from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult

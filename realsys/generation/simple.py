@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from realsys.config.rules.backend_rules import DEFAULT_CAPACITY
-from realsys.config.rules.lengths import longest_sequence
+from realsys.config.backend_rules import DEFAULT_CAPACITY
+from realsys.config.trial_sizes import longest_sequence
 from realsys.errors import GenerationError, RealsysError, ServerBusy
 from realsys.generation.backend import Change, Completion, EngineParts, Snapshot
 from realsys.generation.limits import Limits

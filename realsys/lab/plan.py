@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from realsys.config.compose import compose, given_fields, with_overrides
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.lab.planner.cost_fit import FIT_SIMULATIONS, MEMBERS, fit, recorded_outcome

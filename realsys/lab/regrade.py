@@ -22,8 +22,8 @@ import numpy as np
 
 from realsys.config.compose import with_overrides
 from realsys.config.doors import AGENT, ENVIRONMENT
-from realsys.config.dump import read_config
-from realsys.config.rules.checks import check_verifiers
+from realsys.config.paths import read_config
+from realsys.config.rules import check_verifiers
 from realsys.config.schema import Config
 from realsys.data.prompts import Prompt, PromptDataset
 from realsys.data.tokenizer import TextTokenizer

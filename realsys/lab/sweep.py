@@ -25,8 +25,8 @@ from datetime import datetime
 
 from realsys.config.dataflow import dataflow_of
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.resources import disk_bytes
 from realsys.config.schema import Config
+from realsys.config.trial_sizes import disk_bytes
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.commands.compare import compare_trials
 from realsys.launch.launchers.contract import check_start

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from realsys.config.schema import Config
-from realsys.config.sections.schema_sampling import CurriculumConfig
+from realsys.config.schema_data import CurriculumConfig
 from realsys.manager import messages as m
 from realsys.manager.ledger.events import (
     MOST_PROBLEMS,

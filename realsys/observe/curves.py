@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realsys.cluster.children.child_process import ChildProcess
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import RealsysError
 from realsys.observe.evaluation_records import is_held_out

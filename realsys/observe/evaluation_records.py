@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from realsys.config.evaluation_sets import EvaluationSet
-from realsys.config.sections.schema_evaluation import HELD_OUT
+from realsys.config.schema_data import HELD_OUT
 from realsys.errors import MALFORMED, RecordError
 from realsys.observe.evaluation_statistics import Estimate, Same, Statistics, Tally, Vote, estimate, majority, summarize
 from realsys.observe.percent import percent

@@ -16,7 +16,7 @@ from realsys.config.doors import JUDGE, VERIFIER
 from realsys.config.evaluation_sets import evaluation_sets, verifier_field
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.sections.schema_evaluation import HELD_OUT
+from realsys.config.schema_data import HELD_OUT
 from realsys.data.lines import ORIGIN, Lines, Problem
 from realsys.data.prompts import open_splits, plain_text
 from realsys.errors import ConfigError, DataError, NoVerifierError, RewardError

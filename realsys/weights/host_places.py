@@ -23,7 +23,7 @@ from pathlib import Path
 import xxhash
 
 from realsys.cluster.files import FileLock
-from realsys.config.rules.free_memory import free_host_bytes
+from realsys.config.machine import free_host_bytes
 from realsys.errors import WeightsError
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -14,8 +14,7 @@ import psutil
 
 from realsys.cluster.files import FileLock
 from realsys.config.doors import VERIFIER
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RealsysError, WaitTimeout

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.config.rules.sglang import DEFAULT_VENV
+from realsys.config.backend_rules import SGLANG_VENV
 from tests.chaos import checks, outside
 from tests.chaos.kept_agents import Agents
 from tests.chaos.live import ChaosRun, Ended, Interrupted
@@ -101,7 +101,7 @@ def _missing(needs: Needs) -> str:
         "": True,
         "root": os.geteuid() == 0,
         "etcd": shutil.which("etcd") is not None,
-        "sglang": (DEFAULT_VENV / "bin" / "python").exists(),
+        "sglang": (SGLANG_VENV / "bin" / "python").exists(),
     }
     return "" if here[needs] else needs
 

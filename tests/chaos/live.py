@@ -20,7 +20,7 @@ import psutil
 from realsys.cluster.names.connect import make_name_store, trial_names
 from realsys.cluster.names.contract import NameStore
 from realsys.cluster.names.keys import Names
-from realsys.config.dump import read_config
+from realsys.config.paths import read_config
 from realsys.observe.step_log import StepTail
 from tests.chaos.kept_agents import Agents
 from tests.support.faults.plan import note_pid, pid_of

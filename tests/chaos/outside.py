@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import zmq
 
 from realsys.cluster.names.connect import store_address
-from realsys.config.dump import read_config
+from realsys.config.paths import read_config
 from realsys.launch.nodes.orders import read_address
 from tests.chaos.live import ChaosRun
 from tests.chaos.schedule.rows import LOST_S, SUSPENDED_S

@@ -11,7 +11,7 @@ import torch
 
 from realsys.algorithm.loss import actor_loss
 from realsys.algorithm.loss_tokens import Segments
-from realsys.config.sections.schema_train import PPOConfig
+from realsys.config.schema_train import PPOConfig
 from realsys.launch.cli import main
 from tests.support.data.few_rows import FEW_ROWS
 

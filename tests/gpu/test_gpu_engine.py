@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from realsys.config.sections.schema_train import OptimizerConfig
+from realsys.config.schema_train import OptimizerConfig
 from realsys.train.checkpoint.saver import load_checkpoint
 from realsys.train.megatron.train_engine import optimizer_tensors
 from realsys.train.worker.call_handlers import Role

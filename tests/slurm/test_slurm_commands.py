@@ -45,7 +45,7 @@ import os, sys
 words = " ".join(sys.orig_argv)
 if "realsys.workers" in words or "realsys.launch.cli" in words:
     import realsys.cluster.worker as worker
-    import realsys.config.rules.machine as machine
+    import realsys.config.machine as machine
     machine._present_gpus = lambda: 2
     start = worker.worker_main
 

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from realsys.algorithm.advantages import advantages_by_id
 from realsys.algorithm.batch.balance import CostFunction, split_balanced, token_costs
-from realsys.config.sections.schema_train import PPOConfig
+from realsys.config.schema_train import PPOConfig
 from realsys.types import SampleMeta, SequenceRef
 
 Unit = list[SequenceRef]

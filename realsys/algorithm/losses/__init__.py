@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from realsys.algorithm.losses.contract import ConfiguredLoss, Loss, LossInputs, Surrogate, episode_level
 from realsys.config.doors import LOSS
-from realsys.config.sections.schema_train import PPOConfig
+from realsys.config.schema_train import PPOConfig
 
 __all__ = ["ConfiguredLoss", "Loss", "LossInputs", "Surrogate", "episode_level", "load_loss"]
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from realsys.algorithm.loss_tokens import Segments
-from realsys.config.sections.schema_train import PPOConfig
+from realsys.config.schema_train import PPOConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from realsys.cluster.network import bind_problem, is_loopback, split_host_port
 from realsys.cluster.process import STORE_ADDRESS
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.sections.schema_cluster import NameStoreConfig
+from realsys.config.schema_cluster import NameStoreConfig
 from realsys.errors import ConfigError
 
 # One etcd call may take this long. It must end well before the lease that it may be renewing.

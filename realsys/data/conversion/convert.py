@@ -20,7 +20,7 @@ import msgspec
 from realsys.config.evaluation_sets import sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.sections.schema_data import AUTO_LAYOUT, GENERATED, DataConfig
+from realsys.config.schema_data import AUTO_LAYOUT, GENERATED, DataConfig
 from realsys.data.conversion.sources_file import Converted, Sources
 from realsys.data.dataset_files import set_file, write_atomically
 from realsys.data.layouts.base import Row, RowError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from realsys.config.doors import LAYOUT
-from realsys.config.sections.schema_data import AUTO_LAYOUT
+from realsys.config.schema_data import AUTO_LAYOUT
 from realsys.data.layouts.base import Row, Values, has_keys
 from realsys.errors import DataError
 

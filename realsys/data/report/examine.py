@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from realsys.config.sections.schema_data import AUTO_LAYOUT, DataConfig
+from realsys.config.schema_data import AUTO_LAYOUT, DataConfig
 from realsys.data.conversion.convert import Source, Split, encoded, prompt_lengths, rows_of, sources_of
 from realsys.data.layouts.base import Row
 from realsys.data.layouts.detect import detect

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realsys.config.sections.schema_data import GENERATED, RG, VERIFIERS, split_suffix
+from realsys.config.schema_data import GENERATED, RG, VERIFIERS, split_suffix
 from realsys.data.sources.folders import files_of
 from realsys.data.sources.lines_of_json import json_rows
 from realsys.data.sources.reasoning_gym import generated_rows

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.config.sections.schema_data import RG
+from realsys.config.schema_data import RG
 from realsys.data.sources.source_row import Rows, SourceRow, need
 from realsys.errors import DataError
 

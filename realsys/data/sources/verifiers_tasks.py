@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from realsys.cluster.children.child_process import how_it_ended
-from realsys.config.sections.schema_data import VERIFIERS
+from realsys.config.schema_data import VERIFIERS
 from realsys.data.sources.source_row import Rows, SourceRow
 from realsys.errors import DataError
 

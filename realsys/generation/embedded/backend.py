@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from realsys.config.allocation import Allocation
+from realsys.config.device_memory import row_bytes
 from realsys.config.doors import AGENT
-from realsys.config.memory.device_memory import row_bytes
-from realsys.config.memory.models import model_of
-from realsys.config.rules.lengths import longest_sequence
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
+from realsys.config.trial_sizes import longest_sequence, model_of
 from realsys.errors import ConfigError
 from realsys.generation.backend import Backend, Change, EngineParts
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realsys.config.rules.sglang import flags
+from realsys.config.backend_rules import command_line_flags
 from realsys.config.schema import SamplingConfig
 from realsys.generation.backend import ONE_NODE, Span
 
@@ -60,7 +60,7 @@ class Launch:
         if self.span.nodes > 1:
             meeting = {"node-rank": self.span.rank, "dist-init-addr": self.span.init_address}
             fixed |= {"nnodes": self.span.nodes, **meeting}
-        return [self.python, "-m", module, *flags({**options, **fixed})]
+        return [self.python, "-m", module, *command_line_flags({**options, **fixed})]
 
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
         env = {name: value for name, value in inherited.items() if name not in _NOT_INHERITED}

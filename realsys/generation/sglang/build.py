@@ -10,20 +10,20 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from realsys.config.allocation import Allocation, parse_allocation
-from realsys.config.devices.device_plan import NodeDevices
-from realsys.config.rules.backend_rules import ServerSizes
-from realsys.config.rules.lengths import longest_sequence
-from realsys.config.rules.machine import Machine
-from realsys.config.rules.sglang import (
+from realsys.config.backend_rules import (
     STATIC_SHARE,
-    check_interpreter,
+    ServerSizes,
     check_sglang,
+    check_sglang_interpreter,
     check_sglang_sampling,
-    interpreter,
-    options,
-    server_sizes,
+    sglang_interpreter,
+    sglang_options,
+    sglang_server_sizes,
 )
+from realsys.config.device_plan import NodeDevices
+from realsys.config.machine import Machine
 from realsys.config.schema import Config
+from realsys.config.trial_sizes import longest_sequence
 from realsys.generation.backend import ONE_NODE, Backend, Change, EngineParts, Materialise, PartParts, Span
 from realsys.generation.limits import Limits
 from realsys.generation.sglang.arguments import Launch, needs_tokenizer
@@ -50,7 +50,7 @@ class SglangBackend(Backend):
 
     def check_machine(self, machine: Machine) -> None:
         """Refuse an interpreter that cannot run."""
-        check_interpreter(self.config.generation.sglang, gpus=bool(machine.gpus))
+        check_sglang_interpreter(self.config.generation.sglang, gpus=bool(machine.gpus))
 
     def capacity(self) -> int:
         return self.config.generation.sglang.max_answers
@@ -59,7 +59,7 @@ class SglangBackend(Backend):
         return self.config.generation.sglang.start_timeout_s
 
     def sizes(self, allocation: Allocation) -> ServerSizes:
-        return server_sizes(self.config.generation.sglang, allocation.inference.tensor)
+        return sglang_server_sizes(self.config.generation.sglang, allocation.inference.tensor)
 
     def memory_bytes(self, node: NodeDevices) -> int:
         return 0 if node.gpus else _CPU_BYTES
@@ -71,7 +71,7 @@ class SglangBackend(Backend):
         before it.
         """
         args = self.config.generation.sglang.args
-        if STATIC_SHARE in options(self.config.generation.sglang):
+        if STATIC_SHARE in sglang_options(self.config.generation.sglang):
             return {}
         return {"generation.sglang.args": {**args, STATIC_SHARE: share}}
 
@@ -129,16 +129,16 @@ def build_sglang_engine(
 def _tokenizer(model_path: Path, config: Config) -> Tokenizer | None:
     """Return the model's tokenizer if SGLang must load it."""
     generation = config.generation
-    needed = needs_tokenizer(generation.sampling, options(generation.sglang))
+    needed = needs_tokenizer(generation.sampling, sglang_options(generation.sglang))
     return read_tokenizer(model_path) if needed else None
 
 
 def _launch(model_path: Path, config: Config, index: int, span: Span, tokenizer: Tokenizer | None) -> Launch:
-    generation, given = config.generation, options(config.generation.sglang)
+    generation, given = config.generation, sglang_options(config.generation.sglang)
     gpus = bool(Machine.here().gpus)
     context = int(given.pop("context-length", 0)) or longest_sequence(config)
     return Launch(
-        python=interpreter(generation.sglang, gpus=gpus),
+        python=sglang_interpreter(generation.sglang, gpus=gpus),
         model_path=model_path,
         dtype=config.model.dtype,
         fp32_head=config.model.head_dtype == "float32",
@@ -147,7 +147,7 @@ def _launch(model_path: Path, config: Config, index: int, span: Span, tokenizer:
         seed=config.seed + index,
         threads=generation.threads,
         gpus=gpus,
-        options=given,
+        sglang_options=given,
         tokenizer=tokenizer is not None,
         span=span,
     )

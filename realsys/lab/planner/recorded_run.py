@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.manager.ledger.events import Finished, Granted

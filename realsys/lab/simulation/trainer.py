@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from realsys.algorithm.batch.token_losses import STALE
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets, id_of_set
 from realsys.config.schema import Config
-from realsys.config.sections.schema_evaluation import HELD_OUT
+from realsys.config.schema_data import HELD_OUT
 from realsys.errors import PromptsUsedUp
 from realsys.lab.simulation.clock import Account, Clock
 from realsys.lab.simulation.manager import ManagerMachine

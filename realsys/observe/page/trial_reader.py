@@ -17,11 +17,10 @@ import msgspec
 
 from realsys import __version__
 from realsys.config.allocation import ACTOR
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
-from realsys.config.roles import role_settings
+from realsys.config.dataflow import role_settings
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
-from realsys.config.sections.schema_evaluation import HELD_OUT
+from realsys.config.schema_data import HELD_OUT
 from realsys.errors import RealsysError
 from realsys.hf.config import read_model
 from realsys.manager.ledger.events import TicketEvent

@@ -14,9 +14,8 @@ import msgspec
 
 from realsys.cluster.files import FileStamp, file_stamp
 from realsys.config.allocation import ACTOR
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
-from realsys.config.roles import role_settings
+from realsys.config.dataflow import role_settings
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
 from realsys.observe.percent import apportioned, whole_percents

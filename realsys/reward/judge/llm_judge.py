@@ -25,7 +25,7 @@ import msgspec
 
 from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.config.schema import Config
-from realsys.config.sections.schema_judge import Criterion
+from realsys.config.schema_rollout import Criterion
 from realsys.errors import MALFORMED, NoVerifierError, RealsysError, RewardError, StuckError
 from realsys.reward.judge.rate_limits import RateLimits, RequestGate
 from realsys.reward.judge.rubric import Rubric, RubricError, check_judge

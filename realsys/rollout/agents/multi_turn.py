@@ -9,8 +9,8 @@ Only the feedback is tokenised; sampled tokens stay unchanged, with the end-of-t
 
 from __future__ import annotations
 
-from realsys.config.rules.lengths import longest_sequence
 from realsys.config.schema import Config
+from realsys.config.trial_sizes import longest_sequence
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError, DataError
 from realsys.generation.client import Generated

@@ -19,8 +19,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from realsys.config.rules.lengths import longest_sequence
 from realsys.config.schema import Config
+from realsys.config.trial_sizes import longest_sequence
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import AgentError, ConfigError, DataError
 from realsys.generation.client import Generated

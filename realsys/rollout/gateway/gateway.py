@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from realsys.cluster.http_server import HttpServer
 from realsys.cluster.lease import CheckAlive, unleased
-from realsys.config.rules.lengths import longest_sequence
 from realsys.config.schema import Config
+from realsys.config.trial_sizes import longest_sequence
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RealsysError
 from realsys.rollout.gateway.capture import COUNTS, Capture, CaptureSession, Shared

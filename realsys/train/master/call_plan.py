@@ -13,9 +13,8 @@ from realsys.algorithm.kl import AdaptiveKL
 from realsys.algorithm.schedule import learning_rate
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
-from realsys.config.dataflow import Dataflow, advantages_by_token
+from realsys.config.dataflow import Dataflow, advantages_by_token, role_settings
 from realsys.config.paths import TrialPaths
-from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.hf.config import read_sizes
 from realsys.train.master.executor import CallResult, Minibatches

@@ -30,8 +30,8 @@ from realsys.cluster.failpoint import failpoint
 from realsys.cluster.files import FileInfo
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.topology import Mesh
+from realsys.config.dataflow import role_settings
 from realsys.config.paths import TrialPaths
-from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError, RealsysError
 from realsys.hf.config import read_sizes

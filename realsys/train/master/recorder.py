@@ -30,9 +30,8 @@ from realsys.cluster.files import FileInfo
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
-from realsys.config.dataflow import Dataflow
+from realsys.config.dataflow import Dataflow, role_settings
 from realsys.config.paths import TrialPaths
-from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.errors import NotFiniteError, RecordError
 from realsys.model_calls import Empty

@@ -24,9 +24,8 @@ from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
 from realsys.cluster.topology import Mesh, place, routing_table
 from realsys.cluster.worker import WorkerContext
 from realsys.config.allocation import ACTOR, parse_allocation
-from realsys.config.dataflow import dataflow_of, saved_roles
+from realsys.config.dataflow import dataflow_of, role_settings, saved_roles
 from realsys.config.paths import TrialPaths
-from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.errors import RecordError
 from realsys.model_calls import SNAPSHOT, InitializeRequest

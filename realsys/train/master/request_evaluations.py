@@ -16,7 +16,7 @@ from typing import Any
 
 from realsys.config.evaluation_sets import EvaluationSet, id_of_set
 from realsys.config.schema import Config
-from realsys.config.sections.schema_evaluation import HELD_OUT
+from realsys.config.schema_data import HELD_OUT
 from realsys.errors import RecordError, StuckError, WaitTimeout
 from realsys.manager.client import ManagerClient
 from realsys.manager.messages import EvaluateRequest, EvaluationReply

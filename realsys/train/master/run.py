@@ -23,10 +23,9 @@ from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
 from realsys.cluster.topology import Mesh, place, routing_table
 from realsys.cluster.worker import WorkerContext
 from realsys.config.allocation import ACTOR, parse_allocation
-from realsys.config.dataflow import Dataflow, dataflow_of, saved_roles
+from realsys.config.dataflow import Dataflow, dataflow_of, role_settings, saved_roles
 from realsys.config.evaluation_sets import evaluation_sets, id_of_set
 from realsys.config.paths import TrialPaths
-from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.data.dataset_files import dataset_files
 from realsys.data.demos import DemoDataset

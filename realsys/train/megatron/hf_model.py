@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from realsys.config.allocation import ParallelLayout
-from realsys.config.sections.schema_train import TrainConfig
+from realsys.config.schema_train import TrainConfig
 from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel, splits_over, stage_layers
 from realsys.train.megatron.collectives import ReplicaReader, agreed

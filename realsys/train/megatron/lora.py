@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from realsys.config.sections.schema_train import LoraConfig
+from realsys.config.schema_train import LoraConfig
 from realsys.train.megatron.megatron_core import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from realsys.cluster.topology import Mesh
-from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.megatron_core import parallel_state
 

@@ -34,7 +34,7 @@ from realsys.cluster.names.contract import NameStore, Tree
 from realsys.cluster.names.keys import Names
 from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of, split_host_port
 from realsys.cluster.process import on_thread
-from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import MALFORMED, NameStoreError, WaitTimeout
 from realsys.train.megatron.device import Device
 from realsys.types import TrainerAddress

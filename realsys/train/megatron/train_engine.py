@@ -23,9 +23,9 @@ from typing import Any, Literal
 import torch
 
 from realsys.cluster.failpoint import failpoint
-from realsys.config.roles import RoleSettings
+from realsys.config.dataflow import RoleSettings
 from realsys.config.schema import Config
-from realsys.config.sections.schema_train import OptimizerConfig, TrainConfig
+from realsys.config.schema_train import OptimizerConfig, TrainConfig
 from realsys.errors import ModelError
 from realsys.hf.architecture import HfModel
 from realsys.hf.config import read_model

@@ -27,9 +27,8 @@ from realsys.algorithm.batch.balance import cost_function, model_flops
 from realsys.algorithm.batch.microbatch import pack_equal
 from realsys.algorithm.batch.minibatches import row_units
 from realsys.algorithm.value import RunningMoments
-from realsys.config.dataflow import FunctionCall, dataflow_of
+from realsys.config.dataflow import FunctionCall, RoleSettings, dataflow_of
 from realsys.config.doors import CALL_HANDLER, HOOK
-from realsys.config.roles import RoleSettings
 from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.model_calls import MfcRequest

@@ -45,9 +45,16 @@ from realsys.cluster.gpu_devices import GpuMeter
 from realsys.cluster.process import resident_bytes
 from realsys.cluster.stream.worker_endpoint import WorkerEndpoint, WorkerRequest
 from realsys.config.allocation import ACTOR
-from realsys.config.dataflow import KV_VERSIONS, TEMPERATURES, TOKEN_REWARDS, Dataflow, check_calls, dataflow_of
+from realsys.config.dataflow import (
+    KV_VERSIONS,
+    TEMPERATURES,
+    TOKEN_REWARDS,
+    Dataflow,
+    check_calls,
+    dataflow_of,
+    role_settings,
+)
 from realsys.config.paths import TrialPaths
-from realsys.config.roles import role_settings
 from realsys.config.schema import Config
 from realsys.data.dataset_files import dataset_files
 from realsys.data.demos import DemoDataset

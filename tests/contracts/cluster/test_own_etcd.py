@@ -19,8 +19,7 @@ from realsys.cluster.failure import read_errors
 from realsys.cluster.names.etcd_members import EtcdAccess
 from realsys.cluster.names.etcd_store import EtcdNameStore
 from realsys.cluster.process import RUN_ID, SHIELDED
-from realsys.config.dump import write_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
 from realsys.errors import NameStoreError, WaitTimeout
 from realsys.launch.supervise.own_etcd import etcd_answers

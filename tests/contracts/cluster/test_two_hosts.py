@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from realsys.cluster.stream.security import ensure_keys
-from realsys.config.dump import write_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
 from tests.support.processes.netns import Hosts, outputs
 
@@ -30,7 +29,7 @@ from realsys.cluster.http_client import HttpClient
 from realsys.cluster.http_server import HttpServer
 from realsys.cluster.network import split_host_port, take_address
 from realsys.cluster.names.connect import make_name_store
-from realsys.config.dump import read_config
+from realsys.config.paths import read_config
 from realsys.config.paths import TrialPaths
 from realsys.train.megatron.device import prepare_device
 from realsys.cluster.stream.security import keys_for
@@ -70,7 +69,7 @@ REFUSED = """
 import sys
 from pathlib import Path
 from realsys.cluster.network import take_address
-from realsys.config.dump import read_config
+from realsys.config.paths import read_config
 from realsys.errors import ConfigError
 try:
     take_address(read_config(Path(sys.argv[1])))

@@ -11,9 +11,17 @@ import pytest
 import torch
 
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
-from realsys.config.memory.activations import StepSettings, inference_work, layer_bytes, training_work
-from realsys.config.memory.shard import States, StateSettings, shard_of, states_of
-from realsys.config.roles import role_settings
+from realsys.config.dataflow import role_settings
+from realsys.config.rank_memory import (
+    States,
+    StateSettings,
+    StepSettings,
+    inference_work,
+    layer_bytes,
+    shard_of,
+    states_of,
+    training_work,
+)
 from realsys.config.schema import Config
 from realsys.hf.architecture import HfModel
 from realsys.hf.config import read_model

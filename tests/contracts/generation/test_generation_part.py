@@ -8,7 +8,7 @@ import pytest
 
 from realsys.cluster.failure import read_errors
 from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES
-from realsys.config.dump import write_config
+from realsys.config.paths import write_config
 from realsys.config.schema import GenerationConfig, ModelConfig, SglangConfig
 from tests.support.processes.tester_trial import Trial
 from tests.support.serving.qwen_models import write_qwen

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
-from realsys.config.roles import role_settings
-from realsys.config.rules.checks import check_model
+from realsys.config.dataflow import role_settings
+from realsys.config.rules import check_model
 from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.generation.embedded.build import build_engine

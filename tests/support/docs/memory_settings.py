@@ -8,10 +8,10 @@ from pathlib import Path
 
 from realsys.config.allocation import Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.device_memory import GIB, cache_bytes, rank_uses, server_use, usable_bytes
-from realsys.config.memory.layouts import smallest_training
-from realsys.config.memory.models import model_of
+from realsys.config.device_memory import GIB, cache_bytes, rank_uses, server_use, usable_bytes
+from realsys.config.memory_remedies import smallest_training
 from realsys.config.schema import Config
+from realsys.config.trial_sizes import model_of
 from tests.support.processes.config_trees import changed
 from tests.support.serving.qwen_models import QWEN, write_qwen
 

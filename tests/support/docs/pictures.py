@@ -20,8 +20,7 @@ from pathlib import Path
 
 from rich.console import Console, Group
 
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from realsys.errors import WaitTimeout
 from realsys.observe.curves import draw_curves
 from realsys.observe.screen.display import Frame, expected_workers, lines

@@ -17,8 +17,7 @@ from realsys.cluster.failure import ErrorRecord, read_errors, record_of, write_e
 from realsys.cluster.lease import incarnation_in
 from realsys.cluster.names.file_store import FileNameStore
 from realsys.cluster.stream.security import KEY_FILE, CurveKeys, ensure_keys, load_keys
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.data.lines import Demonstration, Problem, RecordReader
 from realsys.errors import (

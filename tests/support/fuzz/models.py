@@ -16,7 +16,7 @@ import xxhash
 
 from realsys.cluster.files import FileInfo
 from realsys.config.allocation import ParallelLayout, parse_allocation
-from realsys.config.rules.checks import check_model
+from realsys.config.rules import check_model
 from realsys.config.schema import Config, TinyModelConfig
 from realsys.data.char_model import make_tiny_model, write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer

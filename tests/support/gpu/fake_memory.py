@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from realsys.cluster.topology import whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
-from realsys.config.roles import role_settings
+from realsys.config.dataflow import role_settings
 from realsys.config.schema import Config
 from realsys.hf.architecture import HfModel
 from realsys.train.megatron.device import Device

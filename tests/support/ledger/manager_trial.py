@@ -17,7 +17,7 @@ from aiohttp import web
 from realsys.cluster.names.keys import Names
 from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
-from realsys.config.sections.schema_train import TrainConfig
+from realsys.config.schema_train import TrainConfig
 from realsys.generation.protocol import ServerInfo
 from realsys.manager.commit_loop import ManagerService, WakeUp
 from realsys.manager.decisions import ManagerState

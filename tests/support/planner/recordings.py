@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from realsys.config.compose import with_overrides
-from realsys.config.dump import write_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
 from realsys.lab.planner.recorded_run import GroupTime, Recording, StepCost
 from realsys.lab.planner.steady_state import Costs, LengthSample, endless, sim_settings

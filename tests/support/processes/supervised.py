@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from realsys.config.devices.device_plan import Kind
+from realsys.config.device_plan import Kind
 from realsys.config.paths import TrialPaths
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 from realsys.launch.nodes.node_agent import NodeSignals, serve

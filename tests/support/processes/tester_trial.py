@@ -15,10 +15,9 @@ from typing import Any
 from realsys.cluster.failure import read_errors
 from realsys.cluster.names.connect import make_name_store, trial_names
 from realsys.cluster.names.contract import NameStore
-from realsys.config.dump import write_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
-from realsys.config.sections.schema_cluster import ClusterConfig, NameStoreConfig
+from realsys.config.schema_cluster import ClusterConfig, NameStoreConfig
 
 BOUND_S = 120.0
 PRELUDE = """

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from realsys.config.rules.sglang import DEFAULT_VENV, interpreter
+from realsys.config.backend_rules import SGLANG_VENV, sglang_interpreter
 from realsys.config.schema import Config
 from realsys.generation.backend import Materialised
 from realsys.generation.sglang.build import build_sglang_engine
@@ -19,7 +19,7 @@ from tests.support.processes.config_trees import changed
 
 def needs_sglang() -> None:
     """Skip the test outside of `make sglang-test`; fail it there without SGLang."""
-    if not (DEFAULT_VENV / "bin" / "python").exists() or os.environ.get("REALSYS_PACKAGES") != "1":
+    if not (SGLANG_VENV / "bin" / "python").exists() or os.environ.get("REALSYS_PACKAGES") != "1":
         lacks("SGLang: run `make sglang-test`", "REALSYS_PACKAGES")
 
 
@@ -35,5 +35,5 @@ def sglang_engine(model: Path, *overrides: str, on_change: Callable = print) -> 
         return FolderWriter(DiskReader(), model).write(locator, version, target)
 
     config = sglang_config(*overrides)
-    assert Path(interpreter(config.generation.sglang, gpus=False)).exists()
+    assert Path(sglang_interpreter(config.generation.sglang, gpus=False)).exists()
     return build_sglang_engine(model, config, write, on_change)

@@ -12,10 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
+from realsys.config.dataflow import RoleSettings
 from realsys.config.fields import Offload
-from realsys.config.roles import RoleSettings
 from realsys.config.schema import Config
-from realsys.config.sections.schema_train import OptimizerConfig
+from realsys.config.schema_train import OptimizerConfig
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.train_engine import LossFunction, MegatronEngine, Stats
 from realsys.train.worker.data_manager import DataManager

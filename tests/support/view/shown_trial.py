@@ -12,8 +12,7 @@ import numpy as np
 import xxhash
 
 from realsys.cluster.files import FileInfo
-from realsys.config.dump import write_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, write_config
 from realsys.data.char_model import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.observe.dropped_groups import DroppedGroup, Room, write_group

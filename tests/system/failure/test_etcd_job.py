@@ -7,8 +7,7 @@ import pytest
 
 from realsys.cluster.names.connect import make_name_store, trial_names
 from realsys.cluster.names.etcd_store import EtcdNameStore
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from tests.support.jobs.jobs import arith, processes_of, run_arith, running
 from tests.support.jobs.ledgers import check_ledger, check_staleness
 from tests.support.processes.etcd_cluster import EtcdCluster

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from realsys.config.compose import compose
-from realsys.config.devices.needs import nodes_of, seats_of
+from realsys.config.device_plan import nodes_of, seats_of
+from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.machine import Machine
 from realsys.launch.prepare import prepare, resolve
 from realsys.launch.process_plan import ProcessSpec, plan
 from tests.support.jobs.jobs import BOUND_S, SMALL, Job

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from realsys.config.dump import read_config
+from realsys.config.paths import read_config
 from realsys.data.prompts import open_splits
 from realsys.manager.ledger.events import Granted
 from realsys.manager.ledger.journal import read_journal

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realsys.algorithm.loss import actor_loss, finish_stats, loss_denominator, merge_stats, sft_loss
-from realsys.config.sections.schema_train import PPOConfig
+from realsys.config.schema_train import PPOConfig
 from realsys.types import SequenceRef
 
 # Four tokens: clipped above with w > 1, clipped below with A < 0, unclipped with w = 1, unbounded with A < 0.

@@ -10,7 +10,7 @@ from realsys.algorithm.loss import actor_loss, finish_stats, try_loss
 from realsys.algorithm.loss_tokens import Segments
 from realsys.algorithm.losses import LossInputs, Surrogate, episode_level, load_loss
 from realsys.config.doors import LOSS
-from realsys.config.sections.schema_train import PPOConfig
+from realsys.config.schema_train import PPOConfig
 from realsys.errors import ConfigError
 
 HERE = __name__

@@ -12,7 +12,7 @@ from torch import Tensor
 from realsys.algorithm.kl import MAX_K3, kl_estimate
 from realsys.algorithm.loss import actor_loss, finish_stats, should_stop
 from realsys.algorithm.loss_tokens import Segments
-from realsys.config.sections.schema_train import PPOConfig
+from realsys.config.schema_train import PPOConfig
 
 ALL = torch.ones(4, dtype=torch.bool)
 

@@ -18,7 +18,7 @@ from realsys.algorithm.loss import (
     merge_stats,
 )
 from realsys.algorithm.loss_tokens import Segments
-from realsys.config.sections.schema_train import PPOConfig
+from realsys.config.schema_train import PPOConfig
 from realsys.types import SequenceRef
 from tests.support.training.sample_records import make_ref
 

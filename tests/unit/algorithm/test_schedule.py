@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from realsys.algorithm.schedule import learning_rate
-from realsys.config.sections.schema_train import OptimizerConfig
+from realsys.config.schema_train import OptimizerConfig
 
 
 def optimizer(**fields: object) -> OptimizerConfig:

@@ -9,7 +9,7 @@ import torch
 
 from realsys.algorithm.loss import actor_loss
 from realsys.algorithm.loss_tokens import Segments
-from realsys.config.sections.schema_train import PPOConfig
+from realsys.config.schema_train import PPOConfig
 
 # Three rows of 1, 2 and 1 tokens; the first and the last are one episode, with advantage 2. The middle one has -1.
 # log u = 0.2, -0.5, -0.5, 1.0 and log w = 0.3, -0.1, 0, -0.2

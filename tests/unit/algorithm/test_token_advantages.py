@@ -18,7 +18,7 @@ from realsys.algorithm.advantages import (
     token_advantages,
     token_rewards,
 )
-from realsys.config.sections.schema_train import NormalisationConfig, PPOConfig
+from realsys.config.schema_train import NormalisationConfig, PPOConfig
 from realsys.types import SequenceRef
 from tests.support.training.sample_records import make_ref
 

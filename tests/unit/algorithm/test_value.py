@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from realsys.algorithm.loss import finish_stats, merge_stats
 from realsys.algorithm.value import RunningMoments, critic_loss, explained_variance
-from realsys.config.sections.schema_train import CriticConfig
+from realsys.config.schema_train import CriticConfig
 
 # Within the clip; beyond it away from the return; beyond it towards the return; beyond the huber's delta of 2.
 VALUES = [1.1, 2.0, 3.0, 0.0]

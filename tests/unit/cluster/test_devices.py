@@ -11,8 +11,8 @@ import torch
 from realsys.cluster import gpu_devices
 from realsys.cluster.gpu_devices import choose_device
 from realsys.cluster.gpu_environment import is_given_gpu, prepare_environment
-from realsys.config.rules import machine
-from realsys.config.rules.machine import visible_gpus
+from realsys.config import machine
+from realsys.config.machine import visible_gpus
 from realsys.errors import DeviceError
 
 

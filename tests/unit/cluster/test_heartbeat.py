@@ -11,7 +11,7 @@ import pytest
 
 from realsys.cluster.lease import Heartbeat, LeaseTerms, lease_clock
 from realsys.cluster.names.memory_store import MemoryNameStore
-from realsys.config.sections.schema_cluster import ClusterConfig, NameStoreConfig
+from realsys.config.schema_cluster import ClusterConfig, NameStoreConfig
 from realsys.errors import Fenced, NameStoreError
 
 BOUND_S = 60.0

@@ -19,7 +19,7 @@ from realsys.cluster.network import (
 from realsys.cluster.stream.security import CurveKeys
 from realsys.cluster.stream.sockets import bind_server
 from realsys.config.schema import Config
-from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError, RealsysError
 
 

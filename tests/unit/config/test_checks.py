@@ -14,8 +14,8 @@ import pytest
 from realsys.algorithm import dataflows
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import Dataflow, FunctionCall, dataflow_of
-from realsys.config.rules.checks import check, check_made_model, check_models
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
+from realsys.config.rules import check, check_made_model, check_models
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError
 from tests.support.processes.config_trees import changed

@@ -10,9 +10,9 @@ from hydra.core.global_hydra import GlobalHydra
 
 from realsys.config.compose import compose, fields, with_overrides
 from realsys.config.dataflow import dataflow_of
-from realsys.config.dump import read_config, write_config
-from realsys.config.rules.checks import check
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
+from realsys.config.paths import read_config, write_config
+from realsys.config.rules import check
 from realsys.config.schema import Config
 from realsys.configs import __file__ as configs_file
 from realsys.errors import ConfigError

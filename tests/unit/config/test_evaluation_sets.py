@@ -3,7 +3,7 @@
 import pytest
 
 from realsys.config.evaluation_sets import evaluation_sets, sources_of_sets, verifier_arguments
-from realsys.config.rules.checks import check_verifiers
+from realsys.config.rules import check_verifiers
 from realsys.errors import ConfigError
 from tests.support.processes.config_trees import changed
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.config.rules.free_memory import free_host_bytes, gpu_bytes, smallest_gpu
+from realsys.config.machine import free_host_bytes, gpu_bytes, smallest_gpu
 
 GIB = 1 << 30
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

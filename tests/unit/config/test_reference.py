@@ -14,9 +14,9 @@ from realsys.config.compose import fields
 from realsys.config.fields import Section
 from realsys.config.reference import reference, rewrite
 from realsys.config.schema import Config
-from realsys.config.sections.schema_evaluation import EvalSetConfig
-from realsys.config.sections.schema_judge import Criterion
-from realsys.config.sections.schema_train import RoleConfig
+from realsys.config.schema_data import EvalSetConfig
+from realsys.config.schema_rollout import Criterion
+from realsys.config.schema_train import RoleConfig
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "configuration.md").read_text("utf-8")
 ROWS = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", reference(), re.MULTILINE))

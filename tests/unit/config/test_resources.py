@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.models import batch_tokens, model_of
-from realsys.config.rules.resources import disk_bytes, record_bytes
+from realsys.config.trial_sizes import batch_tokens, disk_bytes, model_of, record_bytes
 from tests.support.processes.config_trees import changed
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realsys.config.rules.sampling import sampling_warnings
+from realsys.config.rules import sampling_warnings
 from realsys.config.schema import SamplingConfig
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.config.rules.machine import Machine, visible_gpus
+from realsys.config.machine import Machine, visible_gpus
 from realsys.errors import ConfigError
 
 

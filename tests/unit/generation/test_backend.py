@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from realsys import configs
-from realsys.config.devices.needs import seats_of
+from realsys.config.backend_rules import backend_rules
+from realsys.config.device_plan import seats_of
 from realsys.config.doors import BACKEND
-from realsys.config.rules.backend_rules import backend_rules
-from realsys.config.rules.checks import check
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
+from realsys.config.rules import check
 from realsys.errors import ConfigError
 from realsys.launch.cli import main
 from realsys.launch.fit import fit
@@ -23,7 +23,7 @@ from tests.support.processes.config_trees import changed
 ROOT = Path(__file__).resolve().parents[3]
 CPU = Machine(cpus=8, memory_bytes=64 << 30)
 MINE = """
-from realsys.config.rules.backend_rules import ServerSizes
+from realsys.config.backend_rules import ServerSizes
 from realsys.errors import ConfigError
 from realsys.generation.backend import Backend
 
@@ -149,8 +149,8 @@ def test_preset_exists_for_each_builtin_backend() -> None:
 
 CHECK_WITHOUT_TORCH = """
 import sys
-from realsys.config.rules.backend_rules import backend_rules
-from realsys.config.rules.machine import Machine
+from realsys.config.backend_rules import backend_rules
+from realsys.config.machine import Machine
 from realsys.config.schema import Config
 backend_rules(Config(generation={"backend": sys.argv[1]})).capacity()
 assert "torch" not in sys.modules

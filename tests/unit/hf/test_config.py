@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realsys.config.allocation import ParallelLayout, parse_allocation
-from realsys.config.rules.checks import check_model
-from realsys.config.sections.schema_train import TrainConfig
+from realsys.config.rules import check_model
+from realsys.config.schema_train import TrainConfig
 from realsys.errors import ConfigError, ModelError
 from realsys.generation.embedded.build import build_engine
 from realsys.hf.architecture import ModelSizes

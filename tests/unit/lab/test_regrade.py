@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from realsys.config.dump import read_config
+from realsys.config.paths import read_config
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RewardError, StuckError

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from realsys.config.allocation import parse_allocation
+from realsys.config.backend_rules import backend_rules
 from realsys.config.compose import compose, given_fields
 from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.memory_check import place_of, spare_bytes
-from realsys.config.memory.sharing import largest_rank
-from realsys.config.rules.backend_rules import backend_rules
-from realsys.config.rules.checks import check_models
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
+from realsys.config.memory_check import largest_rank, place_of, spare_bytes
+from realsys.config.rules import check_models
 from realsys.config.schema import Config, GenerationConfig, SglangConfig, TinyModelConfig
-from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.data.char_model import make_tiny_model, write_char_tokenizer
 from realsys.errors import ConfigError
 from realsys.launch.fit import fit

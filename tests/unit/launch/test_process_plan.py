@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from realsys.config.devices.needs import nodes_of, seats_of
-from realsys.config.dump import read_config
-from realsys.config.memory.device_memory import usable_bytes
-from realsys.config.memory.sharing import largest_rank
-from realsys.config.paths import TrialPaths
-from realsys.config.rules.machine import Machine
+from realsys.config.device_memory import usable_bytes
+from realsys.config.device_plan import nodes_of, seats_of
+from realsys.config.machine import Machine
+from realsys.config.memory_check import largest_rank
+from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config, GenerationConfig, RewardConfig, RolloutConfig
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.cli import main

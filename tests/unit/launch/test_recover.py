@@ -20,7 +20,7 @@ from realsys.cluster.failure import ErrorRecord, read_errors, write_error
 from realsys.cluster.names.connect import trial_names
 from realsys.cluster.names.file_store import FileNameStore
 from realsys.config.compose import compose
-from realsys.config.dump import read_config
+from realsys.config.paths import read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.prepare import prepare, resolve

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from realsys.config.dump import write_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.commands import status

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from realsys.config.doors import VERIFIER
-from realsys.config.rules.checks import check
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
+from realsys.config.rules import check
 from realsys.errors import ConfigError
 from realsys.reward.verifiers.contract import MAX_METRICS, Item, Verdict, answer_problem, declare, verdict_of
 from realsys.reward.verifiers.exact import exact

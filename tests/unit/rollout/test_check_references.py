@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from realsys.config.schema import Config, DataConfig, EvalConfig, RewardConfig, RolloutConfig
-from realsys.config.sections.schema_data import MixtureSource
-from realsys.config.sections.schema_judge import JudgeConfig
+from realsys.config.schema_data import MixtureSource
+from realsys.config.schema_rollout import JudgeConfig
 from realsys.data.conversion.convert import convert
 from realsys.data.lines import ORIGIN
 from realsys.errors import ConfigError, DataError

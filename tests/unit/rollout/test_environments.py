@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from realsys.config.rules.checks import check
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
+from realsys.config.rules import check
 from realsys.data.prompts import Prompt
 from realsys.errors import ConfigError, RewardError
 from realsys.reward.pool import VerifierPool

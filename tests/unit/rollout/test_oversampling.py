@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from realsys.config.sections.schema_sampling import FilterConfig, KeepConfig
+from realsys.config.schema_data import FilterConfig, KeepConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import GenerationError
 from realsys.generation.client import SamplingSpec

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realsys.config.sections.schema_sampling import FilterConfig, KeepConfig
+from realsys.config.schema_data import FilterConfig, KeepConfig
 from realsys.rollout.episodes import kept_episodes, reason_to_drop
 from realsys.types import Episode
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from realsys.cluster.names.memory_store import MemoryNameStore
-from realsys.config.rules.checks import check
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
+from realsys.config.rules import check
 from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig
 from realsys.errors import ConfigError, Fenced, WeightsError
 from realsys.generation.embedded.build import build_engine

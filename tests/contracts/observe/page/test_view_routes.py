@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from realsys.config.dump import read_config, write_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config, write_config
 from realsys.observe.page.app import OPEN, SECRET, Desk, ViewServer
 from tests.support.view.shown_trial import sample_trial
 

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from realsys.config.allocation import ParallelLayout
-from realsys.config.dump import write_config
 from realsys.config.fields import replaced
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, write_config
 from realsys.errors import CheckpointError
 from realsys.launch.cli import main
 from realsys.launch.evaluation_target import exported, find_target

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from realsys.config.allocation import ACTOR, ParallelLayout
-from realsys.config.roles import role_settings
+from realsys.config.dataflow import role_settings
 from realsys.config.schema import Config
 from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.forward.weights import fuse, read_tensors

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from realsys.config.sections.schema_train import OptimizerConfig
+from realsys.config.schema_train import OptimizerConfig
 from tests.support.serving.hf_models import make_model
 from tests.support.training.engine_ranks import NLL, Rank, make_config, make_settings, on_ranks
 

@@ -10,7 +10,7 @@ import torch
 
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.fields import Offload
-from realsys.config.sections.schema_train import OptimizerConfig
+from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
 from realsys.train.megatron.train_engine import MegatronEngine
 from tests.support.serving.hf_models import make_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from realsys.config.sections.schema_train import OptimizerConfig
+from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
 from realsys.train.megatron.heads import Outputs
 from realsys.train.megatron.train_engine import Stats

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen2Config
 
 from realsys.config.allocation import ACTOR, ParallelLayout
-from realsys.config.roles import role_settings
+from realsys.config.dataflow import role_settings
 from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.hf.config import read_model

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from realsys.config.allocation import ACTOR, ParallelLayout
-from realsys.config.roles import role_settings
+from realsys.config.dataflow import role_settings
 from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.train.megatron import collectives

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
-from realsys.config.roles import role_settings
+from realsys.config.dataflow import role_settings
 from realsys.config.schema import Config, ModelConfig
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.heads import Outputs

@@ -15,9 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realsys.config.allocation import parse_allocation
-from realsys.config.devices.device_plan import RANK, SERVER, Block, NodeDevices, Seat, as_lines, owners, place
-from realsys.config.devices.needs import nodes_of, seats_of, tensor_groups
-from realsys.config.rules.machine import Machine
+from realsys.config.device_plan import (
+    RANK,
+    SERVER,
+    Block,
+    NodeDevices,
+    Seat,
+    as_lines,
+    nodes_of,
+    owners,
+    place,
+    seats_of,
+    tensor_groups,
+)
+from realsys.config.machine import Machine
 from realsys.errors import ConfigError
 from tests.support.processes.config_trees import changed
 

@@ -9,9 +9,8 @@ import pytest
 from realsys.cluster.topology import place
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.activations import StepSettings, head_bytes, layer_bytes, training_work
-from realsys.config.memory.device_memory import COMMUNICATOR, GIB, LIBRARIES, DeviceUse, rank_uses, server_use
-from realsys.config.memory.shard import shard_of
+from realsys.config.device_memory import COMMUNICATOR, GIB, LIBRARIES, DeviceUse, rank_uses, server_use
+from realsys.config.rank_memory import StepSettings, head_bytes, layer_bytes, shard_of, training_work
 from realsys.config.schema import Config
 from realsys.hf.config import read_model
 from realsys.train.megatron.mesh import splits

@@ -8,7 +8,7 @@ import pytest
 
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.memory.hosts import HostUse, OnHost, host_use
+from realsys.config.device_memory import HostUse, OnHost, host_use
 from realsys.config.schema import Config
 from realsys.hf.config import read_model
 from tests.support.processes.config_trees import changed

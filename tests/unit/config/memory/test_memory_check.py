@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 
 from realsys.config.allocation import parse_allocation
+from realsys.config.backend_rules import backend_rules
+from realsys.config.device_memory import GIB, OnHost, server_use
 from realsys.config.fields import replaced
-from realsys.config.memory.changes import Change
-from realsys.config.memory.device_memory import GIB, server_use
-from realsys.config.memory.hosts import OnHost
-from realsys.config.memory.layouts import ranks_fit, smallest_training
-from realsys.config.memory.memory_check import Place, check_memory, place_of
-from realsys.config.memory.sharing import largest_rank
-from realsys.config.memory.table import device_lines, host_line
-from realsys.config.rules.backend_rules import backend_rules
-from realsys.config.rules.checks import check
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
+from realsys.config.memory_check import Place, check_memory, device_lines, host_line, largest_rank, place_of
+from realsys.config.memory_remedies import Remedy, ranks_fit, smallest_training
+from realsys.config.rules import check
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.fit import fit
@@ -251,7 +247,7 @@ def test_table_has_a_line_per_kind_of_device(tmp_path: Path) -> None:
 
 
 def test_change_is_shown_as_it_is_typed() -> None:
-    change = Change(1.0, {"train.recompute": True, "train.head_chunk_tokens": 2048})
+    change = Remedy(1.0, {"train.recompute": True, "train.head_chunk_tokens": 2048})
     assert str(change) == "train.recompute=true train.head_chunk_tokens=2048"
     applied = change.apply(changed())
     assert applied.train.recompute and applied.train.head_chunk_tokens == 2048

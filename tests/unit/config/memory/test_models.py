@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from realsys.config.memory.models import model_of
 from realsys.config.schema import Config
+from realsys.config.trial_sizes import model_of
 from realsys.data.char_model import make_tiny_model
 from realsys.hf.config import read_model
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from realsys.config.allocation import ACTOR, ParallelLayout
-from realsys.config.memory.shard import States, StateSettings, shard_of, states_of
-from realsys.config.roles import RoleSettings
-from realsys.config.sections.schema_train import LoraConfig, OptimizerConfig
+from realsys.config.dataflow import RoleSettings
+from realsys.config.rank_memory import States, StateSettings, shard_of, states_of
+from realsys.config.schema_train import LoraConfig, OptimizerConfig
 from realsys.hf.config import read_model
 from tests.support.serving.qwen_models import QWEN, write_qwen
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from realsys.config.schema import Config, DataConfig, EvalConfig
-from realsys.config.sections.schema_data import MixtureSource
+from realsys.config.schema_data import MixtureSource
 from realsys.data.check import check_data
 from realsys.data.conversion.convert import convert, needs_copy
 from realsys.data.conversion.held_out import count_held_out

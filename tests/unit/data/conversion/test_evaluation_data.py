@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from realsys.config.schema import Config, DataConfig, EvalConfig
-from realsys.config.sections.schema_evaluation import EvalSetConfig
+from realsys.config.schema_data import EvalSetConfig
 from realsys.data.check import check_data
 from realsys.data.conversion.convert import convert_sets
 from realsys.data.conversion.held_out import count_held_out

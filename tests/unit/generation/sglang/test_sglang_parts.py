@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from realsys.config.rules.sglang import TESTED_VERSION, check_interpreter, interpreter, options
+from realsys.config.backend_rules import check_sglang_interpreter, sglang_interpreter, sglang_options
 from realsys.config.schema import SamplingConfig, SglangConfig
 from realsys.errors import ConfigError, GenerationError
 from realsys.generation.protocol import SamplingParams
@@ -35,7 +35,7 @@ GPU = Launch(
     seed=7,
     threads=1,
     gpus=True,
-    options={},
+    sglang_options={},
 )
 
 
@@ -88,8 +88,8 @@ def test_sglang_with_tokenizer_does_not_skip_it():
         ({"stop": ["end"]}, {"skip-tokenizer-init": True}, False),
     ],
 )
-def test_tokenizer_is_loaded_only_if_needed(sampling, options, needed):
-    assert needs_tokenizer(SamplingConfig(**sampling), options) is needed
+def test_tokenizer_is_loaded_only_if_needed(sampling, sglang_options, needed):
+    assert needs_tokenizer(SamplingConfig(**sampling), sglang_options) is needed
 
 
 def test_options_of_the_user_replace_ours():
@@ -103,7 +103,7 @@ def test_options_of_the_user_replace_ours():
 
 def test_options_accept_underscores_and_dashes():
     settings = SglangConfig(args={"max_total_tokens": 5, "--mem-fraction-static": 0.7})
-    assert options(settings) == {"max-total-tokens": 5, "mem-fraction-static": 0.7}
+    assert sglang_options(settings) == {"max-total-tokens": 5, "mem-fraction-static": 0.7}
 
 
 def test_environment_is_that_of_another_interpreter():
@@ -119,7 +119,7 @@ def test_environment_is_that_of_another_interpreter():
 
 def test_interpreter_is_chosen_in_order(tmp_path):
     def chosen(python: str = "") -> str:
-        return interpreter(SglangConfig(python=python), gpus=False, default_venv=tmp_path)
+        return sglang_interpreter(SglangConfig(python=python), gpus=False, default_venv=tmp_path)
 
     assert chosen("/other/python") == "/other/python"
     assert chosen() == sys.executable
@@ -127,15 +127,17 @@ def test_interpreter_is_chosen_in_order(tmp_path):
     python.parent.mkdir()
     python.symlink_to(os.path.realpath(sys.executable))
     assert chosen() == str(python)
-    assert interpreter(SglangConfig(), gpus=True, default_venv=tmp_path) == sys.executable  # its torch is for CPUs
+    assert (
+        sglang_interpreter(SglangConfig(), gpus=True, default_venv=tmp_path) == sys.executable
+    )  # its torch is for CPUs
 
 
 def test_missing_sglang_is_named_with_what_to_do(tmp_path):
     with pytest.raises(ConfigError, match="make sglang-cpu"):
-        check_interpreter(SglangConfig(), gpus=False, default_venv=tmp_path)
+        check_sglang_interpreter(SglangConfig(), gpus=False, default_venv=tmp_path)
     install = f"`pip install sglang=={TESTED_VERSION}`$"
     with pytest.raises(ConfigError, match=f"of a virtual environment of its own with {install}"):
-        check_interpreter(SglangConfig(), gpus=True, default_venv=tmp_path)
+        check_sglang_interpreter(SglangConfig(), gpus=True, default_venv=tmp_path)
 
 
 def test_tested_version_is_the_pinned_one():

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from realsys.config.allocation import parse_allocation
-from realsys.config.devices.needs import nodes_of, seats_of
-from realsys.config.dump import write_config
+from realsys.config.backend_rules import backend_rules
+from realsys.config.device_plan import nodes_of, seats_of
 from realsys.config.evaluation_sets import evaluation_sets
-from realsys.config.memory.memory_check import place_of
-from realsys.config.paths import TrialPaths
-from realsys.config.rules.backend_rules import backend_rules
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
+from realsys.config.memory_check import place_of
+from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
 from realsys.data.conversion.convert import convert, convert_sets
 from realsys.data.prompts import open_splits

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from realsys.config.compose import compose
-from realsys.config.dump import write_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
 from realsys.launch.cli import main
 from realsys.weights.disk.plain_folders import adopt

@@ -24,8 +24,7 @@ from realsys.cluster.names.file_store import FileNameStore
 from realsys.cluster.names.keys import Names
 from realsys.cluster.process import RUN_ID
 from realsys.config.compose import compose
-from realsys.config.dump import read_config, write_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config, write_config
 from realsys.config.schema import Config
 from realsys.launch.cli import main
 from realsys.launch.commands import gc

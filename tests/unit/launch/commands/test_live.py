@@ -10,9 +10,8 @@ import pytest
 
 from realsys.cluster.names.connect import trial_names
 from realsys.cluster.names.memory_store import MemoryNameStore
-from realsys.config.dump import write_config
 from realsys.config.evaluation_sets import evaluation_sets
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError, WaitTimeout
 from realsys.launch.commands import evaluate

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.config.dump import read_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, read_config
 from tests.support.scripted_runs import CTRL_C, STOPPED, Runs
 
 pytestmark = pytest.mark.processes

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.config.dump import write_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, write_config
 from realsys.errors import RecordError
 from realsys.launch.cli import main
 from realsys.observe.dropped_groups import DroppedGroup, Room, write_group

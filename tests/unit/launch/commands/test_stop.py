@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.config.dump import write_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
 from realsys.launch.cli import main
 from realsys.launch.words import own_command

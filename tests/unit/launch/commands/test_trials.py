@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from realsys.config.dump import write_config
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
-from realsys.config.sections.schema_evaluation import HELD_OUT
+from realsys.config.schema_data import HELD_OUT
 from realsys.launch.cli import main
 from realsys.launch.conclude import summarise, write_summary
 from realsys.launch.slurm.trial_job import TrialJob

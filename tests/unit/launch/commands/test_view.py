@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.config.dump import read_config
+from realsys.config.paths import read_config
 from realsys.launch.cli import main
 from realsys.launch.commands.view import ManagerStatus
 from tests.support.view.shown_trial import sample_trial

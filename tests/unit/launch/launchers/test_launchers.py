@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from realsys.config.compose import compose, given_fields
+from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.machine import Machine
 from realsys.config.schema import Config
-from realsys.config.sections.schema_cluster import ClusterConfig, NameStoreConfig
+from realsys.config.schema_cluster import ClusterConfig, NameStoreConfig
 from realsys.errors import ConfigError
 from realsys.launch.fit import fit
 from realsys.launch.launchers.contract import Launcher, check_launcher, make_launcher

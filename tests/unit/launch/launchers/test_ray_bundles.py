@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from realsys.config.sections.schema_cluster import ClusterConfig, RayConfig
+from realsys.config.schema_cluster import ClusterConfig, RayConfig
 from realsys.launch.launchers.ray_launcher import RayNode, agent_name, bundle_of, shortage
 
 GPU_NODE = {"CPU": 96.0, "GPU": 8.0, "memory": 512.0 * 2**30, "node:10.0.0.1": 1.0}

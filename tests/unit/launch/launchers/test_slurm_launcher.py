@@ -11,7 +11,7 @@ import pytest
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.sections.schema_cluster import ClusterConfig
+from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError
 from realsys.launch.slurm.launcher import SlurmLauncher
 from tests.support.polling import poll

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from realsys.config.devices.device_plan import Needs, NodeDevices
+from realsys.config.device_plan import Needs, NodeDevices
 from realsys.launch.nodes.coordinator import Binding
 
 _GIB = 1 << 30

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from realsys.cluster.stream.security import CurveKeys, ensure_keys
-from realsys.config.devices.device_plan import Needs
+from realsys.config.device_plan import Needs
 from realsys.config.paths import TrialPaths
 from realsys.errors import Fenced, RealsysError, WaitTimeout
 from realsys.launch.nodes import coordinator, orders

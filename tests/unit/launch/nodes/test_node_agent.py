@@ -163,7 +163,7 @@ RANK = ("model_worker", 0)
 COORDINATOR = """
 import asyncio, os, sys
 from pathlib import Path
-from realsys.config.devices.device_plan import Needs
+from realsys.config.device_plan import Needs
 from realsys.config.paths import TrialPaths
 from realsys.launch.nodes.orders import Order
 from realsys.launch.nodes.coordinator import Terms, open_nodes

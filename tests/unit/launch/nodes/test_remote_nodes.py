@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from realsys.config.devices.device_plan import Needs
+from realsys.config.device_plan import Needs
+from realsys.config.machine import VISIBLE, smallest_gpu
 from realsys.config.paths import TrialPaths
-from realsys.config.rules.free_memory import smallest_gpu
-from realsys.config.rules.machine import VISIBLE
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.nodes import orders
 from realsys.launch.nodes.coordinator import Terms, open_nodes
@@ -77,7 +76,7 @@ def test_node_that_cannot_begin_is_named(
 def test_machine_with_smaller_gpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent reports the smallest GPU that it may use."""
     listed = "0, GPU-a, 81559\n1, GPU-b, 40960\n"
-    monkeypatch.setattr("realsys.config.rules.machine._present_gpus", lambda: 2)
+    monkeypatch.setattr("realsys.config.machine._present_gpus", lambda: 2)
     monkeypatch.setattr("realsys.launch.nodes.node_agent.gpu_bytes", lambda gpus: smallest_gpu(listed, gpus))
 
     async def body(visible: str) -> None:
@@ -112,7 +111,7 @@ def test_order_has_addresses_of_other_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_gpu_indexes_become_ids_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realsys.config.rules.machine._present_gpus", lambda: 8)
+    monkeypatch.setattr("realsys.config.machine._present_gpus", lambda: 8)
     monkeypatch.setenv(VISIBLE, "4,5,6,7")
 
     async def body() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realsys.config.devices.device_plan import Needs
+from realsys.config.device_plan import Needs
 from realsys.config.paths import TrialPaths
 from realsys.errors import RemoteError
 from realsys.launch.nodes import orders

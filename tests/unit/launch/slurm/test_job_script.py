@@ -9,8 +9,7 @@ import pytest
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.sections.schema_cluster import ClusterConfig
-from realsys.config.sections.schema_slurm import ContainerConfig, SlurmConfig
+from realsys.config.schema_cluster import ClusterConfig, ContainerConfig, SlurmConfig
 from realsys.launch.nodes.orders import EXIT_NO_MACHINE
 from realsys.launch.slurm.job_script import Job, render
 from realsys.launch.slurm.launcher import SlurmAllocation, guard_command, srun_command, steps_as_text

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from realsys.config.schema import Config
-from realsys.config.sections.schema_cluster import ClusterConfig
-from realsys.config.sections.schema_slurm import SlurmConfig
+from realsys.config.schema_cluster import ClusterConfig, SlurmConfig
 from realsys.errors import ConfigError
 from realsys.launch.slurm import client
 from realsys.launch.slurm.client import JobState, SlurmError, job_state, job_states

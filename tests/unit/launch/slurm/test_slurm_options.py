@@ -10,8 +10,7 @@ import pytest
 
 from realsys.config.compose import compose
 from realsys.config.schema import Config
-from realsys.config.sections.schema_cluster import ClusterConfig
-from realsys.config.sections.schema_slurm import ContainerConfig, SlurmConfig
+from realsys.config.schema_cluster import ClusterConfig, ContainerConfig, SlurmConfig
 from realsys.errors import ConfigError
 from realsys.launch.slurm.job_script import check_network, check_slurm, seconds_of
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from realsys.cluster.http_client import CallFailed
-from realsys.config.sections.schema_judge import Criterion
+from realsys.config.schema_rollout import Criterion
 from realsys.reward.judge.llm_judge import Trouble, read_reply, trouble_of
 
 CRITERIA = [Criterion(name="style"), Criterion(name="truth", low=-1.0, high=1.0)]

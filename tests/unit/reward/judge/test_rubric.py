@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from realsys.config.sections.schema_judge import Criterion, JudgeConfig
+from realsys.config.schema_rollout import Criterion, JudgeConfig
 from realsys.reward.judge.rubric import Rubric, RubricError
 from realsys.reward.verifiers.contract import Item
 

@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from realsys.config.schema import Config, RewardConfig, RolloutConfig
-from realsys.config.sections.schema_judge import JudgeConfig
+from realsys.config.schema_rollout import JudgeConfig
 from realsys.errors import ConfigError
 from realsys.launch.prepare import resolve
 from realsys.reward.judge.rubric import read_rubric

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from realsys.config.compose import compose
-from realsys.config.rules.checks import check
-from realsys.config.rules.lengths import longest_sequence
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
+from realsys.config.rules import check
+from realsys.config.trial_sizes import longest_sequence
 from realsys.data.char_model import write_char_tokenizer
 from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer

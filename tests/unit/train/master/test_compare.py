@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
 from realsys.config.schema import Config
 from realsys.launch.commands.replay import tolerance_of
 from realsys.train.master.replay import StepComparison, compare

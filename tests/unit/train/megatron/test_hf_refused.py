@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from realsys.config.allocation import ParallelLayout
-from realsys.config.rules.checks import check
-from realsys.config.rules.machine import Machine
+from realsys.config.machine import Machine
+from realsys.config.rules import check
 from realsys.errors import ConfigError, ModelError
 from realsys.hf.config import read_model
 from realsys.hf.weight_headers import check_weights

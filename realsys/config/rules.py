@@ -7,29 +7,30 @@ at start. Each rule is a small function that raises ConfigError for the field to
 from __future__ import annotations
 
 import os
+import ssl
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from realsys.agent_runner.contract import NATIVE, kind_of
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
-from realsys.config.dataflow import Dataflow, check_calls, dataflow_of
-from realsys.config.devices.needs import nodes_of, seats_of
+from realsys.config.backend_rules import BackendRules, backend_rules
+from realsys.config.dataflow import Dataflow, check_calls, dataflow_of, role_field, role_settings
+from realsys.config.device_plan import nodes_of, seats_of
 from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, JUDGE, LAYOUT, TRANSPORT, VERIFIER
 from realsys.config.evaluation_sets import evaluation_sets, verifier_arguments, verifier_field
-from realsys.config.memory.memory_check import Place, check_memory, place_of
+from realsys.config.machine import Machine
+from realsys.config.memory_check import Place, check_memory, place_of
 from realsys.config.paths import TrialPaths
-from realsys.config.roles import role_field, role_settings
-from realsys.config.rules.backend_rules import BackendRules, backend_rules
-from realsys.config.rules.etcd_rules import check_etcd
-from realsys.config.rules.lengths import lengths_that_fit, longest_sequence
-from realsys.config.rules.machine import Machine
-from realsys.config.rules.ports import port_range
-from realsys.config.rules.training_rules import check_training
-from realsys.config.rules.vocabulary_rules import check_vocabulary
-from realsys.config.schema import Config, RolloutConfig
-from realsys.config.sections.schema_data import AUTO_LAYOUT, DataConfig, source_problem
-from realsys.config.sections.schema_evaluation import HELD_OUT
-from realsys.errors import ConfigError, ModelError
+from realsys.config.schema import Config, RolloutConfig, SamplingConfig
+from realsys.config.schema_cluster import NameStoreConfig, port_range
+from realsys.config.schema_data import AUTO_LAYOUT, HELD_OUT, DataConfig, source_problem
+from realsys.config.training_rules import check_training
+from realsys.config.trial_sizes import lengths_that_fit, longest_sequence
+from realsys.errors import MALFORMED, ConfigError, ModelError
 from realsys.hf.architecture import Head, splits_over
 from realsys.hf.config import read_model
 
@@ -410,3 +411,136 @@ def _check_positions(positions: int, config: Config, model: str) -> None:
         problem = f"the longest row of rollout.agent {config.rollout.agent} has {longest} tokens: lower this"
         field = max(fields, key=lambda name: fields[name])
     raise ConfigError(field, fields[field], f"{model} has {positions} positions, {problem}")
+
+
+# ---- etcd rules --------------------------------------------------------------------------------------------------
+#
+# Rules of ``cluster.name_store`` for etcd: addresses, TLS, user.
+
+
+SECTION = "cluster.name_store"
+
+
+def check_etcd(store: NameStoreConfig) -> None:
+    """Check the addresses, the files of TLS, and the user. Raises ConfigError."""
+    for address in store.address.split(","):
+        host, _, port = address.rpartition(":")
+        if not host or " " in address or not port.isdigit() or not 0 < int(port) < 65536:
+            problem = "cannot be read: write host:port, and several with commas between them"
+            raise ConfigError(f"{SECTION}.address", store.address, problem)
+    if store.start and ("," in store.address or store.ca or store.user):
+        problem = "starts one etcd with a certificate of its own: name one address only, and set neither ca nor user"
+        raise ConfigError(f"{SECTION}.start", True, problem)
+    if not store.ca and (store.cert or store.key):
+        raise ConfigError(f"{SECTION}.ca", "", "must be set for TLS: name the file of etcd's authority")
+    if bool(store.cert) != bool(store.key):
+        raise ConfigError(f"{SECTION}.cert", store.cert, "must be set together with key")
+    if store.password_file and not store.user:
+        raise ConfigError(f"{SECTION}.user", "", "must be set, because password_file is")
+    _check_pem_files(store)
+
+
+def _check_pem_files(store: NameStoreConfig) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    files: tuple[tuple[str, str, Callable[[], None]], ...] = (
+        ("ca", store.ca, lambda: context.load_verify_locations(store.ca)),
+        # a function as password: OpenSSL would ask the terminal for that of an encrypted key
+        ("cert", store.cert, lambda: context.load_cert_chain(store.cert, store.key, password=lambda: "")),
+    )
+    for name, path, load in files:
+        try:
+            if path:
+                load()
+        except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
+            missing = next((each for each in (path, store.key) if not Path(each).is_file()), "")
+            cause = f"{missing} is not a file" if missing else f"not PEM, or not a pair with key: {exc}"
+            raise ConfigError(f"{SECTION}.{name}", path, f"cannot be read: {cause}") from None
+
+
+# ---- vocabulary rules --------------------------------------------------------------------------------------------
+#
+# Rule for the vocabularies of several models: all must give the actor's token ids the same meaning.
+#
+# Token ids are passed between models, and no text is tokenised again.
+
+
+def check_vocabulary(field: str, model: Path, actor: Path) -> None:
+    """Check that every token id of ``actor`` is the same token in ``model``, which may have more tokens.
+
+    ``model`` and ``actor`` are HF directories that were checked before; ``field`` is the field of ``model``. Raises
+    ConfigError for an id that is missing or another token, and ModelError for a file that cannot be read.
+    """
+    theirs, ours = (read_model(directory, "value").vocab for directory in (model, actor))
+    if theirs < ours:
+        problem = f"vocab_size {theirs} is less than the actor's {ours} ({actor}): it has no embedding for some tokens"
+        raise ConfigError(field, str(model), problem)
+    own, other = (_read(path / "tokenizer.json") for path in (actor, model))
+    if own == other:
+        return
+    tokens = _tokens(other, model / "tokenizer.json")
+    for number, token in sorted(_tokens(own, actor / "tokenizer.json").items()):
+        if (its_token := tokens.get(number)) != token:
+            difference = "missing" if its_token is None else repr(its_token)
+            problem = f"tokenizer differs from that of the actor ({actor}): token {number}, {token!r}, is {difference}"
+            raise ConfigError(field, str(model), problem)
+
+
+def _tokens(raw: bytes, path: Path) -> dict[int, str]:
+    """Return id -> token of a tokenizer.json. Added tokens have a separate list and may be in the vocabulary too."""
+    content = _decoded(raw, path)
+    try:
+        vocab = content["model"]["vocab"]
+        tokens = (
+            {int(number): token for token, number in vocab.items()} if isinstance(vocab, dict) else _numbered(vocab)
+        )
+        return tokens | {int(added["id"]): added["content"] for added in content.get("added_tokens") or ()}
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ModelError(f"{path}: vocabulary cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _numbered(vocab: list[list[Any]]) -> dict[int, str]:
+    """Return id -> token of a unigram model, whose entries are [token, score] in the order of the ids."""
+    return {number: entry[0] for number, entry in enumerate(vocab)}
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _decoded(raw: bytes, path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except MALFORMED as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+
+
+# ---- sampling ----------------------------------------------------------------------------------------------------
+#
+# Warnings about sampling settings that bias training.
+
+
+#: settings that change which token is drawn but not its recorded log-prob -> values that switch them off
+_NOT_IN_LOGPROBS: dict[str, tuple[float, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "min_new_tokens": (0,),
+}
+
+
+def sampling_warnings(sampling: SamplingConfig) -> Iterator[str]:
+    """Yield a line if completions are drawn from another distribution than the one of the recorded log-probs."""
+    changed = [
+        f"{name}={value:g}" for name, off in _NOT_IN_LOGPROBS.items() if (value := getattr(sampling, name)) not in off
+    ]
+    if changed:
+        yield (
+            f"warning: generation.sampling.{', '.join(changed)}: completions are drawn from a changed distribution, "
+            "but trained as if from softmax(logits / temperature): switch it off for training (docs/generation.md)"
+        )

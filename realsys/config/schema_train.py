@@ -20,7 +20,7 @@ from realsys.config.fields import (
     Section,
     SmallFloat,
 )
-from realsys.config.sections.schema_sampling import FilterConfig
+from realsys.config.schema_data import FilterConfig
 
 
 class NormalisationConfig(Section):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from realsys.config.allocation import ACTOR, Allocation
-from realsys.config.dataflow import Dataflow, token_level_advantages
+from realsys.config.dataflow import Dataflow, role_field, role_settings, token_level_advantages
 from realsys.config.doors import LOSS
-from realsys.config.roles import role_field, role_settings
 from realsys.config.schema import Config
-from realsys.config.sections.schema_train import OptimizerConfig
+from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ConfigError
 
 

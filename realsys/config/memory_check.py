@@ -5,24 +5,31 @@ One mechanism for both: without GPUs the "devices" are parts of the host's memor
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from realsys.config.allocation import Allocation, parse_allocation
+from realsys.config.backend_rules import BackendRules, sizes_of
 from realsys.config.dataflow import Dataflow, dataflow_of
-from realsys.config.devices.device_plan import RANK, SERVER
-from realsys.config.devices.needs import gpus_of_torch, nodes_of, seats_of, servers_use_gpus
-from realsys.config.memory.changes import Change, cheapest_change, cheapest_host_change
-from realsys.config.memory.device_memory import GIB, DeviceUse, cache_bytes, rank_uses, server_use, usable_bytes
-from realsys.config.memory.hosts import HostUse, OnHost, host_use
-from realsys.config.memory.layouts import ranks_fit, smallest_training
-from realsys.config.memory.models import model_of
-from realsys.config.memory.sharing import largest_rank, owners_beside_servers
-from realsys.config.rules.backend_rules import BackendRules, sizes_of
-from realsys.config.rules.lengths import longest_sequence
-from realsys.config.rules.machine import Machine
+from realsys.config.device_memory import (
+    GIB,
+    RANK_SHARE,
+    DeviceUse,
+    HostUse,
+    OnHost,
+    cache_bytes,
+    host_use,
+    rank_uses,
+    server_use,
+    usable_bytes,
+)
+from realsys.config.device_plan import RANK, SERVER, Seat, gpus_of_torch, nodes_of, owners, seats_of, servers_use_gpus
+from realsys.config.machine import Machine
+from realsys.config.memory_remedies import Remedy, cheapest_host_remedy, cheapest_remedy, ranks_fit, smallest_training
 from realsys.config.schema import Config
+from realsys.config.trial_sizes import longest_sequence, model_of
 from realsys.errors import ConfigError
 
 _NAMES = {
@@ -128,7 +135,7 @@ def _check_ranks(config: Config, allocation: Allocation, flow: Dataflow, place: 
     usable = usable_bytes(config, place.gpu_bytes, server=False)
     use = max((use for use, _ in rank_uses(config, allocation, flow, on_gpu=True)), key=lambda use: use.total)
     problem = f"{use.owner} needs about {_gib(use.total)} of GPU memory, {_gib(usable)} are usable ({parts_text(use)})"
-    change = cheapest_change(config, lambda changed: ranks_fit(changed, place.gpu_bytes))
+    change = cheapest_remedy(config, lambda changed: ranks_fit(changed, place.gpu_bytes))
     if change is None:
         remedy = _other_allocation(config, allocation, place)
         raise ConfigError("allocation", config.allocation, f"{problem}: {remedy}")
@@ -193,7 +200,7 @@ def _check_host(config: Config, place: Place) -> None:
     def fits(changed: Config) -> bool:
         return needs(changed) <= place.host_bytes and _gpus_fit(changed, place)
 
-    change = (cheapest_host_change if place.ranks_on_gpu else cheapest_change)(config, fits)
+    change = (cheapest_host_remedy if place.ranks_on_gpu else cheapest_remedy)(config, fits)
     if change is not None:
         raise _refusal(config, problem, change, needs(change.apply(config)))
     remedy = "use more nodes" if place.nodes else "use a smaller model or fewer ranks and servers"
@@ -208,7 +215,7 @@ def _gpus_fit(config: Config, place: Place) -> bool:
     return ranks_fit(config, place.gpu_bytes) and use.total <= min(_server_shares(config, place).values())
 
 
-def _refusal(config: Config, problem: str, change: Change, after: int) -> ConfigError:
+def _refusal(config: Config, problem: str, change: Remedy, after: int) -> ConfigError:
     name = next(iter(change.values))
     value: object = config
     for part in name.split("."):
@@ -225,3 +232,94 @@ def parts_text(use: DeviceUse | HostUse) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
+
+
+# ---- sharing -----------------------------------------------------------------------------------------------------
+#
+# Share of a GPU's memory that a server may take if other processes have the GPU, too.
+
+
+#: share of a GPU that is left to kernels and buffers of its processes
+_UNPLANNED = 0.1
+_LEAST = 0.01  # a share must be positive: the memory check refuses it with the numbers
+
+
+def largest_rank(config: Config) -> int:
+    """Return the predicted bytes of the training rank that needs most of its GPU. Raises ModelError."""
+    uses = rank_uses(config, parse_allocation(config.allocation), dataflow_of(config), on_gpu=True)
+    return max(use.total for use, _ in uses)
+
+
+def owners_beside_servers(seats: Sequence[Seat]) -> set[tuple[int, int]]:
+    """Return the numbers of training ranks and of servers on the GPUs that servers have."""
+    count, served = owners(seats), owners([seat for seat in seats if seat.kind == SERVER])
+    return {(count[gpu] - number, number) for gpu, number in served.items()}
+
+
+def smallest_gpu_for_ranks(config: Config) -> int:
+    """Return the bytes of the smallest GPU on which each training rank fits. Raises ModelError."""
+    return math.ceil(largest_rank(config) / RANK_SHARE)
+
+
+def server_share(gpus: Iterable[tuple[int, int]], rank_share: float | None) -> float:
+    """Return the share of each server, down to two digits: the least of all GPUs that servers have.
+
+    gpus        numbers of training ranks and of servers on these GPUs
+    rank_share  predicted share that a rank needs; None: not known, the processes of a GPU split it evenly
+    """
+    free = 1 - _UNPLANNED
+    shares = [
+        free / (ranks + servers) if rank_share is None else (free - ranks * rank_share) / servers
+        for ranks, servers in gpus
+    ]
+    return max(_LEAST, math.floor(100 * min(shares) + 1e-9) / 100)
+
+
+# ---- table -------------------------------------------------------------------------------------------------------
+#
+# Predicted memory as lines of text, for `realsys run --dry-run`.
+
+
+_COLUMNS = ("weights", "gradients", "optimizer", "activations", "head", "KV cache", "other", "peak", "usable")
+
+
+def device_lines(config: Config, place: Place) -> list[str]:
+    """Return a table with a line for each kind of training rank, and one for a server. Raises ModelError.
+
+    ``other``: other roles, temporaries of the optimizer's step, libraries. A peak is that of the phase that needs most.
+    """
+    allocation, here = parse_allocation(config.allocation), place.here
+    uses = [use for use, _ in rank_uses(config, allocation, dataflow_of(config), on_gpu=here.ranks_on_gpu)]
+    server = server_use(config, allocation, on_gpu=here.servers_on_gpu)
+    is_large = max(use.total for use in (*uses, server)) >= GIB
+    unit, name = (GIB, "GiB") if is_large else (1 << 20, "MiB")
+    limits = [_usable(config, place, unit, on_gpu=here.ranks_on_gpu, server=False) for _ in uses]
+    limits.append(_usable(config, place, unit, on_gpu=here.servers_on_gpu, server=True))
+    rows = [_row(use, unit, limit) for use, limit in zip((*uses, server), limits, strict=True)]
+    return _aligned([(f"device, {name}", *_COLUMNS), *rows])
+
+
+def host_line(config: Config, place: Place) -> str:
+    """Return the predicted host memory with its parts, in GiB. Raises ModelError."""
+    name, use = place.fullest_host(config)
+    free = f", {place.host_bytes / GIB:.1f} are free" if place.host_bytes else ""
+    where = f" on {name}, the fullest node" if name else ""
+    return f"about {use.total / GIB:.1f} GiB{where}{free} ({parts_text(use)})"
+
+
+def _usable(config: Config, place: Place, unit: int, *, on_gpu: bool, server: bool) -> str:
+    if not on_gpu:
+        return "of the host"
+    return f"{usable_bytes(config, place.gpu_bytes, server=server) / unit:.1f}" if place.gpu_bytes else "unknown"
+
+
+def _row(use: DeviceUse, unit: int, usable: str) -> tuple[str, ...]:
+    other = use.others + use.step + use.libraries
+    sizes = (use.weights, use.gradients, use.optimizer, use.layers, use.head, use.cache, other, use.total)
+    return (use.owner, *(f"{size / unit:.1f}" if size else "-" for size in sizes), usable)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the rows as lines: the first column to the left, the others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]

@@ -1,4 +1,4 @@
-"""The section ``rollout.reward.judge``: endpoint, rubric and limits of ``data.verifier=judge`` (docs/rewards.md)."""
+"""Configuration of a user's agent: where it runs, and the bounds on its episodes (docs/agents.md)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,65 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from realsys.config.fields import NonNegative, Positive, PositiveFloat, Probability, Section, pattern
+
+
+class AgentLimitsConfig(Section):
+    """Bounds on one episode. An episode that reaches one fails or ends; other episodes continue."""
+
+    episode_timeout_s: PositiveFloat = Field(
+        3600.0, description="seconds for one episode, with its waits for the engine; longer: the episode fails"
+    )
+    max_turns: Positive = Field(32, description="model calls of one episode over base_url")
+    max_tokens: NonNegative = Field(
+        0,
+        description="tokens of the longest row of an agent that does not tell it: the prompt and all that follows; 0:"
+        " data.max_prompt_tokens + max_new_tokens",
+    )
+    blocking_s: PositiveFloat = Field(
+        10.0, description="seconds for which an async run in the RolloutWorker may block it; longer: the episode fails"
+    )
+    tool_s: PositiveFloat = Field(30.0, description="seconds that the built-in tools of one episode may take together")
+    memory_mb: Positive = Field(
+        2048, description="MiB that an episode in a process may allocate; all of its processes together twice as much"
+    )
+    processes: Positive = Field(64, description="processes that an episode in a process may start at a time")
+
+
+# ---- schema gateway ----------------------------------------------------------------------------------------------
+#
+# The section ``rollout.gateway``: the endpoint of a RolloutWorker for agents that speak OpenAI's HTTP API.
+
+
+class GatewayConfig(Section):
+    """Endpoint of a RolloutWorker for agents that speak OpenAI's HTTP API (docs/agents.md)."""
+
+    host: str = Field("127.0.0.1", description="address on which the agents reach their RolloutWorker")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        0, description="port of RolloutWorker 0; worker k has port + k; 0: any free port"
+    )
+    sampling: Literal["policy", "request"] = Field(
+        "policy",
+        description="temperature, top_p and penalties of a call: those of the trial, or those that the agent sends;"
+        " tokens are trained at their own temperature; max_tokens and stop of the agent always count",
+    )
+    tool_format: str = Field(
+        "auto", description="how the model writes tool calls: auto (by its chat template), none, or a name of renderers"
+    )
+    reasoning_format: Literal["auto", "none", "think"] = Field(
+        "auto", description="how the model marks its reasoning: auto (by its chat template), none, or <think> tags"
+    )
+    max_body: Positive = Field(32 << 20, description="bytes of the body of one request")
+    max_in_flight: Positive = Field(32, description="completions of one episode that are sampled at a time")
+    max_sampled_tokens: NonNegative = Field(0, description="tokens that one episode may sample; 0: no bound")
+    retry_window_s: PositiveFloat = Field(
+        60.0, description="seconds in which an agent that lost its connection gets the same completion again"
+    )
+
+
+# ---- schema judge ------------------------------------------------------------------------------------------------
+#
+# The section ``rollout.reward.judge``: endpoint, rubric and limits of ``data.verifier=judge`` (docs/rewards.md).
+
 
 MOST_CRITERIA = 24  # a verdict has a metric for each, and may have 32
 

@@ -1,1 +1,0 @@
-"""Sections of the configuration that have many fields; realsys/config/schema.py has the others."""
