@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from benchmarks._table import format_table
 from benchmarks._training import PRESETS
-from realsys.hf.architecture import ModelSizes
-from realsys.hf.config import read_model
+from realsys.model_files.architecture import ModelSizes
+from realsys.model_files.config_json import read_model
 
 SKIPPED = 77  # exit code of an item that found no GPU
 #: run on the CPU with tiny models: it tests the benchmarks

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from realsys.hf.architecture import ModelSizes
+from realsys.model_files.architecture import ModelSizes
 
 
 def random_qwen2(

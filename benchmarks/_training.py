@@ -20,8 +20,8 @@ from realsys.cluster.network import take_address
 from realsys.cluster.topology import whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
-from realsys.hf.architecture import ModelSizes
 from realsys.model_calls import MfcRequest
+from realsys.model_files.architecture import ModelSizes
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import form_meshes
 from realsys.train.megatron.rendezvous import process_groups

@@ -51,7 +51,7 @@ from realsys.generation.embedded.engine import Engine
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.server import build_app
 from realsys.generation.sglang.arguments import Launch
-from realsys.hf.architecture import ModelSizes
+from realsys.model_files.architecture import ModelSizes
 
 PROMPT, ANSWER, CONTEXT, VOCAB = 32, 128, 256, 1024
 SIZES = ModelSizes(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=384, outputs=VOCAB)

@@ -20,7 +20,7 @@ from benchmarks._gpu import SIZES, default_models, random_model, require_gpu, wr
 from benchmarks._training import timed
 from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.forward.weights import fuse, read_tensors
-from realsys.hf.config import read_model
+from realsys.model_files.config_json import read_model
 from realsys.train.megatron.device import Device, prepare_device
 from tests.support.serving.generation_models import make_request, run
 

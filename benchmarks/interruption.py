@@ -35,7 +35,7 @@ from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.core import EngineCore
 from realsys.generation.embedded.forward.weights import read_tensors
 from realsys.generation.protocol import SamplingParams, UpdateResult
-from realsys.hf.architecture import ModelSizes
+from realsys.model_files.architecture import ModelSizes
 
 VOCAB, PROMPT, SHORTEST, GROUP = 64, 32, 16, 8
 #: of the arith experiment

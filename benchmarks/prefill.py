@@ -26,7 +26,7 @@ from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.forward.weights import fuse, read_tensors
 from realsys.generation.embedded.scheduler import Request
 from realsys.generation.protocol import SamplingParams
-from realsys.hf.config import read_model
+from realsys.model_files.config_json import read_model
 
 RUNNING, LONG, CONTEXT = 32, 3900, 4096
 

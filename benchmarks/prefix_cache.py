@@ -31,7 +31,7 @@ from realsys.generation.embedded.engine import Engine
 from realsys.generation.embedded.forward.weights import read_tensors
 from realsys.generation.embedded.rows import KvPolicy
 from realsys.generation.server import build_app
-from realsys.hf.architecture import ModelSizes
+from realsys.model_files.architecture import ModelSizes
 from tests.support.serving.generation_models import Weights
 
 SIZES = ModelSizes(hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn=192, outputs=1024)

@@ -33,7 +33,7 @@ from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.forward.weights import fuse, read_tensors
 from realsys.generation.embedded.scheduler import Request
 from realsys.generation.protocol import SamplingParams
-from realsys.hf.config import read_model
+from realsys.model_files.config_json import read_model
 from realsys.observe import spans
 from realsys.observe.spans import Phases, Recorder, span
 

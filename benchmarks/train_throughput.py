@@ -53,7 +53,7 @@ from benchmarks._training import (
 from realsys.algorithm.batch.balance import model_flops
 from realsys.algorithm.batch.microbatch import Packer, fewest_sequences, pack
 from realsys.config.schema import Config
-from realsys.hf.architecture import ModelSizes
+from realsys.model_files.architecture import ModelSizes
 from realsys.train.megatron.device import Device, prepare_device
 from realsys.train.worker.call_handlers import Role, find_handler
 from realsys.train.worker.packing import MicroBatch

@@ -32,7 +32,7 @@ from benchmarks._table import report
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.forward.weights import fuse
-from realsys.hf.config import read_model
+from realsys.model_files.config_json import read_model
 from realsys.weights.disk import manifest
 from realsys.weights.disk.stage import DiskReader, HeldWeights, stage
 from realsys.weights.disk.writer import ShardWriter

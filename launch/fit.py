@@ -43,8 +43,8 @@ from realsys.config.schema import Config
 from realsys.config.schema_data import source_problem
 from realsys.config.training_rules import can_shard_optimizers
 from realsys.config.trial_sizes import lengths_that_fit, longest_sequence
-from realsys.hf.config import read_model
 from realsys.launch.launchers.contract import launcher_settings
+from realsys.model_files.config_json import read_model
 
 AUTO = "auto"
 _BACKEND, _GPU_BACKEND = "generation.backend", "sglang"

@@ -18,8 +18,8 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import disk_bytes, model_of
 from realsys.errors import ConfigError, NameStoreError, StreamError
-from realsys.hf.config import read_model
-from realsys.hf.weight_headers import check_weights
+from realsys.model_files.config_json import read_model
+from realsys.model_files.weight_headers import check_weights
 from realsys.observe.screen.text_figures import size_text
 
 _ETCD_TIMEOUT_S = 5.0

@@ -26,7 +26,7 @@ from realsys.config.rank_memory import (
 )
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import batch_tokens, longest_sequence, model_of
-from realsys.hf.architecture import HfModel
+from realsys.model_files.architecture import HfModel
 
 GIB = 1 << 30
 #: CUDA context with its kernels and cuBLAS, on each GPU of a process; and the buffers of one communicator of NCCL

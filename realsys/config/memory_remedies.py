@@ -19,7 +19,7 @@ from realsys.config.fields import replaced
 from realsys.config.schema import Config
 from realsys.config.training_rules import can_shard_optimizers
 from realsys.config.trial_sizes import longest_sequence, model_of
-from realsys.hf.architecture import HfModel, splits_over
+from realsys.model_files.architecture import HfModel, splits_over
 
 HEAD_CHUNK = 2048  # loss tokens; smaller ones save little and start many kernels
 MOST_TENSOR = 8  # tensor ranks: beyond a node their collectives are slow

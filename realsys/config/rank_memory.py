@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from realsys.config.allocation import ParallelLayout
 from realsys.config.dataflow import RoleSettings
 from realsys.config.schema_train import LoraConfig
-from realsys.hf.architecture import HfModel, stage_layers
+from realsys.model_files.architecture import HfModel, stage_layers
 
 FP32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}

@@ -31,8 +31,8 @@ from realsys.config.schema_data import AUTO_LAYOUT, HELD_OUT, DataConfig, source
 from realsys.config.training_rules import check_training
 from realsys.config.trial_sizes import lengths_that_fit, longest_sequence
 from realsys.errors import MALFORMED, ConfigError, ModelError
-from realsys.hf.architecture import Head, splits_over
-from realsys.hf.config import read_model
+from realsys.model_files.architecture import Head, splits_over
+from realsys.model_files.config_json import read_model
 
 
 def check(config: Config, machine: Machine) -> Allocation:

@@ -9,9 +9,8 @@ from realsys.config.dataflow import Dataflow, role_settings
 from realsys.config.doors import AGENT
 from realsys.config.schema import Config, DataConfig
 from realsys.errors import ConfigError
-from realsys.hf.architecture import HfModel, Rope
-from realsys.hf.config import read_model
-from realsys.hf.tiny_vocabulary import vocabulary_size
+from realsys.model_files.architecture import HfModel, Rope, vocabulary_size
+from realsys.model_files.config_json import read_model
 
 DEFAULT_PROMPT = int(DataConfig.model_fields["max_prompt_tokens"].default)
 

@@ -1,7 +1,7 @@
 """A small random Qwen2 with a character tokenizer, as an HF directory, for runs without a downloaded model.
 
 It needs numpy only. Every program that reads HF directories can read it, for example transformers and SGLang.
-Its tokens are those of ``realsys.hf.tiny_vocabulary``. The chat form has a chat template.
+Its tokens are those of ``realsys.model_files.architecture``. The chat form has a chat template.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from realsys.config.schema import TinyModelConfig
 from realsys.data.dataset_files import write_atomically
 from realsys.errors import ModelError
-from realsys.hf.tiny_vocabulary import (
+from realsys.model_files.architecture import (
     ALPHABET,
     BOS,
     BOS_ID,

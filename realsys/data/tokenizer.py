@@ -22,7 +22,7 @@ from realsys.data.chat import NO_OPTIONS, ChatMessage, ChatTemplate, find_chat_t
 from realsys.data.chat_tail import Tails, join
 from realsys.data.lines import Message, PromptText
 from realsys.errors import DataError, ModelError
-from realsys.hf.config import read_end_of_text
+from realsys.model_files.config_json import read_end_of_text
 
 Tools = Sequence[dict[str, Any]]
 #: tokens of the latest chats are kept: the episodes of a group begin with the same one

@@ -30,7 +30,7 @@ from realsys.generation.protocol import UNSYNCED, SamplingParams, ServerInfo, Up
 from realsys.generation.stop_strings import find_stop, read_tokenizer, window
 from realsys.generation.threaded import ThreadedEngine
 from realsys.generation.uniforms import completion_seed
-from realsys.hf.config import read_model
+from realsys.model_files.config_json import read_model
 from realsys.observe.spans import Phases, now, span
 from realsys.types import FinishReason
 

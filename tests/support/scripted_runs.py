@@ -13,12 +13,12 @@ import pytest
 import realsys.launch.conclude
 import realsys.launch.run
 from realsys.config.paths import TrialPaths
-from realsys.hf.config import read_sizes
 from realsys.launch.cli import main
 from realsys.launch.process_plan import ProcessSpec
 from realsys.manager.ledger.events import Trained
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import DataPosition
+from realsys.model_files.config_json import read_sizes
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState
 from realsys.train.master.checkpoints import commit
 

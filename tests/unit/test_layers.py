@@ -22,7 +22,7 @@ WITH_TORCH = (
     "realsys.algorithm",
     "realsys.cluster.gpu_devices",
     "realsys.generation",  # the embedded engine
-    "realsys.hf.rope",
+    "realsys.model_files.rope",
     "realsys.train.checkpoint",
     "realsys.train.megatron",
     "realsys.train.records",

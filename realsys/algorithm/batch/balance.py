@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from realsys.config.schema import Config
-from realsys.hf.architecture import ModelSizes
+from realsys.model_files.architecture import ModelSizes
 from realsys.types import SequenceRef
 
 Costs = Sequence[int] | Sequence[float] | npt.NDArray[Any]

@@ -15,7 +15,7 @@ from realsys.generation.embedded.engine import Engine
 from realsys.generation.embedded.forward.weights import fuse, read_tensors
 from realsys.generation.embedded.rows import KvPolicy
 from realsys.generation.stop_strings import read_tokenizer
-from realsys.hf.config import read_model
+from realsys.model_files.config_json import read_model
 
 
 def build_engine(

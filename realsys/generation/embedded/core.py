@@ -39,7 +39,7 @@ from realsys.generation.embedded.rows import CacheRows, KvPolicy
 from realsys.generation.embedded.scheduler import LiveCompletion, Request, Scheduler
 from realsys.generation.protocol import UNSYNCED
 from realsys.generation.uniforms import uniforms
-from realsys.hf.architecture import HfModel
+from realsys.model_files.architecture import HfModel
 from realsys.types import FinishReason
 
 #: upper bound on the entries of the attention mask of a prefill pass

@@ -17,7 +17,7 @@ from realsys.errors import RealsysError
 from realsys.generation.backend import Load, Staged
 from realsys.generation.embedded.forward.weights import ModelWeights, fuse
 from realsys.generation.protocol import UpdateResult
-from realsys.hf.architecture import HfModel
+from realsys.model_files.architecture import HfModel
 from realsys.observe.spans import span
 
 _log = logging.getLogger(__name__)

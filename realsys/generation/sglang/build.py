@@ -31,7 +31,7 @@ from realsys.generation.sglang.engine import Model, SglangEngine
 from realsys.generation.sglang.keeper import Settings
 from realsys.generation.sglang.part import run_part
 from realsys.generation.stop_strings import read_tokenizer
-from realsys.hf.config import read_model
+from realsys.model_files.config_json import read_model
 
 _CPU_BYTES = 2560 << 20  # SGLang's processes, of one server on a CPU with a small model
 

@@ -22,10 +22,10 @@ from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.config.schema_data import HELD_OUT
 from realsys.errors import RealsysError
-from realsys.hf.config import read_model
 from realsys.manager.ledger.events import TicketEvent
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.ledger import Ledger
+from realsys.model_files.config_json import read_model
 from realsys.observe.evaluation_records import headline, incomplete_reason, without_incomplete
 from realsys.observe.events import RESTARTS, Event, EventTail, restarts_in_steps
 from realsys.observe.step_log import StepTail, undone

@@ -14,7 +14,7 @@ import msgspec
 
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import Generated
-from realsys.hf.config import read_vocabulary
+from realsys.model_files.config_json import read_vocabulary
 from realsys.rollout.gateway.dialect import Choice, ChoiceEnd, GatewayCall, call_id
 
 if TYPE_CHECKING:

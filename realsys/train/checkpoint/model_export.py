@@ -19,8 +19,8 @@ from realsys.cluster.commit_folder import checksum_of
 from realsys.config.allocation import ACTOR
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError
-from realsys.hf.architecture import HfModel
-from realsys.hf.config import read_model
+from realsys.model_files.architecture import HfModel
+from realsys.model_files.config_json import read_model
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import RankIndex
 from realsys.train.checkpoint.saver import PARAMETER

@@ -16,7 +16,7 @@ from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import Dataflow, advantages_by_token, role_settings
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.hf.config import read_sizes
+from realsys.model_files.config_json import read_sizes
 from realsys.train.master.executor import CallResult, Minibatches
 from realsys.types import SequenceRef
 

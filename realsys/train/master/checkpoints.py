@@ -34,9 +34,9 @@ from realsys.config.dataflow import role_settings
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import CheckpointError, RealsysError
-from realsys.hf.config import read_sizes
 from realsys.manager.messages import DataPosition
 from realsys.model_calls import Empty
+from realsys.model_files.config_json import read_sizes
 from realsys.train.checkpoint import checkpoint_files as files
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState, RoleState
 from realsys.train.requests import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest

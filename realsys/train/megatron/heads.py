@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from realsys.hf.architecture import HfModel, stage_layers
+from realsys.model_files.architecture import HfModel, stage_layers
 from realsys.train.megatron.layers import block_spec, select_rows
 from realsys.train.megatron.megatron_core import GPTModel, TransformerConfig, gather_from_sequence_parallel_region
 from realsys.train.megatron.mesh import MeshGroups

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema_train import TrainConfig
 from realsys.errors import ModelError
-from realsys.hf.architecture import HfModel, splits_over, stage_layers
+from realsys.model_files.architecture import HfModel, splits_over, stage_layers
 from realsys.train.megatron.collectives import ReplicaReader, agreed
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.lora import is_adapter

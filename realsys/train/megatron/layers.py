@@ -141,7 +141,7 @@ def pack_segments(
     """Return the segments of ``lengths``, for CUDA's variable-length kernel if ``kernel``, else as
     padded buckets.
 
-    ``inverse_frequencies``, ``magnitude``: of the rotary embedding (``realsys.hf.rope``).
+    ``inverse_frequencies``, ``magnitude``: of the rotary embedding (``realsys.model_files.rope``).
     """
     device = inverse_frequencies.device
     # Positions restart with every segment, as if it were alone.

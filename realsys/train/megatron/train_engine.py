@@ -27,9 +27,9 @@ from realsys.config.dataflow import RoleSettings
 from realsys.config.schema import Config
 from realsys.config.schema_train import OptimizerConfig, TrainConfig
 from realsys.errors import ModelError
-from realsys.hf.architecture import HfModel
-from realsys.hf.config import read_model
-from realsys.hf.rope import inverse_frequencies
+from realsys.model_files.architecture import HfModel
+from realsys.model_files.config_json import read_model
+from realsys.model_files.rope import inverse_frequencies
 from realsys.train.megatron import lora
 from realsys.train.megatron.device import Device, seed_megatron
 from realsys.train.megatron.heads import HiddenStatesModel, OutputHead, Outputs, Scoring, build_model

@@ -23,7 +23,7 @@ from realsys.cluster.failpoint import failpoint
 from realsys.cluster.files import FileInfo, TensorEntry
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import WeightsError
-from realsys.hf.weight_headers import StoredTensor, read_header, weight_files
+from realsys.model_files.weight_headers import StoredTensor, read_header, weight_files
 from realsys.weights.disk import manifest as manifests
 from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.manifest import ITEM_BYTES, ShardInfo, StoredPiece, TensorInfo

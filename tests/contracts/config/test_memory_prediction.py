@@ -23,8 +23,8 @@ from realsys.config.rank_memory import (
     training_work,
 )
 from realsys.config.schema import Config
-from realsys.hf.architecture import HfModel
-from realsys.hf.config import read_model
+from realsys.model_files.architecture import HfModel
+from realsys.model_files.config_json import read_model
 from realsys.train.megatron.train_engine import optimizer_tensors
 from tests.support.gpu.fake_memory import LiveBytes, measure
 from tests.support.serving.hf_models import make_model

@@ -9,7 +9,7 @@ from realsys.config.schema import TinyModelConfig
 from realsys.data.char_model import make_tiny_model, write_char_tokenizer
 from realsys.data.lines import Message
 from realsys.data.tokenizer import TextTokenizer
-from realsys.hf.tiny_vocabulary import ALPHABET
+from realsys.model_files.architecture import ALPHABET
 
 transformers.utils.logging.disable_progress_bar()  # it leaves a thread behind
 

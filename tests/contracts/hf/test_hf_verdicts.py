@@ -24,9 +24,9 @@ from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.generation.embedded.build import build_engine
 from realsys.generation.sglang.build import build_sglang_engine
-from realsys.hf.architecture import Head, Rope
-from realsys.hf.config import FAMILIES, read_model
-from realsys.hf.rope import inverse_frequencies
+from realsys.model_files.architecture import Head, Rope
+from realsys.model_files.config_json import FAMILIES, read_model
+from realsys.model_files.rope import inverse_frequencies
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.train_engine import MegatronEngine
 from tests.support.processes.config_trees import changed

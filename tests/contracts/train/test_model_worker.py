@@ -16,7 +16,6 @@ from realsys.algorithm.batch.balance import model_flops
 from realsys.cluster.topology import place, whole_mesh
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.errors import ConfigError, ModelError
-from realsys.hf.config import read_model
 from realsys.manager.messages import DataPosition
 from realsys.model_calls import (
     ClearRequest,
@@ -28,6 +27,7 @@ from realsys.model_calls import (
     TransferReply,
     TransferRequest,
 )
+from realsys.model_files.config_json import read_model
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
 from realsys.train.master.checkpoints import commit
 from realsys.train.megatron.device import Device

@@ -22,7 +22,7 @@ from realsys.data.char_model import make_tiny_model, write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, WeightsError
 from realsys.generation.sglang.update import check_shapes
-from realsys.hf.config import read_model, read_sizes
+from realsys.model_files.config_json import read_model, read_sizes
 from realsys.reward.verifier_process import ItemLimits, VerifierProcess
 from realsys.reward.verifier_protocol import LENGTH, MAX_REPLY, JournalReader, Reply
 from realsys.reward.verifiers.contract import Verdict
@@ -100,7 +100,7 @@ def safetensors(valid: bytes) -> Callable[[Spoiler], bytes]:
 def tensors(folder: Path) -> Iterator[Target]:
     """Readers that need torch: weights of a model folder, and the pieces of a checkpoint."""
     from realsys.generation.embedded.forward.weights import read_tensors
-    from realsys.hf.config import read_model
+    from realsys.model_files.config_json import read_model
     from realsys.train.megatron.hf_model import HFReader
 
     make_tiny_model(TINY, folder, seed=1)

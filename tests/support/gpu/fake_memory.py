@@ -26,7 +26,7 @@ from realsys.cluster.topology import whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.dataflow import role_settings
 from realsys.config.schema import Config
-from realsys.hf.architecture import HfModel
+from realsys.model_files.architecture import HfModel
 from realsys.train.megatron.device import Device
 from realsys.train.worker.packing import MicroBatch
 from tests.support.training.train_ranks import run_ranks

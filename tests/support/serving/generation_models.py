@@ -27,7 +27,7 @@ from realsys.generation.embedded.forward.weights import ModelWeights, fuse, read
 from realsys.generation.embedded.rows import KvPolicy
 from realsys.generation.embedded.scheduler import Request
 from realsys.generation.protocol import SamplingParams
-from realsys.hf.config import read_model
+from realsys.model_files.config_json import read_model
 
 VOCAB = 97
 CPU = torch.device("cpu")

@@ -22,8 +22,8 @@ from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.char_model import make_tiny_model
-from realsys.hf.tiny_vocabulary import vocabulary_size
 from realsys.model_calls import ClearRequest, InitializeRequest, MfcRequest, TransferRequest
+from realsys.model_files.architecture import vocabulary_size
 from realsys.train.megatron.device import Device
 from realsys.train.worker.call_service import ModelWorkerService, WorkerParts
 from realsys.train.worker.data_manager import DataManager

@@ -10,7 +10,7 @@ from realsys.data.char_model import write_char_tokenizer
 from realsys.data.lines import Message
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError, ModelError
-from realsys.hf.tiny_vocabulary import ALPHABET, BOS_ID, END_OF_TURN_ID, EOS_ID, vocabulary_size
+from realsys.model_files.architecture import ALPHABET, BOS_ID, END_OF_TURN_ID, EOS_ID, vocabulary_size
 from tests.support.training.data_models import TEMPLATE, char_tokenizer
 
 

@@ -17,9 +17,9 @@ from realsys.config.rules import check_model
 from realsys.config.schema_train import TrainConfig
 from realsys.errors import ConfigError, ModelError
 from realsys.generation.embedded.build import build_engine
-from realsys.hf.architecture import ModelSizes
-from realsys.hf.config import read_end_of_text, read_model, read_sizes
-from realsys.hf.rope import inverse_frequencies
+from realsys.model_files.architecture import ModelSizes
+from realsys.model_files.config_json import read_end_of_text, read_model, read_sizes
+from realsys.model_files.rope import inverse_frequencies
 from realsys.train.megatron.hf_model import transformer_config
 from tests.support.processes.config_trees import changed
 

@@ -13,8 +13,8 @@ from realsys.generation.embedded.forward.batch import PrefillBatch, PrefillGroup
 from realsys.generation.embedded.forward.kv_cache import KVCache
 from realsys.generation.embedded.forward.weights import LayerWeights, ModelWeights
 from realsys.generation.embedded.scheduler import RowGroup
-from realsys.hf.architecture import HfModel
-from realsys.hf.rope import inverse_frequencies
+from realsys.model_files.architecture import HfModel
+from realsys.model_files.rope import inverse_frequencies
 
 
 class Decoder:

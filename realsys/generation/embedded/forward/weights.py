@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from realsys.errors import ModelError
-from realsys.hf.architecture import HfModel
+from realsys.model_files.architecture import HfModel
 
 #: buffer of older checkpoints; the engine computes these values
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"

@@ -20,7 +20,7 @@ from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.dataflow import role_settings
 from realsys.config.schema import Config
 from realsys.errors import ModelError
-from realsys.hf.config import read_model
+from realsys.model_files.config_json import read_model
 from realsys.train.megatron.collectives import ReplicaReader
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.hf_model import HFReader, ShardMap

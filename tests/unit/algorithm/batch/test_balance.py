@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from realsys.algorithm.batch.balance import cost_function, model_flops, training_flops
 from realsys.algorithm.batch.minibatches import plan_minibatches
 from realsys.config.schema import Config
-from realsys.hf.architecture import ModelSizes
+from realsys.model_files.architecture import ModelSizes
 from realsys.types import SequenceRef
 from tests.support.training.sample_records import make_ref
 

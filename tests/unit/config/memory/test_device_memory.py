@@ -12,7 +12,7 @@ from realsys.config.dataflow import dataflow_of
 from realsys.config.device_memory import COMMUNICATOR, GIB, LIBRARIES, DeviceUse, rank_uses, server_use
 from realsys.config.rank_memory import StepSettings, head_bytes, layer_bytes, shard_of, training_work
 from realsys.config.schema import Config
-from realsys.hf.config import read_model
+from realsys.model_files.config_json import read_model
 from realsys.train.megatron.mesh import splits
 from tests.support.processes.config_trees import changed
 from tests.support.serving.qwen_models import write_qwen

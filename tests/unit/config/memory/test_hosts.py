@@ -10,7 +10,7 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.device_memory import HostUse, OnHost, host_use
 from realsys.config.schema import Config
-from realsys.hf.config import read_model
+from realsys.model_files.config_json import read_model
 from tests.support.processes.config_trees import changed
 from tests.unit.config.memory.test_device_memory import math_config
 

@@ -9,7 +9,7 @@ import pytest
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import model_of
 from realsys.data.char_model import make_tiny_model
-from realsys.hf.config import read_model
+from realsys.model_files.config_json import read_model
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -11,7 +11,7 @@ from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.dataflow import RoleSettings
 from realsys.config.rank_memory import States, StateSettings, shard_of, states_of
 from realsys.config.schema_train import LoraConfig, OptimizerConfig
-from realsys.hf.config import read_model
+from realsys.model_files.config_json import read_model
 from tests.support.serving.qwen_models import QWEN, write_qwen
 
 BF16 = StateSettings("bfloat16", trained=True, distributed_optimizer=False, on_gpu=True)

@@ -17,7 +17,7 @@ from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError
 from realsys.generation.client import Generated
-from realsys.hf.tiny_vocabulary import EOS_ID
+from realsys.model_files.architecture import EOS_ID
 from realsys.rollout import agents
 from realsys.rollout.environments import Judgement, Task
 from realsys.types import Ticket

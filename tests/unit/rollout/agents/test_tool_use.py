@@ -16,7 +16,7 @@ from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError
 from realsys.generation.client import Generated, SamplingSpec
-from realsys.hf.tiny_vocabulary import END_OF_TURN_ID
+from realsys.model_files.architecture import END_OF_TURN_ID
 from realsys.reward.sandbox.settings import Output, RunEnded
 from realsys.rollout import agents
 from realsys.rollout.agents import tools

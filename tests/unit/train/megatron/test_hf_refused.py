@@ -15,8 +15,8 @@ from realsys.config.allocation import ParallelLayout
 from realsys.config.machine import Machine
 from realsys.config.rules import check
 from realsys.errors import ConfigError, ModelError
-from realsys.hf.config import read_model
-from realsys.hf.weight_headers import check_weights
+from realsys.model_files.config_json import read_model
+from realsys.model_files.weight_headers import check_weights
 from realsys.train.megatron.hf_model import HFReader, check_layout
 from tests.support.processes.config_trees import changed
 from tests.support.serving.hf_models import make_model

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import ModelError
-from realsys.hf.architecture import HfModel
-from realsys.hf.config import read_model
+from realsys.model_files.architecture import HfModel
+from realsys.model_files.config_json import read_model
 from realsys.train.megatron.hf_model import HFReader, ShardMap, assign_writers, check_layout
 from realsys.train.megatron.layers import pack_segments, pad_rows, rms_norm, rotate, select_rows, swiglu
 

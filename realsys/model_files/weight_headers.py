@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realsys.errors import ModelError
-from realsys.hf.architecture import HfModel
+from realsys.model_files.architecture import HfModel
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from realsys.errors import ModelError
-from realsys.hf.architecture import Head, HfModel, ModelSizes, Rope
+from realsys.model_files.architecture import Head, HfModel, ModelSizes, Rope
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from realsys.hf.architecture import Rope
+from realsys.model_files.architecture import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
