@@ -31,7 +31,7 @@ import uvloop
 
 from benchmarks._table import report
 from realsys.config.schema import EmbeddedConfig, GenerationConfig, TinyModelConfig
-from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import Generated, GenerationClient, SamplingSpec
 from realsys.manager.messages import ScheduleReply, ScheduleRequest

@@ -238,7 +238,7 @@ def _evaluations(config: Config, given: Collection[str]) -> dict[str, tuple[Any,
     paths = TrialPaths.of(config)
     if not paths.data_sources.is_file() and any(map(source_problem, named)):
         return {}
-    from realsys.data.conversion.held_out import count_held_out
+    from realsys.data.convert import count_held_out
 
     wanted = config.evaluation.problems
     held_out = count_held_out(config, paths, wanted)

@@ -32,8 +32,7 @@ from realsys.config.schema import Config
 from realsys.config.schema_data import HELD_OUT, absolute_source
 from realsys.config.schema_train import RoleConfig, RolesConfig
 from realsys.data.check import DataCheck
-from realsys.data.conversion.convert import needs_copy
-from realsys.data.conversion.identity import check_copy, check_prompts, write_digest
+from realsys.data.convert import check_copy, check_prompts, needs_copy, write_digest
 from realsys.errors import ConfigError
 from realsys.launch.nodes.orders import outlive_agents
 from realsys.launch.preflight import check_here
@@ -340,9 +339,8 @@ def _continue(config: Config, paths: TrialPaths, trial: StoredTrial, say: Callab
 
 def make_inputs(config: Config, paths: TrialPaths) -> None:
     """Make the tiny model, and generated or converted data, if the trial uses them."""
-    from realsys.data.arith import write_dataset
-    from realsys.data.char_model import make_tiny_model, write_char_tokenizer
-    from realsys.data.conversion.convert import convert, convert_sets
+    from realsys.data.arith import make_tiny_model, write_char_tokenizer, write_dataset
+    from realsys.data.convert import convert, convert_sets
 
     if config.data.kind == "arith":
         write_dataset(config.data.arith, paths.data, seed=config.seed)

@@ -16,10 +16,9 @@ from realsys.config.compose import compose, quoted
 from realsys.config.rules import check_sources, check_verifiers
 from realsys.config.schema import Config
 from realsys.config.schema_data import absolute_source
-from realsys.data.check import MARKED
-from realsys.data.layouts.base import Row
+from realsys.data.check import MARKED, UNVERIFIED, DataReport, Examiner
+from realsys.data.layouts.contract import ProblemRow
 from realsys.data.prompts import plain_text
-from realsys.data.report.examine import UNVERIFIED, Examiner, Report
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
 from realsys.reward.judge.rubric import read_rubric
@@ -76,7 +75,7 @@ def run(args: Namespace) -> int:
     return EXIT_BAD_DATA if report.bad_count else EXIT_OK
 
 
-def reference_items(rows: Sequence[Row]) -> list[Item]:
+def reference_items(rows: Sequence[ProblemRow]) -> list[Item]:
     """Return the items that a verifier gets to check the references of ``rows``."""
     items = []
     for row in rows:
@@ -85,7 +84,7 @@ def reference_items(rows: Sequence[Row]) -> list[Item]:
     return items
 
 
-def describe(report: Report, config: Config, *, has_tokens: bool) -> Iterator[str]:
+def describe(report: DataReport, config: Config, *, has_tokens: bool) -> Iterator[str]:
     """Yield the lines of the report, without the bad rows."""
     data = config.data
     for source, layout in report.layouts.items():
@@ -117,7 +116,7 @@ def describe(report: Report, config: Config, *, has_tokens: bool) -> Iterator[st
         yield from ("", "first prompt:", shown + (" ..." if len(report.first) > len(shown) else ""))
 
 
-def bad_rows(report: Report) -> Iterator[str]:
+def bad_rows(report: DataReport) -> Iterator[str]:
     """Yield a line for each of the first bad rows: file, line, field and problem."""
     for where, problem in report.bad[:_SHOWN]:
         yield f"realsys: {where}: {problem}"
@@ -125,7 +124,7 @@ def bad_rows(report: Report) -> Iterator[str]:
         yield f"realsys: {report.bad_count - _SHOWN:,} more rows are bad"
 
 
-def _distribution(report: Report) -> str:
+def _distribution(report: DataReport) -> str:
     lengths = np.frombuffer(report.lengths, np.int64)
     median, high, higher = np.percentile(lengths, [50, 95, 99])
     parts = {"min": lengths.min(), "median": median, "95 %": high, "99 %": higher, "max": lengths.max()}

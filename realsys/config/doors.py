@@ -282,7 +282,7 @@ VERIFIER = Door(
     {"code": "realsys.reward.verifiers.code:check_settings"},
 )
 
-#: reads one row of a data set; ``auto`` (realsys.data.layouts.detect) finds the layout by the keys of the first row
+#: reads one row of a data set; ``auto`` (realsys.data.layouts.contract) finds the layout by the keys of the first row
 LAYOUT = Door(
     "data.layout",
     "layout",

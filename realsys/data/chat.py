@@ -6,7 +6,10 @@ A template is code from the model's author, so it runs in jinja2's sandbox.
 from __future__ import annotations
 
 import json
+import secrets
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -231,3 +234,224 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+# ---- chat tail ---------------------------------------------------------------------------------------------------
+#
+# Text that a chat template puts between a completion and the next one: the tail of a row.
+#
+#     before, reply, after ──mark in place of the completion──> render ──text after the mark──> Tail ──join──> tokens
+#
+# The completion itself is never rendered, so sampled tokens stay as they are. The tail may depend on any message, so
+# the conversation before the reply is rendered with it, but a long one only in part:
+#
+#     window   the first system and user messages, the first round with tools, and the latest rounds
+#
+# For the first window of a template, and when the number of messages doubles, the tail is also derived from all
+# messages. If the two differ, this template gets all messages from then on (``needs_all``). At each length this is
+# done in the first, second, fourth, eighth, ... conversation that reaches this length.
+
+
+#: Stands for a completion. No text that a model or user writes contains it: it is new in each process.
+MARK = f"realsys{secrets.token_hex(12)}"
+WINDOW = 12  # messages before a reply that are always rendered
+RECENT = 3  # latest messages of a longer conversation that are rendered at least
+KEPT_LASTS = 16
+
+Tools = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Text after the mark.
+
+    text     end of the reply's turn, the later turns, the opening of the next completion
+    closing  length of the part of ``text`` that ends the reply's turn
+    last     the end of the turn where the conversation ends with it, if the template prints another one then; or ""
+    in_call  the mark is in the arguments of a tool call, so ``text`` begins with the end of this call
+    """
+
+    text: str
+    closing: int
+    in_call: bool
+    last: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The place in ``Tail.text`` that follows the sampled tokens in the row.
+
+    clean     the completion ended with the stop token of the template; otherwise the tail inserts the end of the turn
+    overlaps  the first token at ``start`` is the sampled stop token: it is not repeated
+    """
+
+    start: int
+    clean: bool
+    overlaps: bool
+
+
+class Tails:
+    """Deriver of the tails of one template."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self.needs_all = False
+        self._doubled: Counter[int] = Counter()  # binary digits of a length -> conversations that reached it
+        self._lasts: dict[bool, list[str]] = {True: [], False: []}  # in_call -> ends of turns, longest first
+
+    def tail(
+        self,
+        before: Sequence[ChatMessage],
+        reply: Mapping[str, Any],
+        after: Sequence[ChatMessage],
+        tools: Tools = (),
+        options: Mapping[str, Any] = NO_OPTIONS,
+    ) -> Tail:
+        """Derive the tail of ``reply``. Raises DataError if the template refuses the messages or hides the reply."""
+        window = before if self.needs_all else _window(before)
+        if len(window) == len(before):
+            return self._derive(before, reply, after, tools, options)
+        if not self._is_due(len(before), len(before) + 1 + len(after)):
+            return self._derive(window, reply, after, tools, options)
+        whole = self._derive(before, reply, after, tools, options)
+        try:
+            self.needs_all = self._derive(window, reply, after, tools, options) != whole
+        except DataError:
+            self.needs_all = True
+        return whole
+
+    def _is_due(self, length: int, next_length: int) -> bool:
+        """Return True if the window must be compared with the whole conversation."""
+        if self._doubled and length.bit_length() == next_length.bit_length():
+            return False
+        self._doubled[next_length.bit_length()] += 1
+        return self._doubled[next_length.bit_length()].bit_count() == 1  # a power of two
+
+    def user_turn(self, text: str) -> str:
+        """Render a user turn after a completion: the text of the template from the end of the completion on.
+
+        The conversation before it is not needed and not rendered again. Raises DataError for a template whose
+        user turn depends on the turns before.
+        """
+        tails = []
+        for before in ([], [Message("user", "b"), Message("assistant", "c")]):
+            reply = {"role": "assistant", "content": ""}
+            tail = self._derive([*before, Message("user", "a")], reply, [Message("user", text)], (), NO_OPTIONS)
+            if text.strip() not in tail.text:
+                raise DataError(f"{self._template.name}: it drops a turn that is followed by a user turn")
+            tails.append(tail.text)
+        if tails[0] != tails[1]:
+            problem = "its user turn depends on the turns before, so it cannot be appended to a row"
+            raise DataError(f"{self._template.name}: {problem}")
+        return tails[0]
+
+    def _derive(
+        self,
+        before: Sequence[ChatMessage],
+        reply: Mapping[str, Any],
+        after: Sequence[ChatMessage],
+        tools: Tools,
+        options: Mapping[str, Any],
+    ) -> Tail:
+        problem: DataError | None = None
+        for marked in _marked(reply):
+            try:
+                whole = self._template.render([*before, marked, *after], tools, options)
+            except DataError as error:
+                problem = problem or error
+                continue
+            _, mark, text = whole.rpartition(MARK)
+            if mark:
+                in_call = "tool_calls" in marked
+                return self._measured(text, in_call, [*before, marked], tools, options)
+        raise problem or DataError(f"{self._template.name}: it drops a turn of the assistant before others")
+
+    def _measured(
+        self, text: str, in_call: bool, messages: Sequence[ChatMessage], tools: Tools, options: Mapping[str, Any]
+    ) -> Tail:
+        """Find the end of the turn in ``text``: what the template prints with and without later turns."""
+        lasts = self._lasts[in_call]
+        known = next((last for last in lasts if text.startswith(last)), None)
+        if known is not None:
+            return Tail(text, len(known), in_call)
+        try:
+            last = self._template.render(messages, tools, options, prompt=False).rpartition(MARK)[2]
+        except DataError:
+            return Tail(text, 0, in_call)  # then only a stop token at the very beginning is recognised
+        if text.startswith(last):
+            if last and len(lasts) < KEPT_LASTS:
+                lasts.append(last)
+                lasts.sort(key=len, reverse=True)
+            return Tail(text, len(last), in_call)
+        end = 0 if in_call else self._end(text, messages, tools, options)
+        return Tail(text, end, in_call, last) if end else Tail(text, _shared(text, last), in_call)
+
+    def _end(self, text: str, messages: Sequence[ChatMessage], tools: Tools, options: Mapping[str, Any]) -> int:
+        """Return the length of the end of the turn in ``text``, before the opening of the next one; 0: not known."""
+        try:
+            bare = self._template.render(messages[:-1], tools, options, prompt=False)
+            opened = self._template.render(messages[:-1], tools, options)
+            followed = self._template.render(messages, tools, options).rpartition(MARK)[2]
+        except DataError:
+            return 0
+        opening = opened.removeprefix(bare)
+        end = followed.removesuffix(opening)
+        return len(end) if opened != opening and followed != end and text.startswith(end) else 0
+
+
+def join(tail: Tail, stop: str | None, ends: Sequence[str]) -> Join:
+    """Find the place in the tail that follows the sampled tokens.
+
+    ``stop`` is the text of the last sampled token if this is a special token, ``ends`` are the texts of all tokens that
+    end a completion.
+    """
+    found = [at for end in ends if 0 <= (at := tail.text.find(end)) < tail.closing]
+    if stop:
+        at = tail.text.find(stop)
+        # If nothing ends a turn, the opening of the next one does: models of such templates stop at it.
+        if 0 <= at <= tail.closing - len(stop) or (at == tail.closing and not found):
+            return Join(at, clean=True, overlaps=True)
+        if tail.last.startswith(stop):
+            return Join(tail.closing, clean=True, overlaps=False)
+    if not tail.in_call:
+        return Join(0, clean=False, overlaps=False)
+    # The parser found the whole call in the sampled tokens, so its end is not inserted once more.
+    return Join(min(found, default=tail.closing), clean=False, overlaps=False)
+
+
+def _shared(text: str, other: str) -> int:
+    """Return the length of the longest beginning that both have."""
+    pairs = zip(text, other, strict=False)
+    return next((at for at, (one, two) in enumerate(pairs) if one != two), min(len(text), len(other)))
+
+
+def _marked(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return forms of the reply with the mark in place of the sampled text; the first one that is shown is used."""
+    as_text = {"role": "assistant", "content": MARK}
+    calls = reply.get("tool_calls")
+    if not calls:
+        return [as_text]
+    # In every call, because some templates show the first one only; the tail begins after the last mark.
+    marked = [call | {"function": call["function"] | {"arguments": {"value": MARK}}} for call in calls]
+    # Without content: some templates print it after the calls, even after the results of the tools.
+    as_call = {"role": "assistant", "content": None, "tool_calls": marked}
+    return [as_call, as_text]
+
+
+def _window(before: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    """Return the part of a long conversation that a tail usually depends on."""
+    if len(before) <= WINDOW:
+        return before
+    roles = [message.role if isinstance(message, Message) else message.get("role") for message in before]
+    # A template that wants user and assistant in turn gets both in turn: the beginning ends with a user or a tool.
+    begin = next((index + 1 for index, role in enumerate(roles) if role == "user"), 0)
+    recent = len(before) - RECENT
+    while recent > begin and (roles[recent] != "assistant" or roles[recent - 1] == "assistant"):
+        recent -= 1
+    # Some templates print the first call or result in another way than the later ones.
+    call = end = next((index - 1 for index, role in enumerate(roles) if role == "tool"), recent)
+    while end < recent and (end == call or roles[end] == "tool"):
+        end += 1
+    if not 0 < begin < recent:
+        return before
+    return [*before[:begin], *before[max(call, begin) : end], *before[recent:]]

@@ -8,8 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
+from realsys.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +66,47 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)  # it is there only if a line above failed
+
+
+# ---- sources file ------------------------------------------------------------------------------------------------
+#
+# sources.json: the file that says how the trial's own data was made. Its presence means that the copy is complete.
+
+
+class ConvertedSource(msgspec.Struct, frozen=True):
+    """Entry of sources.json: ``rows`` of train.jsonl are from this source, ``dropped`` were too long."""
+
+    name: str
+    weight: float
+    rows: int
+    dropped: int
+
+
+class SourcesFile(msgspec.Struct, frozen=True):
+    """Content of sources.json, in the order of the lines."""
+
+    train: list[ConvertedSource]
+    eval: list[ConvertedSource]
+
+
+def read_sources(paths: TrialPaths) -> list[ConvertedSource]:
+    """Return the sources of train.jsonl, in the order of its lines. Raises DataError."""
+    return _sources_file(paths).train
+
+
+def dropped_lines(paths: TrialPaths) -> list[str]:
+    """Return a line for each source whose long prompts were left out. Raises DataError."""
+    sources = _sources_file(paths)
+    return [
+        f"left out {source.dropped} of {source.rows + source.dropped} rows of {source.name}: "
+        "they have more than data.max_prompt_tokens"
+        for source in (*sources.train, *sources.eval)
+        if source.dropped
+    ]
+
+
+def _sources_file(paths: TrialPaths) -> SourcesFile:
+    try:
+        return msgspec.json.decode(paths.data_sources.read_bytes(), type=SourcesFile)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise DataError(f"{paths.data_sources}: cannot be read: {error}") from None

@@ -107,7 +107,7 @@ _MEDIA_KEY = re.compile(rb'"(?:image|video|audio)s?"\s*:')
 _OBJECT: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
 
 
-class RecordReader(Generic[Record]):
+class LineReader(Generic[Record]):
     """Decoder of the lines of one record type."""
 
     def __init__(self, kind: type[Record]) -> None:
@@ -223,7 +223,7 @@ class Lines(Generic[Record]):
     def __init__(
         self,
         path: Path,
-        reader: RecordReader[Record],
+        reader: LineReader[Record],
         offsets: npt.NDArray[np.int64],
         numbers: npt.NDArray[np.int64],
     ) -> None:
@@ -298,7 +298,7 @@ class Lines(Generic[Record]):
 class LinesBuilder(Generic[Record]):
     """Builder of Lines from the offsets of a scan."""
 
-    def __init__(self, path: Path, reader: RecordReader[Record]) -> None:
+    def __init__(self, path: Path, reader: LineReader[Record]) -> None:
         self._path = path
         self._reader = reader
         self._offsets = array("q")
@@ -316,7 +316,7 @@ def _as_numpy(values: array[int]) -> npt.NDArray[np.int64]:
     return np.frombuffer(values, np.int64) if values else np.empty(0, np.int64)
 
 
-def index_file(path: Path, reader: RecordReader[Record]) -> Lines[Record]:
+def index_file(path: Path, reader: LineReader[Record]) -> Lines[Record]:
     """Check every line of a file and return all of them. Raises DataError."""
     builder = LinesBuilder(path, reader)
     for offset, number, _ in reader.scan(path):

@@ -19,14 +19,20 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from realsys.config.evaluation_sets import evaluation_sets, sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.data.conversion.mixture import epoch
-from realsys.data.conversion.sources_file import Converted, read_sources
-from realsys.data.dataset_files import DatasetFiles, dataset_files, is_converted, set_file
-from realsys.data.lines import Lines, LinesBuilder, Problem, PromptText, RecordReader, index_file
+from realsys.data.dataset_files import (
+    ConvertedSource,
+    DatasetFiles,
+    dataset_files,
+    is_converted,
+    read_sources,
+    set_file,
+)
+from realsys.data.lines import Demonstration, LineReader, Lines, LinesBuilder, Problem, PromptText, index_file
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
 
@@ -178,7 +184,7 @@ def held_out_size(config: Config, paths: TrialPaths) -> int:
 def open_splits(config: Config, paths: TrialPaths, *, sets: bool = True) -> Splits:
     """Open all splits. Raises DataError for a bad line, or for a needed split that is empty."""
     files = dataset_files(config, paths)
-    reader = RecordReader(Problem)
+    reader = LineReader(Problem)
     names = sources_of_sets(config) if sets else ()
     of_sets = {name: index_file(set_file(paths, name), reader) for name in names}
     keys = {
@@ -198,7 +204,7 @@ def open_splits(config: Config, paths: TrialPaths, *, sets: bool = True) -> Spli
     return splits
 
 
-def _keep_out(train: Path, held_out: Path, reader: RecordReader[Problem], of_sets: Collection[int]) -> Splits:
+def _keep_out(train: Path, held_out: Path, reader: LineReader[Problem], of_sets: Collection[int]) -> Splits:
     """Leave rows of ``train`` out whose prompt is in ``held_out`` or, by its key, in ``of_sets``."""
     kept, problems = LinesBuilder(train, reader), LinesBuilder(held_out, reader)
     keys = set(of_sets)
@@ -214,7 +220,7 @@ def _keep_out(train: Path, held_out: Path, reader: RecordReader[Problem], of_set
     return Splits(lines, problems.build(), rows - len(lines))
 
 
-def _hold_out(path: Path, reader: RecordReader[Problem], fraction: float, of_sets: Collection[int]) -> Splits:
+def _hold_out(path: Path, reader: LineReader[Problem], fraction: float, of_sets: Collection[int]) -> Splits:
     builders = {"train": LinesBuilder(path, reader), "eval": LinesBuilder(path, reader)}
     leaked = 0
     for offset, number, problem in reader.scan(path):
@@ -226,14 +232,14 @@ def _hold_out(path: Path, reader: RecordReader[Problem], fraction: float, of_set
     return Splits(builders["train"].build(), builders["eval"].build(), leaked)
 
 
-def _mixed(train: Lines[Problem], sources: Sequence[Converted], seed: int) -> Lines[Problem]:
+def _mixed(train: Lines[Problem], sources: Sequence[ConvertedSource], seed: int) -> Lines[Problem]:
     """Return the rows of one epoch of the mixture, which is ``train`` itself for one source."""
     if len(sources) == 1:
         return train
     ends = np.cumsum([source.rows for source in sources])
     owners = np.searchsorted(ends, train.numbers())  # line 1 is in the first source, whose end is its number of rows
     parts = [np.flatnonzero(owners == number) for number in range(len(sources))]
-    return train.chosen(epoch(parts, [source.weight for source in sources], seed))
+    return train.chosen(epoch_of_mixture(parts, [source.weight for source in sources], seed))
 
 
 def side_of(prompt: PromptText, fraction: float) -> Literal["train", "eval"]:
@@ -265,3 +271,105 @@ def _check_sizes(splits: Splits, files: DatasetFiles, config: Config) -> None:
 def plain_text(prompt: PromptText) -> str:
     """Return the text of a prompt, for a verifier."""
     return prompt if isinstance(prompt, str) else "\n".join(message.content or "" for message in prompt)
+
+
+# ---- mixture -----------------------------------------------------------------------------------------------------
+#
+# One epoch of a mixture: which rows of which source, and how often.
+#
+#     source   rows  weight      copies in an epoch
+#     a         100    1      -> 100 x 1                 the source with the most rows per weight occurs once
+#     b          30    1      -> 30 x 3 + 10             the others are repeated; 10 are chosen by the seed
+#
+# The shares are those of the weights, to one row. An epoch has every row at least once, so no prompt is never trained.
+# The order of an epoch is not decided here: the ledger shuffles the positions of a mixture like those of any other
+# data (``realsys.manager.ledger.prompt_order``). The result depends on rows, weights and seed alone, so a cursor into
+# it stays valid.
+
+
+MAX_EPOCH = 20_000_000  # positions; each takes 16 bytes in every process that reads prompts
+
+
+def copies_in_epoch(rows: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Return the number of positions of each source in an epoch. Raises DataError if an epoch would be too long."""
+    if not all(rows):
+        raise DataError("data.mixture: a source has no rows to train on: remove it")
+    scale = max(count / weight for count, weight in zip(rows, weights, strict=True))
+    shares = [max(count, round(scale * weight)) for count, weight in zip(rows, weights, strict=True)]
+    if sum(shares) > MAX_EPOCH:
+        largest = max(range(len(rows)), key=lambda i: rows[i] / weights[i])
+        problem = (
+            f"an epoch would have {sum(shares):,} prompts, because each of the {rows[largest]:,} rows of source "
+            f"{largest + 1} with weight {weights[largest]:g} occurs in it: increase that weight, or cut the source"
+        )
+        raise DataError(f"data.mixture: {problem}")
+    return shares
+
+
+def epoch_of_mixture(
+    sources: Sequence[npt.NDArray[np.int64]], weights: Sequence[float], seed: int
+) -> npt.NDArray[np.int64]:
+    """Return the indices of one epoch, source by source. ``sources``: the indices of each source's rows."""
+    shares = copies_in_epoch([len(indices) for indices in sources], weights)
+    parts = []
+    for number, (indices, share) in enumerate(zip(sources, shares, strict=True)):
+        repeats, rest = divmod(share, len(indices))
+        order = np.random.Generator(np.random.PCG64([seed, number])).permutation(len(indices))
+        parts += [indices] * repeats + [indices[np.sort(order[:rest])]]
+    return np.concatenate(parts)
+
+
+# ---- demos -------------------------------------------------------------------------------------------------------
+#
+# Demonstrations for the supervised warm-up: JSONL with prompt and response.
+
+
+class DemoDataset:
+    """Demonstrations of one file. Opening checks every line; ``sequence`` tokenises one of them."""
+
+    def __init__(self, path: Path, tokenizer: TextTokenizer, *, chat_template: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat_template
+        self._lines = index_file(path, LineReader(Demonstration))
+        if not len(self._lines):
+            raise DataError(f"{path}: no demonstrations found: add lines")
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def sequence(self, index: int) -> tuple[list[int], list[int]]:
+        """Return (prompt ids, response ids with the end-of-text token). DataError names file and line."""
+        return self._encode(index, self._lines[index])
+
+    def check(self, max_prompt_tokens: int, max_new_tokens: int) -> None:
+        """Tokenise everything once. Raises DataError for the first demonstration that is too long.
+
+        ``max_prompt_tokens``: tokens of the agent's longest row before its last completion.
+        """
+        for indices, records in self._lines.chunks():
+            try:
+                tools = [r.tools for r in records]
+                prompts = self._tokenizer.encode_prompts([r.prompt for r in records], chat=self._chat, tools=tools)
+                responses = self._tokenizer.encode_texts([r.response for r in records])
+            except DataError:
+                # The batch does not tell which one failed; one by one, the error names the line.
+                for index, record in zip(indices, records, strict=True):
+                    self._encode(index, record)
+                raise
+            for index, prompt, response in zip(indices, prompts, responses, strict=True):
+                self._check_length(index, "prompt", len(prompt), max_prompt_tokens, "data.max_prompt_tokens")
+                limit = "generation.sampling.max_new_tokens"
+                self._check_length(index, "response", len(response) + 1, max_new_tokens, limit)
+
+    def _encode(self, index: int, record: Demonstration) -> tuple[list[int], list[int]]:
+        try:
+            prompt = self._tokenizer.encode_prompt(record.prompt, chat=self._chat, tools=record.tools)
+            response = self._tokenizer.encode_text(record.response)
+        except DataError as error:
+            raise DataError(f"{self._lines.where(index)}: {error}") from None
+        return prompt, [*response, self._tokenizer.eos_token_id]
+
+    def _check_length(self, index: int, name: str, length: int, limit: int, field: str) -> None:
+        if length > limit:
+            problem = f"the {name} has {length} tokens, but {field} is {limit}: increase it or remove the line"
+            raise DataError(f"{self._lines.where(index)}: {problem}")

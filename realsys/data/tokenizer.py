@@ -18,8 +18,7 @@ import msgspec
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
-from realsys.data.chat import NO_OPTIONS, ChatMessage, ChatTemplate, find_chat_template
-from realsys.data.chat_tail import Tails, join
+from realsys.data.chat import NO_OPTIONS, ChatMessage, ChatTemplate, Tails, find_chat_template, join
 from realsys.data.lines import Message, PromptText
 from realsys.errors import DataError, ModelError
 from realsys.model_files.config_json import read_end_of_text

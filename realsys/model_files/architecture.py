@@ -165,7 +165,7 @@ class HfModel:
 
 # ---- tiny vocabulary ---------------------------------------------------------------------------------------------
 #
-# Tokens of the tiny model, whose tokenizer and weights ``realsys.data.char_model`` writes.
+# Tokens of the tiny model, whose tokenizer and weights ``realsys.data.arith`` writes.
 #
 # plain form   one token per character of ``ALPHABET``; other characters are lost
 # chat form    one token per byte, so no text is lost; single tokens for the marks of a chat

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from realsys.data.char_model import write_char_tokenizer
+from realsys.data.arith import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import Generated
 from realsys.rollout.resumable_engine import EngineCall

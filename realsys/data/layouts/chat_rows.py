@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
-from realsys.data.layouts.base import (
-    Row,
+from realsys.data.layouts.code_rows import io_tests
+from realsys.data.layouts.code_tests import CodeTests
+from realsys.data.layouts.contract import (
+    ProblemRow,
     RowError,
     Values,
     answer_text,
@@ -19,8 +21,6 @@ from realsys.data.layouts.base import (
     take,
     tools_of,
 )
-from realsys.data.layouts.code_rows import io_tests
-from realsys.data.layouts.code_tests import CodeTests
 from realsys.data.lines import Message, Problem
 from realsys.errors import MALFORMED
 
@@ -28,7 +28,7 @@ _TOOL_DEFS = "tool_defs"  # the name that the package verifiers gives to the too
 _ANSWERS = ("answer", "label", "ground_truth")
 
 
-def realsys(row: Values) -> Row:
+def realsys(row: Values) -> ProblemRow:
     """The layout of realsys itself: ``prompt``, ``answer``, and any others. The answer must be text."""
     own = Problem.__struct_fields__
     given = {key: row[key] for key in own if row.get(key) is not None}
@@ -41,10 +41,10 @@ def realsys(row: Values) -> Row:
     except MALFORMED as error:
         raise RowError(_named(str(error)), str(error)) from None
     extra = {key: value for key, value in row.items() if key not in own}
-    return Row(problem.prompt, problem.answer, extra, problem.tools, problem.code_tests)
+    return ProblemRow(problem.prompt, problem.answer, extra, problem.tools, problem.code_tests)
 
 
-def verl(row: Values) -> Row:
+def verl(row: Values) -> ProblemRow:
     """``prompt`` and ``reward_model.ground_truth``; ``data_source``, ``ability`` and ``extra_info`` stay in extra.
 
     A ground truth with ``inputs`` and ``outputs``, as object or as JSON text, is the tests of a program.
@@ -59,15 +59,15 @@ def verl(row: Values) -> Row:
     tools = tools_of(row.get("tools"), "tools")
     tests = _tests_in(truth, field)
     if tests is not None:
-        return Row(prompt, "", extra, tools, tests)
+        return ProblemRow(prompt, "", extra, tools, tests)
     if style := model.get("style"):
         extra["reward_style"] = style
-    return Row(prompt, answer_text(truth, field), extra, tools)
+    return ProblemRow(prompt, answer_text(truth, field), extra, tools)
 
 
 def slime(
     row: Values, prompt: str = "prompt", label: str = "label", metadata: str = "metadata", tools: str = "tools"
-) -> Row:
+) -> ProblemRow:
     """``prompt`` as text or messages, and ``label``. ``data.layout_args`` renames the keys.
 
     The keys of ``metadata`` and the other keys of the row are in extra.
@@ -77,7 +77,7 @@ def slime(
         extra = parsed(extra, metadata)
     if extra is not None and not isinstance(extra, dict):
         raise RowError(metadata, f"must be an object, not {type(extra).__name__}")
-    return Row(
+    return ProblemRow(
         prompt_of(take(row, prompt), prompt),
         answer_text(take(row, label), label),
         others(row, prompt, label, metadata, tools) | (extra or {}),
@@ -85,7 +85,7 @@ def slime(
     )
 
 
-def messages(row: Values, messages: str = "messages", answer: str = "", tools: str = "tools") -> Row:
+def messages(row: Values, messages: str = "messages", answer: str = "", tools: str = "tools") -> ProblemRow:
     """A chat in ``messages``, with or without ``tools``.
 
     The reference is the field ``answer``, ``label`` or ``ground_truth``; without them, the text of the last
@@ -100,7 +100,7 @@ def messages(row: Values, messages: str = "messages", answer: str = "", tools: s
         reference = _reply(turns, messages)
     if turns[-1].role == "assistant":
         turns = turns[:-1]
-    return Row(turns, reference, others(row, messages, tools, *fields[:1]), described)
+    return ProblemRow(turns, reference, others(row, messages, tools, *fields[:1]), described)
 
 
 def _reply(turns: list[Message], field: str) -> str:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import pickletools
 import re
+import zlib
 from typing import Any
 
-from realsys.data.layouts.base import Row, RowError, Values, others, parsed, take, text, texts
 from realsys.data.layouts.code_tests import CallTest, CodeTests, StdioTest
-from realsys.data.layouts.pickled_text import packed_text
+from realsys.data.layouts.contract import ProblemRow, RowError, Values, others, parsed, take, text, texts
 
 MIB = 1 << 20
 _REPLY = "Reply with the whole program in one ```python block."
 _STDIO = f"Read the input from stdin and write the output to stdout. {_REPLY}"
 
 
-def humaneval(row: Values) -> Row:
+def humaneval(row: Values) -> ProblemRow:
     """``prompt`` (start of a function), ``entry_point`` and ``test``, which defines ``check(candidate)``."""
     stub, function = text(row, "prompt"), text(row, "entry_point")
     before, found, _ = stub.partition(f"def {function}(")
@@ -24,10 +27,10 @@ def humaneval(row: Values) -> Row:
     tests = CodeTests(function=function, source=source, preamble=before, stub=stub)
     prompt = f"Complete this Python function. {_REPLY}\n\n```python\n{stub.rstrip()}\n```"
     answer = row.get("canonical_solution")
-    return Row(prompt, str(answer or ""), others(row, "prompt", "test", "canonical_solution"), code_tests=tests)
+    return ProblemRow(prompt, str(answer or ""), others(row, "prompt", "test", "canonical_solution"), code_tests=tests)
 
 
-def mbpp(row: Values) -> Row:
+def mbpp(row: Values) -> ProblemRow:
     """``text`` (in the sanitized set ``prompt``), ``test_list``: asserts; ``test_setup_code`` or ``test_imports``."""
     field = "text" if row.get("text") is not None else "prompt"
     asserts = texts(row, "test_list")
@@ -42,10 +45,10 @@ def mbpp(row: Values) -> Row:
     code = str(row.get("code") or "")
     # Named, because it may have the name of a built-in function, which the tests would call instead.
     tests = CodeTests(source=source, preamble=preamble, function=_called(code, source))
-    return Row(prompt, code, others(row, *taken), code_tests=tests)
+    return ProblemRow(prompt, code, others(row, *taken), code_tests=tests)
 
 
-def code_contests(row: Values) -> Row:
+def code_contests(row: Values) -> ProblemRow:
     """CodeContests: ``description``, and tests with ``input`` and ``output``: public, private and generated."""
     kinds = ("public_tests", "private_tests", "generated_tests")
     stdio = [test for kind in kinds for test in _pairs(row.get(kind), kind)]
@@ -58,10 +61,10 @@ def code_contests(row: Values) -> Row:
     memory = row.get("memory_limit_bytes")
     tests = CodeTests(stdio=stdio, time_limit_s=seconds or None, memory_limit_mb=memory / MIB if memory else None)
     taken = ("description", *kinds, "solutions", "incorrect_solutions", "time_limit", "memory_limit_bytes")
-    return Row(f"{text(row, 'description').rstrip()}\n\n{_STDIO}", "", others(row, *taken), code_tests=tests)
+    return ProblemRow(f"{text(row, 'description').rstrip()}\n\n{_STDIO}", "", others(row, *taken), code_tests=tests)
 
 
-def livecodebench(row: Values, max_tests_mb: int = 256) -> Row:
+def livecodebench(row: Values, max_tests_mb: int = 256) -> ProblemRow:
     """LiveCodeBench: ``question_content``, ``starter_code``, ``public_test_cases``, ``private_test_cases``.
 
     Private tests are JSON, or base64(zlib(pickle(JSON))) of at most ``max_tests_mb`` MiB, which is read without
@@ -83,7 +86,7 @@ def livecodebench(row: Values, max_tests_mb: int = 256) -> Row:
         tests = CodeTests(function=_function(row, starter), calls=[_call(case) for case in cases], stub=starter)
         prompt = f"{question}\n\nComplete this code. {_REPLY}\n\n```python\n{starter.rstrip()}\n```"
     taken = ("question_content", "public_test_cases", "private_test_cases")
-    return Row(prompt, "", others(row, *taken), code_tests=tests)
+    return ProblemRow(prompt, "", others(row, *taken), code_tests=tests)
 
 
 def io_tests(value: dict[str, Any], field: str) -> CodeTests:
@@ -162,3 +165,64 @@ def _call(case: dict[str, str]) -> CallTest:
     """Read a functional test: one JSON value per line of ``input`` and argument; ``output`` is a JSON value."""
     lines = [line for line in case["input"].split("\n") if line.strip()]
     return CallTest([parsed(line, "input of a test") for line in lines], parsed(case["output"], "output of a test"))
+
+
+# ---- pickled text ------------------------------------------------------------------------------------------------
+#
+# Text from base64(zlib(pickle(text))), without running the pickle.
+#
+# A pickle is a program: ``pickle.loads`` would run it with the rights of the user. Here nothing is run. The opcodes
+# are read one by one, and only the program that pushes one text and stops is accepted:
+#
+#     [PROTO] [FRAME] a text [memo entries] STOP
+#
+# Sizes are bounded before memory is taken: a small file may inflate to any size.
+
+
+_BEFORE = frozenset({"PROTO", "FRAME"})
+_TEXT = frozenset({"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"})
+_AFTER = frozenset({"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"})
+_MAX_OPCODES = 8  # PROTO, FRAME, the text, a memo entry and STOP are 5
+_OVERHEAD = 64  # bytes of the opcodes around the text
+
+
+def packed_text(packed: str, max_bytes: int) -> str:
+    """Return the text in ``packed``. Raises ValueError for anything but one text of at most ``max_bytes`` bytes."""
+    try:
+        compressed = base64.b64decode(packed, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"is not base64: {error}") from None
+    return pickled_text(inflate(compressed, max_bytes + _OVERHEAD))
+
+
+def inflate(compressed: bytes, max_bytes: int) -> bytes:
+    """Decompress one whole zlib stream. Raises ValueError if it is damaged or has more than ``max_bytes``."""
+    stream = zlib.decompressobj()
+    try:
+        data = stream.decompress(compressed, max_bytes + 1)
+    except zlib.error as error:
+        raise ValueError(f"cannot be decompressed: {error}") from None
+    if len(data) > max_bytes:
+        raise ValueError(f"has more than {max_bytes} bytes when it is decompressed")
+    if not stream.eof:
+        raise ValueError("ends within its compressed data")
+    if stream.unused_data:
+        raise ValueError(f"has {len(stream.unused_data)} bytes after its compressed data")
+    return data
+
+
+def pickled_text(pickled: bytes) -> str:
+    """Return the text of a pickle that holds one text and nothing else. Raises ValueError for any other."""
+    text: str | None = None
+    try:
+        for number, (opcode, argument, position) in enumerate(pickletools.genops(pickled)):
+            name = opcode.name
+            if name == "STOP" and text is not None and position == len(pickled) - 1:
+                return text
+            if number < _MAX_OPCODES and name in _TEXT and text is None:
+                text = argument
+            elif number >= _MAX_OPCODES or name not in (_BEFORE if text is None else _AFTER):
+                raise ValueError(f"the pickle has the opcode {name} at byte {position}: only one text is accepted")
+    except (ValueError, AssertionError, OverflowError, EOFError) as error:
+        raise ValueError(f"is not a pickled text: {error}") from None
+    raise ValueError("is not a pickled text: it has no end")

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from realsys.data.layouts.base import Row, RowError, Values, answer_text, others, take, text
+from realsys.data.layouts.contract import ProblemRow, RowError, Values, answer_text, others, take, text
 
 _MARK = "####"
 _BOX = "\\boxed"
 
 
-def gsm8k(row: Values) -> Row:
+def gsm8k(row: Values) -> ProblemRow:
     """``question``, and ``answer``: a worked solution whose last line is ``#### 18``. The solution stays in extra."""
     solution = text(row, "answer")
     reasoning, mark, final = solution.rpartition(_MARK)
     final = final.strip().replace(",", "")
     if not mark or not final:
         raise RowError("answer", f"must end with a line {_MARK} and the final answer")
-    return Row(text(row, "question"), final, others(row, "question", "answer") | {"solution": reasoning.strip()})
+    return ProblemRow(text(row, "question"), final, others(row, "question", "answer") | {"solution": reasoning.strip()})
 
 
-def math(row: Values) -> Row:
+def math(row: Values) -> ProblemRow:
     """MATH and MATH-500: ``problem`` and ``solution``, whose last box is the answer if there is no ``answer``."""
     solution = text(row, "solution")
     answer = last_box(solution, "solution") if row.get("answer") is None else answer_text(row["answer"], "answer")
-    return Row(text(row, "problem"), answer, others(row, "problem", "answer"))
+    return ProblemRow(text(row, "problem"), answer, others(row, "problem", "answer"))
 
 
-def problem_answer(row: Values) -> Row:
+def problem_answer(row: Values) -> ProblemRow:
     """DeepScaleR and others: ``problem`` and a final ``answer``; a ``solution`` stays in extra."""
-    return Row(text(row, "problem"), answer_text(take(row, "answer"), "answer"), others(row, "problem", "answer"))
+    return ProblemRow(
+        text(row, "problem"), answer_text(take(row, "answer"), "answer"), others(row, "problem", "answer")
+    )
 
 
 def last_box(solution: str, field: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from realsys.config.schema_data import RG
-from realsys.data.sources.source_row import Rows, SourceRow, need
+from realsys.data.sources.files import Rows, SourceRow, need
 from realsys.errors import DataError
 
 KEY = "reasoning_gym"

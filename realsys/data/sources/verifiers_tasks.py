@@ -19,7 +19,7 @@ from typing import Any
 
 from realsys.cluster.children.child_process import how_it_ended
 from realsys.config.schema_data import VERIFIERS
-from realsys.data.sources.source_row import Rows, SourceRow
+from realsys.data.sources.files import Rows, SourceRow
 from realsys.errors import DataError
 
 KEY = "verifiers"

@@ -28,8 +28,7 @@ from realsys.config.evaluation_sets import evaluation_sets, id_of_set
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.dataset_files import dataset_files
-from realsys.data.demos import DemoDataset
-from realsys.data.prompts import PromptDataset
+from realsys.data.prompts import DemoDataset, PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import StreamError
 from realsys.manager.client import ManagerClient

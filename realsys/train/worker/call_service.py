@@ -57,7 +57,7 @@ from realsys.config.dataflow import (
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.dataset_files import dataset_files
-from realsys.data.demos import DemoDataset
+from realsys.data.prompts import DemoDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError, ModelError, NotFiniteError
 from realsys.model_calls import (

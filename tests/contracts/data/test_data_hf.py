@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from realsys.config.schema import TinyModelConfig
-from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from realsys.data.lines import Message
 from realsys.data.tokenizer import TextTokenizer
 from realsys.model_files.architecture import ALPHABET

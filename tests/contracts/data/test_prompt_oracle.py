@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import transformers
 
-from realsys.data.conversion.convert import Source, rows_of
-from realsys.data.lines import Problem, RecordReader
+from realsys.data.convert import DataSource, rows_of
+from realsys.data.lines import LineReader, Problem
 from realsys.errors import DataError
 from tests.support.conversations.template_models import CHATML, TEMPLATES, model_with
 from tests.support.training.data_models import jsonl
@@ -64,8 +64,8 @@ def test_prompt_is_that_of_transformers(tmp_path, name):
     random_ = random.Random(f"prompts {name}")
     rows = [draw(random_) for _ in range(150)]
     file = jsonl(tmp_path / "rows.jsonl", rows)
-    converted = [row for _, row in rows_of(Source(str(file)), "train")]
-    in_place = [problem for _, _, problem in RecordReader(Problem).scan(file)]
+    converted = [row for _, row in rows_of(DataSource(str(file)), "train")]
+    in_place = [problem for _, _, problem in LineReader(Problem).scan(file)]
     compared = 0
     for row, read, problem in zip(rows, converted, in_place, strict=True):
         wanted = expected(theirs, row)
@@ -105,7 +105,7 @@ def test_row_survives_its_copy(tmp_path):
     rows = [draw(random.Random(number)) for number in range(50)]
     file = jsonl(tmp_path / "rows.jsonl", rows)
     for (_, row), (_, _, direct) in zip(
-        rows_of(Source(str(file)), "train"), RecordReader(Problem).scan(file), strict=True
+        rows_of(DataSource(str(file)), "train"), LineReader(Problem).scan(file), strict=True
     ):
         line = msgspec.json.encode(row.line())
-        assert RecordReader(Problem).decode(file, 2, line) == direct
+        assert LineReader(Problem).decode(file, 2, line) == direct

@@ -19,7 +19,7 @@ from realsys.cluster.names.file_store import FileNameStore
 from realsys.cluster.stream.security import KEY_FILE, CurveKeys, ensure_keys, load_keys
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
-from realsys.data.lines import Demonstration, Problem, RecordReader
+from realsys.data.lines import Demonstration, LineReader, Problem
 from realsys.errors import (
     CheckpointError,
     ConfigError,
@@ -335,7 +335,7 @@ def others(folder: Path) -> Iterator[Target]:
         weight=0.3,
     )
     for kind in (Problem, Demonstration):
-        reader: Any = RecordReader(kind)
+        reader: Any = LineReader(kind)
         yield Target(
             f"dataset: {kind.__name__}",
             examples(kind),

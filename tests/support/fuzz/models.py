@@ -18,7 +18,7 @@ from realsys.cluster.files import FileInfo
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.rules import check_model
 from realsys.config.schema import Config, TinyModelConfig
-from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, WeightsError
 from realsys.generation.sglang.update import check_shapes

@@ -12,8 +12,7 @@ import xxhash
 
 from realsys.cluster.files import FileInfo
 from realsys.config.paths import TrialPaths, write_config
-from realsys.data.arith import write_dataset
-from realsys.data.char_model import write_char_tokenizer
+from realsys.data.arith import write_char_tokenizer, write_dataset
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.train.records import record_files as files

@@ -16,7 +16,7 @@ import openai
 from safetensors.torch import load_file, save_file
 
 from realsys.config.schema import EmbeddedConfig, GenerationConfig, TinyModelConfig
-from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import Generated, GenerationClient
 from realsys.generation.threaded import ThreadedEngine

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from realsys.config.paths import TrialPaths
-from realsys.data.char_model import write_char_tokenizer
+from realsys.data.arith import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 
 TEMPLATE = (

@@ -21,7 +21,7 @@ from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.data.char_model import make_tiny_model
+from realsys.data.arith import make_tiny_model
 from realsys.model_calls import ClearRequest, InitializeRequest, MfcRequest, TransferRequest
 from realsys.model_files.architecture import vocabulary_size
 from realsys.train.megatron.device import Device

@@ -13,7 +13,7 @@ import xxhash
 
 from realsys.cluster.files import FileInfo
 from realsys.config.paths import TrialPaths, write_config
-from realsys.data.char_model import write_char_tokenizer
+from realsys.data.arith import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.observe.dropped_groups import DroppedGroup, Room, write_group
 from realsys.observe.evaluation_records import EvalSample, write_result

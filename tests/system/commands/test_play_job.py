@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from realsys.config.compose import compose
-from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from tests.support.jobs.jobs import realsys
 
 pytestmark = pytest.mark.system

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from realsys.config.compose import compose
-from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from realsys.weights.disk import manifest
 from realsys.weights.disk.stage import stage
 from tests.support.jobs.job_models import make_qwen3

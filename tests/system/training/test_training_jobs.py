@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from realsys.config.schema import TinyModelConfig
-from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from tests.support.jobs.checkpoints import load_checkpoint, weights_differ
 from tests.support.jobs.jobs import arith, run, run_arith
 from tests.support.jobs.ledgers import check_finite, check_ledger

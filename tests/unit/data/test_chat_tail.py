@@ -5,7 +5,7 @@ import json
 import pytest
 
 from realsys.data import chat
-from realsys.data.chat_tail import WINDOW, Tail, Tails, join
+from realsys.data.chat import WINDOW, Tail, Tails, join
 from realsys.data.tokenizer import TextTokenizer
 from tests.support.conversations.episodes import assistant, call, result, user
 from tests.support.conversations.play import TOOLS

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.data.char_model import write_char_tokenizer
+from realsys.data.arith import write_char_tokenizer
 from realsys.data.lines import Message
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError, ModelError

@@ -18,7 +18,7 @@ from realsys.config.memory_check import largest_rank, place_of, spare_bytes
 from realsys.config.rules import check_models
 from realsys.config.schema import Config, GenerationConfig, SglangConfig, TinyModelConfig
 from realsys.config.schema_cluster import ClusterConfig
-from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from realsys.errors import ConfigError
 from realsys.launch.fit import fit
 from tests.support.serving.qwen_models import write_qwen

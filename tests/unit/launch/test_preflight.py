@@ -15,7 +15,7 @@ import pytest
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config, TinyModelConfig
-from realsys.data.char_model import make_tiny_model, write_char_tokenizer
+from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from realsys.errors import ConfigError
 from realsys.launch.cli import main
 from realsys.launch.preflight import check_disk, check_etcd, check_gpus_are_given

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from realsys.data.sources.open import source_rows
+from realsys.data.sources import source_rows
 from realsys.reward.verifiers.contract import Item, verdict_of
 from realsys.reward.verifiers.reasoning_gym import final_answer, reasoning_gym
 

@@ -8,7 +8,7 @@ import pytest
 from realsys.config.schema import Config, DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from realsys.config.schema_data import MixtureSource
 from realsys.config.schema_rollout import JudgeConfig
-from realsys.data.conversion.convert import convert
+from realsys.data.convert import convert
 from realsys.data.lines import ORIGIN
 from realsys.errors import ConfigError, DataError
 from realsys.reward.pool import VerifierPool

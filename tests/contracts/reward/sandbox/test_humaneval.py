@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from realsys.data.layouts.code_tests import KEY
-from realsys.data.layouts.detect import layout_of
+from realsys.data.layouts.contract import layout_of
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import ItemLimits
 from realsys.reward.verifiers.contract import Item

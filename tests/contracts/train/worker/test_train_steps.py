@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
-from realsys.data.char_model import make_tiny_model
+from realsys.data.arith import make_tiny_model
 from realsys.model_calls import MfcRequest
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.heads import Outputs

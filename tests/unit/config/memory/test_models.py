@@ -8,7 +8,7 @@ import pytest
 
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import model_of
-from realsys.data.char_model import make_tiny_model
+from realsys.data.arith import make_tiny_model
 from realsys.model_files.config_json import read_model
 
 

@@ -8,9 +8,7 @@ import pytest
 from realsys.config.schema import Config, DataConfig, EvalConfig
 from realsys.config.schema_data import MixtureSource
 from realsys.data.check import check_data
-from realsys.data.conversion.convert import convert, needs_copy
-from realsys.data.conversion.held_out import count_held_out
-from realsys.data.conversion.identity import check_copy, check_prompts, write_digest
+from realsys.data.convert import check_copy, check_prompts, convert, count_held_out, needs_copy, write_digest
 from realsys.data.layouts.code_tests import code_tests_of
 from realsys.data.prompts import PromptDataset, open_splits, split_sizes
 from realsys.errors import ConfigError, DataError

@@ -10,9 +10,7 @@ import pytest
 from realsys.config.schema import Config, DataConfig, EvalConfig
 from realsys.config.schema_data import EvalSetConfig
 from realsys.data.check import check_data
-from realsys.data.conversion.convert import convert_sets
-from realsys.data.conversion.held_out import count_held_out
-from realsys.data.conversion.identity import check_copy
+from realsys.data.convert import check_copy, convert_sets, count_held_out
 from realsys.data.prompts import PromptDataset, open_splits
 from realsys.errors import ConfigError, DataError
 from realsys.rollout.check_references import check_references

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.data.report.near_duplicates import SIMILAR, NearDuplicates, shingles
+from realsys.data.check import SIMILAR, NearDuplicates, shingles
 
 TEXTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=14).map(" ".join)
 

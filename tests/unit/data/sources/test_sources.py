@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from realsys.config.schema_data import absolute_source, source_problem
-from realsys.data.sources.open import source_files, source_rows
+from realsys.data.sources import source_files, source_rows
 from realsys.errors import DataError
 from tests.support.data.data_rows import DAPO, GSM8K, VERL
 from tests.support.needs import need_package

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from realsys.config.schema_data import absolute_source, source_problem
-from realsys.data.sources.open import source_files, source_rows
+from realsys.data.sources import source_files, source_rows
 from realsys.data.sources.verifiers_tasks import surroundings
 from realsys.errors import DataError
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from realsys.data.char_model import write_char_tokenizer
+from realsys.data.arith import write_char_tokenizer
 from realsys.launch.cli import main
 from tests.support.data.data_rows import DAPO, GSM8K, HUMANEVAL, ROWS
 from tests.support.training.data_models import TEMPLATE, char_tokenizer, jsonl
@@ -168,7 +168,7 @@ def test_text_answers_lead_to_the_verifier(tmp_path, capsys, words, hints):
 
 def test_row_that_json_cannot_hold_is_bad(tmp_path, capsys, monkeypatch):
     (tmp_path / "own_rows.py").write_text(
-        "from realsys.data.layouts.base import Row\n\n\ndef read(row):\n    return Row('a', '1', {'key': object()})\n"
+        "from realsys.data.layouts.contract import Row\n\n\ndef read(row):\n    return Row('a', '1', {'key': object()})\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     code, _, err = run(capsys, jsonl(tmp_path / "t.jsonl", [{"a": 1}]), "data.layout=own_rows:read")

@@ -15,9 +15,9 @@ from realsys.config.machine import Machine
 from realsys.config.memory_check import place_of
 from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
-from realsys.data.conversion.convert import convert, convert_sets
+from realsys.data.convert import convert, convert_sets
 from realsys.data.prompts import open_splits
-from realsys.data.sources.open import source_rows
+from realsys.data.sources import source_rows
 from realsys.errors import ConfigError
 from realsys.launch.evaluation_target import Choices, Target, evaluation_config
 from realsys.launch.process_plan import plan

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from realsys.data.char_model import write_char_tokenizer
+from realsys.data.arith import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.observe.samples.turns import CONTEXT, token_kinds, token_versions, turns, version_spans
 

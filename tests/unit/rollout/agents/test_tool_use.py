@@ -11,7 +11,7 @@ from realsys.config.compose import compose
 from realsys.config.machine import Machine
 from realsys.config.rules import check
 from realsys.config.trial_sizes import longest_sequence
-from realsys.data.char_model import write_char_tokenizer
+from realsys.data.arith import write_char_tokenizer
 from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError

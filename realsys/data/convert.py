@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,22 +22,21 @@ from realsys.config.evaluation_sets import sources_of_sets
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.schema_data import AUTO_LAYOUT, GENERATED, DataConfig
-from realsys.data.conversion.sources_file import Converted, Sources
-from realsys.data.dataset_files import set_file, write_atomically
-from realsys.data.layouts.base import Row, RowError
-from realsys.data.layouts.detect import OWN, Layout, detect, layout_of
+from realsys.data.dataset_files import ConvertedSource, SourcesFile, is_converted, set_file, write_atomically
+from realsys.data.layouts.contract import OWN, Layout, ProblemRow, RowError, detect, layout_of
 from realsys.data.lines import ORIGIN, media_problem
-from realsys.data.sources.open import source_files, source_rows
-from realsys.data.sources.source_row import SourceRow
+from realsys.data.prompts import held_out_size, side_of
+from realsys.data.sources import source_files, source_rows
+from realsys.data.sources.files import SourceRow
 from realsys.data.tokenizer import TextTokenizer
-from realsys.errors import DataError
+from realsys.errors import ConfigError, DataError
 
 Split = Literal["train", "eval"]
 _BATCH_ROWS, _BATCH_BYTES = 256, 16 << 20  # rows that are tokenised together
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DataSource:
     """One source of a split with its settings."""
 
     name: str
@@ -46,12 +46,12 @@ class Source:
     source_args: dict[str, Any] = field(default_factory=dict)
 
 
-def sources_of(data: DataConfig, split: Split) -> list[Source]:
+def sources_of(data: DataConfig, split: Split) -> list[DataSource]:
     """Return the sources of a split; none if the split is held out of train, or if there is nothing to train on."""
     if split == "train" and data.mixture:
-        return [Source(s.path, s.weight, s.layout, s.layout_args, s.source_args) for s in data.mixture]
+        return [DataSource(s.path, s.weight, s.layout, s.layout_args, s.source_args) for s in data.mixture]
     name = data.eval if split == "eval" else data.train
-    return [Source(name, 1.0, data.layout, data.layout_args, data.source_args)] if name else []
+    return [DataSource(name, 1.0, data.layout, data.layout_args, data.source_args)] if name else []
 
 
 def needs_copy(data: DataConfig) -> bool:
@@ -74,7 +74,7 @@ def convert(config: Config, paths: TrialPaths) -> None:
         done[split] = _Copy(config.data, tokenizer).write(
             paths.data / f"{split}.jsonl", split, sources_of(config.data, split)
         )
-    write_atomically(paths.data_sources, [msgspec.json.encode(Sources(done["train"], done["eval"]))])
+    write_atomically(paths.data_sources, [msgspec.json.encode(SourcesFile(done["train"], done["eval"]))])
 
 
 def convert_sets(config: Config, paths: TrialPaths) -> None:
@@ -83,11 +83,11 @@ def convert_sets(config: Config, paths: TrialPaths) -> None:
         tokenizer = TextTokenizer(paths.base_model(config)) if config.data.long_prompts == "drop" else None
         path = set_file(paths, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        source = Source(own.path, 1.0, own.layout, own.layout_args, own.source_args)
+        source = DataSource(own.path, 1.0, own.layout, own.layout_args, own.source_args)
         _Copy(config.data, tokenizer).write(path, "eval", [source])
 
 
-def rows_of(source: Source, split: Split) -> Iterator[tuple[SourceRow, Row | None]]:
+def rows_of(source: DataSource, split: Split) -> Iterator[tuple[SourceRow, ProblemRow | None]]:
     """Yield every row of a source, with None and its problem if the row is bad. Raises DataError."""
     layout: Layout | None = None
     for given in source_rows(source.name, split, source.source_args):
@@ -99,11 +99,11 @@ def rows_of(source: Source, split: Split) -> Iterator[tuple[SourceRow, Row | Non
         yield given._replace(problem=problem), row
 
 
-def _read(layout: Layout, values: dict[str, Any]) -> tuple[Row | None, str]:
+def _read(layout: Layout, values: dict[str, Any]) -> tuple[ProblemRow | None, str]:
     """Return the row, or None and its problem. A layout may be code of the user."""
     try:
         row = layout(values)
-        if not isinstance(row, Row):
+        if not isinstance(row, ProblemRow):
             return None, f"the layout returned {type(row).__name__}: it must return a Row"
         row.problem()
         if problem := media_problem(values):
@@ -115,7 +115,7 @@ def _read(layout: Layout, values: dict[str, Any]) -> tuple[Row | None, str]:
     return row, ""
 
 
-def checked_rows(source: Source, split: Split) -> Iterator[tuple[str, Row]]:
+def checked_rows(source: DataSource, split: Split) -> Iterator[tuple[str, ProblemRow]]:
     """Yield (place, row) of a source. Raises DataError at the first bad row."""
     for given, row in rows_of(source, split):
         if row is None:
@@ -123,7 +123,7 @@ def checked_rows(source: Source, split: Split) -> Iterator[tuple[str, Row]]:
         yield given.where, row
 
 
-def _is_own(source: Source, split: Split) -> bool:
+def _is_own(source: DataSource, split: Split) -> bool:
     """Return True for a file that is read in its place: lines of JSON in the layout of realsys."""
     if source.name.startswith(GENERATED) or source.layout not in (AUTO_LAYOUT, OWN):
         return False
@@ -142,14 +142,14 @@ class _Copy:
     def __init__(self, data: DataConfig, tokenizer: TextTokenizer | None) -> None:
         self._data = data
         self._tokenizer = tokenizer
-        self._done: list[Converted] = []
+        self._done: list[ConvertedSource] = []
 
-    def write(self, path: Path, split: Split, sources: list[Source]) -> list[Converted]:
+    def write(self, path: Path, split: Split, sources: list[DataSource]) -> list[ConvertedSource]:
         if sources:
             write_atomically(path, self._lines(sources, split))
         return self._done
 
-    def _lines(self, sources: list[Source], split: Split) -> Iterator[bytes]:
+    def _lines(self, sources: list[DataSource], split: Split) -> Iterator[bytes]:
         for source in sources:
             rows = dropped = 0
             for batch in _batches(source, split):
@@ -159,9 +159,9 @@ class _Copy:
                 yield from kept
             if not rows:
                 raise DataError(f"{source.name}: no prompts found: add rows, or remove the source")
-            self._done.append(Converted(source.name, source.weight, rows, dropped))
+            self._done.append(ConvertedSource(source.name, source.weight, rows, dropped))
 
-    def _kept(self, batch: list[tuple[Row, bytes]]) -> list[bytes]:
+    def _kept(self, batch: list[tuple[ProblemRow, bytes]]) -> list[bytes]:
         if self._tokenizer is None:
             return [line for _, line in batch]
         rows = [row for row, _ in batch]
@@ -170,14 +170,14 @@ class _Copy:
         return [line for (_, line), length in zip(batch, lengths, strict=True) if length <= limit]
 
 
-def prompt_lengths(tokenizer: TextTokenizer, rows: list[Row], *, chat: bool) -> list[int]:
+def prompt_lengths(tokenizer: TextTokenizer, rows: list[ProblemRow], *, chat: bool) -> list[int]:
     """Return the number of tokens of each prompt, template included. Raises DataError."""
     prompts, tools = [row.prompt for row in rows], [row.tools for row in rows]
     return [len(ids) for ids in tokenizer.encode_prompts(prompts, chat=chat, tools=tools)]
 
 
-def _batches(source: Source, split: Split) -> Iterator[list[tuple[Row, bytes]]]:
-    batch: list[tuple[Row, bytes]] = []
+def _batches(source: DataSource, split: Split) -> Iterator[list[tuple[ProblemRow, bytes]]]:
+    batch: list[tuple[ProblemRow, bytes]] = []
     size = 0
     for where, row in checked_rows(source, split):
         line = encoded(row, where)
@@ -190,7 +190,7 @@ def _batches(source: Source, split: Split) -> Iterator[list[tuple[Row, bytes]]]:
         yield batch
 
 
-def encoded(row: Row, where: str) -> bytes:
+def encoded(row: ProblemRow, where: str) -> bytes:
     """Return the line of a row. Raises DataError for values that JSON cannot hold."""
     try:
         return msgspec.json.encode(row.line() | {ORIGIN: where}) + b"\n"
@@ -199,3 +199,96 @@ def encoded(row: Row, where: str) -> bytes:
 
 
 _SPLITS: tuple[Split, ...] = ("train", "eval")
+
+
+# ---- held out ----------------------------------------------------------------------------------------------------
+#
+# Number of held-out problems, before the trial exists.
+
+
+def count_held_out(config: Config, paths: TrialPaths, most: int) -> int:
+    """Count the held-out problems; data that must be converted is read until there are ``most``.
+
+    Long prompts that a conversion leaves out are counted. Raises DataError.
+    """
+    if is_converted(paths) or not needs_copy(config.data):
+        return held_out_size(config, paths)
+    rows = (row for source in sources_of(config.data, "eval") for _, row in checked_rows(source, "eval"))
+    if not config.data.eval:
+        train = (row for source in sources_of(config.data, "train") for _, row in checked_rows(source, "train"))
+        rows = (row for row in train if side_of(row.prompt, config.data.eval_fraction) == "eval")
+    return sum(1 for _ in islice(rows, most))
+
+
+# ---- identity ----------------------------------------------------------------------------------------------------
+#
+# Checks that the prompts of a trial stay the same: ledger and checkpoints know a prompt by its number alone.
+#
+# A trial stores a digest of its prompts at its first start. A later start, and a trial that resumes from it, must have
+# the same prompts in the same order. Otherwise the cursor would skip some prompts and repeat others.
+
+
+_DIGEST_FILE = "train.digest"
+#: settings that a copy of the data was made with
+_MADE_WITH = ("train", "eval", "mixture", "layout", "layout_args", "source_args", "long_prompts")
+_MADE_WITH_LIMIT = ("max_prompt_tokens", "chat_template")
+
+
+def check_copy(config: Config, earlier: Config, paths: TrialPaths) -> None:
+    """Check that a trial which continues reads the data that it was begun with. Raises ConfigError."""
+    data, begun = config.data, earlier.data
+    again = "choose another trial name"
+    _check_sets(config, earlier, again)
+    if not is_converted(paths):
+        if needs_copy(data):
+            problem = f"must be converted, and trial {config.trial!r} was begun with a file that is read in its place"
+            raise ConfigError("data.train", data.train or "(mixture)", f"{problem}: {again}")
+        return
+    limits = _MADE_WITH_LIMIT if begun.long_prompts == "drop" else ()
+    for name in (*_MADE_WITH, *limits):
+        if (new := getattr(data, name)) != (old := getattr(begun, name)):
+            problem = f"trial {config.trial!r} has its own copy of the data, made with {old!r}: keep that, or {again}"
+            raise ConfigError(f"data.{name}", new, problem)
+
+
+_OF_SETS = ("path", "layout", "layout_args", "source_args")
+
+
+def _check_sets(config: Config, earlier: Config, again: str) -> None:
+    """Check that the trial has copies of the data of its evaluation sets, made from the same sources."""
+    before = sources_of_sets(earlier)
+    for name, new in sources_of_sets(config).items():
+        for field in _OF_SETS:
+            old = getattr(before[name], field) if name in before else None
+            if old != (value := getattr(new, field)):
+                problem = f"trial {config.trial!r} was begun with {old!r}: keep that, or {again}"
+                raise ConfigError(f"evaluation.sets.{name}.{field}", value, problem)
+
+
+def check_prompts(config: Config, paths: TrialPaths, digest: str) -> None:
+    """Check the prompts against those of this trial's earlier starts, and of the trial that it resumes.
+
+    Raises ConfigError.
+    """
+    begun = _read_digest(paths)
+    source = f"trial {config.trial!r} was begun"
+    if begun is None and config.resume:
+        begun = _read_digest(TrialPaths(Path(config.resume).parents[1]))
+        source = f"resume={config.resume} was trained"
+    if begun not in (None, digest):
+        problem = f"{source} with other prompts, or in another order, so some would be skipped and others repeated"
+        raise ConfigError("data.train", config.data.train or "(mixture)", f"{problem}: use the same data")
+
+
+def write_digest(paths: TrialPaths, digest: str) -> None:
+    """Store the digest at the first start."""
+    paths.data.mkdir(exist_ok=True)
+    if _read_digest(paths) is None:
+        write_atomically(paths.data / _DIGEST_FILE, [digest.encode()])
+
+
+def _read_digest(paths: TrialPaths) -> str | None:
+    try:
+        return (paths.data / _DIGEST_FILE).read_text("ascii")
+    except (FileNotFoundError, NotADirectoryError):
+        return None

@@ -1,1 +1,0 @@
-"""The trial's own copy of its data: sources in other layouts, mixtures, and left-out long prompts."""

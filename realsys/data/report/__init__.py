@@ -1,1 +1,0 @@
-"""Report on a data set: `realsys data check`."""
