@@ -200,7 +200,7 @@ def _cpu(server: subprocess.Popen[str]) -> float:
 def serve_engine(model: Path) -> None:
     """Run the embedded engine until stdin ends; its URL is the first line of stdout."""
     from realsys.cluster.http_server import HttpServer
-    from realsys.generation.embedded.build import build_engine
+    from realsys.generation.embedded.engine import build_engine
     from realsys.generation.server import build_app
     from realsys.weights.disk.stage import DiskReader
 

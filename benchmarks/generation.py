@@ -46,11 +46,10 @@ from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.errors import WeightsError
 from realsys.generation.backend import Staged
 from realsys.generation.client import GenerationClient, SamplingSpec
-from realsys.generation.embedded.build import build_engine
-from realsys.generation.embedded.engine import Engine
+from realsys.generation.embedded.engine import EmbeddedEngine, build_engine
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.server import build_app
-from realsys.generation.sglang.arguments import Launch
+from realsys.generation.sglang.process import Launch
 from realsys.model_files.architecture import ModelSizes
 
 PROMPT, ANSWER, CONTEXT, VOCAB = 32, 128, 256, 1024
@@ -86,7 +85,7 @@ def prompt(index: int) -> list[int]:
 class EngineOverHttp:
     """Requests by the product's client to the product's server."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
         self._server = HttpServer(build_app(engine))
         self._server.start()
@@ -176,7 +175,7 @@ class SglangOverHttp:
             await asyncio.gather(*(caller() for _ in range(load.concurrent)))
 
 
-def engine_direct(engine: Engine, load: Load) -> None:
+def engine_direct(engine: EmbeddedEngine, load: Load) -> None:
     """The same requests without HTTP."""
     engine.flush().result(600)
     futures = [

@@ -31,9 +31,9 @@ import torch
 from benchmarks._models import on_one_core, random_qwen2
 from benchmarks._table import report
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
-from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.core import EngineCore
-from realsys.generation.embedded.forward.weights import read_tensors
+from realsys.generation.embedded.decoder import read_tensors
+from realsys.generation.embedded.engine import build_engine
 from realsys.generation.protocol import SamplingParams, UpdateResult
 from realsys.model_files.architecture import ModelSizes
 

@@ -23,7 +23,7 @@ from benchmarks._models import on_one_core, random_qwen2
 from benchmarks._table import report
 from benchmarks.generation import SIZES, VOCAB
 from realsys.generation.embedded.core import CoreSizes, EngineCore
-from realsys.generation.embedded.forward.weights import fuse, read_tensors
+from realsys.generation.embedded.decoder import fuse, read_tensors
 from realsys.generation.embedded.scheduler import Request
 from realsys.generation.protocol import SamplingParams
 from realsys.model_files.config_json import read_model

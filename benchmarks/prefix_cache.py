@@ -26,10 +26,9 @@ from realsys.cluster.http_client import HttpClient
 from realsys.cluster.http_server import HttpServer
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.generation.client import GenerationClient, SamplingSpec
-from realsys.generation.embedded.build import build_engine
-from realsys.generation.embedded.engine import Engine
-from realsys.generation.embedded.forward.weights import read_tensors
-from realsys.generation.embedded.rows import KvPolicy
+from realsys.generation.embedded.decoder import read_tensors
+from realsys.generation.embedded.engine import EmbeddedEngine, build_engine
+from realsys.generation.embedded.prefix_cache import KvPolicy
 from realsys.generation.server import build_app
 from realsys.model_files.architecture import ModelSizes
 from tests.support.serving.generation_models import Weights
@@ -58,7 +57,7 @@ class Case:
 class Conversations:
     """All conversations of a case at one server."""
 
-    def __init__(self, case: Case, engine: Engine, url: str) -> None:
+    def __init__(self, case: Case, engine: EmbeddedEngine, url: str) -> None:
         self._case = case
         self._engine = engine
         self._url = url

@@ -30,8 +30,8 @@ import torch
 
 from benchmarks._table import report
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
-from realsys.generation.embedded.build import build_engine
-from realsys.generation.embedded.forward.weights import fuse
+from realsys.generation.embedded.decoder import fuse
+from realsys.generation.embedded.engine import build_engine
 from realsys.model_files.config_json import read_model
 from realsys.weights.disk import manifest
 from realsys.weights.disk.stage import DiskReader, HeldWeights, stage

@@ -21,8 +21,7 @@ def serve(ctx: WorkerContext) -> None:
     from realsys.cluster.http_server import HttpServer
     from realsys.errors import GenerationError
     from realsys.generation.backend import EngineParts, make_backend, own_span
-    from realsys.generation.server import build_app
-    from realsys.generation.serving import Changes, Stop, keep_registered, stop_serving
+    from realsys.generation.server import Changes, StopServing, build_app, keep_registered, stop_serving
     from realsys.generation.weight_folder import FolderWriter
     from realsys.weights.contract import ReaderParts, build_transport
     from realsys.weights.host_reader import CopyService
@@ -45,7 +44,7 @@ def serve(ctx: WorkerContext) -> None:
         span=span,
     )
     engine = make_backend(config).build(parts)
-    ctx.on_stop(lambda: changes.put(Stop()))
+    ctx.on_stop(lambda: changes.put(StopServing()))
     try:
         engine.start()
     except GenerationError:

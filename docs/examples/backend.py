@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from realsys.config.schema import Config
 from realsys.generation.backend import Backend, EngineParts
 from realsys.generation.protocol import SamplingParams
-from realsys.generation.simple import SimpleEngine
+from realsys.generation.threaded import SimpleEngine
 
 
 class EchoEngine(SimpleEngine):

@@ -34,9 +34,9 @@ COMPUTE = (
     "realsys.workers.generation_part",
     "torch",
     "torch._dynamo",  # torch's optimizers import it in their first step
-    "realsys.generation.embedded.build",
+    "realsys.generation.embedded.engine",
     "realsys.generation.server",
-    "realsys.generation.serving",
+    "realsys.generation.server",
     "realsys.cluster.stream.push_pull",
     "realsys.train.worker.call_service",
     "realsys.train.megatron.mesh",

@@ -354,7 +354,7 @@ BACKEND = Door(
     "generation backend",
     {
         "embedded": "realsys.generation.embedded.backend:EmbeddedBackend",
-        "sglang": "realsys.generation.sglang.build:SglangBackend",
+        "sglang": "realsys.generation.sglang.backend:SglangBackend",
     },
     derives("realsys.generation.backend:Backend"),
 )

@@ -52,7 +52,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RequestSnapshot:
     """State of a request in progress.
 
     completions  results as an abort would give them now, in the order of their indices
@@ -104,7 +104,7 @@ class Staged(Protocol):
         """Ends the use of the tensors, which other servers share. Without a call it ends with the next load."""
 
 
-class Load(Protocol):
+class LoadVersion(Protocol):
     """Reader of a version into host memory."""
 
     def __call__(self, locator: str, version: int, *, loaded: bool = False) -> Staged:
@@ -166,7 +166,7 @@ class GenerationEngine(Protocol):
     def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
         """Sample ``params.n`` completions of one prompt."""
 
-    def snapshot(self, rid: str, beyond: int = -1) -> Future[Snapshot | None]:
+    def snapshot(self, rid: str, beyond: int = -1) -> Future[RequestSnapshot | None]:
         """Return the state of a request as soon as it has more than ``beyond`` tokens, by default now.
 
         None if no request has that id, or if it ends before.
@@ -198,7 +198,7 @@ class GenerationEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class NodeSpan:
     """Nodes of one server: the rank of this one, their number, and the ``host:port`` at which its parts meet."""
 
     rank: int = 0
@@ -206,13 +206,13 @@ class Span:
     init_address: str = ""
 
 
-ONE_NODE = Span()
+ONE_NODE = NodeSpan()
 
 
-def own_span(environment: Mapping[str, str] = os.environ) -> Span:
+def own_span(environment: Mapping[str, str] = os.environ) -> NodeSpan:
     """Return the span that the launcher has given to this process."""
     rank, nodes = (int(environment.get(name, default)) for name, default in ((NODE_RANK, "0"), (NODES, "1")))
-    return Span(rank, nodes, environment.get(INIT_ADDRESS, ""))
+    return NodeSpan(rank, nodes, environment.get(INIT_ADDRESS, ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class PartParts:
     config: Config
     model_path: Path
     index: int
-    span: Span
+    span: NodeSpan
     on_stop: Callable[[Callable[[], None]], None]
 
 
@@ -242,11 +242,11 @@ class EngineParts:
     config: Config
     model_path: Path
     index: int
-    load: Load
+    load: LoadVersion
     materialise: Materialise
     on_change: Callable[[Change], None]
     on_stop: Callable[[Callable[[], None]], None]
-    span: Span = ONE_NODE
+    span: NodeSpan = ONE_NODE
 
 
 class Backend(BackendRules, ABC):

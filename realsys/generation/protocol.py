@@ -166,7 +166,7 @@ class CompletionReply(msgspec.Struct):
     meta_info: MetaInfo
 
 
-class Part(msgspec.Struct, array_like=True):
+class ProgressPart(msgspec.Struct, array_like=True):
     """Tokens of completion ``index`` from its ``begin``-th on. ``finish``: its finish reason, or None while it runs.
 
     ``kv_versions``: as in MetaInfo, of these tokens. ``top``: (token, log-prob) of the most probable tokens at each.
@@ -182,13 +182,13 @@ class Part(msgspec.Struct, array_like=True):
     top: TopLogprobs | None = None
 
 
-class Progress(msgspec.Struct, omit_defaults=True):
+class ProgressLine(msgspec.Struct, omit_defaults=True):
     """A line before the reply of /generate: new tokens, or the error that replaces the reply.
 
     No parts: the request waits, and the server works on others. ``status``: HTTP status of the error.
     """
 
-    parts: list[Part] = []
+    parts: list[ProgressPart] = []
     status: int = 0
     message: str = ""
 

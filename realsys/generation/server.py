@@ -9,9 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
+import os
+import queue
 import secrets
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,13 +25,15 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from realsys.cluster.http_server import Admission, Guard
+from realsys.cluster.http_server import Admission, Guard, HttpServer
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.process import gpu_peak_bytes, resident_bytes
+from realsys.cluster.worker import WorkerContext
 from realsys.errors import MALFORMED, GenerationError, ServerBusy
 from realsys.generation import protocol as p
-from realsys.generation.backend import Completion, GenerationEngine, Snapshot
-from realsys.generation.received import Delta
+from realsys.generation.backend import Change, Completion, GenerationEngine, RequestSnapshot
+from realsys.generation.client import Delta
+from realsys.types import ServerAddress
 
 MAX_BODY = 16 << 20  # bytes; a prompt of a million tokens is 7 MB
 STREAM_S = 0.02  # shortest time between two lines of a stream: a line costs as much as some steps of a small model
@@ -96,7 +103,7 @@ class _Calls:
         rid = body.rid or secrets.token_hex(16)
         future = asyncio.wrap_future(self._engine.generate(rid, body.input_ids, body.sampling_params))
         client_left = asyncio.create_task(_disconnected(request))
-        news: asyncio.Future[Snapshot | None] | None = None
+        news: asyncio.Future[RequestSnapshot | None] | None = None
         try:
             if body.stream and body.progress_s:
                 news = self._news(rid, 0)
@@ -115,7 +122,7 @@ class _Calls:
             return StreamingResponse(self._lines(rid, body, future, news), media_type="application/json")
         return self._completions(rid, body, await future)
 
-    def _news(self, rid: str, beyond: int) -> asyncio.Future[Snapshot | None]:
+    def _news(self, rid: str, beyond: int) -> asyncio.Future[RequestSnapshot | None]:
         news = asyncio.wrap_future(self._engine.snapshot(rid, beyond))
         # The request has the same error, and is the one that is awaited.
         news.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -126,7 +133,7 @@ class _Calls:
         rid: str,
         body: p.GenerateRequest,
         future: asyncio.Future[list[Completion]],
-        news: asyncio.Future[Snapshot | None] | None,
+        news: asyncio.Future[RequestSnapshot | None] | None,
     ) -> AsyncIterator[bytes]:
         """Yield a line of Progress whenever the request has moved, then the reply, or a line with its error.
 
@@ -247,3 +254,54 @@ def _error(status: int, message: str) -> Response:
 
 def _error_body(message: str) -> p.ErrorReply:
     return p.ErrorReply(p.ErrorDetail(message[:MAX_MESSAGE]))
+
+
+# ---- serving -----------------------------------------------------------------------------------------------------
+#
+# A generation engine as a service of its trial: registered in the name store while it serves, and only then.
+#
+#     engine ──Change──> queue ──> Registration: register, withdraw, or end the process
+#     signal ──Stop────────┘
+#
+# A SGLang that was restarted has lost its weights. The server then registers as a new incarnation, which the manager
+# treats as a new server: it loads and verifies the newest version before it routes to it.
+
+
+log = logging.getLogger(__name__)
+
+_HAND_OVER_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class StopServing:
+    """Request to end the process."""
+
+
+Changes = queue.SimpleQueue[Change | StopServing]
+
+
+def keep_registered(ctx: WorkerContext, url: str, changes: Changes, copies: str = "") -> None:
+    """Keep the registration true until Stop. Raises GenerationError if the engine will not serve again."""
+    key = ctx.names.generation_server(ctx.index)
+    while not isinstance(change := changes.get(), StopServing):
+        if change.final:
+            raise GenerationError(f"{ctx.name}: {change.reason}")
+        if change.serial is None:
+            log.warning("not serving: %s", change.reason)
+            ctx.check_alive()  # without the lease this could be the registration of a successor
+            ctx.store.clear_subtree(key)  # no error if the key is not there
+            ctx.set_state("restarting")
+            continue
+        incarnation = f"{ctx.incarnation}.{change.serial}" if change.serial else ctx.incarnation
+        address = ServerAddress(ctx.name, url, os.getpid(), socket.gethostname(), incarnation, copies)
+        ctx.register(key, msgspec.json.encode(address).decode())
+        ctx.set_state("serving")
+
+
+def stop_serving(engine: GenerationEngine, http: HttpServer) -> None:
+    """Return what the open completions have so far, so that other servers continue them; then close both."""
+    with contextlib.suppress(GenerationError, TimeoutError):  # the engine has ended already, or hangs
+        engine.pause("abort").result(_HAND_OVER_S)
+    # The engine first: new calls then fail immediately, and the HTTP server has no replies to wait for.
+    engine.close()
+    http.close()

@@ -32,8 +32,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from realsys.errors import GenerationError, ServerBusy, ServerSilent
-from realsys.generation.client import Generated, GenerationClient, SamplingSpec, generated_so_far, joined_kv_versions
-from realsys.generation.received import Received
+from realsys.generation.client import (
+    Generated,
+    GenerationClient,
+    Received,
+    SamplingSpec,
+    generated_so_far,
+    joined_kv_versions,
+)
 from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.manager.messages import MOST_RELEASED, ScheduleReply, ScheduleRequest
 from realsys.manager.routing.placement import prefix_hashes

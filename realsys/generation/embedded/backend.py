@@ -14,7 +14,7 @@ from realsys.errors import ConfigError
 from realsys.generation.backend import Backend, Change, EngineParts
 
 if TYPE_CHECKING:
-    from realsys.generation.embedded.engine import Engine
+    from realsys.generation.embedded.engine import EmbeddedEngine
 
 
 class EmbeddedBackend(Backend):
@@ -61,11 +61,11 @@ class EmbeddedBackend(Backend):
         one_turn = not rollout.agent_python and getattr(AGENT.load(rollout.agent), "one_turn", False)
         return not one_turn or self.config.generation.sampling.new_tokens_per_chunk > 0
 
-    def build(self, parts: EngineParts) -> Engine:
+    def build(self, parts: EngineParts) -> EmbeddedEngine:
         import torch
 
-        from realsys.generation.embedded.build import build_engine
-        from realsys.generation.embedded.rows import KvPolicy
+        from realsys.generation.embedded.engine import build_engine
+        from realsys.generation.embedded.prefix_cache import KvPolicy
 
         config, updates = self.config, self.config.asynchronous
         torch.set_num_threads(config.generation.threads)

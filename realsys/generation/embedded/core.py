@@ -16,29 +16,25 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
 from realsys.errors import GenerationError
-from realsys.generation.backend import Completion, Snapshot
-from realsys.generation.embedded.forward.batch import Batch, PrefillBatch
-from realsys.generation.embedded.forward.kv_cache import CacheShape, KVCache
-from realsys.generation.embedded.forward.model import Decoder
-from realsys.generation.embedded.forward.sampler import sample, top_logprobs
-from realsys.generation.embedded.forward.token_store import TokenStore
-from realsys.generation.embedded.forward.weights import ModelWeights
-from realsys.generation.embedded.layout import LayoutPlanner
-from realsys.generation.embedded.prefill import Part, plan_pass
-from realsys.generation.embedded.results import EMPTY, read_result, snapshot_of, stopped_rows
-from realsys.generation.embedded.rows import CacheRows, KvPolicy
-from realsys.generation.embedded.scheduler import LiveCompletion, Request, Scheduler
+from realsys.generation.backend import Completion, RequestSnapshot
+from realsys.generation.embedded.batch import DecodeBatch, PrefillBatch, TokenStore
+from realsys.generation.embedded.decoder import CacheShape, Decoder, KVCache, ModelWeights
+from realsys.generation.embedded.prefix_cache import CacheRows, KvPolicy, PrefillPart, plan_pass
+from realsys.generation.embedded.sampler import sample, top_logprobs
+from realsys.generation.embedded.scheduler import LayoutPlanner, LiveCompletion, Request, Scheduler
 from realsys.generation.protocol import UNSYNCED
-from realsys.generation.uniforms import uniforms
+from realsys.generation.sampling_rules import find_stop, uniforms, window
 from realsys.model_files.architecture import HfModel
 from realsys.types import FinishReason
 
@@ -82,7 +78,7 @@ class Counters:
     busy_s: float = 0.0
 
 
-class Ended(NamedTuple):
+class EndedCompletion(NamedTuple):
     """A completion that has ended, and why. ``matched``: the stop token or stop string."""
 
     completion: LiveCompletion
@@ -129,7 +125,7 @@ class EngineCore:
         self._store = TokenStore(sizes.max_running, sizes.context, embedding.device)
         # Bounds the attention mask, [tokens, context], whatever the configured budget.
         self._prefill_tokens = min(sizes.prefill_tokens, max(64, _MASK_ENTRIES // sizes.context))
-        self._batch: Batch | None = None  # None: a completion has ended or joined since it was built
+        self._batch: DecodeBatch | None = None  # None: a completion has ended or joined since it was built
 
     # ---- requests
 
@@ -140,14 +136,16 @@ class EngineCore:
     def abort(self, request: Request) -> None:
         """End a request now; its completions keep the tokens they have."""
         _deliver(self.scheduler.drop_waiting(request, EMPTY))
-        self._finish([Ended(completion, "abort") for completion in request.running])
+        self._finish([EndedCompletion(completion, "abort") for completion in request.running])
 
-    def snapshot(self, request: Request) -> Snapshot | None:
+    def snapshot(self, request: Request) -> RequestSnapshot | None:
         """Return the results of a request as an abort would give them now; None if it fails, for a bad log-prob."""
         # Not _retire_batch(): to build the batch again would cost every running completion time.
         # Not for a request that waits: the snapshots of a queue of streams would cost each step time, too.
         lengths = self._batch.by_completion() if self._batch is not None and request.running else {}
-        running = {c.index: self._read(Ended(c, "abort"), lengths.get(id(c), c.length)) for c in request.running}
+        running = {
+            c.index: self._read(EndedCompletion(c, "abort"), lengths.get(id(c), c.length)) for c in request.running
+        }
         if request.failure:
             self.abort(request)
             return None
@@ -235,7 +233,7 @@ class EngineCore:
             self._decode(batch)
         self.counters.busy_s += time.perf_counter() - started
 
-    def _decode(self, batch: Batch) -> None:
+    def _decode(self, batch: DecodeBatch) -> None:
         store = self._store
         logits = self._model.decode(batch.ids, batch.positions, batch.groups)
         # One number per cell, drawn at admission: a token does not depend on which rows decode with it,
@@ -255,7 +253,10 @@ class EngineCore:
         if ended:
             # A row that ends without a match has reached its limit.
             self._finish(
-                [Ended(batch.completions[row], "length" if m is None else "stop", m) for row, m in ended.items()]
+                [
+                    EndedCompletion(batch.completions[row], "length" if m is None else "stop", m)
+                    for row, m in ended.items()
+                ]
             )
 
     # ---- admission, prefill and rows
@@ -286,7 +287,7 @@ class EngineCore:
         oldest = self._kv.oldest(self.version)
         return [completion for completion in self.scheduler.running if completion.kv_version >= oldest]
 
-    def _compute(self, parts: Sequence[Part]) -> int:
+    def _compute(self, parts: Sequence[PrefillPart]) -> int:
         """Fill the rows of a pass. Returns the number of tokens."""
         scheduler = self.scheduler
         self.counters.reused += sum(part.start - part.completion.cached for part in parts)
@@ -309,7 +310,7 @@ class EngineCore:
         moves = zip(layout.sources.tolist(), layout.targets.tolist(), strict=True)
         others = self.rows.make_room(len(scheduler.running), scheduler.prefilling)
         self._cache.copy([(source, target, layout.moved_length) for source, target in moves] + others)
-        self._batch = Batch.build(self.scheduler.running, layout.groups, self._store)
+        self._batch = DecodeBatch.build(self.scheduler.running, layout.groups, self._store)
 
     def _retire_batch(self) -> None:
         """Write the lengths of the batch back to the completions (batch-is-owner)."""
@@ -320,7 +321,7 @@ class EngineCore:
 
     # ---- results
 
-    def _finish(self, ended: Sequence[Ended]) -> None:
+    def _finish(self, ended: Sequence[EndedCompletion]) -> None:
         if not ended:
             return
         self._retire_batch()
@@ -337,7 +338,7 @@ class EngineCore:
             if request.failure and not request.done.done():
                 self.abort(request)
 
-    def _read(self, end: Ended, length: int) -> Completion:
+    def _read(self, end: EndedCompletion, length: int) -> Completion:
         return read_result(self._store, end.completion, length, self.version, (end.reason, end.matched))
 
 
@@ -348,3 +349,69 @@ def _deliver(requests: Sequence[Request]) -> None:
             request.done.set_exception(GenerationError(request.failure))
             continue
         request.done.set_result([request.results[index] for index in range(request.params.n)])
+
+
+# ---- results -----------------------------------------------------------------------------------------------------
+#
+# Results of completions, read from the TokenStore: at their end, or so far; and ends by a stop string.
+
+
+log = logging.getLogger(__name__)
+
+#: result of a completion without a token
+EMPTY = Completion(np.empty(0, np.int32), np.empty(0, np.float32), [], "abort")
+
+
+def read_result(
+    store: TokenStore,
+    completion: LiveCompletion,
+    length: int,
+    version: int,
+    end: tuple[FinishReason, int | str | None],
+) -> Completion:
+    """Read a completion whose sequence has ``length`` tokens. Tokens without a segment belong to ``version``.
+
+    A log-prob that is not finite marks the request as failed. A check on every step would wait for the device.
+    """
+    request = completion.request
+    tokens, logprobs = store.read(completion.slot, len(request.prompt), length)
+    if not request.failure and not np.isfinite(logprobs).all():
+        request.failure = (
+            f"weights of version {version} give log-probs that are not finite (request {request.rid!r}, "
+            f"completion {completion.index}): the model has diverged or is corrupt"
+        )
+        log.error("%s", request.failure)
+    runs = completion.runs(version, len(tokens))
+    segments = [(sampled_by, count) for sampled_by, _, count in runs]
+    oldest_keys = [(kv_version, count) for _, kv_version, count in runs]
+    top = completion.top[: len(tokens)] if request.params.top_logprobs_num else None
+    return Completion(tokens, logprobs, segments, *end, None if oldest_keys == segments else oldest_keys, top)
+
+
+def stopped_rows(
+    batch: DecodeBatch, ended: Mapping[int, int | str | None], store: TokenStore, tokenizer: Tokenizer
+) -> dict[int, str]:
+    """Return the rows whose completion now holds one of its stop strings: row -> string. ``ended``: as of the step."""
+    # A row that reached its limit in this step (None) is included: a stop string takes precedence.
+    rows = [r for r in batch.watched if ended.get(r) is None and batch.lengths[r] >= batch.ban_lengths[r]]
+    if not rows:
+        return {}
+    strings = [batch.completions[row].request.params.stop for row in rows]
+    widths = [min(window(texts), store.context) for texts in strings]
+    # One copy from the device for all rows: each would otherwise wait for the device on its own.
+    tails = store.tails(batch.cells[torch.tensor(rows, device=batch.cells.device)], max(widths))
+    matches = {}
+    for row, texts, width, tail in zip(rows, strings, widths, tails, strict=True):
+        # Without the prompt: a stop string in it must not end the completion.
+        own_tokens = min(width, int(batch.lengths[row]) - batch.completions[row].completion_start)
+        match = find_stop(tokenizer, tail[-own_tokens:], texts)
+        if match is not None:
+            matches[row] = match
+    return matches
+
+
+def snapshot_of(request: Request, running: Mapping[int, Completion], moved: int) -> RequestSnapshot:
+    """Return the state of a request. ``running``: completions that have a slot, by index."""
+    indices = range(request.params.n)
+    completions = [request.results.get(index) or running.get(index, EMPTY) for index in indices]
+    return RequestSnapshot(completions, frozenset(indices).difference(request.results), moved)

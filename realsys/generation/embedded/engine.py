@@ -1,34 +1,88 @@
-"""The embedded engine: one thread runs decode steps, another stages weights.
-
-    HTTP handlers ──commands──> [mailbox] ──> engine thread:  commands, weight swap if one is ready, step, repeat
-    update() ──> [staging queue] ──> staging thread: load, verify, fuse ──command──> engine thread: swap
-
-The engine thread consumes commands and waits for the mailbox only. It alone changes the core, between two steps, so
-the core needs no locks. An error in it ends all open calls with that error and leaves the thread, so that the process
-dies of it.
-"""
+"""Construction of an embedded engine from a model directory."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import queue
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
 
 from realsys.cluster.failpoint import failpoint
-from realsys.errors import GenerationError
-from realsys.generation.backend import Completion, Load, Snapshot
-from realsys.generation.embedded.core import EngineCore
+from realsys.cluster.gpu_devices import choose_device
+from realsys.config.schema import GenerationConfig
+from realsys.errors import GenerationError, RealsysError
+from realsys.generation.backend import Completion, LoadVersion, RequestSnapshot, Staged
+from realsys.generation.embedded.core import CoreSizes, EngineCore
+from realsys.generation.embedded.decoder import ModelWeights, fuse, read_tensors
+from realsys.generation.embedded.prefix_cache import KvPolicy
 from realsys.generation.embedded.scheduler import Request
-from realsys.generation.embedded.staging import Stager, Update
-from realsys.generation.limits import Limits
 from realsys.generation.protocol import SamplingParams, ServerInfo, UpdateResult
+from realsys.generation.sampling_rules import Limits, read_tokenizer
 from realsys.generation.threaded import ThreadedEngine, join
+from realsys.model_files.architecture import HfModel
+from realsys.model_files.config_json import read_model
 from realsys.observe import spans
+from realsys.observe.spans import span
 
 
-class Engine(ThreadedEngine):
+def build_engine(
+    model_path: Path,
+    config: GenerationConfig,
+    load: LoadVersion,
+    *,
+    context: int = 0,
+    dtype: torch.dtype = torch.float32,
+    head_dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    interruptible: bool = True,
+    kv: KvPolicy | None = None,
+    on_step: Callable[[EngineCore], None] | None = None,
+) -> EmbeddedEngine:
+    """Read the model and allocate everything that the engine needs; the caller starts it.
+
+    The engine begins with version -1 for any directory: only a verified update has a version.
+    ``head_dtype`` is that of the logits, if it is not ``dtype``. ``context`` is the longest sequence in
+    tokens, used if ``embedded.context_length`` is 0. Raises
+    ModelError for a model that it cannot run, ConfigError if the KV cache does not fit, DeviceError if the
+    process was given a GPU that it cannot use.
+    """
+    device = device or choose_device()
+    embedded = config.embedded
+    arch = read_model(model_path)
+    weights = fuse(arch, read_tensors(model_path), dtype=dtype, device=device, head_dtype=head_dtype)
+    sizes = CoreSizes(
+        max_running=embedded.max_running,
+        max_queued=embedded.max_queued,
+        context=embedded.context_length or context,
+        prefill_tokens=embedded.prefill_tokens,
+        cache_rows=embedded.cache_rows,
+    )
+    core = EngineCore(arch, weights, sizes, read_tokenizer(model_path), kv)
+    return EmbeddedEngine(core, load, model_path=str(model_path), interruptible=interruptible, on_step=on_step)
+
+
+# ---- engine ------------------------------------------------------------------------------------------------------
+#
+# The embedded engine: one thread runs decode steps, another stages weights.
+#
+#     HTTP handlers ──commands──> [mailbox] ──> engine thread:  commands, weight swap if one is ready, step, repeat
+#     update() ──> [staging queue] ──> staging thread: load, verify, fuse ──command──> engine thread: swap
+#
+# The engine thread consumes commands and waits for the mailbox only. It alone changes the core, between two steps, so
+# the core needs no locks. An error in it ends all open calls with that error and leaves the thread, so that the
+# process dies of it.
+
+
+class EmbeddedEngine(ThreadedEngine):
     """Thread-safe front of an EngineCore.
 
     ``interruptible`` swaps weights in the middle of completions; otherwise running completions finish
@@ -39,7 +93,7 @@ class Engine(ThreadedEngine):
     def __init__(
         self,
         core: EngineCore,
-        load: Load,
+        load: LoadVersion,
         *,
         model_path: str = "",
         interruptible: bool = True,
@@ -213,7 +267,7 @@ class Engine(ThreadedEngine):
             self.core.abort(request)
         return bool(requests)
 
-    def _snapshot(self, rid: str) -> Snapshot | None:
+    def _snapshot(self, rid: str) -> RequestSnapshot | None:
         request = self.core.scheduler.find(rid)
         return None if request is None else self.core.snapshot(request)
 
@@ -222,3 +276,105 @@ class Engine(ThreadedEngine):
 
     def _flush(self) -> None:
         self.core.rows.forget()
+
+
+# ---- staging -----------------------------------------------------------------------------------------------------
+#
+# Staging of weights while the engine decodes: a thread reads, verifies and fuses them, then hands them over.
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """One weight update in progress. Times are those of time.perf_counter."""
+
+    path: str
+    version: int
+    abort_all: bool
+    done: Future[UpdateResult]
+    weights: ModelWeights | None = None  # None if the version has the weights of the one before
+    timings: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    staged_at: float = 0.0
+    swapped_at: float = 0.0
+    tokens_before: int = 0  # tokens sampled from the engine's start to the swap
+
+
+class Stager:
+    """Thread that consumes updates in order, one at a time.
+
+    It hands staged ones to ``on_ready``, and completes the call of a failed one with the reason.
+    """
+
+    def __init__(
+        self,
+        arch: HfModel,
+        load: LoadVersion,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        device: torch.device,
+        on_ready: Callable[[Update], None],
+    ) -> None:
+        self._arch = arch
+        self._load = load
+        self._dtype, self._head_dtype = dtypes
+        self._device = device
+        self._on_ready = on_ready
+        self._todo: queue.SimpleQueue[Update | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="weight-staging", daemon=True)
+
+    def put(self, update: Update) -> None:
+        self._todo.put(update)
+
+    def stop(self) -> None:
+        """End the thread after the queued updates."""
+        self._todo.put(None)
+
+    def _run(self) -> None:
+        in_engine = False  # the engine has, or will have, the version that was staged last
+        while (update := self._todo.get()) is not None:
+            start = time.perf_counter()
+            try:
+                staged, loaded = self._stage(update, in_engine=in_engine)
+            except Exception as error:  # a boundary: a bad version must not stop serving the current one
+                in_engine = False
+                self._refuse(update, error, time.perf_counter() - start)
+                continue
+            staged.release()  # fused weights are copies
+            in_engine = True
+            update.staged_at = time.perf_counter()
+            update.timings = {
+                **{name: float(seconds) for name, seconds in staged.timings.items()},
+                "stage_s": update.staged_at - start,
+                "fuse_s": update.staged_at - loaded,
+            }
+            update.counts = dict(staged.counts)
+            # Both names would keep a whole model alive until the next update: the tensors that were read,
+            # and the version that the engine replaces later.
+            del staged
+            self._on_ready(update)
+            del update
+
+    def _stage(self, update: Update, *, in_engine: bool) -> tuple[Staged, float]:
+        """Read and fuse the weights of ``update``. Returns what was read, and the time at which it was read."""
+        with span("stage", f"version/{update.version}"):
+            staged = self._load(update.path, update.version, loaded=in_engine)
+            loaded = time.perf_counter()
+            # Else a version would count as unchanged that equals a refused one.
+            if not (staged.unchanged and in_engine):
+                update.weights = self._fuse(staged)
+        return staged, loaded
+
+    def _fuse(self, staged: Staged) -> ModelWeights:
+        return fuse(self._arch, staged.tensors, dtype=self._dtype, device=self._device, head_dtype=self._head_dtype)
+
+    def _refuse(self, update: Update, error: Exception, stage_s: float) -> None:
+        """Log why the update failed and report it to the caller."""
+        expected = isinstance(error, RealsysError)
+        level = logging.WARNING if expected else logging.ERROR
+        _log.log(level, "update to version %d failed: %s", update.version, error, exc_info=not expected)
+        reason = str(error) if expected else f"{type(error).__name__}: {error}"
+        # InvalidStateError: the engine has ended and has failed all open calls, with this one.
+        with contextlib.suppress(InvalidStateError):
+            update.done.set_result(UpdateResult(False, reason, {"stage_s": stage_s}))

@@ -25,7 +25,7 @@ CALL_TIMEOUT_S = 30.0  # bound on calls that do not generate
 _LOOK_S = 0.01  # between two questions whether a request is at work
 
 
-class Span(msgspec.Struct):
+class VersionSpan(msgspec.Struct):
     """Output tokens start..end-1 were sampled by weights ``version``."""
 
     version: str
@@ -44,7 +44,7 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     output_top_logprobs: list[list[tuple[float, int, str | None]]] | None = None
     cached_tokens: int = 0
-    weight_versions: list[Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
     # Seconds, and unix seconds; 0 where SGLang does not tell. All but the first need its --enable-metrics.
     e2e_latency: float = 0.0
     queue_time: float = 0.0
@@ -68,7 +68,7 @@ class Reply(msgspec.Struct):
         return [[(token, value) for value, token, _ in best] for best in self.meta_info.output_top_logprobs or []]
 
 
-class Load(msgspec.Struct):
+class RankLoad(msgspec.Struct):
     """Load of one data-parallel rank. SGLang publishes it from time to time, not with every step."""
 
     num_used_tokens: int = 0
@@ -77,7 +77,7 @@ class Load(msgspec.Struct):
 
 
 class _Loads(msgspec.Struct):
-    loads: list[Load]
+    loads: list[RankLoad]
 
 
 class _Updated(msgspec.Struct):
@@ -86,7 +86,7 @@ class _Updated(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SglangPiece:
     """One prompt to complete. ``rid`` must not be a prefix of another one: SGLang aborts by prefix.
 
     ``namespace``: part of SGLang's cache whose keys it may use; None: the part without a name.
@@ -112,7 +112,7 @@ class SglangApi:
         self._http = http
         self._url = url
 
-    async def generate(self, pieces: Sequence[Piece], timeout_s: float) -> list[Reply]:
+    async def generate(self, pieces: Sequence[SglangPiece], timeout_s: float) -> list[Reply]:
         """Complete all pieces in one request. Returns when the last one is complete."""
         body = {
             "rid": [piece.rid for piece in pieces],
@@ -172,7 +172,7 @@ class SglangApi:
         body = {"new_version": str(version), "abort_all_requests": False}
         await self._send("/update_weight_version", body)
 
-    async def loads(self, timeout_s: float) -> list[Load]:
+    async def loads(self, timeout_s: float) -> list[RankLoad]:
         """Return the load of every data-parallel rank. Raises GenerationError if this SGLang does not report it."""
         path = "/v1/loads?include=core"
         return decode_reply(f"SGLang{path}", await self._send(path, None, timeout_s), _Loads).loads

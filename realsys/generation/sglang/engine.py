@@ -6,26 +6,27 @@ HTTP handlers ──calls──> event loop of a thread:  Traffic (requests)  Up
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
 import secrets
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from realsys.errors import GenerationError
-from realsys.generation.backend import Change, Completion, Materialise, Snapshot
-from realsys.generation.limits import Limits
+from realsys.errors import GenerationError, WaitTimeout
+from realsys.generation.backend import Change, Completion, Materialise, RequestSnapshot
 from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
-from realsys.generation.sglang.api import Load
-from realsys.generation.sglang.arguments import Launch
-from realsys.generation.sglang.keeper import Keeper, Listener, Run, Settings
-from realsys.generation.sglang.loop_thread import LoopThread
-from realsys.generation.sglang.requests import Request
-from realsys.generation.sglang.traffic import KeptKeys, Traffic
+from realsys.generation.sampling_rules import Limits
+from realsys.generation.sglang.api import RankLoad
+from realsys.generation.sglang.process import Launch
+from realsys.generation.sglang.requests import KeptKeys, SglangRequest, Traffic
+from realsys.generation.sglang.supervisor import RunListener, Settings, SglangRun, SglangSupervisor
 from realsys.generation.sglang.update import PAUSE, Shapes, Updater
 
 log = logging.getLogger(__name__)
@@ -66,8 +67,8 @@ class SglangEngine:
         self._updater = Updater(
             self._traffic, model.shapes, materialise, drain=settings.drain, timeout_s=settings.load_timeout_s
         )
-        listener = Listener(self._up, self._down, held=lambda: bool(self._traffic.holds))
-        self._keeper = Keeper(launch, settings, listener)
+        listener = RunListener(self._up, self._down, held=lambda: bool(self._traffic.holds))
+        self._keeper = SglangSupervisor(launch, settings, listener)
         self._started: Future[None] = Future()
         self._loop = LoopThread("sglang-engine", self._keep)
 
@@ -110,7 +111,7 @@ class SglangEngine:
         prompt = self._limits.checked_prompt(input_ids, params)
         seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
         stops = self._limits.stops(params)
-        request = Request.of(rid or secrets.token_hex(16), prompt, params, stops, seed, self._tokenizer)
+        request = SglangRequest.of(rid or secrets.token_hex(16), prompt, params, stops, seed, self._tokenizer)
         return self._loop.call(lambda: self._traffic.serve(request))
 
     def update(self, path: str, version: int, *, abort_all: bool = False) -> Future[UpdateResult]:
@@ -130,7 +131,7 @@ class SglangEngine:
     def abort(self, rid: str) -> Future[bool]:
         return self._loop.call(functools.partial(self._abort, rid))
 
-    def snapshot(self, rid: str, beyond: int = -1) -> Future[Snapshot | None]:
+    def snapshot(self, rid: str, beyond: int = -1) -> Future[RequestSnapshot | None]:
         """Return the state of a request. Tokens of a piece are in it once SGLang has returned the piece."""
         return self._loop.call(functools.partial(self._snapshot, rid, beyond))
 
@@ -153,7 +154,7 @@ class SglangEngine:
             except InvalidStateError:  # it had started before
                 self._on_change(Change(None, str(error), final=True))
 
-    def _up(self, run: Run) -> None:
+    def _up(self, run: SglangRun) -> None:
         self._traffic.up(run)
         with contextlib.suppress(InvalidStateError):
             self._started.set_result(None)
@@ -163,7 +164,7 @@ class SglangEngine:
         self._traffic.down(reason)
         self._on_change(Change(None, reason))
 
-    async def _snapshot(self, rid: str, beyond: int) -> Snapshot | None:
+    async def _snapshot(self, rid: str, beyond: int) -> RequestSnapshot | None:
         # While SGLang samples, every request in it moves, although its tokens arrive only at the end of a piece.
         while (snapshot := self._traffic.snapshot(rid, self._keeper.proofs)) and snapshot.tokens <= beyond:
             await self._traffic.moves(rid)
@@ -189,7 +190,7 @@ class SglangEngine:
             log.warning("abort of %s: %s", rid or "all requests", error)
 
     async def _info(self) -> ServerInfo:
-        loads: list[Load] = []
+        loads: list[RankLoad] = []
         memory = 0
         if (run := self._traffic.run) is not None:
             memory = await run.child.resident_bytes()
@@ -219,3 +220,90 @@ class SglangEngine:
             reused_tokens=self._traffic.reused_tokens,
             memory_bytes=memory,
         )
+
+
+# ---- loop thread -------------------------------------------------------------------------------------------------
+#
+# An event loop in its own thread, called from other threads.
+
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs ``main`` until it returns or ``close`` is called. Open calls then fail with a retryable error."""
+
+    def __init__(self, name: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._main = main
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name=name, daemon=True)
+        self._lock = threading.Lock()  # guards _loop and _tasks: a loop that has closed must get no work
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stop: asyncio.Event
+        self._running = threading.Event()
+
+    def start(self, timeout_s: float = 30.0) -> None:
+        """Return when the loop accepts work. Raises WaitTimeout if it does not start."""
+        self._thread.start()
+        if not self._running.wait(timeout_s):
+            raise WaitTimeout(f"thread {self._thread.name} did not start its event loop within {timeout_s:g} s")
+
+    def close(self, timeout_s: float) -> None:
+        """Cancel everything and wait for the end of the thread. Raises WaitTimeout."""
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise WaitTimeout(f"thread {self._thread.name} did not end within {timeout_s:g} s")
+
+    def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Run ``work()`` on the loop. Raises GenerationError if the thread has ended."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # a caller that leaves must abort, not cancel
+        with self._lock:
+            if self._loop is None:
+                raise GenerationError("the server is stopping", retryable=True)
+            self._loop.call_soon_threadsafe(self._spawn, work, future)
+        return future
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run ``work`` as a task, kept until it is done. Call it on the loop."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _spawn(self, work: Callable[[], Coroutine[Any, Any, T]], future: Future[T]) -> None:
+        task = asyncio.create_task(work())
+        self._tasks.add(task)
+        task.add_done_callback(functools.partial(self._resolve, future))
+
+    def _resolve(self, future: Future[T], task: asyncio.Task[T]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            future.set_exception(GenerationError("the server is stopping", retryable=True))
+        elif (error := task.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(task.result())
+
+    async def _run(self) -> None:
+        self._stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        # One thread is enough: its jobs (reading weights, removing files) run one after the other anyway.
+        self._loop.set_default_executor(ThreadPoolExecutor(1, f"{self._thread.name}-files"))
+        main = asyncio.create_task(self._main(), name="main")
+        stopping = asyncio.create_task(self._stop.wait(), name="stop")
+        self._running.set()
+        try:
+            await asyncio.wait({main, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            with self._lock:
+                self._loop = None
+            await asyncio.sleep(0)  # work that was passed in before that becomes a task
+            tasks = {main, stopping, *self._tasks}
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        if not main.cancelled():
+            main.result()  # an error in it ends the thread, and with it the process

@@ -1,27 +1,284 @@
-"""A request and its completions while SGLang works on them. Pure bookkeeping.
+"""The requests of one server: held back, running in SGLang, interrupted, finished. On one event loop, no locks.
 
-open completions ──pieces──> SGLang ──replies──> take ──> finished, or open again (interrupted: continues later)
-
-SGLang searches stop strings only in the tokens of one piece. ``take`` finds those that began in earlier tokens.
+serve ──> [held?] ──> trip to SGLang ──> all completions finished? ──no──> [held?] ──> ...
+             │ abort: ends with the tokens so far     └──yes──> results
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from realsys.errors import GenerationError
-from realsys.generation.backend import Completion, Snapshot
+from realsys.errors import GenerationError, ServerBusy
+from realsys.generation.backend import Completion, RequestSnapshot
 from realsys.generation.protocol import UNSYNCED, SamplingParams, not_default
-from realsys.generation.sglang.api import Piece, Reply
-from realsys.generation.stop_strings import find_stop, window
-from realsys.generation.uniforms import completion_seed
+from realsys.generation.sampling_rules import completion_seed, find_stop, window
+from realsys.generation.sglang.api import Reply, SglangPiece
+from realsys.generation.sglang.supervisor import SglangRun
+from realsys.observe import spans
 from realsys.types import I32, FinishReason, TopLogprobs
+
+#: A trip waits in SGLang's queue, too. The keeper ends it much earlier, when SGLang samples nothing.
+_TRIP_TIMEOUT_S = 86400.0
+_RECALL_INTERVAL_S = 0.25
+_RECALL_TIMEOUT_S = 60.0
+
+
+class KeptKeys:
+    """Which keys of SGLang's cache a request may use.
+
+    With ``keep`` no load drops keys. Requests in progress keep their namespace; new ones get the current one, and a new
+    namespace begins when the oldest keys of the current one are more than ``reuse`` versions older than the weights.
+    SGLang evicts the keys of the earlier ones as it needs their memory.
+    """
+
+    def __init__(self, *, keep: bool = False, reuse: int = 0) -> None:
+        self.keep = keep
+        self._reuse = reuse
+        self._serials = itertools.count()
+        self.current = KeyNamespace(None, UNSYNCED)
+        self.restart(UNSYNCED)
+
+    def drops(self, before: int, version: int) -> bool:
+        """Return True if the load of ``version`` must drop all keys.
+
+        Keys of weights without a version have no stamp. If the trainer has gone back, other weights may have the number
+        of those before, or a lower one.
+        """
+        return not self.keep or before == UNSYNCED or version <= before
+
+    def loaded(self, before: int, version: int, *, same: bool) -> None:
+        """Note the weights that SGLang has now. ``same``: as before, under another number."""
+        if self.drops(before, version):
+            self.restart(version)
+        elif same and self.current.oldest == before:
+            self.current = KeyNamespace(self.current.name, version)
+        elif version - self.current.oldest > self._reuse:
+            self.restart(version)
+
+    def restart(self, version: int) -> None:
+        """Begin a namespace without keys."""
+        self.current = KeyNamespace(f"{next(self._serials)}" if self.keep else None, version)
+
+
+class Traffic:
+    """Owns the open requests.
+
+    version, path  of the weights that SGLang has now; UNSYNCED and "" for those it was started with
+    holds          reasons why new trips wait
+    keys           which cached keys the requests may use
+    """
+
+    def __init__(self, max_answers: int, keys: KeptKeys) -> None:
+        self._max_answers = max_answers
+        self.keys = keys
+        self._requests: dict[str, SglangRequest] = {}
+        self._serials = itertools.count()
+        self.run: SglangRun | None = None
+        self.failure: str | None = "SGLang is starting"  # reason while ``run`` is None
+        self.version = UNSYNCED
+        self.path = ""
+        self.holds: set[str] = set()
+        self.tokens = 0  # returned to callers
+        self.input_tokens = 0  # sent to SGLang
+        self.reused_tokens = 0  # input tokens whose keys were in its cache
+        self._busy_s = 0.0
+        self._busy_since = 0.0
+
+    # ---- the run
+
+    def up(self, run: SglangRun) -> None:
+        """Note that SGLang serves, with the weights that it was started with."""
+        self._set_run(run, None)
+
+    def down(self, reason: str) -> None:
+        """Note that SGLang does not serve. Running requests fail with their connection, those held back fail here."""
+        self._set_run(None, reason)
+        for request in self._requests.values():
+            request.let_go(self._unserved())
+
+    def _set_run(self, run: SglangRun | None, failure: str | None) -> None:
+        self.run = run
+        self.failure = failure
+        self.version = UNSYNCED
+        self.path = ""
+        self.keys.restart(UNSYNCED)
+
+    def loaded(self, version: int, *, same: bool = False) -> None:
+        """Note the version that SGLang has now. ``same``: its weights are those of the version before."""
+        if not same and self.keys.drops(self.version, version):
+            for request in self._requests.values():
+                request.keys = None
+        self.keys.loaded(self.version, version, same=same)
+        self.version = version
+
+    def serving(self) -> SglangRun:
+        """Return the run. Raises GenerationError while SGLang does not serve."""
+        if self.run is None:
+            raise self._unserved()
+        return self.run
+
+    # ---- requests
+
+    async def serve(self, request: SglangRequest) -> list[Completion]:
+        """Return the completions. Raises GenerationError if the queue is full, or SGLang refuses or loses it."""
+        self.serving()
+        if request.rid in self._requests:
+            raise GenerationError(f"rid={request.rid!r} is the id of a request in progress; ids must be unique")
+        waiting = sum(self.open_completions())
+        if waiting + request.params.n > self._max_answers:
+            raise ServerBusy(
+                f"queue full: {waiting} completions are open and {request.params.n} more were requested, "
+                f"max_answers={self._max_answers}; try again later or another server"
+            )
+        self._requests[request.rid] = request
+        try:
+            while request.open and not request.aborted:
+                if self.holds:
+                    request.go = asyncio.get_running_loop().create_future()
+                    await request.go
+                else:
+                    await self._trip(request)
+            results = request.results()
+        finally:
+            del self._requests[request.rid]
+        self.tokens += sum(len(result.tokens) for result in results)
+        return results
+
+    async def _trip(self, request: SglangRequest) -> None:
+        run, version = self.serving(), self.version
+        request.recalled = False
+        request.keys, request.sent_at = request.keys or self.keys.current, version
+        pieces = request.pieces(self._serials)
+        if not self.under_way():
+            self._busy_since = time.perf_counter()
+        begin, open_now = spans.now(), [k for k, c in enumerate(request.completions) if c.finish is None]
+        request.trip = asyncio.ensure_future(run.api.generate(pieces, _TRIP_TIMEOUT_S))
+        try:
+            replies = await request.trip
+        finally:
+            request.trip = None
+            if not self.under_way():
+                self._busy_s += time.perf_counter() - self._busy_since
+        # Without a report from SGLang our version is right: it cannot change while a trip is under way (Updater).
+        request.take(replies, None if run.reports else version)
+        for index, reply in zip(open_now, replies, strict=True):
+            _record_phases(f"{request.rid}#{index}", begin, reply, version)
+        self.input_tokens += sum(len(piece.input_ids) for piece in pieces)
+        self.reused_tokens += sum(reply.meta_info.cached_tokens for reply in replies)
+
+    def snapshot(self, rid: str, moved: int) -> RequestSnapshot | None:
+        """Return the state of a request; None if no request has that id."""
+        request = self._requests.get(rid)
+        return None if request is None else request.snapshot(moved)
+
+    async def moves(self, rid: str) -> None:
+        """Return when a request comes back from SGLang, or is no longer held back."""
+        request = self._requests[rid]
+        step = request.trip or request.go
+        if step is None or step.done():
+            await asyncio.sleep(0)  # ``serve`` is about to take its next step
+        else:
+            await asyncio.wait({step})
+
+    def hold(self, why: str) -> None:
+        """Start no trip until ``release`` is called for every hold."""
+        self.holds.add(why)
+
+    def release(self, why: str) -> None:
+        self.holds.discard(why)
+        if not self.holds:
+            for request in self._requests.values():
+                request.let_go()
+
+    def under_way(self) -> list[SglangRequest]:
+        return [request for request in self._requests.values() if request.trip is not None]
+
+    # ---- interruption
+
+    def abort(self, rid: str | None = None) -> list[SglangRequest]:
+        """Mark one request, or all, to end with the tokens so far. Returns those that SGLang must return."""
+        chosen = [r for r in self._requests.values() if rid is None or r.rid == rid]
+        for request in chosen:
+            request.aborted = True
+            request.let_go()
+        return [request for request in chosen if request.trip is not None]
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._requests
+
+    async def recall(self, requests: Iterable[SglangRequest]) -> None:
+        """Make SGLang return these requests early. Those not aborted continue once nothing holds them.
+
+        Raises GenerationError if SGLang does not return them in time.
+        """
+        trips = {request.trip: request for request in requests if request.trip is not None}
+        for request in trips.values():
+            request.recalled = True
+        deadline = time.monotonic() + _RECALL_TIMEOUT_S
+        while left := {trip for trip in trips if not trip.done()}:
+            if time.monotonic() > deadline:
+                raise GenerationError(f"SGLang did not end {len(left)} requests within {_RECALL_TIMEOUT_S:g} s")
+            # Repeated, because SGLang forgets an abort for a request that it has not read yet.
+            api = self.serving().api
+            if len(left) == len(self.under_way()):
+                await api.abort_all()
+            else:
+                await api.abort([rid for trip in left for rid in trips[trip].rids])
+            await asyncio.wait(left, timeout=_RECALL_INTERVAL_S)
+
+    async def drained(self, timeout_s: float) -> None:
+        """Return when no request is running. Raises GenerationError if that takes too long."""
+        trips = {request.trip for request in self.under_way() if request.trip is not None}
+        if not trips:
+            return
+        _, left = await asyncio.wait(trips, timeout=timeout_s)
+        if left:
+            raise GenerationError(f"{len(left)} running requests did not end within {timeout_s:g} s", retryable=True)
+
+    # ---- counters
+
+    def open_completions(self) -> tuple[int, int]:
+        """Return the numbers of completions in SGLang, and held back."""
+        running = sum(len(request.open) for request in self.under_way())
+        return running, sum(len(request.open) for request in self._requests.values()) - running
+
+    def busy_s(self) -> float:
+        """Return the seconds in which at least one request was running."""
+        return self._busy_s + (time.perf_counter() - self._busy_since if self.under_way() else 0.0)
+
+    def _unserved(self) -> GenerationError:
+        return GenerationError(self.failure or "SGLang does not serve", retryable=True)
+
+
+def _record_phases(unit: str, begin: int, reply: Reply, version: int) -> None:
+    """Record the spans of a piece that was sent at ``begin``. Without SGLang's times all of it counts as decoding."""
+    meta = reply.meta_info
+    end = begin + int(1e9 * meta.e2e_latency) if meta.e2e_latency else spans.now()
+    entered = min(end, begin + int(1e9 * meta.queue_time))
+    prefilled = min(end, entered + int(1e9 * max(0.0, meta.prefill_finished_time - meta.forward_entry_time)))
+    if entered > begin:
+        spans.add("queue", begin, entered, unit)
+    if prefilled > entered:
+        spans.add("prefill", entered, prefilled, unit)
+    spans.add("decode", prefilled, end, unit, version=version, tokens=len(reply.output_ids))
+
+
+# ---- requests ----------------------------------------------------------------------------------------------------
+#
+# A request and its completions while SGLang works on them. Pure bookkeeping.
+#
+# open completions ──pieces──> SGLang ──replies──> take ──> finished, or open again (interrupted: continues later)
+#
+# SGLang searches stop strings only in the tokens of one piece. ``take`` finds those that began in earlier tokens.
+
 
 #: A longer completion is sampled in pieces, so that its client has its first tokens before its last. SGLang keeps the
 #: cache of a piece, so the next one computes hardly anything again.
@@ -67,7 +324,7 @@ class PartialCompletion:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class SglangRequest:
     """One prompt and its completions.
 
     stops      stop tokens of the request and of the model
@@ -99,7 +356,7 @@ class Request:
         stops: tuple[int, ...],
         seed: int,
         tokenizer: Tokenizer | None = None,
-    ) -> Request:
+    ) -> SglangRequest:
         return cls(
             rid,
             prompt,
@@ -118,13 +375,13 @@ class Request:
     def open(self) -> list[PartialCompletion]:
         return [completion for completion in self.completions if completion.finish is None]
 
-    def pieces(self, serials: Iterator[int]) -> list[Piece]:
+    def pieces(self, serials: Iterator[int]) -> list[SglangPiece]:
         """Return the rest of the work, in SGLang's form."""
         prompt: list[int] = self.prompt.tolist()
         namespace = self.keys.name if self.keys is not None else None
         # All ids have one width, because SGLang aborts every request whose id begins with the given one.
         pieces = [
-            Piece(
+            SglangPiece(
                 f"{next(serials):012d}",
                 prompt + completion.tokens,
                 self._sampling(completion),
@@ -162,10 +419,10 @@ class Request:
             self._finish(completion, reply)
             self._cut(completion, begin)
 
-    def snapshot(self, moved: int) -> Snapshot:
+    def snapshot(self, moved: int) -> RequestSnapshot:
         """Return its results as an abort would give them now."""
         running = frozenset(k for k, completion in enumerate(self.completions) if completion.finish is None)
-        return Snapshot(self.results(), running, moved)
+        return RequestSnapshot(self.results(), running, moved)
 
     def results(self) -> list[Completion]:
         return [

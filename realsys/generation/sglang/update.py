@@ -28,9 +28,9 @@ from safetensors import SafetensorError, safe_open
 from realsys.errors import GenerationError, RealsysError, WeightsError
 from realsys.generation.backend import Materialise, Materialised
 from realsys.generation.protocol import PauseMode, UpdateResult
-from realsys.generation.sglang.api import Piece, Reply, is_lost
-from realsys.generation.sglang.keeper import Run
-from realsys.generation.sglang.traffic import Traffic
+from realsys.generation.sglang.api import Reply, SglangPiece, is_lost
+from realsys.generation.sglang.requests import Traffic
+from realsys.generation.sglang.supervisor import SglangRun
 from realsys.observe.spans import span
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ class Updater:
         self._timeout_s = timeout_s
         self._order = asyncio.Lock()
         self._control = asyncio.Lock()
-        self._stopped: Run | None = None  # the run that was paused
-        self._newest: Run | None = None  # the run that has the version that was staged last
+        self._stopped: SglangRun | None = None  # the run that was paused
+        self._newest: SglangRun | None = None  # the run that has the version that was staged last
         self._probe: asyncio.Future[list[Reply]] | None = None  # request for one token of the new version
         self.done = 0  # updates that succeeded
 
@@ -110,7 +110,7 @@ class Updater:
             raise
         return staged
 
-    async def _renumber(self, run: Run, version: int, abort_all: bool, timings: dict[str, float]) -> UpdateResult:
+    async def _renumber(self, run: SglangRun, version: int, abort_all: bool, timings: dict[str, float]) -> UpdateResult:
         """Serve the same weights as ``version``."""
         traffic, begin = self._traffic, time.perf_counter()
         async with self._control:
@@ -125,12 +125,12 @@ class Updater:
             traffic.loaded(version, same=True)
         return UpdateResult(True, f"serving version {version}", {**timings, "load_s": time.perf_counter() - begin})
 
-    def _check_serves(self, run: Run) -> None:
+    def _check_serves(self, run: SglangRun) -> None:
         if self._traffic.serving() is not run:
             raise GenerationError("SGLang was restarted while the weights were staged", retryable=True)
 
     async def _swap(
-        self, run: Run, directory: Path, version: int, abort_all: bool, timings: dict[str, float]
+        self, run: SglangRun, directory: Path, version: int, abort_all: bool, timings: dict[str, float]
     ) -> UpdateResult:
         traffic, ready = self._traffic, time.perf_counter()
         async with self._control:
@@ -154,9 +154,9 @@ class Updater:
             timings["first_token_s"] = time.perf_counter() - end
         return UpdateResult(True, f"serving version {version}", timings)
 
-    async def _samples(self, run: Run, version: int) -> bool:
+    async def _samples(self, run: SglangRun, version: int) -> bool:
         """Wait for one token of the new version, queued behind the completions. False if a pause or an end is first."""
-        piece = Piece(f"first{version:08d}", [0], {"max_new_tokens": 1, "temperature": 0.0})
+        piece = SglangPiece(f"first{version:08d}", [0], {"max_new_tokens": 1, "temperature": 0.0})
         if PAUSE in self._traffic.holds:
             return False
         probe = self._probe = asyncio.ensure_future(run.api.generate([piece], _FIRST_TOKEN_TIMEOUT_S))
@@ -167,7 +167,7 @@ class Updater:
             probe.cancel()
             self._probe = None
 
-    async def _load(self, run: Run, directory: Path, version: int, abort_all: bool) -> tuple[float, float] | str:
+    async def _load(self, run: SglangRun, directory: Path, version: int, abort_all: bool) -> tuple[float, float] | str:
         """Interrupt, load, resume. Returns when the load began and ended, or why SGLang had to be killed."""
         traffic = self._traffic
         flush = traffic.keys.drops(traffic.version, version)
@@ -193,7 +193,7 @@ class Updater:
             return problem
         return begin, loaded
 
-    async def _interrupt(self, run: Run, mode: PauseMode, *, recall: bool = False) -> None:
+    async def _interrupt(self, run: SglangRun, mode: PauseMode, *, recall: bool = False) -> None:
         """Stop SGLang's work. Running requests stay there, or are returned early (see the module's drawing)."""
         traffic = self._traffic
         if mode == "abort" or recall or not run.reports:
@@ -204,7 +204,7 @@ class Updater:
             await run.api.pause("retract" if mode == "abort" else mode)
             self._stopped = run
 
-    async def _resume_sglang(self, run: Run) -> None:
+    async def _resume_sglang(self, run: SglangRun) -> None:
         if self._stopped is run:
             await run.api.resume()
             self._stopped = None

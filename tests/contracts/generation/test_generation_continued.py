@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.generation.client import GenerationClient, SamplingSpec
-from realsys.generation.received import Received
+from realsys.generation.client import GenerationClient, Received, SamplingSpec
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.rollout.resumable_engine import EngineCall, ResumableEngine
 from realsys.types import Ticket

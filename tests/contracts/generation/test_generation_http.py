@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from realsys.errors import GenerationError, ServerBusy, ServerFailed, ServerSilent
-from realsys.generation.client import GenerationClient, SamplingSpec, generated_so_far
-from realsys.generation.embedded.engine import Engine
-from realsys.generation.received import Received
+from realsys.generation.client import GenerationClient, Received, SamplingSpec, generated_so_far
+from realsys.generation.embedded.engine import EmbeddedEngine
 from tests.support.serving.generation_models import VOCAB, chosen, reference_logprobs
 from tests.support.serving.generation_servers import (
     BOUND_S,
@@ -223,7 +222,7 @@ def test_tokens_arrive_before_the_reply(server):
 def test_stream_brings_tokens_as_they_are_sampled(server):
     """The engine pauses after each token until the client has it. A stream samples the same tokens."""
     engine, counts = server.engine, []
-    if not isinstance(engine, Engine):
+    if not isinstance(engine, EmbeddedEngine):
         pytest.skip("this engine returns several tokens at a time")
     spec = SamplingSpec(max_new_tokens=8, min_new_tokens=8)
 

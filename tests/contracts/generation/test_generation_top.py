@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from realsys.errors import GenerationError
-from realsys.generation.client import GenerationClient, SamplingSpec
-from realsys.generation.received import Received
+from realsys.generation.client import GenerationClient, Received, SamplingSpec
 from tests.support.serving.generation_models import reference_logprobs
 from tests.support.serving.generation_servers import (
     BOUND_S,

@@ -13,8 +13,8 @@ import pytest
 
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
 from realsys.generation.client import GenerationClient, SamplingSpec
-from realsys.generation.embedded.build import build_engine
-from realsys.generation.embedded.rows import KvPolicy
+from realsys.generation.embedded.engine import build_engine
+from realsys.generation.embedded.prefix_cache import KvPolicy
 from realsys.manager.decisions import ManagerState
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.rollout.episode_session import Calls, EpisodeSession

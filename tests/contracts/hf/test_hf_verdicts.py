@@ -22,8 +22,8 @@ from realsys.config.dataflow import role_settings
 from realsys.config.rules import check_model
 from realsys.config.schema import Config
 from realsys.errors import ModelError
-from realsys.generation.embedded.build import build_engine
-from realsys.generation.sglang.build import build_sglang_engine
+from realsys.generation.embedded.engine import build_engine
+from realsys.generation.sglang.backend import build_sglang_engine
 from realsys.model_files.architecture import Head, Rope
 from realsys.model_files.config_json import FAMILIES, read_model
 from realsys.model_files.rope import inverse_frequencies

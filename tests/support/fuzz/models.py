@@ -99,7 +99,7 @@ def safetensors(valid: bytes) -> Callable[[Spoiler], bytes]:
 
 def tensors(folder: Path) -> Iterator[Target]:
     """Readers that need torch: weights of a model folder, and the pieces of a checkpoint."""
-    from realsys.generation.embedded.forward.weights import read_tensors
+    from realsys.generation.embedded.decoder import read_tensors
     from realsys.model_files.config_json import read_model
     from realsys.train.megatron.hf_model import HFReader
 

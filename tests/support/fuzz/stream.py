@@ -282,7 +282,7 @@ def generation_server(folder: Path) -> Iterator[list[Target]]:
     import torch
 
     from realsys.config.schema import EmbeddedConfig, GenerationConfig
-    from realsys.generation.embedded.build import build_engine
+    from realsys.generation.embedded.engine import build_engine
     from realsys.generation.server import build_app
     from realsys.weights.disk.stage import DiskReader
     from tests.support.serving.generation_models import VOCAB, make_model

@@ -21,7 +21,7 @@ DONE = "done"  # file that a body writes after its act
 HEAVY = {
     "generates": (
         "tests.support.serving.generation_models",
-        "realsys.generation.embedded.build",
+        "realsys.generation.embedded.engine",
         "realsys.generation.server",
     )
 }
@@ -139,7 +139,7 @@ def generates(ctx: WorkerContext) -> None:
     """A GenerationServer with the embedded engine."""
     from realsys.cluster.http_server import HttpServer
     from realsys.config.schema import EmbeddedConfig, GenerationConfig
-    from realsys.generation.embedded.build import build_engine
+    from realsys.generation.embedded.engine import build_engine
     from realsys.generation.server import build_app
     from realsys.weights.disk.stage import DiskReader
     from tests.support.serving.generation_models import make_model

@@ -106,7 +106,7 @@ class PauseAfter:
 @contextmanager
 def chat_server(model: Path, pauses: PauseAfter | None = None) -> Iterator[str]:
     """Run the embedded engine behind HTTP, with the model as version 0; gives the URL."""
-    from realsys.generation.embedded.build import build_engine
+    from realsys.generation.embedded.engine import build_engine
     from realsys.weights.disk.stage import DiskReader
     from tests.support.serving.generation_servers import publish, serving
 

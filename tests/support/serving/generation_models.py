@@ -23,8 +23,8 @@ from transformers.utils import logging as transformers_logging
 
 from realsys.generation.backend import Completion
 from realsys.generation.embedded.core import CoreSizes, EngineCore
-from realsys.generation.embedded.forward.weights import ModelWeights, fuse, read_tensors
-from realsys.generation.embedded.rows import KvPolicy
+from realsys.generation.embedded.decoder import ModelWeights, fuse, read_tensors
+from realsys.generation.embedded.prefix_cache import KvPolicy
 from realsys.generation.embedded.scheduler import Request
 from realsys.generation.protocol import SamplingParams
 from realsys.model_files.config_json import read_model

@@ -13,10 +13,9 @@ import torch
 
 from realsys.cluster.http_server import HttpServer
 from realsys.config.schema import EmbeddedConfig, GenerationConfig
-from realsys.generation.embedded.build import build_engine
 from realsys.generation.embedded.core import EngineCore
-from realsys.generation.server import build_app
-from realsys.generation.serving import stop_serving
+from realsys.generation.embedded.engine import build_engine
+from realsys.generation.server import build_app, stop_serving
 from realsys.weights.disk.stage import DiskReader
 
 

@@ -24,13 +24,12 @@ from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig
 from realsys.errors import GenerationError
 from realsys.generation.backend import EngineParts, GenerationEngine, Materialised, make_backend
 from realsys.generation.client import Generated, GenerationClient, SamplingSpec
-from realsys.generation.embedded.build import build_engine
-from realsys.generation.embedded.engine import Engine
-from realsys.generation.embedded.forward.weights import read_tensors
-from realsys.generation.embedded.rows import KvPolicy
+from realsys.generation.embedded.decoder import read_tensors
+from realsys.generation.embedded.engine import EmbeddedEngine, build_engine
+from realsys.generation.embedded.prefix_cache import KvPolicy
 from realsys.generation.server import build_app
 from realsys.generation.sglang.engine import SglangEngine
-from realsys.generation.sglang.traffic import KeptKeys
+from realsys.generation.sglang.requests import KeptKeys
 from realsys.weights.disk import manifest
 from realsys.weights.disk.stage import DiskReader
 from realsys.weights.disk.writer import ShardWriter
@@ -157,7 +156,7 @@ def embedded_server(versions: Versions) -> Iterator[ServerUnderTest]:
 @contextmanager
 def keeping(server: ServerUnderTest, reuse: int) -> Iterator[None]:
     """Set asynchronous.kv_on_update=keep and kv_reuse_versions on a running server, which has no request."""
-    if isinstance(server.engine, Engine):  # each test has its own
+    if isinstance(server.engine, EmbeddedEngine):  # each test has its own
         server.engine.core._kv = KvPolicy(True, reuse)
         yield
         return

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 
 from realsys.errors import WeightsError
 from realsys.generation.backend import Change, Completion, Materialised
-from realsys.generation.limits import Limits
 from realsys.generation.protocol import SamplingParams
+from realsys.generation.sampling_rules import Limits
 from realsys.generation.sglang.engine import Model, SglangEngine
-from realsys.generation.sglang.keeper import Settings
+from realsys.generation.sglang.supervisor import Settings
 from tests.support.serving import sglang_stand_in
 
 SHAPES = {"a": (2, 3), "b": (4,)}

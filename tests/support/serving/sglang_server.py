@@ -9,7 +9,7 @@ from pathlib import Path
 from realsys.config.backend_rules import SGLANG_VENV, sglang_interpreter
 from realsys.config.schema import Config
 from realsys.generation.backend import Materialised
-from realsys.generation.sglang.build import build_sglang_engine
+from realsys.generation.sglang.backend import build_sglang_engine
 from realsys.generation.sglang.engine import SglangEngine
 from realsys.generation.weight_folder import FolderWriter
 from realsys.weights.disk.stage import DiskReader

@@ -4,9 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from realsys.generation.backend import Completion, Snapshot
-from realsys.generation.client import generated_so_far
-from realsys.generation.received import Delta, Received
+from realsys.generation.backend import Completion, RequestSnapshot
+from realsys.generation.client import Delta, Received, generated_so_far
 
 TOKENS = np.arange(10, 20, dtype=np.int32)
 LOGPROBS = -np.arange(10, dtype=np.float32) / 8
@@ -19,7 +18,7 @@ def completion(segments, reason="abort"):
 
 def snapshot(*completions, moved=0):
     running = frozenset(k for k, one in enumerate(completions) if one.finish_reason == "abort")
-    return Snapshot(list(completions), running, moved)
+    return RequestSnapshot(list(completions), running, moved)
 
 
 def encode(progress):

@@ -10,10 +10,9 @@ import pytest
 
 from realsys.cluster.http_server import HttpServer
 from realsys.errors import GenerationError, ServerBusy, ServerFailed
-from realsys.generation.backend import Completion, Snapshot
-from realsys.generation.client import GenerationClient, SamplingSpec
+from realsys.generation.backend import Completion, RequestSnapshot
+from realsys.generation.client import GenerationClient, Received, SamplingSpec
 from realsys.generation.protocol import ServerInfo
-from realsys.generation.received import Received
 from realsys.generation.server import build_app
 
 TWO = Completion(np.asarray([5, 6], np.int32), np.asarray([-0.5, -1], np.float32), [(3, 2)], "abort")
@@ -31,8 +30,8 @@ class FailsLater:
 
     def snapshot(self, rid):
         self._done.set_exception(self._error)
-        looked: Future[Snapshot | None] = Future()
-        looked.set_result(Snapshot([TWO], frozenset({0}), 0))
+        looked: Future[RequestSnapshot | None] = Future()
+        looked.set_result(RequestSnapshot([TWO], frozenset({0}), 0))
         return looked
 
 

@@ -13,7 +13,7 @@ import pytest
 from realsys.errors import GenerationError, WeightsError
 from realsys.generation.backend import Change, EngineParts
 from realsys.generation.protocol import SamplingParams
-from realsys.generation.simple import SimpleEngine
+from realsys.generation.threaded import SimpleEngine
 from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_models import VOCAB, make_model, make_tokenizer
 

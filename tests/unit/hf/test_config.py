@@ -16,7 +16,7 @@ from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.rules import check_model
 from realsys.config.schema_train import TrainConfig
 from realsys.errors import ConfigError, ModelError
-from realsys.generation.embedded.build import build_engine
+from realsys.generation.embedded.engine import build_engine
 from realsys.model_files.architecture import ModelSizes
 from realsys.model_files.config_json import read_end_of_text, read_model, read_sizes
 from realsys.model_files.rope import inverse_frequencies

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from realsys.errors import GenerationError, ServerBusy, ServerFailed, ServerSilent
-from realsys.generation.client import Generated, SamplingSpec
-from realsys.generation.protocol import Part, Progress
-from realsys.generation.received import PartsOfOne, Received
+from realsys.generation.client import Generated, PartsOfOne, Received, SamplingSpec
+from realsys.generation.protocol import ProgressLine, ProgressPart
 from realsys.manager.client import RolloutSuperseded
 from realsys.manager.messages import (
     ScheduleReply,
@@ -392,7 +391,9 @@ class Streams(FakeServers):
 def progress(*parts):
     """A line with (completion, first token, tokens, finish reason) parts."""
     return msgspec.json.encode(
-        Progress([Part(k, at, [9] * n, [-1.0] * n, [("3", n)] if n else [], finish) for k, at, n, finish in parts])
+        ProgressLine(
+            [ProgressPart(k, at, [9] * n, [-1.0] * n, [("3", n)] if n else [], finish) for k, at, n, finish in parts]
+        )
     )
 
 

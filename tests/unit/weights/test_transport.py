@@ -19,9 +19,8 @@ from realsys.config.machine import Machine
 from realsys.config.rules import check
 from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig
 from realsys.errors import ConfigError, Fenced, WeightsError
-from realsys.generation.embedded.build import build_engine
-from realsys.generation.embedded.engine import Engine
-from realsys.generation.embedded.forward.weights import read_tensors
+from realsys.generation.embedded.decoder import read_tensors
+from realsys.generation.embedded.engine import EmbeddedEngine, build_engine
 from realsys.generation.weight_folder import FolderWriter
 from realsys.launch.cli import main
 from realsys.train.master.publish import Publisher, VersionKey
@@ -81,7 +80,7 @@ class Trial:
         return msgspec.json.decode(self.store.get("newest"), type=PublishedVersion)
 
     @contextmanager
-    def engine(self) -> Iterator[Engine]:
+    def engine(self) -> Iterator[EmbeddedEngine]:
         config = GenerationConfig(embedded=EmbeddedConfig(max_running=2, max_queued=2, context_length=32))
         reader = self.transport.reader(self.parts)
         engine = build_engine(self.model, config, reader.stage)

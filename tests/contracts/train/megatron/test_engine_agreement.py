@@ -10,7 +10,7 @@ from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.dataflow import role_settings
 from realsys.config.schema import Config
 from realsys.generation.embedded.core import CoreSizes, EngineCore
-from realsys.generation.embedded.forward.weights import fuse, read_tensors
+from realsys.generation.embedded.decoder import fuse, read_tensors
 from realsys.model_files.config_json import read_model
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.train_engine import MegatronEngine

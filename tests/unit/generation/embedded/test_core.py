@@ -10,7 +10,7 @@ import torch
 
 from realsys.errors import GenerationError
 from realsys.generation.embedded.core import CoreSizes, EngineCore
-from realsys.generation.embedded.forward.weights import fuse, read_tensors
+from realsys.generation.embedded.decoder import fuse, read_tensors
 from realsys.model_files.config_json import read_model
 from tests.support.serving.generation_models import (
     PROMPTS,

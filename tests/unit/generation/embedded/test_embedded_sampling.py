@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from realsys.generation.embedded.forward.sampler import RowParams, top_logprobs
+from realsys.generation.embedded.sampler import RowParams, top_logprobs
 from realsys.generation.protocol import SamplingParams
-from realsys.generation.stop_strings import read_tokenizer
+from realsys.generation.sampling_rules import read_tokenizer
 from tests.support.serving.generation_models import (
     PROMPTS,
     VOCAB,

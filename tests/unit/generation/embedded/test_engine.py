@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from realsys.errors import GenerationError, WeightsError
-from realsys.generation.embedded.engine import Engine
-from realsys.generation.embedded.forward.weights import read_tensors
+from realsys.generation.embedded.decoder import read_tensors
+from realsys.generation.embedded.engine import EmbeddedEngine
 from realsys.generation.protocol import SamplingParams
 from tests.support.serving.generation_models import Weights, make_core, make_model, make_request, run
 
@@ -65,7 +65,7 @@ def start(models, steps):
 
         core = make_core(models / "old", max_running=4, max_queued=8, prefill_tokens=prefill_tokens)
         core.version = 1
-        engine = Engine(core, load or load_new, on_step=steps, **options)
+        engine = EmbeddedEngine(core, load or load_new, on_step=steps, **options)
         engine.start()
         engines.append(engine)
         return engine

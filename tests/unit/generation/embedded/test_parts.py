@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from realsys.config.schema import SamplingConfig
 from realsys.generation.client import SamplingSpec
-from realsys.generation.embedded.forward.sampler import RowParams, sample
-from realsys.generation.embedded.layout import LayoutPlanner
-from realsys.generation.embedded.prefill import PrefixIndex, plan_pass
-from realsys.generation.embedded.scheduler import LiveCompletion, Request
+from realsys.generation.embedded.prefix_cache import PrefixIndex, plan_pass
+from realsys.generation.embedded.sampler import RowParams, sample
+from realsys.generation.embedded.scheduler import LayoutPlanner, LiveCompletion, Request
 from realsys.generation.protocol import SamplingParams
-from realsys.generation.uniforms import uniforms
+from realsys.generation.sampling_rules import uniforms
 from realsys.rollout.group_player import sampling_spec
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from realsys.generation.embedded.backend import EmbeddedBackend
 from realsys.generation.embedded.core import EngineCore
-from realsys.generation.embedded.rows import KvPolicy
+from realsys.generation.embedded.prefix_cache import KvPolicy
 from realsys.generation.embedded.scheduler import Request
 from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_models import (

@@ -14,9 +14,8 @@ import pytest
 
 from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES
 from realsys.errors import GenerationError
-from realsys.generation.backend import ONE_NODE, Span, own_span
-from realsys.generation.sglang.arguments import Launch
-from realsys.generation.sglang.part import run_part
+from realsys.generation.backend import ONE_NODE, NodeSpan, own_span
+from realsys.generation.sglang.process import Launch, run_part
 
 pytestmark = pytest.mark.processes
 
@@ -39,7 +38,7 @@ class Recorded(Launch):
 
 
 def launch(script: str) -> Recorded:
-    span = Span(1, 2, "10.0.0.5:25000")
+    span = NodeSpan(1, 2, "10.0.0.5:25000")
     return Recorded(
         "python", Path("/m"), "bfloat16", False, 64, 8, 0, 1, True, {"pp-size": 2}, span=span, script=script
     )
@@ -78,4 +77,4 @@ def test_part_ends_when_it_is_asked_to(tmp_path: Path) -> None:
 
 def test_span_comes_from_the_environment() -> None:
     assert own_span({}) == ONE_NODE
-    assert own_span({NODE_RANK: "1", NODES: "2", INIT_ADDRESS: "h:1"}) == Span(1, 2, "h:1")
+    assert own_span({NODE_RANK: "1", NODES: "2", INIT_ADDRESS: "h:1"}) == NodeSpan(1, 2, "h:1")

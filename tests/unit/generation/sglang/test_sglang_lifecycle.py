@@ -17,7 +17,7 @@ import pytest
 
 from realsys.errors import GenerationError
 from realsys.generation.backend import Change
-from realsys.generation.sglang import keeper as keepers
+from realsys.generation.sglang import supervisor as keepers
 from tests.support.polling import ended, poll
 from tests.support.serving.sglang_engines import WAIT_S, Engines, StandIn, engines, generate, helper_of
 

@@ -16,12 +16,10 @@ from realsys.config.backend_rules import check_sglang_interpreter, sglang_interp
 from realsys.config.schema import SamplingConfig, SglangConfig
 from realsys.errors import ConfigError, GenerationError
 from realsys.generation.protocol import SamplingParams
+from realsys.generation.sampling_rules import completion_seed, read_tokenizer
 from realsys.generation.sglang.api import Reply
-from realsys.generation.sglang.arguments import CPU_SUPPORT, Launch, needs_tokenizer
-from realsys.generation.sglang.requests import Request
-from realsys.generation.sglang.traffic import _record_phases
-from realsys.generation.stop_strings import read_tokenizer
-from realsys.generation.uniforms import completion_seed
+from realsys.generation.sglang.process import CPU_SUPPORT, Launch, needs_tokenizer
+from realsys.generation.sglang.requests import SglangRequest, _record_phases
 from tests.support.serving.generation_models import make_tokenizer
 from tests.support.timelines.recording import recording
 
@@ -148,9 +146,9 @@ def test_tested_version_is_the_pinned_one():
 # ---- requests
 
 
-def request(**params: object) -> Request:
+def request(**params: object) -> SglangRequest:
     sampling = SamplingParams(**{"max_new_tokens": 6, **params})
-    return Request.of("r", np.asarray([1, 2], np.int32), sampling, (96,), 5)
+    return SglangRequest.of("r", np.asarray([1, 2], np.int32), sampling, (96,), 5)
 
 
 def reply(tokens: list[int], kind: str = "length", spans: list[tuple[str, int, int]] | None = None) -> Reply:
@@ -262,7 +260,7 @@ def test_stop_string_across_pieces_ends_the_completion(tmp_path, prefix, earlier
 
     make_tokenizer(tmp_path)
     sampling = SamplingParams(max_new_tokens=8, stop=("bc",), answer_prefix=prefix)
-    one = Request.of("r", np.asarray(ids("ab"), np.int32), sampling, (), 5, read_tokenizer(tmp_path))
+    one = SglangRequest.of("r", np.asarray(ids("ab"), np.int32), sampling, (), 5, read_tokenizer(tmp_path))
     if earlier:
         one.recalled = True
         one.take([reply(ids(earlier), "abort")], 1)
@@ -277,7 +275,7 @@ def test_stop_string_across_pieces_ends_the_completion(tmp_path, prefix, earlier
 def test_stop_string_across_pieces_respects_min_new_tokens(tmp_path):
     make_tokenizer(tmp_path)
     sampling = SamplingParams(max_new_tokens=30, min_new_tokens=12, stop=("bc",))
-    one = Request.of("r", np.asarray([1], np.int32), sampling, (), 5, read_tokenizer(tmp_path))
+    one = SglangRequest.of("r", np.asarray([1], np.int32), sampling, (), 5, read_tokenizer(tmp_path))
     b, c, x = (ord(letter) - ord("0") for letter in "bcx")
     one.recalled = True
     one.take([reply([b], "abort")], 1)

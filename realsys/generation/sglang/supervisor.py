@@ -23,9 +23,8 @@ from realsys.cluster.children.child_process import Backoff
 from realsys.cluster.http_client import HttpClient
 from realsys.cluster.network import free_ports, join_host_port
 from realsys.errors import GenerationError
-from realsys.generation.sglang.api import Piece, SglangApi
-from realsys.generation.sglang.arguments import LOOPBACK, Launch
-from realsys.generation.sglang.child import SglangProcess
+from realsys.generation.sglang.api import SglangApi, SglangPiece
+from realsys.generation.sglang.process import LOOPBACK, Launch, SglangProcess
 
 log = logging.getLogger(__name__)
 
@@ -57,16 +56,16 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class RunListener:
     """Takes the news of the keeper. ``held`` returns True while SGLang is paused or loads weights."""
 
-    on_up: Callable[[Run], None]
+    on_up: Callable[[SglangRun], None]
     on_down: Callable[[str], None]
     held: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class SglangRun:
     """One run of the server, once it serves. The folder ``scratch`` is removed when the run ends.
 
     ``reports`` is True if SGLang reports for every token which weights sampled it (0.5.18 and newer do; it is tried).
@@ -79,10 +78,10 @@ class Run:
     reports: bool
 
 
-class Keeper:
+class SglangSupervisor:
     """Starts, watches and restarts SGLang. Lives on one event loop."""
 
-    def __init__(self, launch: Launch, settings: Settings, listener: Listener) -> None:
+    def __init__(self, launch: Launch, settings: Settings, listener: RunListener) -> None:
         self._launch = launch
         self._settings = settings
         self._listener = listener
@@ -117,7 +116,7 @@ class Keeper:
             api = SglangApi(http, url)
             reports = await _reports_versions(api)
             log.info("SGLang serves at %s, %s", url, "with versions per token" if reports else "one version per answer")
-            self._listener.on_up(Run(serial, child, api, scratch, reports))
+            self._listener.on_up(SglangRun(serial, child, api, scratch, reports))
             reason = "is being stopped"
             try:
                 reason = await self._watch(child, http)
@@ -158,6 +157,6 @@ def scratch_folder() -> Path:
 
 async def _reports_versions(api: SglangApi) -> bool:
     """Generate one token. Returns True if its version is in the reply."""
-    piece = Piece("probe", [0], {"max_new_tokens": 1, "temperature": 0.0})
+    piece = SglangPiece("probe", [0], {"max_new_tokens": 1, "temperature": 0.0})
     [reply] = await api.generate([piece], _PROBE_TIMEOUT_S)
     return reply.meta_info.weight_versions is not None

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import getpass
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realsys.cluster.children.guarded_process import GuardedProcess
+from realsys.cluster.http_client import HttpClient
+from realsys.cluster.network import free_ports, join_host_port
 from realsys.config.backend_rules import command_line_flags
 from realsys.config.schema import SamplingConfig
-from realsys.generation.backend import ONE_NODE, Span
+from realsys.errors import GenerationError
+from realsys.generation.backend import ONE_NODE, NodeSpan
+from realsys.generation.sglang.supervisor import scratch_folder
 
 CPU_SUPPORT = Path(__file__).with_name("cpu_support")
 LOOPBACK = "127.0.0.1"
@@ -50,7 +56,7 @@ class Launch:
     gpus: bool
     options: Mapping[str, Any]
     tokenizer: bool = False
-    span: Span = ONE_NODE
+    span: NodeSpan = ONE_NODE
 
     def command(self, port: int) -> list[str]:
         """Return argv. The user's options replace ours, except the address and the model (checked before)."""
@@ -108,3 +114,79 @@ class Launch:
                 "max-total-tokens": max(_CPU_TOKENS, 2 * (self.context + _CONTEXT_SLACK)),
             }
         return options
+
+
+# ---- child -------------------------------------------------------------------------------------------------------
+#
+# One run of SGLang: start, health, end.
+#
+# start ──> [GET /health until 200] ──> serving, probed for samples ──> ended
+#              │ exits, or not in time: GenerationError with the last lines of its log
+
+
+_SHARED_MEMORY = r"/dev/shm/sglang_loads_\S+"  # SGLang's processes publish their load there, and never remove it
+_HEALTH_INTERVAL_S = 0.2  # the only way to learn that SGLang is ready
+_HEALTH_TIMEOUT_S = 5.0
+
+
+class SglangProcess(GuardedProcess):
+    """One run of SGLang. Its guard removes what SGLang leaves: shared memory, and the sockets of its processes."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], url: str, remove: Path) -> None:
+        """Start ``command``, which serves at ``url`` and has its sockets in ``remove``. Raises OSError."""
+        self.url = url
+        super().__init__("SGLang", command, env, remove, ["--shared", _SHARED_MEMORY])
+
+    async def wait_healthy(self, http: HttpClient, timeout_s: float) -> None:
+        """Return when the server answers. Raises GenerationError if it exits, or does not answer in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                if await self._healthy(http):
+                    return
+        except TimeoutError:
+            raise GenerationError(
+                f"SGLang did not answer /health within {timeout_s:g} s (generation.sglang.start_timeout_s); "
+                f"its last lines: {self.tail()}"
+            ) from None
+        raise GenerationError(f"SGLang {self.ended.result()} before it answered; its last lines: {self.tail()}")
+
+    async def _healthy(self, http: HttpClient) -> bool:
+        while not self.ended.done():
+            if await http.answers(f"{self.url}/health", _HEALTH_TIMEOUT_S):
+                return True
+            await asyncio.wait({self.ended}, timeout=_HEALTH_INTERVAL_S)
+        return False
+
+    async def samples(self, http: HttpClient, timeout_s: float) -> bool:
+        """Return True if SGLang samples a token, for a running request or else for this call.
+
+        SGLang's own limit on the call is 20 s. While it is paused or loads weights the result is False.
+        """
+        return await http.answers(f"{self.url}/health_generate", timeout_s)
+
+
+# ---- part --------------------------------------------------------------------------------------------------------
+#
+# SGLang's processes of one node, of a server that spans nodes. The first node has the server (engine.py).
+
+
+async def run_part(launch: Launch, on_stop: Callable[[Callable[[], None]], None]) -> None:
+    """Run SGLang until it ends, which raises GenerationError, or until the process gets a signal to stop."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop_soon() -> None:
+        loop.call_soon_threadsafe(stopped.set)
+
+    on_stop(stop_soon)
+    [port] = free_ports(1)
+    url = f"http://{join_host_port(LOOPBACK, port)}"
+    child = SglangProcess(launch.command(port), launch.environment(), url, scratch_folder())
+    stopping = asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait({child.ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not stopped.is_set():
+            raise GenerationError(f"SGLang {child.ended.result()}; its last lines: {child.tail()}")
+    finally:
+        stopping.cancel()
+        await child.stop()

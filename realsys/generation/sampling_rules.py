@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
 
-from realsys.errors import GenerationError
+from realsys.errors import GenerationError, ModelError
 from realsys.generation.protocol import SamplingParams
 from realsys.types import I32
 
@@ -79,3 +82,76 @@ class Limits:
         if not tokens or 0 <= min(tokens) <= max(tokens) < self.vocabulary:
             return None
         return next(token for token in tokens if not 0 <= token < self.vocabulary)
+
+
+# ---- stop strings ------------------------------------------------------------------------------------------------
+#
+# Stop strings: a search in the text of a completion's last tokens after each step, if its request has any.
+#
+# The search decodes a few tokens, never the whole completion. Every token is at least one byte, so a string of b bytes
+# is within the last b tokens. A few more are decoded, because some decoders treat the first token in a special way:
+# they drop a blank, or show half a character.
+
+
+_MARGIN = 4
+
+
+def read_tokenizer(model_path: Path) -> Tokenizer | None:
+    """Read tokenizer.json of a model directory; None if the file does not exist.
+
+    Raises ModelError if it cannot be read.
+    """
+    path = model_path / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers package raises plain Exception
+        raise ModelError(f"{path}: cannot be read as a tokenizer: {error}") from None
+
+
+def window(strings: Sequence[str]) -> int:
+    """Return how many tokens at the end of a completion suffice to find any of the strings."""
+    return max(len(string.encode()) for string in strings) + _MARGIN
+
+
+def find_stop(tokenizer: Tokenizer, tail: Sequence[int], strings: Sequence[str]) -> str | None:
+    """Return the first of ``strings`` that is in the text of a completion's last tokens, or None."""
+    text = tokenizer.decode(list(tail), skip_special_tokens=False)
+    return next((string for string in strings if string in text), None)
+
+
+# ---- uniforms ----------------------------------------------------------------------------------------------------
+#
+# Random numbers that depend only on (seed, completion, position): no generator state, any batch, any order.
+
+
+U64 = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def splitmix64(state: U64) -> U64:
+    """Mix 64-bit words with the finaliser of SplitMix64: a bijection whose results look random."""
+    z = state + _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    return z ^ (z >> np.uint64(31))
+
+
+def completion_seed(seed: int, completion: int) -> int:
+    """Derive the seed of one completion of a request, 63 bits, for an engine with its own random numbers."""
+    mixed = splitmix64(np.asarray([seed & 0xFFFFFFFFFFFFFFFF], np.uint64))
+    return int(splitmix64(mixed + np.uint64(completion))[0] >> np.uint64(1))
+
+
+def uniforms(seed: int, completion: int, count: int) -> npt.NDArray[np.float32]:
+    """Draw numbers in [0, 1) for positions 0..count-1 of a completion, with 24 random bits each."""
+    key = splitmix64(np.asarray([seed & 0xFFFFFFFFFFFFFFFF], np.uint64))
+    # Not symmetric in seed and completion: completion 1 of seed 2 must not repeat completion 2 of seed 1.
+    key = splitmix64(key ^ (np.asarray([completion], np.uint64) * _MIX_1))
+    words = splitmix64(key + np.arange(count, dtype=np.uint64) * _GOLDEN)
+    # 24 bits, because float32 holds no more: a 25th could round up to 1.0.
+    return ((words >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)

@@ -24,13 +24,11 @@ from realsys.config.device_plan import NodeDevices
 from realsys.config.machine import Machine
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import longest_sequence
-from realsys.generation.backend import ONE_NODE, Backend, Change, EngineParts, Materialise, PartParts, Span
-from realsys.generation.limits import Limits
-from realsys.generation.sglang.arguments import Launch, needs_tokenizer
+from realsys.generation.backend import ONE_NODE, Backend, Change, EngineParts, Materialise, NodeSpan, PartParts
+from realsys.generation.sampling_rules import Limits, read_tokenizer
 from realsys.generation.sglang.engine import Model, SglangEngine
-from realsys.generation.sglang.keeper import Settings
-from realsys.generation.sglang.part import run_part
-from realsys.generation.stop_strings import read_tokenizer
+from realsys.generation.sglang.process import Launch, needs_tokenizer, run_part
+from realsys.generation.sglang.supervisor import Settings
 from realsys.model_files.config_json import read_model
 
 _CPU_BYTES = 2560 << 20  # SGLang's processes, of one server on a CPU with a small model
@@ -95,7 +93,7 @@ def build_sglang_engine(
     on_change: Callable[[Change], None],
     *,
     index: int = 0,
-    span: Span = ONE_NODE,
+    span: NodeSpan = ONE_NODE,
 ) -> SglangEngine:
     """Make an engine that is not started yet. ``index`` is the server's: each draws other random numbers.
 
@@ -133,7 +131,7 @@ def _tokenizer(model_path: Path, config: Config) -> Tokenizer | None:
     return read_tokenizer(model_path) if needed else None
 
 
-def _launch(model_path: Path, config: Config, index: int, span: Span, tokenizer: Tokenizer | None) -> Launch:
+def _launch(model_path: Path, config: Config, index: int, span: NodeSpan, tokenizer: Tokenizer | None) -> Launch:
     generation, given = config.generation, sglang_options(config.generation.sglang)
     gpus = bool(Machine.here().gpus)
     context = int(given.pop("context-length", 0)) or longest_sequence(config)

@@ -14,13 +14,15 @@ Invariants
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Protocol
 
 import numpy as np
 
-from realsys.generation.embedded.evicted import EvictedKeys
-from realsys.generation.embedded.prefill import Part, PrefixIndex
 from realsys.generation.embedded.scheduler import LiveCompletion
 from realsys.generation.protocol import UNSYNCED
 from realsys.types import I32
@@ -96,7 +98,7 @@ class CacheRows:
 
     # ---- rows of a prefill pass
 
-    def assign(self, parts: Sequence[Part], active: Iterable[LiveCompletion], version: int) -> list[Copy]:
+    def assign(self, parts: Sequence[PrefillPart], active: Iterable[LiveCompletion], version: int) -> list[Copy]:
         """Give rows to the completions of a pass. Returns the copies to make, all together, before the pass."""
         # First, so that no row that a part takes over is evicted for another part.
         for part in parts:
@@ -120,7 +122,7 @@ class CacheRows:
             completion.cached = part.stop
         return copies
 
-    def leave_extra(self, parts: Iterable[Part], active: Iterable[LiveCompletion]) -> list[Copy]:
+    def leave_extra(self, parts: Iterable[PrefillPart], active: Iterable[LiveCompletion]) -> list[Copy]:
         """Move the completion that a pass has completed out of the extra row, which the next cut one needs."""
         copies = []
         for part in parts:
@@ -175,7 +177,7 @@ class CacheRows:
 
     # ---- parts
 
-    def _use(self, part: Part) -> None:
+    def _use(self, part: PrefillPart) -> None:
         """Give the row of a retained donor to its user if this uses all of it; else the user copies."""
         donor = part.donor
         if not isinstance(donor, Retained) or donor not in self._retained:
@@ -200,3 +202,207 @@ class CacheRows:
     def _remove(self, entry: Retained) -> None:
         self._retained.remove(entry)
         self.index.remove(entry)
+
+
+# ---- prefill -----------------------------------------------------------------------------------------------------
+#
+# Plan of the next prefill pass: which positions to compute, and which to copy. Pure bookkeeping, no torch.
+#
+# Prompts of new completions, and prompts with the tokens so far of interrupted ones, wait in one line. A pass takes
+# from its front as much as the budget allows, so that decoding continues between two passes. Tokens that two sequences
+# share are computed once: by the completions of one request, by continued completions of one prompt, or by prompts
+# with a common beginning, and by the turns of a conversation: the keys of a completion that has ended are retained
+# (rows.py). A completion that shares more with one of the same pass than with one that decodes already waits for the
+# next pass, and copies.
+
+
+#: number of shared tokens that justifies waiting for another completion, unless nothing else is to compute
+MIN_SHARED = 16
+_KEY = attrgetter("key")
+
+
+class Donor(Protocol):
+    """A sequence whose first positions are in row ``row``: of ``tokens``, at most length - 1.
+
+    ``key`` sorts sequences by their tokens. ``kv_version``: version that computed the first position.
+    """
+
+    row: int
+    kv_version: int
+
+    @property
+    def tokens(self) -> I32: ...
+
+    @property
+    def key(self) -> bytes: ...
+
+    @property
+    def length(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPart:
+    """Positions start..stop-1 of a completion, to be computed.
+
+    The positions before ``start`` are cached, if ``donor`` is set in its row.
+    """
+
+    completion: LiveCompletion
+    start: int
+    stop: int
+    donor: Donor | None
+
+    @property
+    def completes(self) -> bool:
+        """True if the completion can decode after this part."""
+        return self.stop == self.completion.length - 1
+
+
+class PrefixIndex:
+    """Sequences in lexicographic order of their tokens.
+
+    The one that shares most tokens with a given one is therefore next to its place.
+    """
+
+    def __init__(self, sequences: Iterable[Donor] = ()) -> None:
+        self._sequences = sorted(sequences, key=_KEY)
+
+    def add(self, sequence: Donor) -> None:
+        self._sequences.insert(self._place(sequence.key), sequence)
+
+    def remove(self, sequence: Donor) -> None:
+        place = self._place(sequence.key)
+        while self._sequences[place] is not sequence:  # equal ones are next to each other
+            place += 1
+        del self._sequences[place]
+
+    def longest(self, completion: LiveCompletion) -> tuple[Donor | None, int]:
+        """Find the sequence that shares most prompt tokens with ``completion``.
+
+        Returns it, and the number of its cached positions that are valid for ``completion`` too.
+        """
+        best, most = None, 0
+        place = self._place(completion.key)
+        for neighbour in self._sequences[max(place - 1, 0) : place + 1]:
+            common = _common_length(completion.tokens, neighbour.tokens)
+            # The last token of a sequence is not cached yet, on either side.
+            shared = min(common, neighbour.length - 1, completion.length - 1)
+            if shared > most:
+                best, most = neighbour, shared
+        return best, most
+
+    def _place(self, key: bytes) -> int:
+        return bisect_left(self._sequences, key, key=_KEY)
+
+
+def plan_pass(
+    waiting: Sequence[LiveCompletion],
+    decoding: Iterable[LiveCompletion],
+    budget: int,
+    retained: PrefixIndex | None = None,
+) -> list[PrefillPart]:
+    """Plan one pass: at least one part, together at most ``budget`` tokens.
+
+    Only the first in line is ever cut, so at most one completion is cached in part. ``decoding`` and ``retained``:
+    sequences whose keys may be used.
+    """
+    # Only completions that decode are donors. The rows of this pass are filled while it runs.
+    cached = PrefixIndex(decoding)
+    this_pass = PrefixIndex()
+    parts: list[PrefillPart] = []
+    for completion in waiting:
+        start, stop, donor = completion.cached, completion.length - 1, None
+        # Of two equally good ones the retained: its row is taken over without a copy.
+        for index in (retained, cached) if retained is not None else (cached,):
+            neighbour, shared = index.longest(completion)
+            if shared > start:
+                start, donor = shared, neighbour
+        shared_soon = this_pass.longest(completion)[1]
+        if shared_soon > start and shared_soon >= min(start + MIN_SHARED, stop):
+            continue  # the next pass copies these tokens instead of computing them again
+        if stop - start > budget:
+            if parts:
+                break  # a second cut would need a second extra row
+            stop = start + budget
+        budget -= stop - start
+        parts.append(PrefillPart(completion, start, stop, donor))
+        this_pass.add(completion)
+    return parts
+
+
+def _common_length(a: I32, b: I32) -> int:
+    """Return the length of the common beginning."""
+    length = min(len(a), len(b))
+    differ = a[:length] != b[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+# ---- evicted -----------------------------------------------------------------------------------------------------
+#
+# Memory of the sequences whose keys gave way to others: it tells how much more rows of the cache would have saved.
+
+
+log = logging.getLogger(__name__)
+
+#: requests that missed their keys, and share of the computed tokens, from which a server warns
+_WARN_REQUESTS, _WARN_SHARE = 32, 0.25
+#: sequences that are remembered; a fingerprint takes about 100 bytes
+_REMEMBERED = 1 << 14
+
+
+class EvictedKeys:
+    """Fingerprints of evicted sequences, each of its first 2^k tokens, with the version of its first key.
+
+    ``tokens``: tokens that were computed again because their row was needed, of ``requests`` requests.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.requests = 0
+        self._warned = False
+        self._versions: dict[int, int] = {}  # the first one was evicted longest ago
+
+    def add(self, key: bytes, cached: int, kv_version: int) -> None:
+        """Remember the first half or more of ``cached`` tokens. ``key``: tokens of 4 bytes."""
+        mark = _fingerprint(key, 1 << (cached.bit_length() - 1))
+        self._versions.pop(mark, None)
+        self._versions[mark] = kv_version
+        if len(self._versions) > _REMEMBERED:
+            del self._versions[next(iter(self._versions))]
+
+    def longest(self, key: bytes, cached: int) -> int:
+        """Return how many of the first ``cached`` tokens an evicted sequence had, at least."""
+        if not self._versions:
+            return 0
+        lengths = [1 << power for power in range(cached.bit_length())]
+        return max((length for length in lengths if _fingerprint(key, length) in self._versions), default=0)
+
+    def count(self, parts: Iterable[PrefillPart], prefilled: int, rows: int) -> None:
+        """Count what more than ``rows`` rows would have saved; warn once if it is a large share of ``prefilled``."""
+        for part in parts:
+            completion = part.completion
+            if completion.cached:
+                continue  # counted with its first part
+            missing = self.longest(completion.key, completion.length - 1) - part.start
+            if missing > 0:
+                self.tokens += missing
+                self.requests += 1
+        if not self._warned and self.requests >= _WARN_REQUESTS and self.tokens > _WARN_SHARE * prefilled:
+            self._warned = True
+            log.warning(
+                "%d of %d prompt tokens were computed again, because other conversations needed the rows of their "
+                "keys: raise generation.embedded.cache_rows or max_running (%d rows now)",
+                *(self.tokens, prefilled, rows),
+            )
+
+    def forget(self, oldest: int | None) -> None:
+        """Forget the sequences older than version ``oldest``, which no request could use; None: all."""
+        versions = self._versions.items()
+        self._versions = {} if oldest is None else {mark: v for mark, v in versions if v >= oldest}
+
+    def relabel(self, old: int, new: int) -> None:
+        self._versions = {mark: new if version == old else version for mark, version in self._versions.items()}
+
+
+def _fingerprint(key: bytes, tokens: int) -> int:
+    return hash(key[: 4 * tokens])
