@@ -23,7 +23,8 @@ from starlette.responses import Response
 
 from realsys.cluster.names.file_store import FileNameStore
 from realsys.cluster.names.keys import Names
-from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
+from realsys.config.schema import AsyncConfig, Config, ManagerConfig
+from realsys.config.schema_rollout import RolloutConfig
 from realsys.config.schema_train import TrainConfig
 from realsys.manager.messages import (
     AllocateReply,

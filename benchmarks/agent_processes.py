@@ -21,7 +21,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from benchmarks._table import report
-from realsys.config.schema import RolloutConfig
+from realsys.config.schema_rollout import RolloutConfig
 from realsys.rollout.agents.captured import Inside
 from realsys.rollout.agents.captured_processes import AgentProcesses
 from realsys.rollout.agents.contract import EpisodeTime

@@ -5,8 +5,8 @@
 A step is actor_inf (log-probs) and actor_train (loss, backward pass, clipping, AdamW) of random bfloat16 models over
 two full micro-batches, as large as --tokens and the GPU's memory allow. 7b runs actor_inf only: its optimizer state
 does not fit on one GPU. ``mfu_%`` is model FLOPs over the peak of the device's name (realsys.cluster.gpu_devices).
-``predicted_GiB`` is what realsys.config.memory expects of the peak, without libraries. ``syncs/microbatch`` is how
-often the host waits for the device in one more micro-batch.
+``predicted_GiB`` is what realsys.config.device_memory expects of the peak, without libraries. ``syncs/microbatch`` is
+how often the host waits for the device in one more micro-batch.
 
 It fails if a row has a problem (``problem_of``). Running out of memory is one only where the prediction is below what
 the device has.

@@ -36,7 +36,8 @@ from benchmarks.heartbeats import cpu_s
 from benchmarks.join import joined, serve_servers
 from benchmarks.router import ANSWER, PREFIX, Client, percentile
 from realsys.cluster.names.file_store import FileNameStore
-from realsys.config.schema import AsyncConfig, Config, RolloutConfig
+from realsys.config.schema import AsyncConfig, Config
+from realsys.config.schema_rollout import RolloutConfig
 from realsys.config.schema_train import TrainConfig
 from realsys.manager.messages import AllocateReply, AllocateRequest, FinishRequest, ScheduleRequest, TrainedRequest
 from realsys.manager.process import Manager, ManagerParts

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._table import report
-from realsys.config.schema import RewardConfig
+from realsys.config.schema_rollout import RewardConfig
 from realsys.errors import RewardError
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifier_process import ItemLimits

@@ -33,8 +33,8 @@ import msgspec
 from realsys.cluster.network import join_host_port
 from realsys.cluster.stream.master_stream import MasterStream
 from realsys.cluster.stream.security import ensure_keys
-from realsys.config import device_plan
-from realsys.config.device_plan import Needs, NodeDevices
+from realsys.config.device_plan import Needs
+from realsys.config.machine import NodeDevices
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, DecodeError, RealsysError, WaitTimeout, WorkerLost
 from realsys.launch.nodes import orders
@@ -122,10 +122,10 @@ class _Agent(NodeSession):
         self._stream = stream
 
     @property
-    def machine(self) -> device_plan.NodeDevices:
+    def machine(self) -> NodeDevices:
         joined = self.joined
         sizes = (joined.cpus, joined.memory, joined.gpus)
-        return device_plan.NodeDevices(joined.name, *sizes, gpu_memory=joined.gpu_memory)
+        return NodeDevices(joined.name, *sizes, gpu_memory=joined.gpu_memory)
 
     def ask(self, message: msgspec.Struct, kind: type[Reply], timeout_s: float | None = None) -> asyncio.Future[Reply]:
         timeout_s = _ORDER_S if timeout_s is None else timeout_s

@@ -36,7 +36,6 @@ COMPUTE = (
     "torch._dynamo",  # torch's optimizers import it in their first step
     "realsys.generation.embedded.engine",
     "realsys.generation.server",
-    "realsys.generation.server",
     "realsys.cluster.stream.push_pull",
     "realsys.train.worker.call_service",
     "realsys.train.megatron.mesh",

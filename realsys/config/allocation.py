@@ -127,3 +127,13 @@ def _parse_layout(text: str, whole: str) -> ParallelLayout:
             "allocation", whole, f"cannot read '{text[position:] or text}'; write e.g. serve.d4p1m1+d2p2m1"
         )
     return ParallelLayout(sizes.get("d", 1), sizes.get("p", 1), sizes.get("m", 1))
+
+
+def allocation_text(inference: ParallelLayout, actor: ParallelLayout) -> str:
+    """Return an allocation expression, without the axes of size 1."""
+    return f"serve.{_axes(inference)}+{_axes(actor)}"
+
+
+def _axes(layout: ParallelLayout) -> str:
+    axes = {"p": layout.pipeline, "m": layout.tensor}
+    return f"d{layout.data}" + "".join(f"{name}{size}" for name, size in axes.items() if size > 1)

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import realsys
 from realsys.config.allocation import Allocation
-from realsys.config.device_plan import NodeDevices
 from realsys.config.doors import BACKEND
-from realsys.config.machine import Machine
+from realsys.config.machine import Machine, NodeDevices
 from realsys.config.schema import Config, SamplingConfig, SglangConfig
 from realsys.errors import ConfigError
 
@@ -106,12 +104,10 @@ def sizes_of(config: Config, allocation: Allocation) -> ServerSizes:
         return backend.sizes(allocation)
 
 
-# ---- sglang ------------------------------------------------------------------------------------------------------
-#
-# Rules for the settings of the SGLang backend: its interpreter and its options.
+# ---- SGLang: its interpreter, its options, and what its log-probs would include
 
 
-_ROOT = Path(realsys.__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 #: `make sglang-cpu` makes it in the root of a checkout
 SGLANG_VENV = _ROOT / ".venv-sglang"
 #: version of SGLang that `make sglang-cpu` installs and the tests use
@@ -143,11 +139,6 @@ def sglang_interpreter(settings: SglangConfig, *, gpus: bool, default_venv: Path
     return str(python) if python.exists() and not gpus else sys.executable
 
 
-def sglang_options(settings: SglangConfig) -> dict[str, Any]:
-    """Return SGLang's options with the names of its command line, without the leading dashes."""
-    return {_normal(name): value for name, value in settings.args.items()}
-
-
 def check_sglang_interpreter(settings: SglangConfig, *, gpus: bool, default_venv: Path = SGLANG_VENV) -> None:
     """Raise ConfigError for an interpreter that cannot be run or has no SGLang. ``gpus``: True if servers have GPUs."""
     python = sglang_interpreter(settings, gpus=gpus, default_venv=default_venv)
@@ -156,7 +147,7 @@ def check_sglang_interpreter(settings: SglangConfig, *, gpus: bool, default_venv
     if python == sys.executable and importlib.util.find_spec("sglang") is None:
         problem = "this interpreter has no sglang: set one that has it"
         if gpus:
-            problem += f", of a virtual environment of its own with `pip install sglang=={TESTED_VERSION}`"
+            problem += f", of a virtual environment of its own with `pip install sglang=={SGLANG_VERSION}`"
         elif (_ROOT / "Makefile").exists():  # not in an installation
             problem += ", or make one for CPU with `make sglang-cpu`"
         raise ConfigError("generation.sglang.python", settings.python, problem)
@@ -176,6 +167,15 @@ def check_sglang(settings: SglangConfig) -> None:
         seen[normal] = name
 
 
+def check_sglang_sampling(sampling: SamplingConfig) -> None:
+    """Raise ConfigError if SGLang's log-probs would not be those of softmax(logits / temperature)."""
+    for name in _IN_LOGPROBS:
+        value, off = getattr(sampling, name), SamplingConfig.model_fields[name].default
+        if value != off:
+            problem = f"SGLang would include it in the log-probs: set it to {off}, or use generation=embedded"
+            raise ConfigError(f"generation.sampling.{name}", value, problem)
+
+
 def sglang_server_sizes(settings: SglangConfig, tensor: int) -> ServerSizes:
     """Return the parallel sizes of one SGLang server. ``tensor``: that of the allocation, which an option replaces.
 
@@ -193,28 +193,9 @@ def sglang_server_sizes(settings: SglangConfig, tensor: int) -> ServerSizes:
     return ServerSizes(**sizes)
 
 
-def check_sglang_sampling(sampling: SamplingConfig) -> None:
-    """Raise ConfigError if SGLang's log-probs would not be those of softmax(logits / temperature)."""
-    for name in _IN_LOGPROBS:
-        value, off = getattr(sampling, name), SamplingConfig.model_fields[name].default
-        if value != off:
-            problem = f"SGLang would include it in the log-probs: set it to {off}, or use generation=embedded"
-            raise ConfigError(f"generation.sampling.{name}", value, problem)
-
-
-def command_line_flags(sglang_options: Mapping[str, Any]) -> list[str]:
-    """Return ``options`` as command-line arguments.
-
-    True gives the flag without a value, False and None give nothing, a list gives the flag and its items.
-    """
-    arguments: list[str] = []
-    for name, value in sglang_options.items():
-        if value is None or value is False:
-            continue
-        arguments.append(f"--{name}")
-        if value is not True:
-            arguments += [str(item) for item in (value if isinstance(value, list) else [value])]
-    return arguments
+def sglang_options(settings: SglangConfig) -> dict[str, Any]:
+    """Return SGLang's options with the names of its command line, without the leading dashes."""
+    return {_normal(name): value for name, value in settings.args.items()}
 
 
 def _normal(name: str) -> str:
@@ -223,3 +204,18 @@ def _normal(name: str) -> str:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, _SCALARS) for item in value)
+
+
+def command_line_flags(options: Mapping[str, Any]) -> list[str]:
+    """Return ``options`` as command-line arguments.
+
+    True gives the flag without a value, False and None give nothing, a list gives the flag and its items.
+    """
+    arguments: list[str] = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        arguments.append(f"--{name}")
+        if value is not True:
+            arguments += [str(item) for item in (value if isinstance(value, list) else [value])]
+    return arguments

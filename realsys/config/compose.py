@@ -49,7 +49,7 @@ def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> Conf
     """Compose and validate the configuration of one trial.
 
     ``overrides`` are hydra's: ``group=option`` or ``field.path=value``. ``config_dir`` has the user's files, which are
-    searched after the shipped ones. Rules over several fields are in checks.py.
+    searched after the shipped ones. Rules over several fields are in rules.py.
     Raises ConfigError.
     """
     return validate(_merge(overrides, config_dir, with_defaults=True))

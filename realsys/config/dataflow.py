@@ -40,6 +40,7 @@ TOKEN_REWARDS = "token_rewards"
 KV_VERSIONS = "kv_versions"
 #: likewise; read by all language models, if an agent may choose the temperature of a call
 TEMPERATURES = "temperatures"
+NO_LORA = LoraConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,9 @@ def _with_mask(call: FunctionCall) -> FunctionCall:
     return replace(call, inputs=call.inputs | {"loss_mask"}) if "tokens" in call.inputs else call
 
 
+# ---- the dataflow of a configuration
+
+
 #: ``id(config)`` -> the configuration and its dataflow; cached because every call of a step needs it
 _DATAFLOWS: dict[int, tuple[weakref.ref[Config], Dataflow]] = {}
 
@@ -142,11 +146,6 @@ def dataflow_of(config: Config) -> Dataflow:
     return flow
 
 
-def advantages_by_token(config: Config) -> bool:
-    """Return True if a call of the graph computes one advantage per token, False if each episode has one."""
-    return any("advantages" in call.outputs for call in dataflow_of(config).calls)
-
-
 def _build(config: Config) -> Dataflow:
     """Call the algorithm that the configuration names. Raises ConfigError."""
     name = config.train.ppo.algorithm
@@ -158,12 +157,6 @@ def _build(config: Config) -> Dataflow:
     return flow
 
 
-def comparing_call(flow: Dataflow) -> FunctionCall | None:
-    """Return the call that compares log-probs of engine and trainer: the actor's first one that reads versions."""
-    handlers = ("actor_inf", "actor_train")
-    return next((call for call in flow.calls if call.handler in handlers and "versions" in call.inputs), None)
-
-
 def _with_kv_versions(flow: Dataflow, config: Config) -> Dataflow:
     """Add the versions of keys to the inputs of the call that compares log-probs, if keys outlive an update."""
     compares = comparing_call(flow)
@@ -171,6 +164,12 @@ def _with_kv_versions(flow: Dataflow, config: Config) -> Dataflow:
         return flow
     calls = [replace(c, inputs=c.inputs | {KV_VERSIONS}) if c is compares else c for c in flow.calls]
     return Dataflow(calls, flow.source_keys | {KV_VERSIONS})
+
+
+def comparing_call(flow: Dataflow) -> FunctionCall | None:
+    """Return the call that compares log-probs of engine and trainer: the actor's first one that reads versions."""
+    handlers = ("actor_inf", "actor_train")
+    return next((call for call in flow.calls if call.handler in handlers and "versions" in call.inputs), None)
 
 
 def _with_temperatures(flow: Dataflow, config: Config) -> Dataflow:
@@ -189,6 +188,16 @@ def _is_lm(config: Config, call: FunctionCall) -> bool:
     return role_settings(config, call.role).head == "lm"
 
 
+def with_offload(flow: Dataflow, config: Config) -> Dataflow:
+    """Return the graph with hooks that load and offload the roles with ``offload`` around each of their calls."""
+    calls = []
+    for call in flow.calls:
+        if role_settings(config, call.role).offload != "none":
+            call = replace(call, pre_hooks=("onload", *call.pre_hooks), post_hooks=(*call.post_hooks, "offload"))
+        calls.append(call)
+    return Dataflow(calls, flow.source_keys)
+
+
 def check_calls(flow: Dataflow) -> None:
     """Check the handler and the hooks of every call; import those of the user. Raises ConfigError naming the call."""
     for call in flow.calls:
@@ -198,14 +207,9 @@ def check_calls(flow: Dataflow) -> None:
                 replace(HOOK, field=f"dataflow.{call.name}.{field}").check(hook)
 
 
-def with_offload(flow: Dataflow, config: Config) -> Dataflow:
-    """Return the graph with hooks that load and offload the roles with ``offload`` around each of their calls."""
-    calls = []
-    for call in flow.calls:
-        if role_settings(config, call.role).offload != "none":
-            call = replace(call, pre_hooks=("onload", *call.pre_hooks), post_hooks=(*call.post_hooks, "offload"))
-        calls.append(call)
-    return Dataflow(calls, flow.source_keys)
+def advantages_by_token(config: Config) -> bool:
+    """Return True if a call of the graph computes one advantage per token, False if each episode has one."""
+    return any("advantages" in call.outputs for call in dataflow_of(config).calls)
 
 
 def token_level_advantages(config: Config) -> bool:
@@ -223,12 +227,7 @@ def saved_roles(config: Config, flow: Dataflow) -> list[str]:
     return list(dict.fromkeys([*flow.trained_roles, *as_actor]))
 
 
-# ---- roles -------------------------------------------------------------------------------------------------------
-#
-# Settings of one model role, from the sections of the configuration that hold them.
-
-
-NO_LORA = LoraConfig()
+# ---- settings of the model roles
 
 
 @dataclass(frozen=True, slots=True)

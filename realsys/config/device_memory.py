@@ -1,4 +1,9 @@
-"""Predicted bytes on each device: training ranks with all their roles, and generation servers.
+"""Predicted bytes on each device, and in the memory of each host. No torch: every number is computed from the sizes.
+
+    rank_memory ──> rank_uses ───┐
+                    server_use ──┼──> memory_check, memory_remedies    what does not fit is refused
+    host processes ─> host_use ──┘    memory_remedies                  allocation=auto
+                                      memory_check                     realsys run --dry-run
 
 The peak of a rank is that of the most demanding call of any of its roles. While one role computes, the others have
 what their ``offload`` leaves on the device.
@@ -41,6 +46,11 @@ RANK_SHARE = 0.97
 _SGLANG_SHARE = 0.88
 _STORED_TOKEN = 16  # bytes of token, log-prob and random number of a position in the embedded engine
 _SAMPLED = 4  # fp32 tensors over the vocabulary that sampling holds per sequence
+_TORCH_PROCESS = 600 << 20  # resident memory of a process that has imported torch and Megatron
+_CUDA_PROCESS = 3 << 30  # the same with a CUDA context, which maps its libraries into host memory
+_LIGHT_PROCESS = 120 << 20
+#: pinned buffers are rounded up to powers of two: 1 / ln 2 on average
+_PINNED = 1.44
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +83,19 @@ class DeviceUse:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "owner"}
 
 
-@dataclass(frozen=True, slots=True)
-class _RoleOnRank:
-    """One role on one rank: its states, and the peaks of its calls."""
+def usable_bytes(config: Config, gpu_bytes: int, *, server: bool) -> int:
+    """Return how much of a GPU the plan may use.
 
-    states: States
-    peaks: tuple[DeviceUse, ...]
-    offload: str
+    3 % stay free, because blocks of the allocator never fit exactly. SGLang has the share that its option says.
+    """
+    share = RANK_SHARE
+    if server and config.generation.backend == SGLANG:
+        given = sglang_options(config.generation.sglang).get("mem-fraction-static", _SGLANG_SHARE)
+        share = float(given) if isinstance(given, int | float) else _SGLANG_SHARE
+    return int(gpu_bytes * share)
+
+
+# ---- training ranks
 
 
 def rank_uses(config: Config, allocation: Allocation, flow: Dataflow, *, on_gpu: bool) -> list[tuple[DeviceUse, int]]:
@@ -104,35 +120,13 @@ def rank_uses(config: Config, allocation: Allocation, flow: Dataflow, *, on_gpu:
     return uses
 
 
-def _stage(allocation: Allocation, role: str, worker: int) -> int | None:
-    """Return the pipeline stage of ``role`` on a worker; None if the role is not there. Ranks are pipeline-major."""
-    placement = allocation.placement(role)
-    rank, layout = worker - placement.first, placement.layout
-    return rank // (layout.data * layout.tensor) if 0 <= rank < layout.world_size else None
+@dataclass(frozen=True, slots=True)
+class _RoleOnRank:
+    """One role on one rank: its states, and the peaks of its calls."""
 
-
-def _communicators(allocation: Allocation, roles: Sequence[str]) -> int:
-    """Return how many communicators a rank with these roles has. Roles with one placement share theirs."""
-    placements = {allocation.placement(role) for role in roles}
-    # The world has a communicator of its own, unless it is the same as that of all ranks of a role.
-    count = int(all(placement.layout.world_size < allocation.workers for placement in placements))
-    for layout in (placement.layout for placement in placements):
-        sizes = (layout.data, layout.pipeline, layout.tensor)
-        # From three stages on, the first and the last have one for their tied weights.
-        count += _COMMUNICATORS[sum(size > 1 for size in sizes)] + (layout.pipeline > 2)
-    return count
-
-
-def _peak(owner: str, roles: list[_RoleOnRank], libraries: int) -> DeviceUse:
-    """Return the peak over the calls of all roles."""
-    left = sum(role.states.left(role.offload) for role in roles)
-    best = DeviceUse(owner)
-    for role in roles:
-        others = left - role.states.left(role.offload)
-        for peak in role.peaks:
-            parts = {**peak.parts(), "others": others, "libraries": libraries}
-            best = max(best, DeviceUse(owner, **parts), key=lambda use: use.total)
-    return best
+    states: States
+    peaks: tuple[DeviceUse, ...]
+    offload: str
 
 
 def _role_on_rank(
@@ -153,8 +147,39 @@ def _role_on_rank(
     return _RoleOnRank(states, tuple(peaks), settings.offload)
 
 
+def _peak(owner: str, roles: list[_RoleOnRank], libraries: int) -> DeviceUse:
+    """Return the peak over the calls of all roles."""
+    left = sum(role.states.left(role.offload) for role in roles)
+    best = DeviceUse(owner)
+    for role in roles:
+        others = left - role.states.left(role.offload)
+        for peak in role.peaks:
+            parts = {**peak.parts(), "others": others, "libraries": libraries}
+            best = max(best, DeviceUse(owner, **parts), key=lambda use: use.total)
+    return best
+
+
 def _use(states: States, work: PhasePeak, step: int = 0) -> DeviceUse:
     return DeviceUse("", states.weights, states.gradients, states.optimizer, 0, work.layers, work.head, step)
+
+
+def _stage(allocation: Allocation, role: str, worker: int) -> int | None:
+    """Return the pipeline stage of ``role`` on a worker; None if the role is not there. Ranks are pipeline-major."""
+    placement = allocation.placement(role)
+    rank, layout = worker - placement.first, placement.layout
+    return rank // (layout.data * layout.tensor) if 0 <= rank < layout.world_size else None
+
+
+def _communicators(allocation: Allocation, roles: Sequence[str]) -> int:
+    """Return how many communicators a rank with these roles has. Roles with one placement share theirs."""
+    placements = {allocation.placement(role) for role in roles}
+    # The world has a communicator of its own, unless it is the same as that of all ranks of a role.
+    count = int(all(placement.layout.world_size < allocation.workers for placement in placements))
+    for layout in (placement.layout for placement in placements):
+        sizes = (layout.data, layout.pipeline, layout.tensor)
+        # From three stages on, the first and the last have one for their tied weights.
+        count += _COMMUNICATORS[sum(size > 1 for size in sizes)] + (layout.pipeline > 2)
+    return count
 
 
 def step_settings(config: Config, role: RoleSettings, data: int, *, on_gpu: bool) -> StepSettings:
@@ -209,13 +234,13 @@ def row_bytes(config: Config, model: HfModel) -> int:
     return _context(config) * cache_bytes(config, model)
 
 
-def _context(config: Config) -> int:
-    return config.generation.embedded.context_length or longest_sequence(config)
-
-
 def cache_bytes(config: Config, model: HfModel) -> int:
     """Return the bytes of keys and values of one position, over all layers."""
     return 2 * model.layers * model.kv_heads * model.head_dim * BYTES[config.model.dtype]
+
+
+def _context(config: Config) -> int:
+    return config.generation.embedded.context_length or longest_sequence(config)
 
 
 def _head_copy(config: Config, model: HfModel) -> int:
@@ -230,30 +255,8 @@ def _head_copy(config: Config, model: HfModel) -> int:
     return 0 if is_shared else entries * (head - (0 if model.tied else weight))
 
 
-def usable_bytes(config: Config, gpu_bytes: int, *, server: bool) -> int:
-    """Return how much of a GPU the plan may use.
-
-    3 % stay free, because blocks of the allocator never fit exactly. SGLang has the share that its option says.
-    """
-    share = RANK_SHARE
-    if server and config.generation.backend == SGLANG:
-        given = sglang_options(config.generation.sglang).get("mem-fraction-static", _SGLANG_SHARE)
-        share = float(given) if isinstance(given, int | float) else _SGLANG_SHARE
-    return int(gpu_bytes * share)
-
-
-# ---- hosts -------------------------------------------------------------------------------------------------------
-#
-# Predicted bytes of host memory, for the processes of one host.
-#
+# ---- hosts
 # Not counted: the page cache, and the arrays of samples (about 28 bytes per token that is buffered).
-
-
-_TORCH_PROCESS = 600 << 20  # resident memory of a process that has imported torch and Megatron
-_CUDA_PROCESS = 3 << 30  # the same with a CUDA context, which maps its libraries into host memory
-_LIGHT_PROCESS = 120 << 20
-#: pinned buffers are rounded up to powers of two: 1 / ln 2 on average
-_PINNED = 1.44
 
 
 @dataclass(frozen=True, slots=True)

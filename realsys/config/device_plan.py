@@ -1,6 +1,7 @@
-"""Places the processes of a trial on nodes and GPUs. Pure: the nodes are described, not asked.
+"""Places the processes of a trial on nodes and GPUs. Pure: the nodes are described, not asked; no file is read.
 
-    nodes, blocks ──place──> seats, or ConfigError with the numbers
+    configuration ──┬─> blocks ──┬──place──> seats, or ConfigError with the numbers
+    machine ────────┴─> nodes ───┘
 
 one-owner    a GPU has one owner, unless sharing is requested; then a server goes where the fewest others are
 one-rank     two training ranks never share a GPU: NCCL refuses it
@@ -25,9 +26,8 @@ from realsys.config.backend_rules import BackendRules, backend_rules
 from realsys.config.dataflow import dataflow_of
 from realsys.config.device_memory import GIB, OnHost
 from realsys.config.doors import BACKEND
-from realsys.config.machine import Machine
+from realsys.config.machine import Machine, NodeDevices, port_range
 from realsys.config.schema import Config
-from realsys.config.schema_cluster import port_range
 from realsys.errors import ConfigError
 
 Kind = Literal[
@@ -40,31 +40,12 @@ Kind = Literal[
     "master_worker",
     "evaluator",
 ]
-
 RANK: Kind = "model_worker"
 SERVER: Kind = "generation_server"
 EVALUATOR: Kind = "evaluator"
-
-_GIB = 1 << 30
+FIRST_INIT_PORT = 25000
 _OF_NOMINAL = 0.98  # a GPU that is sold with 80 GB reports 79.6 GiB
 _FEWEST_PROCESSES, _PROCESSES_PER_CORE = 32, 8  # bound on the processes of a node
-FIRST_INIT_PORT = 25000
-
-
-@dataclass(frozen=True, slots=True)
-class NodeDevices:
-    """Resources of one machine. ``memory`` is free bytes; 0 cores or bytes: not known.
-
-    light       it has the processes other than training ranks and servers, and no other node has them
-    gpu_memory  bytes of its smallest GPU
-    """
-
-    name: str
-    cpus: int
-    memory: int
-    gpus: int
-    light: bool = False
-    gpu_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,32 +94,105 @@ class Seat:
     init_address: str = ""
 
 
-@dataclass(slots=True)
-class _Used:
-    """A node while processes are placed on it. ``owners`` has the number of owners of each GPU."""
+# ---- nodes and blocks of a configuration
 
-    node: NodeDevices
-    owners: list[int]
-    seats: list[Seat] = field(default_factory=list)
 
-    @property
-    def load(self) -> float:
-        return sum(seat.cpus for seat in self.seats) / (self.node.cpus or 1)
+def seats_of(
+    config: Config, machine: Machine, nodes: Sequence[NodeDevices], kinds: Collection[Kind] | None = None
+) -> list[Seat]:
+    """Place the processes of a trial, in the order in which they start. Raises ConfigError.
 
-    def window(self, width: int) -> tuple[int, int, int]:
-        """Return (most owners of one GPU, sum of owners, first GPU) of the ``width`` neighbours with the fewest."""
-        return min(
-            (max(self.owners[first : first + width]), sum(self.owners[first : first + width]), first)
-            for first in range(len(self.owners) - width + 1)
-        )
+    ``kinds``: place only these; None: all.
+    """
+    blocks = [block for block in _blocks(config, machine, nodes[-1]) if kinds is None or block.kind in kinds]
+    blocks.sort(key=lambda block: (block.kind != RANK, block.kind != SERVER, not block.on_first))
+    seats = place(nodes, blocks, config.allocation, share=config.cluster.share_gpus)
+    order = get_args(Kind)
+    return sorted(seats, key=lambda seat: (order.index(seat.kind), seat.index, seat.node_rank))
 
-    def sit(self, block: Block, index: int, gpus: tuple[int, ...], span: tuple[int, int, str] = (0, 1, "")) -> Seat:
-        """Take ``gpus`` for a process. ``span``: node rank, number of nodes, init address."""
-        seat = Seat(block.kind, index, self.node.name, gpus, block.cpus, block.memory, *span)
-        for gpu in gpus:
-            self.owners[gpu] += 1
-        self.seats.append(seat)
-        return seat
+
+def nodes_of(config: Config, machine: Machine) -> list[NodeDevices]:
+    """Return the nodes that the configuration describes; without them, ``machine`` alone. Raises ConfigError."""
+    cluster = config.cluster
+    if not cluster.nodes:
+        for field in ("gpus_per_node", "cpus_per_node", "memory_gb_per_node", "cpu_nodes"):
+            if value := getattr(cluster, field):
+                raise ConfigError(f"cluster.{field}", value, "describes other machines: set cluster.nodes too")
+        return [machine.node()]
+    light = cluster.cpu_nodes
+    if light >= cluster.nodes:
+        problem = f"are among the nodes, and leave none for trainers and servers: cluster.nodes is {cluster.nodes}"
+        raise ConfigError("cluster.cpu_nodes", light, problem)
+    memory, light_memory = int(cluster.memory_gb_per_node * GIB), int(cluster.memory_gb_per_cpu_node * GIB)
+    nodes = [NodeDevices(f"node{n}", cluster.cpus_per_cpu_node, light_memory, 0, light=True) for n in range(light)]
+    heavy = range(light, cluster.nodes)
+    return nodes + [NodeDevices(f"node{n}", cluster.cpus_per_node, memory, cluster.gpus_per_node) for n in heavy]
+
+
+def gpus_of_torch(config: Config, machine: Machine) -> int:
+    """Return on how many GPUs the nodes can train. The torch of other machines is taken to be a CUDA build."""
+    cluster = config.cluster
+    heavy = cluster.nodes - cluster.cpu_nodes
+    return heavy * cluster.gpus_per_node if cluster.nodes else len(machine.trainer_gpus)
+
+
+def servers_use_gpus(config: Config, machine: Machine, backend: BackendRules) -> bool:
+    """Return True if servers get GPUs: those of this torch, or any if the engine brings another torch."""
+    return gpus_of_torch(config, machine) > 0 or (not config.cluster.nodes and backend.own_torch and bool(machine.gpus))
+
+
+def _blocks(config: Config, machine: Machine, node: NodeDevices) -> list[Block]:
+    allocation, light = parse_allocation(config.allocation), OnHost(0, 0, 1).processes
+    single: list[Kind] = ["gserver_manager", EVALUATOR if config.evaluate_only else "master_worker"]
+    if config.cluster.name_store.start:
+        single.append("name_store")
+    blocks = [Block(kind, range(1), 0, 1, light, on_first=True) for kind in single]
+    on_gpus = gpus_of_torch(config, machine) > 0
+    if not config.evaluate_only:
+        blocks += [
+            Block(RANK, ranks, int(on_gpus), config.train.threads, OnHost(1, 0, 0, ranks_on_gpu=on_gpus).processes)
+            for ranks in tensor_groups(allocation, [ACTOR, *dataflow_of(config).roles])
+        ]
+    backend = backend_rules(config)
+    server = _server(config, allocation, backend, node, servers_use_gpus(config, machine, backend))
+    servers, ports = allocation.inference.data, port_range(config.cluster.ports)
+    init = max(ports[0], ports[-1] + 1 - servers) if ports else FIRST_INIT_PORT
+    blocks += [Block(SERVER, range(n, n + 1), *server, init=init) for n in range(servers)]
+    workers, reward = config.rollout.workers, config.rollout.reward
+    judging = 1 + reward.processes
+    threads = 1 if reward.services else judging
+    blocks += [Block("reward_service", range(n, n + 1), 0, judging, light) for n in range(reward.services)]
+    return blocks + [Block("rollout_worker", range(n, n + 1), 0, threads, light) for n in range(workers)]
+
+
+def _server(
+    config: Config, allocation: Allocation, backend: BackendRules, node: NodeDevices, uses_gpus: bool
+) -> tuple[int, int, int, int]:
+    """Return GPUs, cores, bytes of host memory and pipeline stages of one server."""
+    with BACKEND.guard(config.generation.backend, "sizes or memory_bytes raised"):
+        sizes = backend.sizes(allocation)
+        memory = OnHost(0, 1, 0, int(backend.memory_bytes(node)), servers_on_gpu=uses_gpus).processes
+    gpus = sizes.gpus if uses_gpus else 0
+    return gpus, config.generation.threads, memory, 1 if sizes.data > 1 else sizes.pipeline
+
+
+def tensor_groups(allocation: Allocation, roles: Collection[str]) -> list[range]:
+    """Return the ranks that must share a node, as ascending ranges: the tensor-parallel groups of all roles.
+
+    Groups of different roles that overlap are joined.
+    """
+    starts = set(range(allocation.workers))
+    for role in roles:
+        placement = allocation.placement(role)
+        width = placement.layout.tensor
+        # Ranks of a group follow each other: rank = pp * (DP * TP) + dp * TP + tp.
+        for first in range(placement.first, placement.first + placement.layout.world_size, width):
+            starts -= set(range(first + 1, first + width))
+    bounds = [*sorted(starts), allocation.workers]
+    return [range(first, end) for first, end in itertools.pairwise(bounds)]
+
+
+# ---- the plan
 
 
 def place(nodes: Sequence[NodeDevices], blocks: Sequence[Block], allocation: str, *, share: bool = False) -> list[Seat]:
@@ -227,6 +281,37 @@ def _find(name: str, width: int, count: int, used: Sequence[_Used], *, share: bo
     raise _Refused(f"{problem} of {widest}: choose parallel sizes that divide {widest}")
 
 
+@dataclass(slots=True)
+class _Used:
+    """A node while processes are placed on it. ``owners`` has the number of owners of each GPU."""
+
+    node: NodeDevices
+    owners: list[int]
+    seats: list[Seat] = field(default_factory=list)
+
+    @property
+    def load(self) -> float:
+        return sum(seat.cpus for seat in self.seats) / (self.node.cpus or 1)
+
+    def window(self, width: int) -> tuple[int, int, int]:
+        """Return (most owners of one GPU, sum of owners, first GPU) of the ``width`` neighbours with the fewest."""
+        return min(
+            (max(self.owners[first : first + width]), sum(self.owners[first : first + width]), first)
+            for first in range(len(self.owners) - width + 1)
+        )
+
+    def sit(self, block: Block, index: int, gpus: tuple[int, ...], span: tuple[int, int, str] = (0, 1, "")) -> Seat:
+        """Take ``gpus`` for a process. ``span``: node rank, number of nodes, init address."""
+        seat = Seat(block.kind, index, self.node.name, gpus, block.cpus, block.memory, *span)
+        for gpu in gpus:
+            self.owners[gpu] += 1
+        self.seats.append(seat)
+        return seat
+
+
+# ---- what the processes of a node need
+
+
 @dataclass(frozen=True, slots=True)
 class Needs:
     """Needs of the processes of a node: their number, GPUs and bytes of host memory.
@@ -256,12 +341,12 @@ class Needs:
         if node.cpus and self.processes > most:
             return f"{self.processes} processes are too many for {node.cpus} CPU cores; at most {most}"
         if node.memory and self.memory > node.memory:
-            return f"its processes need about {self.memory / _GIB:.1f} GiB, {node.memory / _GIB:.1f} GiB are free"
+            return f"its processes need about {self.memory / GIB:.1f} GiB, {node.memory / GIB:.1f} GiB are free"
         if node.gpu_memory and _OF_NOMINAL * self.gpu_memory > node.gpu_memory:
-            planned, there = self.gpu_memory / _GIB, node.gpu_memory / _GIB
+            planned, there = self.gpu_memory / GIB, node.gpu_memory / GIB
             return f"its GPUs have {there:.1f} GiB, and the plan is for cluster.gpu_memory_gb={planned:g}"
         if node.gpu_memory and self.rank_gpu > node.gpu_memory:
-            needed, there = self.rank_gpu / _GIB, node.gpu_memory / _GIB
+            needed, there = self.rank_gpu / GIB, node.gpu_memory / GIB
             return f"its GPUs have {there:.1f} GiB, and a training rank needs one of at least {needed:.1f} GiB"
         return ""
 
@@ -276,7 +361,7 @@ class NeedsRoom(Protocol):
     def memory(self) -> int: ...
 
 
-# ---- as text
+# ---- the plan as text
 
 
 def owners(seats: Sequence[Seat]) -> Counter[tuple[str, int]]:
@@ -319,103 +404,3 @@ def _run_as_text(run: Sequence[Seat]) -> str:
 
 def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
-
-
-# ---- needs -------------------------------------------------------------------------------------------------------
-#
-# Blocks and nodes of a trial, from its configuration: the input of the device plan. Reads no file.
-
-
-def nodes_of(config: Config, machine: Machine) -> list[NodeDevices]:
-    """Return the nodes that the configuration describes; without them, ``machine`` alone. Raises ConfigError."""
-    cluster = config.cluster
-    if not cluster.nodes:
-        for field in ("gpus_per_node", "cpus_per_node", "memory_gb_per_node", "cpu_nodes"):
-            if value := getattr(cluster, field):
-                raise ConfigError(f"cluster.{field}", value, "describes other machines: set cluster.nodes too")
-        return [machine.node()]
-    light = cluster.cpu_nodes
-    if light >= cluster.nodes:
-        problem = f"are among the nodes, and leave none for trainers and servers: cluster.nodes is {cluster.nodes}"
-        raise ConfigError("cluster.cpu_nodes", light, problem)
-    memory, light_memory = int(cluster.memory_gb_per_node * GIB), int(cluster.memory_gb_per_cpu_node * GIB)
-    nodes = [NodeDevices(f"node{n}", cluster.cpus_per_cpu_node, light_memory, 0, light=True) for n in range(light)]
-    heavy = range(light, cluster.nodes)
-    return nodes + [NodeDevices(f"node{n}", cluster.cpus_per_node, memory, cluster.gpus_per_node) for n in heavy]
-
-
-def gpus_of_torch(config: Config, machine: Machine) -> int:
-    """Return on how many GPUs the nodes can train. The torch of other machines is taken to be a CUDA build."""
-    cluster = config.cluster
-    heavy = cluster.nodes - cluster.cpu_nodes
-    return heavy * cluster.gpus_per_node if cluster.nodes else len(machine.trainer_gpus)
-
-
-def servers_use_gpus(config: Config, machine: Machine, backend: BackendRules) -> bool:
-    """Return True if servers get GPUs: those of this torch, or any if the engine brings another torch."""
-    return gpus_of_torch(config, machine) > 0 or (not config.cluster.nodes and backend.own_torch and bool(machine.gpus))
-
-
-def seats_of(
-    config: Config, machine: Machine, nodes: Sequence[NodeDevices], kinds: Collection[Kind] | None = None
-) -> list[Seat]:
-    """Place the processes of a trial, in the order in which they start. Raises ConfigError.
-
-    ``kinds``: place only these; None: all.
-    """
-    blocks = [block for block in _blocks(config, machine, nodes[-1]) if kinds is None or block.kind in kinds]
-    blocks.sort(key=lambda block: (block.kind != RANK, block.kind != SERVER, not block.on_first))
-    seats = place(nodes, blocks, config.allocation, share=config.cluster.share_gpus)
-    order = get_args(Kind)
-    return sorted(seats, key=lambda seat: (order.index(seat.kind), seat.index, seat.node_rank))
-
-
-def _blocks(config: Config, machine: Machine, node: NodeDevices) -> list[Block]:
-    allocation, light = parse_allocation(config.allocation), OnHost(0, 0, 1).processes
-    single: list[Kind] = ["gserver_manager", EVALUATOR if config.evaluate_only else "master_worker"]
-    if config.cluster.name_store.start:
-        single.append("name_store")
-    blocks = [Block(kind, range(1), 0, 1, light, on_first=True) for kind in single]
-    on_gpus = gpus_of_torch(config, machine) > 0
-    if not config.evaluate_only:
-        blocks += [
-            Block(RANK, ranks, int(on_gpus), config.train.threads, OnHost(1, 0, 0, ranks_on_gpu=on_gpus).processes)
-            for ranks in tensor_groups(allocation, [ACTOR, *dataflow_of(config).roles])
-        ]
-    backend = backend_rules(config)
-    server = _server(config, allocation, backend, node, servers_use_gpus(config, machine, backend))
-    servers, ports = allocation.inference.data, port_range(config.cluster.ports)
-    init = max(ports[0], ports[-1] + 1 - servers) if ports else FIRST_INIT_PORT
-    blocks += [Block(SERVER, range(n, n + 1), *server, init=init) for n in range(servers)]
-    workers, reward = config.rollout.workers, config.rollout.reward
-    judging = 1 + reward.processes
-    threads = 1 if reward.services else judging
-    blocks += [Block("reward_service", range(n, n + 1), 0, judging, light) for n in range(reward.services)]
-    return blocks + [Block("rollout_worker", range(n, n + 1), 0, threads, light) for n in range(workers)]
-
-
-def _server(
-    config: Config, allocation: Allocation, backend: BackendRules, node: NodeDevices, uses_gpus: bool
-) -> tuple[int, int, int, int]:
-    """Return GPUs, cores, bytes of host memory and pipeline stages of one server."""
-    with BACKEND.guard(config.generation.backend, "sizes or memory_bytes raised"):
-        sizes = backend.sizes(allocation)
-        memory = OnHost(0, 1, 0, int(backend.memory_bytes(node)), servers_on_gpu=uses_gpus).processes
-    gpus = sizes.gpus if uses_gpus else 0
-    return gpus, config.generation.threads, memory, 1 if sizes.data > 1 else sizes.pipeline
-
-
-def tensor_groups(allocation: Allocation, roles: Collection[str]) -> list[range]:
-    """Return the ranks that must share a node, as ascending ranges: the tensor-parallel groups of all roles.
-
-    Groups of different roles that overlap are joined.
-    """
-    starts = set(range(allocation.workers))
-    for role in roles:
-        placement = allocation.placement(role)
-        width = placement.layout.tensor
-        # Ranks of a group follow each other: rank = pp * (DP * TP) + dp * TP + tp.
-        for first in range(placement.first, placement.first + placement.layout.world_size, width):
-            starts -= set(range(first + 1, first + width))
-    bounds = [*sorted(starts), allocation.workers]
-    return [range(first, end) for first, end in itertools.pairwise(bounds)]

@@ -1,4 +1,7 @@
-"""CPU cores, memory and GPUs of this machine, found without torch."""
+"""CPU cores, free memory, GPUs and ports of this machine, and of the nodes of a plan.
+
+Every process imports it with ``realsys.cluster``, so it imports neither torch nor pydantic.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,35 @@ import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from realsys.config.device_plan import NodeDevices
-from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from realsys.config.schema_cluster import ClusterConfig
+
 
 _GIB = 1 << 30
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+_QUERY_TIMEOUT_S = 10.0  # a driver without persistence mode starts in some seconds
+_HIGHEST_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDevices:
+    """Resources of one machine. ``memory`` is free bytes; 0 cores or bytes: not known.
+
+    light       it has the processes other than training ranks and servers, and no other node has them
+    gpu_memory  bytes of its smallest GPU
+    """
+
+    name: str
+    cpus: int
+    memory: int
+    gpus: int
+    light: bool = False
+    gpu_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +87,12 @@ class Machine:
         )
 
 
+# ---- GPUs that a process may use
+
+
 def own_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the ids of the GPUs that this process may use. Raises ConfigError."""
     return visible_gpus(environment.get(VISIBLE), _present_gpus())
-
-
-def visible_to(gpus: Sequence[int], ids: Sequence[str]) -> dict[str, str]:
-    """Return the environment of a process that may use ``gpus``, indexes into ``ids``; without indexes it sees none."""
-    return {VISIBLE: ",".join(ids[gpu] for gpu in gpus)} if ids else {}
-
-
-def _present_gpus() -> int:
-    return sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def visible_gpus(chosen: str | None, present: int) -> tuple[str, ...]:
@@ -95,6 +114,15 @@ def _is_gpu(name: str, present: int) -> bool:
     return int(name) < present if name.isdigit() else present > 0 and name.startswith(("GPU-", "MIG-"))
 
 
+def _present_gpus() -> int:
+    return sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def visible_to(gpus: Sequence[int], ids: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a process that may use ``gpus``, indexes into ``ids``; without indexes it sees none."""
+    return {VISIBLE: ",".join(ids[gpu] for gpu in gpus)} if ids else {}
+
+
 def _torch_has_cuda() -> bool:
     """Return True if the installed torch is a CUDA build. Reads its version file, since importing it takes seconds."""
     spec = importlib.util.find_spec("torch")
@@ -104,12 +132,32 @@ def _torch_has_cuda() -> bool:
     return version.is_file() and re.search(r"^cuda\b.*=\s*['\"]", version.read_text("utf-8"), re.MULTILINE) is not None
 
 
-# ---- free memory -------------------------------------------------------------------------------------------------
-#
-# Free memory of the host within the limits of this process's cgroups, and the memory of its GPUs. No torch.
+def gpu_bytes(gpus: Collection[str]) -> int:
+    """Return the memory of the smallest of these GPUs (ids of CUDA_VISIBLE_DEVICES); 0 if it is not known."""
+    if not gpus:
+        return 0
+    try:
+        listed = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return smallest_gpu(listed, gpus)
 
-_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
-_QUERY_TIMEOUT_S = 10.0  # a driver without persistence mode starts in some seconds
+
+def smallest_gpu(listed: str, gpus: Collection[str]) -> int:
+    """Return the memory of the smallest of ``gpus`` in nvidia-smi's lines ``index, uuid, MiB``; 0 if none is there.
+
+    An id may be the beginning of a uuid. A part of a GPU (MIG) is not listed.
+    """
+    sizes = []
+    for line in listed.splitlines():
+        index, uuid, size = (part.strip() for part in line.split(","))
+        is_named = any(gpu == index or (gpu.startswith("GPU-") and uuid.startswith(gpu)) for gpu in gpus)
+        if is_named and size.isdigit():
+            sizes.append(int(size) << 20)
+    return min(sizes, default=0)
+
+
+# ---- free memory of the host, within the limits of this process's cgroups
 
 
 def free_host_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:
@@ -172,26 +220,19 @@ def _left_in(folder: Path, limit_name: str, usage_name: str, cache_name: str) ->
     return int(limit) - int(usage) + int(statistics.get(cache_name, 0))
 
 
-def gpu_bytes(gpus: Collection[str]) -> int:
-    """Return the memory of the smallest of these GPUs (ids of CUDA_VISIBLE_DEVICES); 0 if it is not known."""
-    if not gpus:
-        return 0
-    try:
-        listed = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return smallest_gpu(listed, gpus)
+# ---- ports on which the processes of a trial listen
 
 
-def smallest_gpu(listed: str, gpus: Collection[str]) -> int:
-    """Return the memory of the smallest of ``gpus`` in nvidia-smi's lines ``index, uuid, MiB``; 0 if none is there.
-
-    An id may be the beginning of a uuid. A part of a GPU (MIG) is not listed.
-    """
-    sizes = []
-    for line in listed.splitlines():
-        index, uuid, size = (part.strip() for part in line.split(","))
-        is_named = any(gpu == index or (gpu.startswith("GPU-") and uuid.startswith(gpu)) for gpu in gpus)
-        if is_named and size.isdigit():
-            sizes.append(int(size) << 20)
-    return min(sizes, default=0)
+def port_range(text: str) -> range:
+    """Return the ports that the field ``cluster.ports`` names: low-high; no port for "". Raises ConfigError."""
+    if not text:
+        return range(0)
+    parts = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    if parts is None:
+        raise ConfigError("cluster.ports", text, "must be low-high, such as 20000-20999")
+    low, high = map(int, parts.groups())
+    if not 0 < low <= high <= _HIGHEST_PORT:
+        raise ConfigError(
+            "cluster.ports", text, f"must be two ports between 1 and {_HIGHEST_PORT}, the lower one first"
+        )
+    return range(low, high + 1)

@@ -1,4 +1,4 @@
-"""Refuses a trial that does not fit into the memory of its devices or of its host, with the cheapest change that helps.
+"""Refuses a trial that does not fit into the memory of its devices or of its host, with the cheapest remedy.
 
 One mechanism for both: without GPUs the "devices" are parts of the host's memory.
 """
@@ -39,6 +39,13 @@ _NAMES = {
     "head": "output head",
     "layers": "activations",
 }
+#: share of a GPU that is left to kernels and buffers of its processes
+_UNPLANNED = 0.1
+_LEAST = 0.01  # a share must be positive: the memory check refuses it with the numbers
+_COLUMNS = ("weights", "gradients", "optimizer", "activations", "head", "KV cache", "other", "peak", "usable")
+
+
+# ---- where the processes are
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,9 @@ def place_of(config: Config, allocation: Allocation, backend: BackendRules, mach
     return replace(place, owners=shared) if shared else place
 
 
+# ---- the check
+
+
 def check_memory(config: Config, place: Place) -> None:
     """Refuse a trial that does not fit. Raises ConfigError or ModelError."""
     allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
@@ -116,30 +126,17 @@ def check_memory(config: Config, place: Place) -> None:
         _check_host(config, place)
 
 
-def spare_bytes(config: Config, place: Place) -> int:
-    """Return the bytes that each server may take beyond the prediction; 0 if they are unknown. Raises ModelError."""
-    if not place.here.servers_on_gpu:
-        name, host = place.fullest_host(config)
-        servers = (place.nodes[name] if name else place.here).servers
-        return max(0, place.host_bytes - host.total) // max(1, servers)
-    if not place.gpu_bytes:
-        return 0
-    use = server_use(config, parse_allocation(config.allocation), on_gpu=True)
-    usable = usable_bytes(config, place.gpu_bytes, server=True)
-    return max(0, min(usable, *_server_shares(config, place).values()) - use.total)
-
-
 def _check_ranks(config: Config, allocation: Allocation, flow: Dataflow, place: Place) -> None:
     if ranks_fit(config, place.gpu_bytes):
         return
     usable = usable_bytes(config, place.gpu_bytes, server=False)
     use = max((use for use, _ in rank_uses(config, allocation, flow, on_gpu=True)), key=lambda use: use.total)
     problem = f"{use.owner} needs about {_gib(use.total)} of GPU memory, {_gib(usable)} are usable ({parts_text(use)})"
-    change = cheapest_remedy(config, lambda changed: ranks_fit(changed, place.gpu_bytes))
-    if change is None:
-        remedy = _other_allocation(config, allocation, place)
-        raise ConfigError("allocation", config.allocation, f"{problem}: {remedy}")
-    raise _refusal(config, problem, change, largest_rank(change.apply(config)))
+    remedy = cheapest_remedy(config, lambda changed: ranks_fit(changed, place.gpu_bytes))
+    if remedy is None:
+        advice = _other_allocation(config, allocation, place)
+        raise ConfigError("allocation", config.allocation, f"{problem}: {advice}")
+    raise _refusal(config, problem, remedy, largest_rank(remedy.apply(config)))
 
 
 def _other_allocation(config: Config, allocation: Allocation, place: Place) -> str:
@@ -165,8 +162,8 @@ def _check_servers(config: Config, allocation: Allocation, place: Place) -> None
     problem = f"{use.owner} needs about {_gib(use.total)} of GPU memory{beside}, {_gib(max(0, usable))} are usable"
     problem += f" ({parts_text(use)})"
     if config.generation.backend != "embedded":
-        remedy = "use more tensor ranks per server (m of the serve part), or shorter sequences"
-        raise ConfigError("allocation", config.allocation, f"{problem}: {remedy}")
+        advice = "use more tensor ranks per server (m of the serve part), or shorter sequences"
+        raise ConfigError("allocation", config.allocation, f"{problem}: {advice}")
     running = _running_that_fit(config, usable - use.total)
     if running < 1:
         raise ConfigError("generation.backend", "embedded", f"{problem}: use generation=sglang, which splits a model")
@@ -200,11 +197,11 @@ def _check_host(config: Config, place: Place) -> None:
     def fits(changed: Config) -> bool:
         return needs(changed) <= place.host_bytes and _gpus_fit(changed, place)
 
-    change = (cheapest_host_remedy if place.ranks_on_gpu else cheapest_remedy)(config, fits)
-    if change is not None:
-        raise _refusal(config, problem, change, needs(change.apply(config)))
-    remedy = "use more nodes" if place.nodes else "use a smaller model or fewer ranks and servers"
-    raise ConfigError("allocation", config.allocation, f"{problem}: {remedy}")
+    remedy = (cheapest_host_remedy if place.ranks_on_gpu else cheapest_remedy)(config, fits)
+    if remedy is not None:
+        raise _refusal(config, problem, remedy, needs(remedy.apply(config)))
+    advice = "use more nodes" if place.nodes else "use a smaller model or fewer ranks and servers"
+    raise ConfigError("allocation", config.allocation, f"{problem}: {advice}")
 
 
 def _gpus_fit(config: Config, place: Place) -> bool:
@@ -215,12 +212,25 @@ def _gpus_fit(config: Config, place: Place) -> bool:
     return ranks_fit(config, place.gpu_bytes) and use.total <= min(_server_shares(config, place).values())
 
 
-def _refusal(config: Config, problem: str, change: Remedy, after: int) -> ConfigError:
-    name = next(iter(change.values))
+def _refusal(config: Config, problem: str, remedy: Remedy, after: int) -> ConfigError:
+    name = next(iter(remedy.values))
     value: object = config
     for part in name.split("."):
         value = getattr(value, part)
-    return ConfigError(name, value, f"{problem}: set {change}, then it needs {_gib(after)}")
+    return ConfigError(name, value, f"{problem}: set {remedy}, then it needs {_gib(after)}")
+
+
+def spare_bytes(config: Config, place: Place) -> int:
+    """Return the bytes that each server may take beyond the prediction; 0 if they are unknown. Raises ModelError."""
+    if not place.here.servers_on_gpu:
+        name, host = place.fullest_host(config)
+        servers = (place.nodes[name] if name else place.here).servers
+        return max(0, place.host_bytes - host.total) // max(1, servers)
+    if not place.gpu_bytes:
+        return 0
+    use = server_use(config, parse_allocation(config.allocation), on_gpu=True)
+    usable = usable_bytes(config, place.gpu_bytes, server=True)
+    return max(0, min(usable, *_server_shares(config, place).values()) - use.total)
 
 
 def parts_text(use: DeviceUse | HostUse) -> str:
@@ -234,31 +244,7 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-# ---- sharing -----------------------------------------------------------------------------------------------------
-#
-# Share of a GPU's memory that a server may take if other processes have the GPU, too.
-
-
-#: share of a GPU that is left to kernels and buffers of its processes
-_UNPLANNED = 0.1
-_LEAST = 0.01  # a share must be positive: the memory check refuses it with the numbers
-
-
-def largest_rank(config: Config) -> int:
-    """Return the predicted bytes of the training rank that needs most of its GPU. Raises ModelError."""
-    uses = rank_uses(config, parse_allocation(config.allocation), dataflow_of(config), on_gpu=True)
-    return max(use.total for use, _ in uses)
-
-
-def owners_beside_servers(seats: Sequence[Seat]) -> set[tuple[int, int]]:
-    """Return the numbers of training ranks and of servers on the GPUs that servers have."""
-    count, served = owners(seats), owners([seat for seat in seats if seat.kind == SERVER])
-    return {(count[gpu] - number, number) for gpu, number in served.items()}
-
-
-def smallest_gpu_for_ranks(config: Config) -> int:
-    """Return the bytes of the smallest GPU on which each training rank fits. Raises ModelError."""
-    return math.ceil(largest_rank(config) / RANK_SHARE)
+# ---- share of a GPU's memory that a server may take if other processes have the GPU, too
 
 
 def server_share(gpus: Iterable[tuple[int, int]], rank_share: float | None) -> float:
@@ -275,12 +261,24 @@ def server_share(gpus: Iterable[tuple[int, int]], rank_share: float | None) -> f
     return max(_LEAST, math.floor(100 * min(shares) + 1e-9) / 100)
 
 
-# ---- table -------------------------------------------------------------------------------------------------------
-#
-# Predicted memory as lines of text, for `realsys run --dry-run`.
+def owners_beside_servers(seats: Sequence[Seat]) -> set[tuple[int, int]]:
+    """Return the numbers of training ranks and of servers on the GPUs that servers have."""
+    count, served = owners(seats), owners([seat for seat in seats if seat.kind == SERVER])
+    return {(count[gpu] - number, number) for gpu, number in served.items()}
 
 
-_COLUMNS = ("weights", "gradients", "optimizer", "activations", "head", "KV cache", "other", "peak", "usable")
+def largest_rank(config: Config) -> int:
+    """Return the predicted bytes of the training rank that needs most of its GPU. Raises ModelError."""
+    uses = rank_uses(config, parse_allocation(config.allocation), dataflow_of(config), on_gpu=True)
+    return max(use.total for use, _ in uses)
+
+
+def smallest_gpu_for_ranks(config: Config) -> int:
+    """Return the bytes of the smallest GPU on which each training rank fits. Raises ModelError."""
+    return math.ceil(largest_rank(config) / RANK_SHARE)
+
+
+# ---- predicted memory as lines of text, for `realsys run --dry-run`
 
 
 def device_lines(config: Config, place: Place) -> list[str]:

@@ -1,6 +1,6 @@
-"""Changes that make a training rank smaller, or its host's memory, and the cheapest of them that is enough.
+"""Settings that make a trial smaller, and the allocation that fits. The cheapest that is enough is chosen.
 
-Costs are rough, in percent of a train step: only their order matters. Every set of changes is tried, cheapest first.
+Costs are rough, in percent of a train step: only their order matters. Every set of settings is tried, cheapest first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from realsys.config.allocation import ACTOR, Allocation, ParallelLayout, parse_allocation
+from realsys.config.allocation import ACTOR, Allocation, ParallelLayout, allocation_text, parse_allocation
 from realsys.config.backend_rules import sizes_of
 from realsys.config.dataflow import Dataflow, dataflow_of, role_field, role_settings
 from realsys.config.device_memory import GIB, rank_uses, server_use, usable_bytes
@@ -25,6 +25,16 @@ HEAD_CHUNK = 2048  # loss tokens; smaller ones save little and start many kernel
 MOST_TENSOR = 8  # tensor ranks: beyond a node their collectives are slow
 _TENSOR_COST = 12.0  # per doubling of the tensor ranks
 _STAGE_COST = 12.0  # per doubling of the pipeline stages
+#: pipeline stages: three only if no other number fits, because few numbers of ranks divide by it
+_STAGES = ((1, 2, 4), (3,))
+_TENSORS = tuple(1 << power for power in range(MOST_TENSOR.bit_length()))
+#: longest sequences that a server should hold at the same time, if more GPUs per server allow that
+_CACHED_SEQUENCES = 4
+#: bytes of a GPU that a rank leaves free, if some layout allows that: a prediction is not a measurement
+_SPARE = 6 * GIB
+
+
+# ---- settings that make a training rank smaller, or its host's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,47 +54,52 @@ class Remedy:
 
 
 def cheapest_remedy(config: Config, fits: Callable[[Config], bool]) -> Remedy | None:
-    """Return the cheapest change of a rank after which ``fits`` holds; None if no change is enough."""
+    """Return the cheapest remedy for a rank after which ``fits`` holds; None if none is enough."""
     return _cheapest(config, _combinations(config), fits)
 
 
 def cheapest_host_remedy(config: Config, fits: Callable[[Config], bool]) -> Remedy | None:
-    """Return the cheapest change of a host with GPUs after which ``fits`` holds; None if no change is enough."""
+    """Return the cheapest remedy for a host with GPUs after which ``fits`` holds; None if none is enough."""
     return _cheapest(config, _sets(Remedy(), _host_switches(config)), fits)
 
 
-def _cheapest(config: Config, changes: Iterator[Remedy], fits: Callable[[Config], bool]) -> Remedy | None:
-    for change in sorted(changes, key=lambda change: (change.cost, len(change.values))):
-        if fits(change.apply(config)):
-            return change
+def _cheapest(config: Config, remedies: Iterator[Remedy], fits: Callable[[Config], bool]) -> Remedy | None:
+    for remedy in sorted(remedies, key=lambda remedy: (remedy.cost, len(remedy.values))):
+        if fits(remedy.apply(config)):
+            return remedy
     return None
 
 
 def _combinations(config: Config) -> Iterator[Remedy]:
-    """Yield every set of changes: at most one of each kind."""
+    """Yield every set of remedies: at most one of each kind."""
     for tensor in _tensor_ranks(config):
         changed = tensor.apply(config)
         yield from _sets(tensor, _switches(changed, parse_allocation(changed.allocation)))
 
 
-def _sets(first: Remedy, changes: Iterator[Remedy]) -> Iterator[Remedy]:
-    """Yield ``first`` with every subset of ``changes``."""
-    for chosen in itertools.product(*([Remedy(), change] for change in changes)):
+def _sets(first: Remedy, remedies: Iterator[Remedy]) -> Iterator[Remedy]:
+    """Yield ``first`` with every subset of ``remedies``."""
+    for chosen in itertools.product(*([Remedy(), remedy] for remedy in remedies)):
         values: dict[str, Any] = {}
-        for change in (first, *chosen):
-            values |= change.values
-        yield Remedy(first.cost + sum(change.cost for change in chosen), values)
+        for remedy in (first, *chosen):
+            values |= remedy.values
+        yield Remedy(first.cost + sum(remedy.cost for remedy in chosen), values)
 
 
-def _host_switches(config: Config) -> Iterator[Remedy]:
-    """Yield what takes host memory and can be off. Without offload the GPUs need more."""
-    if config.agreement.sample_tokens:
-        yield Remedy(1.0, {"agreement.sample_tokens": 0})
-    if config.weights.delta != "off":
-        yield Remedy(2.0, {"weights.delta": "off"})
-    for role in dataflow_of(config).roles:
-        if role_settings(config, role).offload != "none":
-            yield Remedy(4.0, {f"{_section(role)}.offload": "none"})
+def _tensor_ranks(config: Config) -> Iterator[Remedy]:
+    """Yield allocations with the same workers, and more tensor ranks in place of data ranks, for the actor."""
+    yield Remedy()
+    allocation, model = parse_allocation(config.allocation), model_of(config)
+    old = allocation.actor
+    if len(allocation.roles) > 1:
+        return  # which of the roles must change is the user's choice
+    tensor = 2 * old.tensor
+    while tensor <= MOST_TENSOR and old.data * old.tensor % tensor == 0:
+        if divides(model, tensor):
+            layout = ParallelLayout(old.data * old.tensor // tensor, old.pipeline, tensor)
+            text = allocation_text(allocation.inference, layout)
+            yield Remedy(_TENSOR_COST * math.log2(tensor / old.tensor), {"allocation": text})
+        tensor *= 2
 
 
 def _switches(config: Config, allocation: Allocation) -> Iterator[Remedy]:
@@ -117,62 +132,26 @@ def _offloads(config: Config, flow: Dataflow) -> Iterator[Remedy]:
             yield Remedy(8.0 if role in flow.trained_roles else 3.0, {f"{_section(role)}.offload": kind})
 
 
+def _host_switches(config: Config) -> Iterator[Remedy]:
+    """Yield what takes host memory and can be off. Without offload the GPUs need more."""
+    if config.agreement.sample_tokens:
+        yield Remedy(1.0, {"agreement.sample_tokens": 0})
+    if config.weights.delta != "off":
+        yield Remedy(2.0, {"weights.delta": "off"})
+    for role in dataflow_of(config).roles:
+        if role_settings(config, role).offload != "none":
+            yield Remedy(4.0, {f"{_section(role)}.offload": "none"})
+
+
 def _section(role: str) -> str:
     return "train" if role == ACTOR else role_field(role)
-
-
-def _tensor_ranks(config: Config) -> Iterator[Remedy]:
-    """Yield allocations with the same workers, and more tensor ranks in place of data ranks, for the actor."""
-    yield Remedy()
-    allocation, model = parse_allocation(config.allocation), model_of(config)
-    old = allocation.actor
-    if len(allocation.roles) > 1:
-        return  # which of the roles must change is the user's choice
-    tensor = 2 * old.tensor
-    while tensor <= MOST_TENSOR and old.data * old.tensor % tensor == 0:
-        if divides(model, tensor):
-            layout = ParallelLayout(old.data * old.tensor // tensor, old.pipeline, tensor)
-            text = allocation_text(allocation.inference, layout)
-            yield Remedy(_TENSOR_COST * math.log2(tensor / old.tensor), {"allocation": text})
-        tensor *= 2
-
-
-def divides(model: HfModel, tensor: int) -> bool:
-    """Return True if the layers of ``model`` can be split over ``tensor`` ranks."""
-    return all(splits_over(name, size, tensor) for name, size in model.split_sizes.items())
-
-
-def layout_cost(layout: ParallelLayout) -> float:
-    """Return the cost of a layout's tensor ranks and pipeline stages."""
-    return _TENSOR_COST * math.log2(layout.tensor) + _STAGE_COST * math.log2(layout.pipeline)
-
-
-def allocation_text(inference: ParallelLayout, actor: ParallelLayout) -> str:
-    """Return an allocation expression, without the axes of size 1."""
-    return f"serve.{_axes(inference)}+{_axes(actor)}"
-
-
-def _axes(layout: ParallelLayout) -> str:
-    axes = {"p": layout.pipeline, "m": layout.tensor}
-    return f"d{layout.data}" + "".join(f"{name}{size}" for name, size in axes.items() if size > 1)
 
 
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# ---- layouts -----------------------------------------------------------------------------------------------------
-#
-# Choice of an allocation for ``allocation=auto``: as few training ranks as memory allows, at least a quarter.
-
-
-#: pipeline stages: three only if no other number fits, because few numbers of ranks divide by it
-_STAGES = ((1, 2, 4), (3,))
-_TENSORS = tuple(1 << power for power in range(MOST_TENSOR.bit_length()))
-#: longest sequences that a server should hold at the same time, if more GPUs per server allow that
-_CACHED_SEQUENCES = 4
-#: bytes of a GPU that a rank leaves free, if some layout allows that: a prediction is not a measurement
-_SPARE = 6 * GIB
+# ---- the allocation for allocation=auto: as few training ranks as memory allows, at least a quarter
 
 
 def smallest_training(config: Config, gpus: int, gpu_bytes: int) -> str | None:
@@ -225,3 +204,13 @@ def _layouts(config: Config, ranks: int, numbers: Sequence[int]) -> Iterator[Par
     for stages, tensor in itertools.product(numbers, _TENSORS):
         if stages <= model.layers and ranks % (stages * tensor) == 0 and divides(model, tensor):
             yield ParallelLayout(ranks // (stages * tensor), stages, tensor)
+
+
+def layout_cost(layout: ParallelLayout) -> float:
+    """Return the cost of a layout's tensor ranks and pipeline stages."""
+    return _TENSOR_COST * math.log2(layout.tensor) + _STAGE_COST * math.log2(layout.pipeline)
+
+
+def divides(model: HfModel, tensor: int) -> bool:
+    """Return True if the layers of ``model`` can be split over ``tensor`` ranks."""
+    return all(splits_over(name, size, tensor) for name, size in model.split_sizes.items())

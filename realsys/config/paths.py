@@ -1,4 +1,4 @@
-"""Files and folders of a trial."""
+"""Files and folders of a trial, and the resolved configuration among them (``config.json``)."""
 
 from __future__ import annotations
 
@@ -187,9 +187,7 @@ class TrialPaths:
         return self.root / "weights" / role
 
 
-# ---- dump --------------------------------------------------------------------------------------------------------
-#
-# The resolved configuration on disk. The launcher writes it once per trial; every worker reads it.
+# ---- config.json: the launcher writes it once per trial, every worker reads it
 
 
 def write_config(config: Config, path: Path) -> None:
@@ -200,12 +198,6 @@ def write_config(config: Config, path: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     staged.replace(path)
-
-
-def newest_dump(fileroot: Path, experiment: str = "*") -> Path | None:
-    """Return the config.json of the newest trial of one experiment or of all, or None without trials."""
-    dumps = list(fileroot.glob(f"{experiment}/*/config.json"))
-    return max(dumps, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def read_config(path: Path) -> Config:
@@ -225,3 +217,9 @@ def read_config(path: Path) -> Config:
         first = exc.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError("config.json", str(path), f"{where or 'content'}: {first['msg']}") from None
+
+
+def newest_dump(fileroot: Path, experiment: str = "*") -> Path | None:
+    """Return the config.json of the newest trial of one experiment or of all, or None without trials."""
+    dumps = list(fileroot.glob(f"{experiment}/*/config.json"))
+    return max(dumps, key=lambda path: path.stat().st_mtime, default=None)

@@ -1,8 +1,12 @@
-"""Parameters of one training rank, and the bytes that belong to them between micro-batches.
+"""Bytes of one training rank: its parameters and their states, and the micro-batches that it computes.
 
-Sources: ``realsys.train.megatron.heads.build_model`` (what a rank has), Megatron-Core's
-``DistributedDataParallel`` (gradient buffer), ``Float16OptimizerWithFloat16Params``, ``FP32Optimizer`` and
-``DistributedOptimizer`` (master weights), torch's ``AdamW`` and ``SGD`` (moments, temporaries).
+No torch: every number is computed from the sizes. docs/memory.md has the formulas in one table.
+
+Sources: ``realsys.train.megatron.heads.build_model`` (what a rank has), ``realsys.train.megatron.layers`` (own parts of
+the layer); of Megatron-Core ``DistributedDataParallel`` (gradient buffer), ``Float16OptimizerWithFloat16Params``,
+``FP32Optimizer`` and ``DistributedOptimizer`` (master weights), ``TransformerLayer``, the linear layers and the 1F1B
+schedule (micro-batches in flight); of torch ``AdamW`` and ``SGD`` (moments, temporaries) and ``checkpoint``
+(recompute).
 """
 
 from __future__ import annotations
@@ -17,6 +21,10 @@ from realsys.model_files.architecture import HfModel, stage_layers
 FP32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
 _MOMENTS = {"adam": 2, "sgd": 1}  # fp32 numbers per parameter
+_INDEX = 8  # bytes of a token id, and of an index
+
+
+# ---- parameters of a rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,9 @@ def linear_shapes(model: HfModel, tensor: int) -> dict[str, tuple[int, int]]:
     }
 
 
+# ---- states: bytes that belong to the parameters between two micro-batches
+
+
 @dataclass(frozen=True, slots=True)
 class States:
     """Bytes of one role on one rank between two micro-batches.
@@ -116,6 +127,16 @@ class States:
     def moved(self, offload: str) -> int:
         """Return what goes to the host between the role's calls: gradients are dropped, not moved."""
         return {"none": 0, "optimizer": self.optimizer, "all": self.optimizer + self.weights}[offload]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSettings:
+    """Settings that the states depend on, besides those of the role."""
+
+    dtype: str
+    trained: bool
+    distributed_optimizer: bool
+    on_gpu: bool
 
 
 def states_of(
@@ -149,21 +170,6 @@ def states_of(
     )
 
 
-def _step_temporary(settings: RoleSettings, decayed: int) -> int:
-    """Return the bytes that the step of the optimizer holds. ``decayed``: parameters that it decays at a time."""
-    return FP32 * decayed if settings.optimizer.name == "sgd" and settings.optimizer.weight_decay else 0
-
-
-@dataclass(frozen=True, slots=True)
-class StateSettings:
-    """Settings that the states depend on, besides those of the role."""
-
-    dtype: str
-    trained: bool
-    distributed_optimizer: bool
-    on_gpu: bool
-
-
 def _adapters(model: HfModel, shard: Shard, tensor: int, lora: LoraConfig) -> tuple[int, int]:
     """Return the parameters of a rank's adapters, and of the frozen copies under them (``megatron.lora.Adapter``)."""
     shapes = linear_shapes(model, tensor)
@@ -172,20 +178,17 @@ def _adapters(model: HfModel, shard: Shard, tensor: int, lora: LoraConfig) -> tu
     return shard.layers * adapters, shard.layers * sum(rows * columns for rows, columns in targets)
 
 
-# ---- activations -------------------------------------------------------------------------------------------------
+def _step_temporary(settings: RoleSettings, decayed: int) -> int:
+    """Return the bytes that the step of the optimizer holds. ``decayed``: parameters that it decays at a time."""
+    return FP32 * decayed if settings.optimizer.name == "sgd" and settings.optimizer.weight_decay else 0
+
+
+# ---- activations: bytes of a micro-batch
 #
-# Bytes of a micro-batch on one training rank: what layers and head keep for the backward pass, and their peaks.
-#
-# Everything is per token, so the number of tokens decides, not how they are cut into sequences. Sources:
-# ``realsys.train.megatron.layers`` (own parts of the layer), Megatron-Core's ``TransformerLayer`` and linear
-# layers, ``realsys.train.megatron.heads`` (head), ``torch.utils.checkpoint`` as Megatron uses it (recompute), and
-# Megatron's 1F1B schedule (micro-batches in flight).
+# Everything is per token, so the number of tokens decides, not how they are cut into sequences.
 #
 # w: bytes per parameter, m: tensor ranks, h: hidden, f: feed-forward, q and k: width of all query and of all key
 # heads, s: m with sequence parallelism, else 1.
-
-
-_INDEX = 8  # bytes of a token id, and of an index
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +241,46 @@ class LayerBytes:
     forward: float
 
 
+def training_work(model: HfModel, shard: Shard, layout: ParallelLayout, how: StepSettings, stage: int) -> PhasePeak:
+    """Return the peak of forward and backward pass of the micro-batches that are in flight on a stage.
+
+    Stage i of p has p - i micro-batches in flight (1F1B). The last stage has one, and the head, whose peak meets the
+    activations of all layers; without recompute these are larger than with it.
+    """
+    each = layer_bytes(model, layout, how)
+    in_flight = layout.pipeline - stage
+    kept = each.input if how.recompute else each.kept
+    angles = 2 * FP32 * model.head_dim / 2 + 3 * _INDEX
+    sent = each.input if layout.pipeline > 1 else 0.0  # the schedule keeps what it sent
+    stored = in_flight * (shard.layers * kept + angles + sent)
+    linear = max(rows * columns for rows, columns in linear_shapes(model, layout.tensor).values())
+    weight_gradient = BYTES[how.dtype] * linear if how.head_is_trained else 0
+    backward = (each.kept if how.recompute else 0.0) + each.backward
+    gathered = _gathered(model, layout, how)
+    layers = PhasePeak(int(how.tokens * (stored + backward + gathered) + weight_gradient))
+    if not shard.last:
+        return layers
+    # The gradient of a tied weight waits for its second part until the backward pass has reached the embedding.
+    is_tied = model.head == "lm" and not shard.head and how.head_is_trained
+    waiting = BYTES[how.dtype] * shard.embedding if is_tied else 0
+    layers = PhasePeak(layers.layers, waiting)
+    head = PhasePeak(int(how.tokens * (stored + gathered)), head_bytes(model, shard, layout, how))
+    return max(layers, head, key=lambda work: work.total)
+
+
+def inference_work(model: HfModel, shard: Shard, layout: ParallelLayout, how: StepSettings) -> PhasePeak:
+    """Return the peak of a forward pass without gradients: that of one layer, or that of the head."""
+    each, tokens = layer_bytes(model, layout, how), how.inference_tokens
+    gathered = _gathered(model, layout, how)
+    layers = PhasePeak(int(tokens * (each.forward + gathered)))
+    if not shard.last:
+        return layers
+    states = 2 * BYTES[how.dtype] * model.hidden
+    scored = min(tokens, how.head_chunk or tokens)
+    logits = 2 * FP32 * scored * shard.vocab if model.head == "lm" else FP32 * model.hidden * tokens
+    return max(layers, PhasePeak(int(tokens * gathered), int(tokens * states + logits)), key=lambda work: work.total)
+
+
 def layer_bytes(model: HfModel, layout: ParallelLayout, how: StepSettings) -> LayerBytes:
     """Return the bytes per token of a layer.
 
@@ -283,51 +326,6 @@ def _query_key_norms(model: HfModel, tensor: int, how: StepSettings) -> float:
     return FP32 * rows * (model.head_dim + 1)
 
 
-def training_work(model: HfModel, shard: Shard, layout: ParallelLayout, how: StepSettings, stage: int) -> PhasePeak:
-    """Return the peak of forward and backward pass of the micro-batches that are in flight on a stage.
-
-    Stage i of p has p - i micro-batches in flight (1F1B). The last stage has one, and the head, whose peak meets the
-    activations of all layers; without recompute these are larger than with it.
-    """
-    each = layer_bytes(model, layout, how)
-    in_flight = layout.pipeline - stage
-    kept = each.input if how.recompute else each.kept
-    angles = 2 * FP32 * model.head_dim / 2 + 3 * _INDEX
-    sent = each.input if layout.pipeline > 1 else 0.0  # the schedule keeps what it sent
-    stored = in_flight * (shard.layers * kept + angles + sent)
-    linear = max(rows * columns for rows, columns in linear_shapes(model, layout.tensor).values())
-    weight_gradient = BYTES[how.dtype] * linear if how.head_is_trained else 0
-    backward = (each.kept if how.recompute else 0.0) + each.backward
-    gathered = _gathered(model, layout, how)
-    layers = PhasePeak(int(how.tokens * (stored + backward + gathered) + weight_gradient))
-    if not shard.last:
-        return layers
-    # The gradient of a tied weight waits for its second part until the backward pass has reached the embedding.
-    is_tied = model.head == "lm" and not shard.head and how.head_is_trained
-    waiting = BYTES[how.dtype] * shard.embedding if is_tied else 0
-    layers = PhasePeak(layers.layers, waiting)
-    head = PhasePeak(int(how.tokens * (stored + gathered)), head_bytes(model, shard, layout, how))
-    return max(layers, head, key=lambda work: work.total)
-
-
-def inference_work(model: HfModel, shard: Shard, layout: ParallelLayout, how: StepSettings) -> PhasePeak:
-    """Return the peak of a forward pass without gradients: that of one layer, or that of the head."""
-    each, tokens = layer_bytes(model, layout, how), how.inference_tokens
-    gathered = _gathered(model, layout, how)
-    layers = PhasePeak(int(tokens * (each.forward + gathered)))
-    if not shard.last:
-        return layers
-    states = 2 * BYTES[how.dtype] * model.hidden
-    scored = min(tokens, how.head_chunk or tokens)
-    logits = 2 * FP32 * scored * shard.vocab if model.head == "lm" else FP32 * model.hidden * tokens
-    return max(layers, PhasePeak(int(tokens * gathered), int(tokens * states + logits)), key=lambda work: work.total)
-
-
-def _gathered(model: HfModel, layout: ParallelLayout, how: StepSettings) -> float:
-    """Return the bytes per token of Megatron's buffer for the gathered input of a linear layer."""
-    return BYTES[how.dtype] * model.hidden if how.sequence_parallel and layout.tensor > 1 else 0.0
-
-
 def head_bytes(model: HfModel, shard: Shard, layout: ParallelLayout, how: StepSettings) -> int:
     """Return the peak of the head with gradients, if every token is a loss token.
 
@@ -348,3 +346,8 @@ def head_bytes(model: HfModel, shard: Shard, layout: ParallelLayout, how: StepSe
     gradient = weight * entries if is_whole else (2 * weight + (FP32 if weight < FP32 else 0)) * entries
     backward = (FP32 + (FP32 if how.entropy_gradient else weight)) * logits + gradient
     return int(states + max(2 * FP32 * logits, backward))
+
+
+def _gathered(model: HfModel, layout: ParallelLayout, how: StepSettings) -> float:
+    """Return the bytes per token of Megatron's buffer for the gathered input of a linear layer."""
+    return BYTES[how.dtype] * model.hidden if how.sequence_parallel and layout.tensor > 1 else 0.0

@@ -1,7 +1,8 @@
 """Rules that span several fields, and those that need the file system or the machine. Types and bounds: schema.py.
 
 ``check`` runs before anything is written or started; ``check_made_model`` once there is the tiny model, which is made
-at start. Each rule is a small function that raises ConfigError for the field to change.
+at start. Each rule is a small function that raises ConfigError for the field to change. Rules of training are in
+training_rules.py.
 """
 
 from __future__ import annotations
@@ -22,17 +23,35 @@ from realsys.config.dataflow import Dataflow, check_calls, dataflow_of, role_fie
 from realsys.config.device_plan import nodes_of, seats_of
 from realsys.config.doors import AGENT, BACKEND, CALL_HANDLER, ENVIRONMENT, JUDGE, LAYOUT, TRANSPORT, VERIFIER
 from realsys.config.evaluation_sets import evaluation_sets, verifier_arguments, verifier_field
-from realsys.config.machine import Machine
+from realsys.config.machine import Machine, port_range
 from realsys.config.memory_check import Place, check_memory, place_of
 from realsys.config.paths import TrialPaths
-from realsys.config.schema import Config, RolloutConfig, SamplingConfig
-from realsys.config.schema_cluster import NameStoreConfig, port_range
+from realsys.config.schema import Config, SamplingConfig
+from realsys.config.schema_cluster import NameStoreConfig
 from realsys.config.schema_data import AUTO_LAYOUT, HELD_OUT, DataConfig, source_problem
+from realsys.config.schema_rollout import RolloutConfig
 from realsys.config.training_rules import check_training
 from realsys.config.trial_sizes import lengths_that_fit, longest_sequence
 from realsys.errors import MALFORMED, ConfigError, ModelError
 from realsys.model_files.architecture import Head, splits_over
 from realsys.model_files.config_json import read_model
+
+#: Processes that a name store of files carries: each watch polls all keys, and each beat takes the lock of the store.
+#: Beyond it the manager needs more than 5 % of a core to see the heartbeats (benchmarks/results/heartbeats.json).
+MOST_WITH_FILES = 64
+#: fields of ``data`` that kind=arith does not read
+_OF_FILES = ("train", "eval", "mixture", "layout", "layout_args", "source_args", "demos")
+_NAME_STORE = "cluster.name_store"
+#: settings that change which token is drawn but not its recorded log-prob -> values that switch them off
+_NOT_IN_LOGPROBS: dict[str, tuple[float, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "min_new_tokens": (0,),
+}
 
 
 def check(config: Config, machine: Machine) -> Allocation:
@@ -101,11 +120,6 @@ def _check_gpus(config: Config, machine: Machine, backend: BackendRules) -> None
         raise ConfigError("model.dtype", config.model.dtype, f"{problem}, or {remedy}")
 
 
-#: Processes that a name store of files carries: each watch polls all keys, and each beat takes the lock of the store.
-#: Beyond it the manager needs more than 5 % of a core to see the heartbeats (benchmarks/results/heartbeats.json).
-MOST_WITH_FILES = 64
-
-
 def _check_cluster(config: Config, allocation: Allocation) -> None:
     cluster = config.cluster
     light = config.rollout.workers + config.rollout.reward.services + 2
@@ -147,6 +161,42 @@ def _check_fileroot(config: Config) -> None:
         raise ConfigError("fileroot", config.fileroot, problem) from None
 
 
+def check_etcd(store: NameStoreConfig) -> None:
+    """Check the addresses of etcd, the files of TLS, and the user. Raises ConfigError."""
+    for address in store.address.split(","):
+        host, _, port = address.rpartition(":")
+        if not host or " " in address or not port.isdigit() or not 0 < int(port) < 65536:
+            problem = "cannot be read: write host:port, and several with commas between them"
+            raise ConfigError(f"{_NAME_STORE}.address", store.address, problem)
+    if store.start and ("," in store.address or store.ca or store.user):
+        problem = "starts one etcd with a certificate of its own: name one address only, and set neither ca nor user"
+        raise ConfigError(f"{_NAME_STORE}.start", True, problem)
+    if not store.ca and (store.cert or store.key):
+        raise ConfigError(f"{_NAME_STORE}.ca", "", "must be set for TLS: name the file of etcd's authority")
+    if bool(store.cert) != bool(store.key):
+        raise ConfigError(f"{_NAME_STORE}.cert", store.cert, "must be set together with key")
+    if store.password_file and not store.user:
+        raise ConfigError(f"{_NAME_STORE}.user", "", "must be set, because password_file is")
+    _check_pem_files(store)
+
+
+def _check_pem_files(store: NameStoreConfig) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    files: tuple[tuple[str, str, Callable[[], None]], ...] = (
+        ("ca", store.ca, lambda: context.load_verify_locations(store.ca)),
+        # a function as password: OpenSSL would ask the terminal for that of an encrypted key
+        ("cert", store.cert, lambda: context.load_cert_chain(store.cert, store.key, password=lambda: "")),
+    )
+    for name, path, load in files:
+        try:
+            if path:
+                load()
+        except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
+            missing = next((each for each in (path, store.key) if not Path(each).is_file()), "")
+            cause = f"{missing} is not a file" if missing else f"not PEM, or not a pair with key: {exc}"
+            raise ConfigError(f"{_NAME_STORE}.{name}", path, f"cannot be read: {cause}") from None
+
+
 def _check_transport(config: Config) -> None:
     transport = TRANSPORT.make(config.weights.transport, config, config.weights.transport_args)
     if check := getattr(transport, "check", None):
@@ -154,7 +204,17 @@ def _check_transport(config: Config) -> None:
             check()
 
 
-# ---- lengths and data
+# ---- agents and lengths
+
+
+def _check_rollout(config: Config) -> None:
+    rollout, advantage = config.rollout, config.train.ppo.advantage
+    _check_agent(rollout)
+    if rollout.min_episodes > rollout.group_size:
+        problem = f"must not exceed rollout.group_size ({rollout.group_size})"
+        raise ConfigError("rollout.min_episodes", rollout.min_episodes, problem)
+    if rollout.min_episodes == 1 and "group" in (advantage.mean, advantage.std):
+        raise ConfigError("rollout.min_episodes", 1, "must be at least 2: advantages are normalised per group")
 
 
 def _check_agent(rollout: RolloutConfig) -> None:
@@ -173,16 +233,6 @@ def _check_agent(rollout: RolloutConfig) -> None:
         raise ConfigError("rollout.agent_python", python, "must be the path of an interpreter that can be executed")
 
 
-def _check_rollout(config: Config) -> None:
-    rollout, advantage = config.rollout, config.train.ppo.advantage
-    _check_agent(rollout)
-    if rollout.min_episodes > rollout.group_size:
-        problem = f"must not exceed rollout.group_size ({rollout.group_size})"
-        raise ConfigError("rollout.min_episodes", rollout.min_episodes, problem)
-    if rollout.min_episodes == 1 and "group" in (advantage.mean, advantage.std):
-        raise ConfigError("rollout.min_episodes", 1, "must be at least 2: advantages are normalised per group")
-
-
 def _check_lengths(config: Config) -> None:
     sampling, longest = config.generation.sampling, longest_sequence(config)
     parts = f"data.max_prompt_tokens {config.data.max_prompt_tokens} + max_new_tokens {sampling.max_new_tokens}"
@@ -199,8 +249,19 @@ def _check_lengths(config: Config) -> None:
         raise ConfigError("train.inference_microbatch_tokens", config.train.inference_microbatch_tokens, problem)
 
 
-#: fields of ``data`` that kind=arith does not read
-_OF_FILES = ("train", "eval", "mixture", "layout", "layout_args", "source_args", "demos")
+def sampling_warnings(sampling: SamplingConfig) -> Iterator[str]:
+    """Yield a warning if completions are drawn from another distribution than the one of the recorded log-probs."""
+    changed = [
+        f"{name}={value:g}" for name, off in _NOT_IN_LOGPROBS.items() if (value := getattr(sampling, name)) not in off
+    ]
+    if changed:
+        yield (
+            f"warning: generation.sampling.{', '.join(changed)}: completions are drawn from a changed distribution, "
+            "but trained as if from softmax(logits / temperature): switch it off for training (docs/generation.md)"
+        )
+
+
+# ---- data and evaluation
 
 
 def _check_data(config: Config) -> None:
@@ -235,25 +296,6 @@ def _check_data(config: Config) -> None:
         raise ConfigError("data.eval_fraction", 0.0, "nothing is held out; name data.eval or set evaluation.problems=0")
 
 
-def _check_sets(config: Config) -> None:
-    """Check the data sets of evaluations. A trial with its own copy of their data needs their sources no more."""
-    hold_s, timeout_s = config.evaluation.hold_s, config.cluster.request_timeout_s
-    if hold_s >= timeout_s and not config.evaluate_only:
-        problem = f"must be less than cluster.request_timeout_s ({timeout_s:g}): a trainer gives up its wait after that"
-        raise ConfigError("evaluation.hold_s", hold_s, problem)
-    has_copy = TrialPaths.of(config).config.is_file()
-    for name, made in evaluation_sets(config).items():
-        field = f"evaluation.sets.{name}"
-        if made.source is None:
-            continue
-        if not has_copy and (problem := source_problem(made.source.path)):
-            raise ConfigError(f"{field}.path", made.source.path, problem)
-        if made.source.layout != AUTO_LAYOUT:
-            LAYOUT.check(made.source.layout, made.source.layout_args)
-        elif made.source.layout_args:
-            raise ConfigError(f"{field}.layout", AUTO_LAYOUT, "name the layout that takes layout_args")
-
-
 def check_sources(data: DataConfig, *, has_copy: bool = False, trains: bool = True) -> None:
     """Check sources and layouts. ``has_copy``: the trial has its own copy of the data, so the sources may be gone.
 
@@ -276,6 +318,25 @@ def check_sources(data: DataConfig, *, has_copy: bool = False, trains: bool = Tr
         raise ConfigError("data.demos", data.demos, "is not a readable file")
 
 
+def _check_sets(config: Config) -> None:
+    """Check the data sets of evaluations. A trial with its own copy of their data needs their sources no more."""
+    hold_s, timeout_s = config.evaluation.hold_s, config.cluster.request_timeout_s
+    if hold_s >= timeout_s and not config.evaluate_only:
+        problem = f"must be less than cluster.request_timeout_s ({timeout_s:g}): a trainer gives up its wait after that"
+        raise ConfigError("evaluation.hold_s", hold_s, problem)
+    has_copy = TrialPaths.of(config).config.is_file()
+    for name, made in evaluation_sets(config).items():
+        field = f"evaluation.sets.{name}"
+        if made.source is None:
+            continue
+        if not has_copy and (problem := source_problem(made.source.path)):
+            raise ConfigError(f"{field}.path", made.source.path, problem)
+        if made.source.layout != AUTO_LAYOUT:
+            LAYOUT.check(made.source.layout, made.source.layout_args)
+        elif made.source.layout_args:
+            raise ConfigError(f"{field}.layout", AUTO_LAYOUT, "name the layout that takes layout_args")
+
+
 def _check_doors(config: Config) -> None:
     check_verifiers(config)
     ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)
@@ -292,7 +353,7 @@ def check_verifiers(config: Config) -> None:
             door.check_settings(name, arguments, config)
 
 
-# ---- model
+# ---- models
 
 
 def check_models(config: Config, allocation: Allocation, flow: Dataflow) -> None:
@@ -316,15 +377,6 @@ def check_made_model(path: Path, config: Config, allocation: Allocation, flow: D
     for role in _roles_of_made_model(config, flow):
         check_model(path, config, allocation, role=role)
     _check_vocabularies(path, config, flow)
-
-
-def _check_vocabularies(actor: Path, config: Config, flow: Dataflow) -> None:
-    """Check every role that a built-in handler runs: it reads the token ids of the actor."""
-    builtin = (call.role for call in flow.calls if call.handler in CALL_HANDLER.builtin and call.role != ACTOR)
-    for role in dict.fromkeys(builtin):
-        own = role_settings(config, role).path
-        if own and own != config.model.path:
-            check_vocabulary(f"{role_field(role)}.path", Path(own), actor)
 
 
 def check_model(
@@ -413,55 +465,16 @@ def _check_positions(positions: int, config: Config, model: str) -> None:
     raise ConfigError(field, fields[field], f"{model} has {positions} positions, {problem}")
 
 
-# ---- etcd rules --------------------------------------------------------------------------------------------------
-#
-# Rules of ``cluster.name_store`` for etcd: addresses, TLS, user.
+# ---- vocabularies: all models must give the actor's token ids the same meaning, because no text is tokenised again
 
 
-SECTION = "cluster.name_store"
-
-
-def check_etcd(store: NameStoreConfig) -> None:
-    """Check the addresses, the files of TLS, and the user. Raises ConfigError."""
-    for address in store.address.split(","):
-        host, _, port = address.rpartition(":")
-        if not host or " " in address or not port.isdigit() or not 0 < int(port) < 65536:
-            problem = "cannot be read: write host:port, and several with commas between them"
-            raise ConfigError(f"{SECTION}.address", store.address, problem)
-    if store.start and ("," in store.address or store.ca or store.user):
-        problem = "starts one etcd with a certificate of its own: name one address only, and set neither ca nor user"
-        raise ConfigError(f"{SECTION}.start", True, problem)
-    if not store.ca and (store.cert or store.key):
-        raise ConfigError(f"{SECTION}.ca", "", "must be set for TLS: name the file of etcd's authority")
-    if bool(store.cert) != bool(store.key):
-        raise ConfigError(f"{SECTION}.cert", store.cert, "must be set together with key")
-    if store.password_file and not store.user:
-        raise ConfigError(f"{SECTION}.user", "", "must be set, because password_file is")
-    _check_pem_files(store)
-
-
-def _check_pem_files(store: NameStoreConfig) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    files: tuple[tuple[str, str, Callable[[], None]], ...] = (
-        ("ca", store.ca, lambda: context.load_verify_locations(store.ca)),
-        # a function as password: OpenSSL would ask the terminal for that of an encrypted key
-        ("cert", store.cert, lambda: context.load_cert_chain(store.cert, store.key, password=lambda: "")),
-    )
-    for name, path, load in files:
-        try:
-            if path:
-                load()
-        except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
-            missing = next((each for each in (path, store.key) if not Path(each).is_file()), "")
-            cause = f"{missing} is not a file" if missing else f"not PEM, or not a pair with key: {exc}"
-            raise ConfigError(f"{SECTION}.{name}", path, f"cannot be read: {cause}") from None
-
-
-# ---- vocabulary rules --------------------------------------------------------------------------------------------
-#
-# Rule for the vocabularies of several models: all must give the actor's token ids the same meaning.
-#
-# Token ids are passed between models, and no text is tokenised again.
+def _check_vocabularies(actor: Path, config: Config, flow: Dataflow) -> None:
+    """Check every role that a built-in handler runs: it reads the token ids of the actor."""
+    builtin = (call.role for call in flow.calls if call.handler in CALL_HANDLER.builtin and call.role != ACTOR)
+    for role in dict.fromkeys(builtin):
+        own = role_settings(config, role).path
+        if own and own != config.model.path:
+            check_vocabulary(f"{role_field(role)}.path", Path(own), actor)
 
 
 def check_vocabulary(field: str, model: Path, actor: Path) -> None:
@@ -515,32 +528,3 @@ def _decoded(raw: bytes, path: Path) -> dict[str, Any]:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except MALFORMED as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
-
-
-# ---- sampling ----------------------------------------------------------------------------------------------------
-#
-# Warnings about sampling settings that bias training.
-
-
-#: settings that change which token is drawn but not its recorded log-prob -> values that switch them off
-_NOT_IN_LOGPROBS: dict[str, tuple[float, ...]] = {
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "min_new_tokens": (0,),
-}
-
-
-def sampling_warnings(sampling: SamplingConfig) -> Iterator[str]:
-    """Yield a line if completions are drawn from another distribution than the one of the recorded log-probs."""
-    changed = [
-        f"{name}={value:g}" for name, off in _NOT_IN_LOGPROBS.items() if (value := getattr(sampling, name)) not in off
-    ]
-    if changed:
-        yield (
-            f"warning: generation.sampling.{', '.join(changed)}: completions are drawn from a changed distribution, "
-            "but trained as if from softmax(logits / temperature): switch it off for training (docs/generation.md)"
-        )

@@ -25,9 +25,8 @@ from realsys.config.schema_cluster import ClusterConfig, TelemetryConfig
 from realsys.config.schema_data import ArithConfig as ArithConfig
 from realsys.config.schema_data import DataConfig as DataConfig
 from realsys.config.schema_data import EvalConfig as EvalConfig
-from realsys.config.schema_data import KeepConfig
 from realsys.config.schema_rollout import AgentLimitsConfig as AgentLimitsConfig
-from realsys.config.schema_rollout import GatewayConfig, JudgeConfig
+from realsys.config.schema_rollout import RolloutConfig
 from realsys.config.schema_train import CheckpointConfig, OptimizerConfig, RecordConfig, RolesConfig, TrainConfig
 
 
@@ -153,74 +152,6 @@ class GenerationConfig(Section):
         2.0, description="seconds of sampling that the death of a server can cost: it sends new tokens this often"
     )
     threads: Positive = Field(1, description="torch threads of one server on CPU")
-
-
-class RewardConfig(Section):
-    """Rewards and the processes that compute them."""
-
-    processes: Positive = Field(
-        1, description="verifier processes per RolloutWorker; with services: per reward service"
-    )
-    services: NonNegative = Field(
-        0,
-        description="processes that judge for all RolloutWorkers (docs/rewards.md); 0: each judges for itself",
-    )
-    service_items: Positive = Field(
-        4096, description="completions that one reward service holds; when it is full, RolloutWorkers send them later"
-    )
-    timeout_s: PositiveFloat = Field(10.0, description="seconds of CPU time that a verifier may use for one completion")
-    elapsed_timeout_s: PositiveFloat = Field(
-        60.0, description="seconds on the clock that a verifier may take for one completion, its waits included"
-    )
-    correct: float = Field(5.0, description="reward of a correct completion if the verifier returns True")
-    wrong: float = Field(-5.0, description="reward of a wrong completion if the verifier returns False")
-    judge: JudgeConfig = JudgeConfig()
-
-
-class RolloutConfig(Section):
-    """RolloutWorkers, agents and environments."""
-
-    workers: Positive = Field(2, description="number of RolloutWorker processes")
-    group_size: Positive = Field(16, description="episodes per prompt")
-    oversample: NonNegative = Field(
-        0, description="further episodes per prompt; when group_size have ended, the others are cancelled"
-    )
-    keep: KeepConfig = KeepConfig()
-    min_episodes: NonNegative = Field(
-        0, description="train a group if at least this number of its episodes succeeded or have no verdict; 0: all"
-    )
-    max_concurrent: Positive = Field(64, description="groups that one RolloutWorker runs at a time")
-    agent: str = Field(
-        "single_turn",
-        description="single_turn, multi_turn, tool_use, verifiers, or package.module:name of a class or function",
-    )
-    agent_args: dict[str, Any] = Field({}, description="keyword arguments of the agent")
-    agent_process: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="run each episode of an agent with base_url in a process of its own; auto: if its run is not async",
-    )
-    agent_python: str = Field(
-        "", description="interpreter for an agent with base_url, which needs no realsys there; empty: that of realsys"
-    )
-    agent_processes: Positive = Field(
-        128, description="episodes that one RolloutWorker runs in processes at a time; further ones wait"
-    )
-    agent_limits: AgentLimitsConfig = AgentLimitsConfig()
-    environment: str = Field("verifier", description="verifier, or package.module:Class")
-    environment_args: dict[str, Any] = Field({}, description="keyword arguments of the environment")
-    gateway: GatewayConfig = GatewayConfig()
-    max_attempts: Positive = Field(3, description="attempts at one ticket before it is dropped")
-    reward: RewardConfig = RewardConfig()
-
-    @property
-    def sampled_episodes(self) -> int:
-        """Episodes that start for a prompt."""
-        return self.group_size + self.oversample
-
-    @property
-    def trained_episodes(self) -> int:
-        """Episodes of a group that are trained, at most."""
-        return self.keep.episodes or self.group_size
 
 
 class AsyncConfig(Section):

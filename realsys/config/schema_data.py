@@ -1,4 +1,4 @@
-"""The ``data`` section of the configuration: sources of prompts, their layouts, and the verifier.
+"""The sections ``data`` and ``evaluation`` of the configuration.
 
 The name of a source is a path, ``FOLDER@SPLIT``, ``reasoning_gym:NAME``, or ``verifiers:ENV``.
 """
@@ -26,6 +26,18 @@ RG = "reasoning_gym:"
 VERIFIERS = "verifiers:"
 GENERATED = (RG, VERIFIERS)  # sources that are not files
 AUTO_LAYOUT = "auto"
+HELD_OUT = "eval"  # the set, and the split, of the held-out problems
+TRAIN = "train"  # the split of the prompts to train on; no set may have its name
+Samples = Annotated[int, Field(ge=1, le=4096)]
+SetName = Annotated[
+    str,
+    pattern(
+        r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$", "1 to 32 letters, digits, '_' or '-', and begin with a letter or digit"
+    ),
+]
+
+
+# ---- the section data: prompts, their layouts, and the verifier
 
 
 class ArithForm(Section):
@@ -67,6 +79,20 @@ class MixtureSource(Section):
     source_args: dict[str, Any] = Field({}, description="as data.source_args")
 
 
+class CurriculumConfig(Section):
+    """Choice of prompts by their measured success rate. It is off with min 0 and max 1."""
+
+    min: Probability = Field(0.0, description="a prompt with a lower success rate is shown less often")
+    max: Probability = Field(1.0, description="a prompt with a higher success rate is shown less often")
+    floor: Annotated[float, Field(ge=0.01, le=1)] = Field(
+        0.1, description="probability that such a prompt is shown all the same when it is its turn"
+    )
+
+    @property
+    def enabled(self) -> bool:
+        return self.min > 0 or self.max < 1
+
+
 class DataConfig(Section):
     """Prompts, held-out problems and the verifier that judges completions."""
 
@@ -100,6 +126,9 @@ class DataConfig(Section):
     arith: ArithConfig = ArithConfig()
 
 
+# ---- names of sources
+
+
 def split_suffix(source: str) -> tuple[str, str]:
     """Return the path and the split of ``FOLDER@SPLIT``; the split is "" if the whole name exists."""
     path, at, split = source.rpartition("@")
@@ -123,27 +152,15 @@ def source_problem(source: str) -> str:
     return "" if readable else "is not a readable file or folder"
 
 
-# ---- schema evaluation -------------------------------------------------------------------------------------------
-#
-# The ``evaluation`` section of the configuration: data sets, samples per problem, sampling, pinned versions.
-#
-# Settings of a set that are left out are those of ``evaluation`` itself. The set ``eval`` is always there: the
-# held-out problems of the trial (``data.eval``, or a part of ``data.train``).
-
-
-HELD_OUT = "eval"  # the set, and the split, of the held-out problems
-TRAIN = "train"  # the split of the prompts to train on; no set may have its name
-Samples = Annotated[int, Field(ge=1, le=4096)]
-SetName = Annotated[
-    str,
-    pattern(
-        r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$", "1 to 32 letters, digits, '_' or '-', and begin with a letter or digit"
-    ),
-]
+# ---- the section evaluation: data sets, samples per problem, sampling, pinned versions
 
 
 class EvalSetConfig(Section):
-    """One data set of evaluations, or one more way to sample the held-out problems."""
+    """One data set of evaluations, or one more way to sample the held-out problems.
+
+    Settings that are left out are those of ``evaluation`` itself. The set ``eval`` is always there: the held-out
+    problems of the trial (``data.eval``, or a part of ``data.train``).
+    """
 
     path: str = Field("", description="as data.train; empty: the held-out problems of the trial")
     layout: str = Field(AUTO_LAYOUT, description="as data.layout")
@@ -191,53 +208,3 @@ class EvalConfig(Section):
         description="seconds for which an evaluation may delay weight updates, less than"
         " cluster.request_timeout_s; after them it is incomplete",
     )
-
-
-# ---- schema sampling ---------------------------------------------------------------------------------------------
-#
-# Configuration of sampling by outcome: which groups, episodes and prompts are trained (docs/sampling.md).
-
-
-class FilterConfig(Section):
-    """Dynamic sampling: the RolloutWorker drops groups without a signal, and other prompts take their place."""
-
-    equal_rewards: bool = Field(False, description="drop groups whose episodes all have the same reward")
-    min: Probability = Field(0.0, description="lowest success rate that is trained; 0: no limit")
-    max: Probability = Field(1.0, description="highest success rate that is trained; 1: no limit")
-    max_refills: Positive = Field(
-        10,
-        description="the run ends after this number of batches' worth of dropped groups, at least 256, without one that"
-        " is kept",
-    )
-
-    @property
-    def bounds_success(self) -> bool:
-        """True if the filter needs the success rate."""
-        return self.min > 0 or self.max < 1
-
-    @property
-    def enabled(self) -> bool:
-        return self.equal_rewards or self.bounds_success
-
-
-class KeepConfig(Section):
-    """Choice of the episodes of a finished group that are trained; the others are sampled only to choose from."""
-
-    episodes: NonNegative = Field(0, description="episodes of a group that are trained; 0: all")
-    by: Literal["spread", "best"] = Field(
-        "spread", description="those whose rewards have the largest variance, or those with the highest rewards"
-    )
-
-
-class CurriculumConfig(Section):
-    """Choice of prompts by their measured success rate. It is off with min 0 and max 1."""
-
-    min: Probability = Field(0.0, description="a prompt with a lower success rate is shown less often")
-    max: Probability = Field(1.0, description="a prompt with a higher success rate is shown less often")
-    floor: Annotated[float, Field(ge=0.01, le=1)] = Field(
-        0.1, description="probability that such a prompt is shown all the same when it is its turn"
-    )
-
-    @property
-    def enabled(self) -> bool:
-        return self.min > 0 or self.max < 1

@@ -1,4 +1,4 @@
-"""Configuration of a user's agent: where it runs, and the bounds on its episodes (docs/agents.md)."""
+"""The section ``rollout`` of the configuration: agents, their endpoint, choice of episodes, rewards and the judge."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from realsys.config.fields import NonNegative, Positive, PositiveFloat, Probability, Section, pattern
+
+MOST_CRITERIA = 24  # a verdict has a metric for each, and may have 32
+
+
+# ---- a user's agent: bounds on its episodes, and the endpoint of agents that speak HTTP (docs/agents.md)
 
 
 class AgentLimitsConfig(Section):
@@ -29,11 +34,6 @@ class AgentLimitsConfig(Section):
         2048, description="MiB that an episode in a process may allocate; all of its processes together twice as much"
     )
     processes: Positive = Field(64, description="processes that an episode in a process may start at a time")
-
-
-# ---- schema gateway ----------------------------------------------------------------------------------------------
-#
-# The section ``rollout.gateway``: the endpoint of a RolloutWorker for agents that speak OpenAI's HTTP API.
 
 
 class GatewayConfig(Section):
@@ -62,12 +62,7 @@ class GatewayConfig(Section):
     )
 
 
-# ---- schema judge ------------------------------------------------------------------------------------------------
-#
-# The section ``rollout.reward.judge``: endpoint, rubric and limits of ``data.verifier=judge`` (docs/rewards.md).
-
-
-MOST_CRITERIA = 24  # a verdict has a metric for each, and may have 32
+# ---- rewards, and the judge of data.verifier=judge (docs/rewards.md)
 
 
 class Criterion(Section):
@@ -125,3 +120,83 @@ class JudgeConfig(Section):
     outage_s: PositiveFloat = Field(
         600.0, description="seconds for which a completion waits for an endpoint that is busy or cannot be reached"
     )
+
+
+class RewardConfig(Section):
+    """Rewards and the processes that compute them."""
+
+    processes: Positive = Field(
+        1, description="verifier processes per RolloutWorker; with services: per reward service"
+    )
+    services: NonNegative = Field(
+        0,
+        description="processes that judge for all RolloutWorkers (docs/rewards.md); 0: each judges for itself",
+    )
+    service_items: Positive = Field(
+        4096, description="completions that one reward service holds; when it is full, RolloutWorkers send them later"
+    )
+    timeout_s: PositiveFloat = Field(10.0, description="seconds of CPU time that a verifier may use for one completion")
+    elapsed_timeout_s: PositiveFloat = Field(
+        60.0, description="seconds on the clock that a verifier may take for one completion, its waits included"
+    )
+    correct: float = Field(5.0, description="reward of a correct completion if the verifier returns True")
+    wrong: float = Field(-5.0, description="reward of a wrong completion if the verifier returns False")
+    judge: JudgeConfig = JudgeConfig()
+
+
+# ---- the whole section
+
+
+class KeepConfig(Section):
+    """Choice of the episodes of a finished group that are trained; the others are sampled only to choose from."""
+
+    episodes: NonNegative = Field(0, description="episodes of a group that are trained; 0: all")
+    by: Literal["spread", "best"] = Field(
+        "spread", description="those whose rewards have the largest variance, or those with the highest rewards"
+    )
+
+
+class RolloutConfig(Section):
+    """RolloutWorkers, agents and environments."""
+
+    workers: Positive = Field(2, description="number of RolloutWorker processes")
+    group_size: Positive = Field(16, description="episodes per prompt")
+    oversample: NonNegative = Field(
+        0, description="further episodes per prompt; when group_size have ended, the others are cancelled"
+    )
+    keep: KeepConfig = KeepConfig()
+    min_episodes: NonNegative = Field(
+        0, description="train a group if at least this number of its episodes succeeded or have no verdict; 0: all"
+    )
+    max_concurrent: Positive = Field(64, description="groups that one RolloutWorker runs at a time")
+    agent: str = Field(
+        "single_turn",
+        description="single_turn, multi_turn, tool_use, verifiers, or package.module:name of a class or function",
+    )
+    agent_args: dict[str, Any] = Field({}, description="keyword arguments of the agent")
+    agent_process: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="run each episode of an agent with base_url in a process of its own; auto: if its run is not async",
+    )
+    agent_python: str = Field(
+        "", description="interpreter for an agent with base_url, which needs no realsys there; empty: that of realsys"
+    )
+    agent_processes: Positive = Field(
+        128, description="episodes that one RolloutWorker runs in processes at a time; further ones wait"
+    )
+    agent_limits: AgentLimitsConfig = AgentLimitsConfig()
+    environment: str = Field("verifier", description="verifier, or package.module:Class")
+    environment_args: dict[str, Any] = Field({}, description="keyword arguments of the environment")
+    gateway: GatewayConfig = GatewayConfig()
+    max_attempts: Positive = Field(3, description="attempts at one ticket before it is dropped")
+    reward: RewardConfig = RewardConfig()
+
+    @property
+    def sampled_episodes(self) -> int:
+        """Episodes that start for a prompt."""
+        return self.group_size + self.oversample
+
+    @property
+    def trained_episodes(self) -> int:
+        """Episodes of a group that are trained, at most."""
+        return self.keep.episodes or self.group_size

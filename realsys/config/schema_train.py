@@ -1,4 +1,4 @@
-"""Configuration of training: objective, optimizer, roles, checkpoints, step records."""
+"""The sections ``train``, ``roles``, ``checkpoint`` and ``record`` of the configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from realsys.config.fields import (
     Section,
     SmallFloat,
 )
-from realsys.config.schema_data import FilterConfig
+
+# ---- the objective (train.ppo)
 
 
 class NormalisationConfig(Section):
@@ -76,6 +77,28 @@ class OverlongConfig(Section):
 
     buffer: NonNegative = Field(0, description="tokens before max_new_tokens at which it begins; 0: off")
     penalty: NonNegativeFloat = Field(1.0, description="subtracted from the reward at max_new_tokens")
+
+
+class FilterConfig(Section):
+    """Dynamic sampling: the RolloutWorker drops groups without a signal, and other prompts take their place."""
+
+    equal_rewards: bool = Field(False, description="drop groups whose episodes all have the same reward")
+    min: Probability = Field(0.0, description="lowest success rate that is trained; 0: no limit")
+    max: Probability = Field(1.0, description="highest success rate that is trained; 1: no limit")
+    max_refills: Positive = Field(
+        10,
+        description="the run ends after this number of batches' worth of dropped groups, at least 256, without one that"
+        " is kept",
+    )
+
+    @property
+    def bounds_success(self) -> bool:
+        """True if the filter needs the success rate."""
+        return self.min > 0 or self.max < 1
+
+    @property
+    def enabled(self) -> bool:
+        return self.equal_rewards or self.bounds_success
 
 
 class PPOConfig(Section):
@@ -143,6 +166,9 @@ class PPOConfig(Section):
     )
 
 
+# ---- optimizer, adapters, and models other than the actor
+
+
 class OptimizerConfig(Section):
     """Optimizer and learning rate."""
 
@@ -194,6 +220,9 @@ class RolesConfig(Section):
     custom: dict[Name, RoleConfig] = Field({}, description="further roles that your dataflow calls, by name")
 
 
+# ---- what is kept on disk
+
+
 class CheckpointConfig(Section):
     """Training state on disk, to continue from. Weight versions for the servers are another thing (weights)."""
 
@@ -220,6 +249,9 @@ class RecordConfig(Section):
         description="newest groups that were not trained, which each RolloutWorker and ModelWorker keeps to show,"
         " at most 16 MiB; 0: none",
     )
+
+
+# ---- the section train
 
 
 class TrainConfig(Section):

@@ -1,4 +1,7 @@
-"""Longest sequence of a trial. It limits the engines' context, the models' positions and the micro-batches."""
+"""Sizes that follow from the configuration: the longest sequence, the models of the roles, and the disk of a trial.
+
+The longest sequence limits the engines' context, the models' positions and the micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,11 @@ from realsys.model_files.architecture import HfModel, Rope, vocabulary_size
 from realsys.model_files.config_json import read_model
 
 DEFAULT_PROMPT = int(DataConfig.model_fields["max_prompt_tokens"].default)
+_FP32, _MOMENTS = 4, 8  # bytes per parameter
+_RECORD_TOKEN_BYTES = 24  # tokens, log-probs, versions and mask of one recorded token
+
+
+# ---- sequences
 
 
 def longest_sequence(config: Config) -> int:
@@ -39,9 +47,12 @@ def lengths_that_fit(positions: int, prompt: int = DEFAULT_PROMPT) -> tuple[int,
     return prompt, max(1, positions - prompt)
 
 
-# ---- models ------------------------------------------------------------------------------------------------------
-#
-# Model of a role, from its directory or from the section of the tiny model.
+def batch_tokens(config: Config) -> int:
+    """Return the tokens of a train step whose episodes all have the longest row."""
+    return config.train.batch_groups * config.rollout.trained_episodes * longest_sequence(config)
+
+
+# ---- models
 
 
 def model_of(config: Config, role: str = ACTOR) -> HfModel:
@@ -71,24 +82,14 @@ def model_of(config: Config, role: str = ACTOR) -> HfModel:
     )
 
 
-def batch_tokens(config: Config) -> int:
-    """Return the tokens of a train step whose episodes all have the longest row."""
-    return config.train.batch_groups * config.rollout.trained_episodes * longest_sequence(config)
-
-
-# ---- resources ---------------------------------------------------------------------------------------------------
-#
-# Estimates of the disk that a trial needs, from the sizes of its models. Lower bounds, not forecasts.
-#
-# disk     kept weight versions, kept checkpoints and one being written, the trained model
-
-
-_FP32, _MOMENTS = 4, 8  # bytes per parameter
-_RECORD_TOKEN_BYTES = 24  # tokens, log-probs, versions and mask of one recorded token
+# ---- disk: lower bounds, not forecasts
 
 
 def disk_bytes(config: Config, flow: Dataflow) -> int:
-    """Estimate what the trial folder holds in the end, without records. Raises ModelError."""
+    """Estimate what the trial folder holds in the end, without records. Raises ModelError.
+
+    These are kept weight versions, kept checkpoints and one being written, and the trained model.
+    """
     actor, state = _sizes(config, flow)
     settings = config.checkpoint
     versions = config.weights.keep_versions + 2  # one is being written; one is the trained model

@@ -1,4 +1,6 @@
-"""The arith task: running sums of labelled digits, written out step by step.
+"""The arith task and the tiny model that learns it.
+
+The task is running sums of labelled digits, written out step by step:
 
     prompt  a3b5c7=          answer 15          demonstration  a0+3=3;b3+5=8;c8+7=15;#15
 
@@ -58,7 +60,6 @@ from realsys.model_files.architecture import (
 from realsys.types import F32
 
 LABELS = "abcdefghijklmnopqrstuvwxyz"
-END_OF_TEXT = "<eos>"  # end-of-text token of the tiny model's tokenizer
 HELD_OUT_OF = 8  # one prompt in eight is held out
 ERRORS = (-10, -2, -1, 1, 2, 10)
 MAX_DRAWS = 100_000  # a draw lands in a split with probability >= 1/8, unless the task has hardly any prompts
@@ -92,7 +93,7 @@ def second_try(operands: list[int], solved: Demonstration, config: ArithConfig, 
     """Put a wrong first try and the feedback before a demonstration; only the second try is imitated."""
     wrong = wrong_try(operands, rng)
     feedback = config.feedback.replace("{prompt}", prompt_text(operands))
-    return Demonstration(f"{prompt_text(operands)}{wrong.response}{END_OF_TEXT}{feedback}", solved.response)
+    return Demonstration(f"{prompt_text(operands)}{wrong.response}{EOS}{feedback}", solved.response)
 
 
 def wrong_try(operands: list[int], rng: random.Random) -> Demonstration:
@@ -184,13 +185,10 @@ def _plain_demonstration(operands: list[int], config: ArithConfig, rng: random.R
     return shown
 
 
-# ---- char model --------------------------------------------------------------------------------------------------
-#
-# A small random Qwen2 with a character tokenizer, as an HF directory, for runs without a downloaded model.
+# ---- tiny model: a random Qwen2 with a character tokenizer, as an HF directory, for runs without a downloaded model
 #
 # It needs numpy only. Every program that reads HF directories can read it, for example transformers and SGLang.
 # Its tokens are those of ``realsys.model_files.architecture``. The chat form has a chat template.
-
 
 # The layout of Qwen's templates. Of a tool it shows the name only: each character is a token.
 CHAT_TEMPLATE = """\

@@ -1,6 +1,7 @@
 """Chat templates of HF model directories, rendered as transformers renders them, but without it.
 
-A template is code from the model's author, so it runs in jinja2's sandbox.
+A template is code from the model's author, so it runs in jinja2's sandbox. ``Tails`` has the text
+that a template puts between two completions.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from realsys.errors import MALFORMED, DataError, ModelError
 
 #: a message in the form of OpenAI's API: the record of a data set, or the object that a client sent
 ChatMessage = Message | Mapping[str, Any]
+Tools = Sequence[dict[str, Any]]
 NO_OPTIONS: Mapping[str, Any] = {}
 _PROBE = "realsys-probe"
 #: errors that a template raises about messages that it cannot render
@@ -83,7 +85,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[ChatMessage],
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Tools = (),
         options: Mapping[str, Any] = NO_OPTIONS,
         *,
         prompt: bool = True,
@@ -236,9 +238,7 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-# ---- chat tail ---------------------------------------------------------------------------------------------------
-#
-# Text that a chat template puts between a completion and the next one: the tail of a row.
+# ---- tail of a row: the text that a chat template puts between a completion and the next one
 #
 #     before, reply, after ──mark in place of the completion──> render ──text after the mark──> Tail ──join──> tokens
 #
@@ -251,14 +251,11 @@ def _raise(message: str) -> NoReturn:
 # messages. If the two differ, this template gets all messages from then on (``needs_all``). At each length this is
 # done in the first, second, fourth, eighth, ... conversation that reaches this length.
 
-
 #: Stands for a completion. No text that a model or user writes contains it: it is new in each process.
 MARK = f"realsys{secrets.token_hex(12)}"
 WINDOW = 12  # messages before a reply that are always rendered
 RECENT = 3  # latest messages of a longer conversation that are rendered at least
 KEPT_LASTS = 16
-
-Tools = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

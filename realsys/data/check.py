@@ -1,4 +1,9 @@
-"""Checks the data before any process is started."""
+"""Checks of data before any process is started.
+
+check_data   the prompts and demonstrations of a trial, as it will read them; the first bad line is an error
+Examiner     the sources of a configuration for `realsys data check`; bad rows are collected, so that one call names
+             all of them
+"""
 
 from __future__ import annotations
 
@@ -77,15 +82,12 @@ def _warnings(unknown: list[str], prompts: int, config: Config) -> list[str]:
     return warnings
 
 
-# ---- examine -----------------------------------------------------------------------------------------------------
-#
-# Reading of a data set for a report. Bad rows are collected, not raised, so that one call names all of them.
+# ---- report on a data set
 #
 #     pass 1  every row: layout, lengths, duplicates, reference; held-out prompts go into an index
 #     pass 2  train rows against the index; only if something is held out
 #
 # Rows pass through in batches. The hash and the length of a row are kept, the row is not.
-
 
 T = TypeVar("T")
 
@@ -259,15 +261,12 @@ def _keep(examples: list[T], one: T) -> None:
         examples.append(one)
 
 
-# ---- near duplicates ---------------------------------------------------------------------------------------------
-#
-# Train prompts that are nearly a held-out prompt: their sets of word triples have a Jaccard similarity of 0.8 or more.
+# ---- train prompts that are nearly a held-out prompt: their sets of word triples have a Jaccard similarity >= 0.8
 #
 #     similarity = triples in both / triples in either
 #
-# A pair that similar shares at least 0.8 n of the n triples of the held-out prompt. So it shares one of any ``n -
-# ceil(0.8 n) + 1`` of them. Only that many are indexed, the rarest ones: no pair is missed, and few are compared.
-
+# A pair that similar shares at least 0.8 n of the n triples of the held-out prompt. So it shares one of any
+# ``n - ceil(0.8 n) + 1`` of them. Only that many are indexed, the rarest ones: no pair is missed, and few are compared.
 
 SIMILAR = 0.8
 _WORDS = 3  # words of a shingle

@@ -32,6 +32,7 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError, DataError
 
 Split = Literal["train", "eval"]
+_SPLITS: tuple[Split, ...] = ("train", "eval")
 _BATCH_ROWS, _BATCH_BYTES = 256, 16 << 20  # rows that are tokenised together
 
 
@@ -104,7 +105,7 @@ def _read(layout: Layout, values: dict[str, Any]) -> tuple[ProblemRow | None, st
     try:
         row = layout(values)
         if not isinstance(row, ProblemRow):
-            return None, f"the layout returned {type(row).__name__}: it must return a Row"
+            return None, f"the layout returned {type(row).__name__}: it must return a ProblemRow"
         row.problem()
         if problem := media_problem(values):
             return None, problem
@@ -198,12 +199,7 @@ def encoded(row: ProblemRow, where: str) -> bytes:
         raise DataError(f"{where}: cannot be written as JSON: {error}") from None
 
 
-_SPLITS: tuple[Split, ...] = ("train", "eval")
-
-
-# ---- held out ----------------------------------------------------------------------------------------------------
-#
-# Number of held-out problems, before the trial exists.
+# ---- number of held-out problems, before the trial exists
 
 
 def count_held_out(config: Config, paths: TrialPaths, most: int) -> int:
@@ -220,18 +216,16 @@ def count_held_out(config: Config, paths: TrialPaths, most: int) -> int:
     return sum(1 for _ in islice(rows, most))
 
 
-# ---- identity ----------------------------------------------------------------------------------------------------
-#
-# Checks that the prompts of a trial stay the same: ledger and checkpoints know a prompt by its number alone.
+# ---- checks that the prompts of a trial stay the same: ledger and checkpoints know a prompt by its number alone
 #
 # A trial stores a digest of its prompts at its first start. A later start, and a trial that resumes from it, must have
 # the same prompts in the same order. Otherwise the cursor would skip some prompts and repeat others.
-
 
 _DIGEST_FILE = "train.digest"
 #: settings that a copy of the data was made with
 _MADE_WITH = ("train", "eval", "mixture", "layout", "layout_args", "source_args", "long_prompts")
 _MADE_WITH_LIMIT = ("max_prompt_tokens", "chat_template")
+_OF_SETS = ("path", "layout", "layout_args", "source_args")
 
 
 def check_copy(config: Config, earlier: Config, paths: TrialPaths) -> None:
@@ -251,18 +245,15 @@ def check_copy(config: Config, earlier: Config, paths: TrialPaths) -> None:
             raise ConfigError(f"data.{name}", new, problem)
 
 
-_OF_SETS = ("path", "layout", "layout_args", "source_args")
-
-
 def _check_sets(config: Config, earlier: Config, again: str) -> None:
     """Check that the trial has copies of the data of its evaluation sets, made from the same sources."""
     before = sources_of_sets(earlier)
     for name, new in sources_of_sets(config).items():
-        for field in _OF_SETS:
-            old = getattr(before[name], field) if name in before else None
-            if old != (value := getattr(new, field)):
+        for setting in _OF_SETS:
+            old = getattr(before[name], setting) if name in before else None
+            if old != (value := getattr(new, setting)):
                 problem = f"trial {config.trial!r} was begun with {old!r}: keep that, or {again}"
-                raise ConfigError(f"evaluation.sets.{name}.{field}", value, problem)
+                raise ConfigError(f"evaluation.sets.{name}.{setting}", value, problem)
 
 
 def check_prompts(config: Config, paths: TrialPaths, digest: str) -> None:

@@ -1,4 +1,4 @@
-"""Paths of the dataset files that a trial reads, and the writing of generated ones."""
+"""Dataset files that a trial reads: their paths, the writing of its own ones, and the record of how these were made."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
         Path(name).unlink(missing_ok=True)  # it is there only if a line above failed
 
 
-# ---- sources file ------------------------------------------------------------------------------------------------
-#
-# sources.json: the file that says how the trial's own data was made. Its presence means that the copy is complete.
+# ---- sources.json says how the trial's own data was made; its presence means that the copy is complete
 
 
 class ConvertedSource(msgspec.Struct, frozen=True):

@@ -100,6 +100,8 @@ class Demonstration(msgspec.Struct, frozen=True, omit_defaults=True):
     EXAMPLE = '{"prompt": "text, or a list of {role, content}", "response": "text"}'
 
 
+# ---- decoding and checks of a line
+
 Record = TypeVar("Record", bound=Problem | Demonstration)
 
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
@@ -108,7 +110,7 @@ _OBJECT: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, A
 
 
 class LineReader(Generic[Record]):
-    """Decoder of the lines of one record type."""
+    """Reader of the lines of one record type."""
 
     def __init__(self, kind: type[Record]) -> None:
         self.kind = kind
@@ -215,6 +217,9 @@ def _all_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
                 offset += len(line)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+# ---- random access
 
 
 class Lines(Generic[Record]):

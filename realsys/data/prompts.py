@@ -1,4 +1,4 @@
-"""The prompts of a trial, by split and index; every process that opens them gets the same ones.
+"""Prompts of a trial, by split and index, and its demonstrations. Every process that opens them gets the same ones.
 
 ``data.eval`` names the held-out problems; rows of ``data.train`` with the same prompt are left out of training. Without
 ``data.eval`` they are a part of ``data.train``, chosen by a hash of the prompt. The choice depends on nothing else: a
@@ -35,27 +35,6 @@ from realsys.data.dataset_files import (
 from realsys.data.lines import Demonstration, LineReader, Lines, LinesBuilder, Problem, PromptText, index_file
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
-
-
-@dataclass(frozen=True, slots=True)
-class Splits:
-    """Records of all splits, in the order of their numbers.
-
-    leaked  rows of train that are held-out problems, or problems of a set
-    sets    name of an evaluation set with data of its own -> its problems
-    """
-
-    train: Lines[Problem]
-    eval: Lines[Problem]
-    leaked: int = 0
-    sets: dict[str, Lines[Problem]] = field(default_factory=dict)
-
-    def values(self) -> dict[str, Lines[Problem]]:
-        """Return the records by split, each record once, train first."""
-        return {"train": self.train.once(), "eval": self.eval, **self.sets}
-
-    def sizes(self) -> dict[str, int]:
-        return {name: len(lines) for name, lines in self.values().items()} | {"train": len(self.train)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +150,30 @@ class PromptDataset:
         return splits[split]
 
 
+# ---- splits: which problems are held out
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Records of all splits, in the order of their numbers.
+
+    leaked  rows of train that are held-out problems, or problems of a set
+    sets    name of an evaluation set with data of its own -> its problems
+    """
+
+    train: Lines[Problem]
+    eval: Lines[Problem]
+    leaked: int = 0
+    sets: dict[str, Lines[Problem]] = field(default_factory=dict)
+
+    def values(self) -> dict[str, Lines[Problem]]:
+        """Return the records by split, each record once, train first."""
+        return {"train": self.train.once(), "eval": self.eval, **self.sets}
+
+    def sizes(self) -> dict[str, int]:
+        return {name: len(lines) for name, lines in self.values().items()} | {"train": len(self.train)}
+
+
 def split_sizes(config: Config, paths: TrialPaths) -> dict[str, int]:
     """Count the prompts per split, without a tokenizer. Raises DataError."""
     return open_splits(config, paths).sizes()
@@ -273,9 +276,7 @@ def plain_text(prompt: PromptText) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(message.content or "" for message in prompt)
 
 
-# ---- mixture -----------------------------------------------------------------------------------------------------
-#
-# One epoch of a mixture: which rows of which source, and how often.
+# ---- one epoch of a mixture: which rows of which source, and how often
 #
 #     source   rows  weight      copies in an epoch
 #     a         100    1      -> 100 x 1                 the source with the most rows per weight occurs once
@@ -286,8 +287,20 @@ def plain_text(prompt: PromptText) -> str:
 # data (``realsys.manager.ledger.prompt_order``). The result depends on rows, weights and seed alone, so a cursor into
 # it stays valid.
 
-
 MAX_EPOCH = 20_000_000  # positions; each takes 16 bytes in every process that reads prompts
+
+
+def epoch_of_mixture(
+    sources: Sequence[npt.NDArray[np.int64]], weights: Sequence[float], seed: int
+) -> npt.NDArray[np.int64]:
+    """Return the indices of one epoch, source by source. ``sources``: the indices of each source's rows."""
+    shares = copies_in_epoch([len(indices) for indices in sources], weights)
+    parts = []
+    for number, (indices, share) in enumerate(zip(sources, shares, strict=True)):
+        repeats, rest = divmod(share, len(indices))
+        order = np.random.Generator(np.random.PCG64([seed, number])).permutation(len(indices))
+        parts += [indices] * repeats + [indices[np.sort(order[:rest])]]
+    return np.concatenate(parts)
 
 
 def copies_in_epoch(rows: Sequence[int], weights: Sequence[float]) -> list[int]:
@@ -306,22 +319,7 @@ def copies_in_epoch(rows: Sequence[int], weights: Sequence[float]) -> list[int]:
     return shares
 
 
-def epoch_of_mixture(
-    sources: Sequence[npt.NDArray[np.int64]], weights: Sequence[float], seed: int
-) -> npt.NDArray[np.int64]:
-    """Return the indices of one epoch, source by source. ``sources``: the indices of each source's rows."""
-    shares = copies_in_epoch([len(indices) for indices in sources], weights)
-    parts = []
-    for number, (indices, share) in enumerate(zip(sources, shares, strict=True)):
-        repeats, rest = divmod(share, len(indices))
-        order = np.random.Generator(np.random.PCG64([seed, number])).permutation(len(indices))
-        parts += [indices] * repeats + [indices[np.sort(order[:rest])]]
-    return np.concatenate(parts)
-
-
-# ---- demos -------------------------------------------------------------------------------------------------------
-#
-# Demonstrations for the supervised warm-up: JSONL with prompt and response.
+# ---- demonstrations for the supervised warm-up: JSONL with prompt and response
 
 
 class DemoDataset:

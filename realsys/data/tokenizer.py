@@ -18,12 +18,11 @@ import msgspec
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
-from realsys.data.chat import NO_OPTIONS, ChatMessage, ChatTemplate, Tails, find_chat_template, join
+from realsys.data.chat import NO_OPTIONS, ChatMessage, ChatTemplate, Tails, Tools, find_chat_template, join
 from realsys.data.lines import Message, PromptText
 from realsys.errors import DataError, ModelError
 from realsys.model_files.config_json import read_end_of_text
 
-Tools = Sequence[dict[str, Any]]
 #: tokens of the latest chats are kept: the episodes of a group begin with the same one
 KEPT_CHATS = 256
 KEPT_TOKENS = 8192  # a longer chat is not kept

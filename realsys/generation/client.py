@@ -6,6 +6,9 @@ GenerationError says what the call learned about the server:
     ServerBusy     its queue is full: the server is well
     ServerSilent   no reply and no progress within the limit: ``works`` asks whether it lives
     ServerFailed   connection refused or reset, status 5xx, or a reply that cannot be read
+
+A client that has received a token keeps it when the server dies (``Received``). The reply repeats all tokens, so the
+lines before it count only if it does not come.
 """
 
 from __future__ import annotations
@@ -23,19 +26,16 @@ from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.config.schema import GenerationConfig
 from realsys.errors import MALFORMED, GenerationError, ServerBusy, ServerFailed, ServerSilent
-from realsys.generation.backend import Completion, RequestSnapshot
 from realsys.generation.protocol import (
     Acknowledged,
     CompletionReply,
     ModelInfo,
     PauseMode,
     ProgressLine,
-    ProgressPart,
     SamplingParams,
     ServerInfo,
     UpdateResult,
     not_default,
-    segments_of,
 )
 from realsys.types import F32, I32, FinishReason, TopLogprobs
 
@@ -291,62 +291,10 @@ def _generated(url: str, completion: CompletionReply) -> Generated:
     )
 
 
-# ---- received ----------------------------------------------------------------------------------------------------
-#
-# Tokens of a request on their way from server to client before its reply. Pure, no torch.
-#
-#     Snapshot ──Delta.line──> Progress ──HTTP──> Received.take ──> completions so far, if the reply never comes
-#
-# A client that has received a token keeps it when the server dies. The reply repeats all tokens, so lines are read
-# only if it does not come.
+# ---- tokens that arrive before the reply
 
 
 _LINE = msgspec.json.Decoder(ProgressLine)
-
-
-class Delta:
-    """The part of a request's snapshots that its client does not have yet."""
-
-    def __init__(self) -> None:
-        self._sent: dict[int, int] = {}  # completion -> tokens
-        self._ended: set[int] = set()
-        self._moved: int | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that the client has, of all completions."""
-        return sum(self._sent.values())
-
-    def next(self, snapshot: RequestSnapshot) -> ProgressLine | None:
-        """Return the next line; None if nothing has moved since the last one."""
-        moved, self._moved = self._moved, snapshot.moved
-        parts = [
-            self._part(index, completion, index in snapshot.running)
-            for index, completion in enumerate(snapshot.completions)
-            if self._is_new(index, completion, index in snapshot.running)
-        ]
-        return ProgressLine(parts) if parts or moved != snapshot.moved else None
-
-    def _is_new(self, index: int, completion: Completion, running: bool) -> bool:
-        ended = not running and index not in self._ended
-        return ended or len(completion.tokens) > self._sent.get(index, 0)
-
-    def _part(self, index: int, completion: Completion, running: bool) -> ProgressPart:
-        begin = self._sent.get(index, 0)
-        self._sent[index] = len(completion.tokens)
-        if not running:
-            self._ended.add(index)
-        kv_segments = completion.kv_segments
-        return ProgressPart(
-            index,
-            begin,
-            completion.tokens[begin:].tolist(),
-            completion.logprobs[begin:].tolist(),
-            segments_of(_after(completion.segments, begin)),
-            None if running else completion.finish_reason,
-            None if kv_segments is None else segments_of(_after(kv_segments, begin)),
-            None if completion.top is None else completion.top[begin:],
-        )
 
 
 @dataclass(slots=True)
@@ -410,13 +358,3 @@ class Received:
 def _expanded(runs: list[tuple[str, int]]) -> list[int]:
     """Return one version per token from (version, tokens) runs in wire form."""
     return [int(version) for version, count in runs for _ in range(count)]
-
-
-def _after(segments: list[tuple[int, int]], begin: int) -> list[tuple[int, int]]:
-    """Return the (version, tokens) runs without their first ``begin`` tokens."""
-    rest = []
-    for version, count in segments:
-        skipped = min(begin, count)
-        begin -= skipped
-        rest.append((version, count - skipped))
-    return rest

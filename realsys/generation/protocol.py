@@ -1,7 +1,7 @@
 """HTTP messages between a generation server and its clients: the part of SGLang's API that realsys uses.
 
     POST /generate                   GenerateRequest -> CompletionReply, or a list of them when n > 1;
-                                     with progress_s or stream, lines of Progress before it
+                                     with progress_s or stream, lines of ProgressLine before it
     POST /update_weights_from_disk   UpdateRequest   -> UpdateResult
     POST /pause_generation           PauseRequest    -> Acknowledged     POST /continue_generation
     POST /abort_request              AbortRequest    -> Acknowledged     POST /flush_cache
@@ -115,7 +115,7 @@ def not_default(params: SamplingParams) -> dict[str, Any]:
 class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of /generate. ``rid`` names the request for /abort_request; the server chooses one if it is empty.
 
-    ``progress_s`` is not part of SGLang's API: a reply that takes longer begins with a line of Progress for every
+    ``progress_s`` is not part of SGLang's API: a reply that takes longer begins with a ProgressLine for every
     ``progress_s`` seconds in which something moved; 0: no lines. With ``stream``, which also needs ``progress_s``,
     there is a line as soon as there are new tokens; SGLang has another form of stream.
     """

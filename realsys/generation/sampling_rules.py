@@ -1,4 +1,13 @@
-"""Limits of a generation server, and the check of a request against them, for every backend. No torch."""
+"""Rules of sampling that hold for every engine: limits of a request, stop strings, random numbers. No torch.
+
+    request ──Limits.checked_prompt──> engine: one uniform per position, a search for stop strings after each token
+
+Stop strings: the search decodes a few tokens, never the whole completion. Every token is at least one byte, so a string
+of b bytes is within the last b tokens. A few more are decoded, because some decoders treat the first token in a special
+way: they drop a blank, or show half a character.
+
+Random numbers depend only on (seed, completion, position): no generator state, any batch, any order.
+"""
 
 from __future__ import annotations
 
@@ -84,13 +93,7 @@ class Limits:
         return next(token for token in tokens if not 0 <= token < self.vocabulary)
 
 
-# ---- stop strings ------------------------------------------------------------------------------------------------
-#
-# Stop strings: a search in the text of a completion's last tokens after each step, if its request has any.
-#
-# The search decodes a few tokens, never the whole completion. Every token is at least one byte, so a string of b bytes
-# is within the last b tokens. A few more are decoded, because some decoders treat the first token in a special way:
-# they drop a blank, or show half a character.
+# ---- stop strings in the last tokens
 
 
 _MARGIN = 4
@@ -121,9 +124,7 @@ def find_stop(tokenizer: Tokenizer, tail: Sequence[int], strings: Sequence[str])
     return next((string for string in strings if string in text), None)
 
 
-# ---- uniforms ----------------------------------------------------------------------------------------------------
-#
-# Random numbers that depend only on (seed, completion, position): no generator state, any batch, any order.
+# ---- random numbers by seed, completion and position
 
 
 U64 = npt.NDArray[np.uint64]

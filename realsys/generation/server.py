@@ -1,7 +1,16 @@
-"""HTTP surface of a generation engine: the routes of protocol.py over raw msgspec bodies.
+"""A generation engine as a service of its trial: HTTP routes, and the registration in the name store.
+
+    client ──HTTP──> routes of protocol.py, over raw msgspec bodies ──> engine
+    engine ──Change──────> queue ──> keep_registered: register, withdraw, or end the process
+    signal ──StopServing───┘
+    snapshots of a request ──Delta.next──> ProgressLine ──HTTP──> client.Received, before the reply
 
 Status 400 for a bad request, 401 without the token, 413 for a body that is too large, 429 for a full queue, 503 for a
 server that does not serve. The body is then {"error": {"message": one line}}.
+
+A server is registered while its engine serves, and only then. A SGLang that was restarted has lost its weights. Its
+server then registers as a new incarnation, which the manager treats as a new server: it loads and verifies the newest
+version before it routes to it.
 """
 
 from __future__ import annotations
@@ -32,14 +41,17 @@ from realsys.cluster.worker import WorkerContext
 from realsys.errors import MALFORMED, GenerationError, ServerBusy
 from realsys.generation import protocol as p
 from realsys.generation.backend import Change, Completion, GenerationEngine, RequestSnapshot
-from realsys.generation.client import Delta
 from realsys.types import ServerAddress
+
+log = logging.getLogger(__name__)
 
 MAX_BODY = 16 << 20  # bytes; a prompt of a million tokens is 7 MB
 STREAM_S = 0.02  # shortest time between two lines of a stream: a line costs as much as some steps of a small model
 _FIRST_S = 0.001  # the same, for each token so far: the first line may have no text to show
 _LATER_S = 5e-6  # added to STREAM_S for each token so far: a snapshot copies all of them
 MAX_MESSAGE = 2000  # characters of an error, which may quote a refused value
+
+_HAND_OVER_S = 2.0  # bound on the end of the open requests when the server stops
 
 T = TypeVar("T")
 
@@ -135,7 +147,7 @@ class _Calls:
         future: asyncio.Future[list[Completion]],
         news: asyncio.Future[RequestSnapshot | None] | None,
     ) -> AsyncIterator[bytes]:
-        """Yield a line of Progress whenever the request has moved, then the reply, or a line with its error.
+        """Yield a ProgressLine whenever the request has moved, then the reply, or a line with its error.
 
         ``news``: of a stream, the state of the request when it has a token.
         """
@@ -153,7 +165,7 @@ class _Calls:
                     await asyncio.wait((future, news), timeout=body.progress_s, return_when=asyncio.FIRST_COMPLETED)
             yield msgspec.json.encode(self._completions(rid, body, await future))
         except GenerationError as error:
-            yield msgspec.json.encode(p.Progress([], _status(error), str(error)[:MAX_MESSAGE])) + b"\n"
+            yield msgspec.json.encode(p.ProgressLine([], _status(error), str(error)[:MAX_MESSAGE])) + b"\n"
         finally:
             if not future.done():  # the client closed the connection
                 with contextlib.suppress(GenerationError):
@@ -256,20 +268,65 @@ def _error_body(message: str) -> p.ErrorReply:
     return p.ErrorReply(p.ErrorDetail(message[:MAX_MESSAGE]))
 
 
-# ---- serving -----------------------------------------------------------------------------------------------------
-#
-# A generation engine as a service of its trial: registered in the name store while it serves, and only then.
-#
-#     engine ──Change──> queue ──> Registration: register, withdraw, or end the process
-#     signal ──Stop────────┘
-#
-# A SGLang that was restarted has lost its weights. The server then registers as a new incarnation, which the manager
-# treats as a new server: it loads and verifies the newest version before it routes to it.
+# ---- tokens on their way before the reply
 
 
-log = logging.getLogger(__name__)
+class Delta:
+    """The part of a request's snapshots that its client does not have yet."""
 
-_HAND_OVER_S = 2.0
+    def __init__(self) -> None:
+        self._sent: dict[int, int] = {}  # completion -> tokens
+        self._ended: set[int] = set()
+        self._moved: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the client has, of all completions."""
+        return sum(self._sent.values())
+
+    def next(self, snapshot: RequestSnapshot) -> p.ProgressLine | None:
+        """Return the next line; None if nothing has moved since the last one."""
+        moved, self._moved = self._moved, snapshot.moved
+        parts = [
+            self._part(index, completion, index in snapshot.running)
+            for index, completion in enumerate(snapshot.completions)
+            if self._is_new(index, completion, index in snapshot.running)
+        ]
+        return p.ProgressLine(parts) if parts or moved != snapshot.moved else None
+
+    def _is_new(self, index: int, completion: Completion, running: bool) -> bool:
+        ended = not running and index not in self._ended
+        return ended or len(completion.tokens) > self._sent.get(index, 0)
+
+    def _part(self, index: int, completion: Completion, running: bool) -> p.ProgressPart:
+        begin = self._sent.get(index, 0)
+        self._sent[index] = len(completion.tokens)
+        if not running:
+            self._ended.add(index)
+        kv_segments = completion.kv_segments
+        return p.ProgressPart(
+            index,
+            begin,
+            completion.tokens[begin:].tolist(),
+            completion.logprobs[begin:].tolist(),
+            p.segments_of(_after(completion.segments, begin)),
+            None if running else completion.finish_reason,
+            None if kv_segments is None else p.segments_of(_after(kv_segments, begin)),
+            None if completion.top is None else completion.top[begin:],
+        )
+
+
+def _after(segments: list[tuple[int, int]], begin: int) -> list[tuple[int, int]]:
+    """Return the (version, tokens) runs without their first ``begin`` tokens."""
+    rest = []
+    for version, count in segments:
+        skipped = min(begin, count)
+        begin -= skipped
+        rest.append((version, count - skipped))
+    return rest
+
+
+# ---- registration of a server that serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +338,7 @@ Changes = queue.SimpleQueue[Change | StopServing]
 
 
 def keep_registered(ctx: WorkerContext, url: str, changes: Changes, copies: str = "") -> None:
-    """Keep the registration true until Stop. Raises GenerationError if the engine will not serve again."""
+    """Keep the registration true until StopServing. Raises GenerationError if the engine will not serve again."""
     key = ctx.names.generation_server(ctx.index)
     while not isinstance(change := changes.get(), StopServing):
         if change.final:

@@ -1,10 +1,13 @@
-"""Engines that run in one thread of this process, and the calls into that thread. No torch.
+"""Bases of engines that run in one thread of this process: ThreadedEngine, and SimpleEngine for one function. No torch.
 
     any thread: generate, pause, abort, ... ──commands──> [mailbox] ──> engine thread: all commands, one turn,
                                                                         the snapshots that are due, repeat
 
 The engine thread owns everything but the mailbox, so nothing else needs a lock. It waits in ``Mailbox.wait`` only. An
 error in it ends all open calls with that error and leaves the thread, so that the process dies of it.
+
+A turn of a SimpleEngine is one completion of one prompt. Commands run between two completions, so each completion is of
+one weight version.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from realsys.types import FinishReason
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -234,24 +239,7 @@ class ThreadedEngine(ABC):
         """Drop the cache of ended completions."""
 
 
-def join(thread: threading.Thread, timeout_s: float) -> None:
-    """Wait until ``thread`` has ended. Raises WaitTimeout."""
-    thread.join(timeout_s)
-    if thread.is_alive():
-        raise WaitTimeout(f"thread {thread.name} did not end within {timeout_s:g} s")
-
-
-# ---- simple ------------------------------------------------------------------------------------------------------
-#
-# Base of engines that are one function: a thread completes prompts and loads weights, one after another. No torch.
-#
-#     HTTP handlers ──commands──> [mailbox] ──> engine thread: all commands, one completion, repeat
-#
-# It waits for a command, or for a request while it is not paused. A command runs between two completions, so each
-# completion is of one weight version.
-
-
-_log = logging.getLogger(__name__)
+# ---- engines that complete one prompt at a time
 
 
 @dataclass(slots=True, eq=False)
@@ -485,3 +473,10 @@ class SimpleEngine(ThreadedEngine):
 def _empty() -> Completion:
     """Return the result of a completion that has not begun."""
     return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "abort")
+
+
+def join(thread: threading.Thread, timeout_s: float) -> None:
+    """Wait until ``thread`` has ended. Raises WaitTimeout."""
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise WaitTimeout(f"thread {thread.name} did not end within {timeout_s:g} s")

@@ -1,4 +1,7 @@
-"""Sizes and switches of a Hugging Face decoder that realsys can train and serve. No torch."""
+"""Sizes and switches of a Hugging Face decoder that realsys can train and serve, and the tokens of the tiny model.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -8,60 +11,6 @@ from typing import Literal
 
 #: the head that a role needs: logits over the vocabulary, or one value per token
 Head = Literal["lm", "value"]
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding; ``realsys.model_files.rope`` computes its frequencies.
-
-    ``linear`` divides all positions by ``factor``. ``llama3`` and ``yarn`` stretch the low frequencies
-    only; ``yarn`` (Peng et al., 2023) also scales the rotated vectors.
-    """
-
-    theta: float
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_positions: int = 8192
-    beta_fast: float = 32.0  # yarn: rotations over the original positions from which on a frequency is kept
-    beta_slow: float = 1.0  # yarn: rotations up to which it is divided by ``factor``
-
-    @property
-    def magnitude(self) -> float:
-        """Factor of the rotated queries and keys."""
-        return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" else 1.0
-
-
-def splits_over(name: str, size: int, ranks: int) -> bool:
-    """Return True if tensor parallelism can divide a size of ``split_sizes`` over ``ranks``.
-
-    With more ranks than key-value heads several ranks compute the same head.
-    """
-    return size % ranks == 0 or (name == "num_key_value_heads" and ranks % size == 0)
-
-
-def stage_layers(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each pipeline stage."""
-    each, rest = divmod(layers, stages)
-    # Not the last stages: the last has the head, too.
-    return [each + (stage < rest) for stage in range(stages)]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """Sizes that determine the cost of a sequence; a checkpoint records them.
-
-    ``outputs`` is the number of outputs per token: the size of the vocabulary, or 1 with a value head.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    outputs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +112,64 @@ class HfModel:
         return shapes
 
 
-# ---- tiny vocabulary ---------------------------------------------------------------------------------------------
-#
-# Tokens of the tiny model, whose tokenizer and weights ``realsys.data.arith`` writes.
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes that determine the cost of a sequence; a checkpoint records them.
+
+    ``outputs`` is the number of outputs per token: the size of the vocabulary, or 1 with a value head.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding; ``realsys.model_files.rope`` computes its frequencies.
+
+    ``linear`` divides all positions by ``factor``. ``llama3`` and ``yarn`` stretch the low frequencies
+    only; ``yarn`` (Peng et al., 2023) also scales the rotated vectors.
+    """
+
+    theta: float
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+    beta_fast: float = 32.0  # yarn: rotations over the original positions from which on a frequency is kept
+    beta_slow: float = 1.0  # yarn: rotations up to which it is divided by ``factor``
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of the rotated queries and keys."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" else 1.0
+
+
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Return the number of layers of each pipeline stage."""
+    each, rest = divmod(layers, stages)
+    # Not the last stages: the last has the head, too.
+    return [each + (stage < rest) for stage in range(stages)]
+
+
+def splits_over(name: str, size: int, ranks: int) -> bool:
+    """Return True if tensor parallelism can divide a size of ``split_sizes`` over ``ranks``.
+
+    With more ranks than key-value heads several ranks compute the same head.
+    """
+    return size % ranks == 0 or (name == "num_key_value_heads" and ranks % size == 0)
+
+
+# ---- tokens of the tiny model, whose tokenizer and weights realsys.data.arith writes
 #
 # plain form   one token per character of ``ALPHABET``; other characters are lost
 # chat form    one token per byte, so no text is lost; single tokens for the marks of a chat
-
 
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
 SPECIAL = (PAD, EOS, BOS)

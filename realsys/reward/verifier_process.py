@@ -23,7 +23,7 @@ import msgspec
 import psutil
 
 from realsys.cluster.children.child_process import ChildProcess, how_it_ended
-from realsys.config.schema import RewardConfig
+from realsys.config.schema_rollout import RewardConfig
 from realsys.errors import MALFORMED, RewardError
 from realsys.reward.verifier_protocol import (
     CPU_TIME,

@@ -23,8 +23,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from realsys.data.chat import NO_OPTIONS, text_of
-from realsys.data.tokenizer import TextTokenizer, Tools
+from realsys.data.chat import NO_OPTIONS, Tools, text_of
+from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import MALFORMED, DataError
 from realsys.generation.client import Generated
 from realsys.rollout.episodes import RowBuilder

@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from realsys.algorithm.batch.token_losses import EQUAL_REWARDS, SUCCESS_RATE
 from realsys.cluster.stream.codec import BOOL, FINISH_REASONS, FLOAT, INT, LOGPROB_SLACK
-from realsys.config.schema_data import FilterConfig, KeepConfig
+from realsys.config.schema_rollout import KeepConfig
+from realsys.config.schema_train import FilterConfig
 from realsys.errors import AgentError
 from realsys.generation.client import Generated, joined_kv_versions
 from realsys.manager.ledger.prompt_order import sampling_seed

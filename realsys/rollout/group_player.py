@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from realsys.algorithm.batch.token_losses import FAILED, NOT_IN_ROWS, NOT_KEPT, OVER_SAMPLED
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.schema import Config, SamplingConfig
-from realsys.config.schema_data import FilterConfig, KeepConfig
+from realsys.config.schema_rollout import KeepConfig
+from realsys.config.schema_train import FilterConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError, RealsysError, RewardError, StuckError
 from realsys.generation.client import SamplingSpec

@@ -1,1 +1,1 @@
-"""Layouts of published data sets: base.py is the contract, detect.py finds the layout of a source."""
+"""Layouts of published data sets: ``contract`` has the contract, and finds the layout of a source."""

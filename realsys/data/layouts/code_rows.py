@@ -1,4 +1,4 @@
-"""Layouts of programming tasks. All of them make the tests of ``code_tests.py``."""
+"""Layouts of programming tasks. All of them make the tests of ``realsys.data.layouts.code_tests``."""
 
 from __future__ import annotations
 
@@ -167,17 +167,14 @@ def _call(case: dict[str, str]) -> CallTest:
     return CallTest([parsed(line, "input of a test") for line in lines], parsed(case["output"], "output of a test"))
 
 
-# ---- pickled text ------------------------------------------------------------------------------------------------
+# ---- text from base64(zlib(pickle(text))), without running the pickle
 #
-# Text from base64(zlib(pickle(text))), without running the pickle.
-#
-# A pickle is a program: ``pickle.loads`` would run it with the rights of the user. Here nothing is run. The opcodes
-# are read one by one, and only the program that pushes one text and stops is accepted:
+# A pickle is a program: ``pickle.loads`` would run it with the rights of the user. Here nothing is run. The opcodes are
+# read one by one, and only the program that pushes one text and stops is accepted:
 #
 #     [PROTO] [FRAME] a text [memo entries] STOP
 #
 # Sizes are bounded before memory is taken: a small file may inflate to any size.
-
 
 _BEFORE = frozenset({"PROTO", "FRAME"})
 _TEXT = frozenset({"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"})
@@ -213,15 +210,15 @@ def inflate(compressed: bytes, max_bytes: int) -> bytes:
 
 def pickled_text(pickled: bytes) -> str:
     """Return the text of a pickle that holds one text and nothing else. Raises ValueError for any other."""
-    text: str | None = None
+    pushed: str | None = None
     try:
         for number, (opcode, argument, position) in enumerate(pickletools.genops(pickled)):
             name = opcode.name
-            if name == "STOP" and text is not None and position == len(pickled) - 1:
-                return text
-            if number < _MAX_OPCODES and name in _TEXT and text is None:
-                text = argument
-            elif number >= _MAX_OPCODES or name not in (_BEFORE if text is None else _AFTER):
+            if name == "STOP" and pushed is not None and position == len(pickled) - 1:
+                return pushed
+            if number < _MAX_OPCODES and name in _TEXT and pushed is None:
+                pushed = argument
+            elif number >= _MAX_OPCODES or name not in (_BEFORE if pushed is None else _AFTER):
                 raise ValueError(f"the pickle has the opcode {name} at byte {position}: only one text is accepted")
     except (ValueError, AssertionError, OverflowError, EOFError) as error:
         raise ValueError(f"is not a pickled text: {error}") from None

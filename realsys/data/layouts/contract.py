@@ -1,9 +1,9 @@
-"""The contract of a layout: a function ``(row, **args) -> Row``, pure, that reads one row of a published data set.
+"""The contract of a layout: a pure function ``(row, **args) -> ProblemRow`` for one row of a published data set.
 
-    source ──{key: value}──> layout ──Row──> line of the trial's own file      raises RowError: field and problem
+    source ──{key: value}──> layout ──ProblemRow──> line of the trial's own file      raises RowError: field and problem
 
 ``data.layout`` names the layout; ``auto`` finds it by the keys of the first row. A layout takes the keys that it reads
-out of the row and leaves the others in ``Row.extra``, which reaches agent, environment and verifier unchanged.
+out of the row and leaves the others in ``ProblemRow.extra``, which reaches agent, environment and verifier unchanged.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ class ProblemRow(msgspec.Struct, frozen=True):
         """Return the keys of the line of the trial's own file."""
         checked: dict[str, Any] = msgspec.to_builtins(self.problem())
         return {**self.extra, **checked}
+
+
+# ---- reading of the fields of a row; an error names the field
 
 
 def take(row: Values, field: str) -> Any:
@@ -172,14 +175,7 @@ def _content(value: Any, field: str) -> str | None:
     raise RowError(field, "must be a text, or a list of parts of type text: images and sound are not supported")
 
 
-def has_keys(row: Values, keys: Iterable[str]) -> bool:
-    return all(row.get(key) is not None for key in keys)
-
-
-# ---- detect ------------------------------------------------------------------------------------------------------
-#
-# Finding the layout of a source by the keys of its first row, and loading the one that a setting names.
-
+# ---- choice of the layout: by its name, or by the keys of the first row
 
 OWN = "realsys"
 Layout = Callable[[Values], ProblemRow]
@@ -203,7 +199,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 def detect(row: Values) -> str | None:
     """Return the name of the layout that has the keys of ``row``, None if no layout has them."""
-    return next((name for name, keys in _KEYS if has_keys(row, keys)), None)
+    return next((name for name, keys in _KEYS if _has_keys(row, keys)), None)
 
 
 def layout_of(name: str, arguments: Mapping[str, Any], first: Values, where: str) -> Layout:
@@ -224,3 +220,7 @@ def layout_of(name: str, arguments: Mapping[str, Any], first: Values, where: str
         name = found
     LAYOUT.check(name, arguments)
     return functools.partial(LAYOUT.load(name), **arguments)
+
+
+def _has_keys(row: Values, keys: Iterable[str]) -> bool:
+    return all(row.get(key) is not None for key in keys)

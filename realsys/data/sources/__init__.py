@@ -1,4 +1,9 @@
-"""Sources of rows: JSON, parquet and Arrow files, folders of data sets, generated tasks."""
+"""Sources of rows, opened by their name in the configuration.
+
+    FILE.jsonl  FILE.json  FILE.parquet  FILE.arrow  FOLDER  FOLDER@SPLIT  reasoning_gym:NAME  verifiers:ENV
+
+A file with another name is read as lines of JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +16,6 @@ from realsys.data.sources.files import Rows, arrow_rows, files_of, json_rows, pa
 from realsys.data.sources.reasoning_gym import generated_rows
 from realsys.data.sources.verifiers_tasks import task_rows
 from realsys.errors import DataError
-
-# ---- open --------------------------------------------------------------------------------------------------------
-#
-# Opening a source by its name in the configuration.
-#
-#     FILE.jsonl  FILE.json  FILE.parquet  FILE.arrow  FOLDER  FOLDER@SPLIT  reasoning_gym:NAME  verifiers:ENV
-#
-# A file with another name is read as lines of JSON.
-
 
 #: splits of a folder that are read for each split of realsys, the first that it has
 FOLDER_SPLITS = {"train": ("train",), "eval": ("test", "validation")}

@@ -1,4 +1,7 @@
-"""Rows of a source. Every reader yields them a part at a time, so that a file may be larger than memory."""
+"""Rows of a source, and their readers for JSON files, tables and folders.
+
+Every reader yields its rows a part at a time, so that a file may be larger than memory.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,7 @@ def need(package: str, extra: str, what: str) -> DataError:
     return DataError(f"{what} needs the package {package}: pip install 'realsys[{extra}]'")
 
 
-# ---- lines of json -----------------------------------------------------------------------------------------------
-#
-# Rows of JSON files: one object per line, or one array of objects.
-
+# ---- JSON files: one object per line, or one array of objects
 
 _OBJECT: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
 
@@ -81,10 +81,7 @@ def _array(path: Path) -> Rows:
             yield SourceRow(f"{path}:row {number}", {}, f"Expected `object`, got `{type(values).__name__}`")
 
 
-# ---- tables ------------------------------------------------------------------------------------------------------
-#
-# Rows of parquet and Arrow files. Needs pyarrow, which is optional.
-
+# ---- parquet and Arrow files. Needs pyarrow, which is optional
 
 #: Rows that are Python objects at a time. A row may have tests of many MiB.
 _BATCH = 64
@@ -152,14 +149,11 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-# ---- folders -----------------------------------------------------------------------------------------------------
-#
-# Files of a split in a folder: one that `datasets` saved, or one in the form of a repository on the Hugging Face hub.
+# ---- files of a split in a folder: one that `datasets` saved, or a copy of a repository on the Hugging Face hub
 #
 # saved       state.json, data-00000-of-00001.arrow            Dataset.save_to_disk
 # saved       dataset_dict.json, train/state.json, ...         DatasetDict.save_to_disk
 # repository  data/train-00000-of-00002.parquet, test.jsonl    the split is a word of the file's path
-
 
 SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json")
 #: words of a path -> split

@@ -1,4 +1,9 @@
-"""Tensors of forward passes: a Batch serves decoding until a completion ends or joins, a PrefillBatch one pass."""
+"""Tensors of a step: a DecodeBatch until a completion ends or joins, a PrefillBatch for one pass, and the TokenStore.
+
+The TokenStore has the tokens, log-probs and random numbers of admitted completions, on the device. Each completion has
+a slot of ``context`` cells. A step reads and writes one cell per running completion, with one index for all three
+arrays; Python keeps nothing per token.
+"""
 
 from __future__ import annotations
 
@@ -164,12 +169,7 @@ class PrefillBatch:
         return cls(ids, tensor(positions), tensor(np.repeat(rows, lengths)), groups)
 
 
-# ---- token store -------------------------------------------------------------------------------------------------
-#
-# Store of the tokens, log-probs and random numbers of admitted completions, on the device.
-#
-# Each completion has a slot of ``context`` cells. A step reads and writes one cell per running completion, with one
-# index for all three arrays; Python keeps nothing per token.
+# ---- tokens, log-probs and random numbers on the device
 
 
 class TokenStore:

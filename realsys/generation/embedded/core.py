@@ -38,8 +38,12 @@ from realsys.generation.sampling_rules import find_stop, uniforms, window
 from realsys.model_files.architecture import HfModel
 from realsys.types import FinishReason
 
+log = logging.getLogger(__name__)
+
 #: upper bound on the entries of the attention mask of a prefill pass
 _MASK_ENTRIES = 1 << 24
+#: result of a completion without a token
+_EMPTY = Completion(np.empty(0, np.int32), np.empty(0, np.float32), [], "abort")
 #: bytes of KV cache that can be read in the time that one more group of rows costs per layer
 _GROUP_COST = {"cpu": 200_000, "cuda": 64_000_000}
 
@@ -135,7 +139,7 @@ class EngineCore:
 
     def abort(self, request: Request) -> None:
         """End a request now; its completions keep the tokens they have."""
-        _deliver(self.scheduler.drop_waiting(request, EMPTY))
+        _deliver(self.scheduler.drop_waiting(request, _EMPTY))
         self._finish([EndedCompletion(completion, "abort") for completion in request.running])
 
     def snapshot(self, request: Request) -> RequestSnapshot | None:
@@ -150,7 +154,10 @@ class EngineCore:
             self.abort(request)
             return None
         work = self.counters.tokens + self.counters.prefilled
-        return snapshot_of(request, running, work if self.scheduler.holds_back(request) else 0)
+        indices = range(request.params.n)
+        completions = [request.results.get(index) or running.get(index, _EMPTY) for index in indices]
+        moved = work if self.scheduler.holds_back(request) else 0
+        return RequestSnapshot(completions, frozenset(indices).difference(request.results), moved)
 
     @property
     def idle(self) -> bool:
@@ -249,7 +256,7 @@ class EngineCore:
         ended: dict[int, int | str | None] = {**batch.advance(tokens)}
         if batch.watched:
             assert self.tokenizer is not None, "a request with stop strings was let in"
-            ended |= stopped_rows(batch, ended, store, self.tokenizer)
+            ended |= _stopped_rows(batch, ended, store, self.tokenizer)
         if ended:
             # A row that ends without a match has reached its limit.
             self._finish(
@@ -339,56 +346,33 @@ class EngineCore:
                 self.abort(request)
 
     def _read(self, end: EndedCompletion, length: int) -> Completion:
-        return read_result(self._store, end.completion, length, self.version, (end.reason, end.matched))
+        """Read a completion whose sequence has ``length`` tokens; those without a segment belong to ``self.version``.
 
-
-def _deliver(requests: Sequence[Request]) -> None:
-    """Complete the calls of ``requests``: their results in the order of their indices, or their failure."""
-    for request in requests:
-        if request.failure:
-            request.done.set_exception(GenerationError(request.failure))
-            continue
-        request.done.set_result([request.results[index] for index in range(request.params.n)])
-
-
-# ---- results -----------------------------------------------------------------------------------------------------
-#
-# Results of completions, read from the TokenStore: at their end, or so far; and ends by a stop string.
-
-
-log = logging.getLogger(__name__)
-
-#: result of a completion without a token
-EMPTY = Completion(np.empty(0, np.int32), np.empty(0, np.float32), [], "abort")
-
-
-def read_result(
-    store: TokenStore,
-    completion: LiveCompletion,
-    length: int,
-    version: int,
-    end: tuple[FinishReason, int | str | None],
-) -> Completion:
-    """Read a completion whose sequence has ``length`` tokens. Tokens without a segment belong to ``version``.
-
-    A log-prob that is not finite marks the request as failed. A check on every step would wait for the device.
-    """
-    request = completion.request
-    tokens, logprobs = store.read(completion.slot, len(request.prompt), length)
-    if not request.failure and not np.isfinite(logprobs).all():
-        request.failure = (
-            f"weights of version {version} give log-probs that are not finite (request {request.rid!r}, "
-            f"completion {completion.index}): the model has diverged or is corrupt"
+        A log-prob that is not finite marks the request as failed. A check on every step would wait for the device.
+        """
+        completion, request = end.completion, end.completion.request
+        tokens, logprobs = self._store.read(completion.slot, len(request.prompt), length)
+        if not request.failure and not np.isfinite(logprobs).all():
+            request.failure = (
+                f"weights of version {self.version} give log-probs that are not finite (request {request.rid!r}, "
+                f"completion {completion.index}): the model has diverged or is corrupt"
+            )
+            log.error("%s", request.failure)
+        runs = completion.runs(self.version, len(tokens))
+        segments = [(sampled_by, count) for sampled_by, _, count in runs]
+        oldest_keys = [(kv_version, count) for _, kv_version, count in runs]
+        return Completion(
+            tokens,
+            logprobs,
+            segments,
+            end.reason,
+            end.matched,
+            None if oldest_keys == segments else oldest_keys,
+            completion.top[: len(tokens)] if request.params.top_logprobs_num else None,
         )
-        log.error("%s", request.failure)
-    runs = completion.runs(version, len(tokens))
-    segments = [(sampled_by, count) for sampled_by, _, count in runs]
-    oldest_keys = [(kv_version, count) for _, kv_version, count in runs]
-    top = completion.top[: len(tokens)] if request.params.top_logprobs_num else None
-    return Completion(tokens, logprobs, segments, *end, None if oldest_keys == segments else oldest_keys, top)
 
 
-def stopped_rows(
+def _stopped_rows(
     batch: DecodeBatch, ended: Mapping[int, int | str | None], store: TokenStore, tokenizer: Tokenizer
 ) -> dict[int, str]:
     """Return the rows whose completion now holds one of its stop strings: row -> string. ``ended``: as of the step."""
@@ -410,8 +394,10 @@ def stopped_rows(
     return matches
 
 
-def snapshot_of(request: Request, running: Mapping[int, Completion], moved: int) -> RequestSnapshot:
-    """Return the state of a request. ``running``: completions that have a slot, by index."""
-    indices = range(request.params.n)
-    completions = [request.results.get(index) or running.get(index, EMPTY) for index in indices]
-    return RequestSnapshot(completions, frozenset(indices).difference(request.results), moved)
+def _deliver(requests: Sequence[Request]) -> None:
+    """Complete the calls of ``requests``: their results in the order of their indices, or their failure."""
+    for request in requests:
+        if request.failure:
+            request.done.set_exception(GenerationError(request.failure))
+            continue
+        request.done.set_result([request.results[index] for index in range(request.params.n)])

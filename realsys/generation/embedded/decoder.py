@@ -1,4 +1,18 @@
-"""Forward passes of the embedded engine: prefill of prompts, and one decode step for all running completions."""
+"""The model of the embedded engine: forward passes, their key-value cache, and fused weights.
+
+    decode    one token of every running completion ──> logits      attention reads views of the cache, group by group
+    prefill   the tokens of a pass, packed ──> cache                only attention pads them
+
+Cache: one row of ``context`` positions per running completion, and some for ended ones. Running completions always
+occupy rows 0..n-1, so that a decode step works on plain slices. The scheduler plans the moves that keep it so.
+Positions beyond a completion's length are stale: attention masks them.
+
+Weights are fused for fast decoding. The query heads, key and value of a key-value head are neighbours in one
+projection, so that one matrix product gives [rows * kv_heads, group + 2, head_dim] and the parts are views. Rotary
+pairs (i, i + head_dim/2) become neighbours in the rows of q and k: rotating is then one complex product, and q.k does
+not change because both are permuted alike. In float32 the RMSNorm gains are folded into the matrices that follow them;
+in bfloat16 the product would be rounded.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +32,9 @@ from realsys.generation.embedded.batch import PrefillBatch, PrefillGroup
 from realsys.generation.embedded.scheduler import RowGroup
 from realsys.model_files.architecture import HfModel
 from realsys.model_files.rope import inverse_frequencies
+
+#: buffer of older checkpoints; the engine computes these values
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 
 class Decoder:
@@ -152,7 +169,7 @@ class Decoder:
     def _rotate(self, heads: Tensor, rotary: Tensor) -> None:
         """Apply the rotary embedding in place.
 
-        Pairs are neighbours in memory (see weights.py), so it is one complex product.
+        Pairs are neighbours in memory, so it is one complex product.
         """
         pairs = heads.view(*heads.shape[:-1], -1, 2)
         if heads.dtype == torch.float32:
@@ -172,7 +189,7 @@ class Decoder:
     def _norm(self, x: Tensor, gain: Tensor | None) -> Tensor:
         """Apply RMSNorm. Without a gain, return x / sqrt(|x|^2 + hidden * eps).
 
-        The missing factor, sqrt(hidden) * gain, is folded into the next matrix (weights.py).
+        The missing factor, sqrt(hidden) * gain, is folded into the next matrix.
         """
         if gain is None:
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -187,12 +204,7 @@ def rotary_table(arch: HfModel, context: int) -> Tensor:
     return torch.polar(torch.full_like(angles, arch.rope.magnitude), angles)
 
 
-# ---- kv cache ----------------------------------------------------------------------------------------------------
-#
-# Preallocated key-value cache: one row of ``context`` positions per running completion, and some for ended ones.
-#
-# Running completions always occupy rows 0..n-1, so that a decode step works on plain slices. The scheduler plans the
-# moves that keep it so. Positions beyond a completion's length are stale: attention masks them.
+# ---- keys and values of all rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,18 +274,7 @@ class KVCache:
         return layer.view(self.rows, self.kv_heads, self.context, -1)[:, :, :length]
 
 
-# ---- weights -----------------------------------------------------------------------------------------------------
-#
-# Weights of a decoder, fused for fast decoding.
-#
-# The query heads, key and value of a key-value head are neighbours in one projection, so that one matrix product gives
-# [rows * kv_heads, group + 2, head_dim] and the parts are views. Rotary pairs (i, i + head_dim/2) become neighbours in
-# the rows of q and k: rotating is then one complex product, and q.k does not change because both are permuted alike.
-# In float32 the RMSNorm gains are folded into the matrices that follow them; in bfloat16 the product would be rounded.
-
-
-#: buffer of older checkpoints; the engine computes these values
-_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+# ---- weights of one version, fused
 
 
 @dataclass(slots=True)

@@ -1,4 +1,12 @@
-"""Construction of an embedded engine from a model directory."""
+"""The embedded engine: one thread runs decode steps, another stages weights.
+
+    HTTP handlers ──commands──> [mailbox] ──> engine thread:  commands, weight swap if one is ready, step, repeat
+    update() ──> [staging queue] ──> staging thread: load, verify, fuse ──command──> engine thread: swap
+
+The engine thread consumes commands and waits for the mailbox only. It alone changes the core, between two steps, so
+the core needs no locks. An error in it ends all open calls with that error and leaves the thread, so that the process
+dies of it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +39,8 @@ from realsys.generation.threaded import ThreadedEngine, join
 from realsys.model_files.architecture import HfModel
 from realsys.model_files.config_json import read_model
 from realsys.observe import spans
-from realsys.observe.spans import span
+
+_log = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -68,18 +77,6 @@ def build_engine(
     )
     core = EngineCore(arch, weights, sizes, read_tokenizer(model_path), kv)
     return EmbeddedEngine(core, load, model_path=str(model_path), interruptible=interruptible, on_step=on_step)
-
-
-# ---- engine ------------------------------------------------------------------------------------------------------
-#
-# The embedded engine: one thread runs decode steps, another stages weights.
-#
-#     HTTP handlers ──commands──> [mailbox] ──> engine thread:  commands, weight swap if one is ready, step, repeat
-#     update() ──> [staging queue] ──> staging thread: load, verify, fuse ──command──> engine thread: swap
-#
-# The engine thread consumes commands and waits for the mailbox only. It alone changes the core, between two steps, so
-# the core needs no locks. An error in it ends all open calls with that error and leaves the thread, so that the
-# process dies of it.
 
 
 class EmbeddedEngine(ThreadedEngine):
@@ -278,12 +275,7 @@ class EmbeddedEngine(ThreadedEngine):
         self.core.rows.forget()
 
 
-# ---- staging -----------------------------------------------------------------------------------------------------
-#
-# Staging of weights while the engine decodes: a thread reads, verifies and fuses them, then hands them over.
-
-
-_log = logging.getLogger(__name__)
+# ---- new weights, read and fused while the engine decodes
 
 
 @dataclass(slots=True, eq=False)
@@ -358,7 +350,7 @@ class Stager:
 
     def _stage(self, update: Update, *, in_engine: bool) -> tuple[Staged, float]:
         """Read and fuse the weights of ``update``. Returns what was read, and the time at which it was read."""
-        with span("stage", f"version/{update.version}"):
+        with spans.span("stage", f"version/{update.version}"):
             staged = self._load(update.path, update.version, loaded=in_engine)
             loaded = time.perf_counter()
             # Else a version would count as unchanged that equals a refused one.

@@ -1,7 +1,14 @@
-"""Rows of the KV cache: rows of completions in progress, and of ended ones for the next turn. Pure bookkeeping.
+"""Cached keys and values by row, and their reuse for sequences with a common beginning. Pure bookkeeping, no torch.
 
+    waiting ──plan_pass──> parts: positions to compute, and a donor of the positions before them
     admitted ──assign──> its row ──end──> Retained ──assign──> the row of the next turn, without a copy
                                              └──> evicted, if a completion needs the row: the one used longest ago
+
+Prompts of new completions, and prompts with the tokens so far of interrupted ones, wait in one line. A pass takes from
+its front as much as the budget allows, so that decoding continues between two passes. Tokens that two sequences share
+are computed once: by the completions of one request, by continued completions of one prompt, by prompts with a common
+beginning, and by the turns of a conversation, whose keys are retained when a completion ends. A completion that shares
+more with one of the same pass than with one that decodes already waits for the next pass, and copies.
 
 Invariants
     progress-first  A retained row is free: it is evicted before a completion waits for a row, and gives way when the
@@ -27,8 +34,17 @@ from realsys.generation.embedded.scheduler import LiveCompletion
 from realsys.generation.protocol import UNSYNCED
 from realsys.types import I32
 
+log = logging.getLogger(__name__)
+
 #: Fewer positions are computed again in less time than keeping them takes, which short completions would all pay.
 MIN_RETAINED = 32
+#: number of shared tokens that justifies waiting for another completion, unless nothing else is to compute
+MIN_SHARED = 16
+#: requests that missed their keys, and share of the computed tokens, from which a server warns
+_WARN_REQUESTS, _WARN_SHARE = 32, 0.25
+#: sequences that are remembered; a fingerprint takes about 100 bytes
+_REMEMBERED = 1 << 14
+_KEY = attrgetter("key")
 #: (source row, target row, positions)
 Copy = tuple[int, int, int]
 
@@ -204,21 +220,7 @@ class CacheRows:
         self.index.remove(entry)
 
 
-# ---- prefill -----------------------------------------------------------------------------------------------------
-#
-# Plan of the next prefill pass: which positions to compute, and which to copy. Pure bookkeeping, no torch.
-#
-# Prompts of new completions, and prompts with the tokens so far of interrupted ones, wait in one line. A pass takes
-# from its front as much as the budget allows, so that decoding continues between two passes. Tokens that two sequences
-# share are computed once: by the completions of one request, by continued completions of one prompt, or by prompts
-# with a common beginning, and by the turns of a conversation: the keys of a completion that has ended are retained
-# (rows.py). A completion that shares more with one of the same pass than with one that decodes already waits for the
-# next pass, and copies.
-
-
-#: number of shared tokens that justifies waiting for another completion, unless nothing else is to compute
-MIN_SHARED = 16
-_KEY = attrgetter("key")
+# ---- plan of a prefill pass: what to compute, and what to copy
 
 
 class Donor(Protocol):
@@ -337,17 +339,7 @@ def _common_length(a: I32, b: I32) -> int:
     return int(differ.argmax()) if differ.any() else length
 
 
-# ---- evicted -----------------------------------------------------------------------------------------------------
-#
-# Memory of the sequences whose keys gave way to others: it tells how much more rows of the cache would have saved.
-
-
-log = logging.getLogger(__name__)
-
-#: requests that missed their keys, and share of the computed tokens, from which a server warns
-_WARN_REQUESTS, _WARN_SHARE = 32, 0.25
-#: sequences that are remembered; a fingerprint takes about 100 bytes
-_REMEMBERED = 1 << 14
+# ---- evicted sequences: how much more rows would have saved
 
 
 class EvictedKeys:

@@ -4,9 +4,13 @@
                                     ^──────────────── suspend ────────────────┘
 
 A *slot* is the place of a completion's tokens, log-probs and random numbers for its whole life. A *row* is its place
-in the KV cache, which it leaves at its end (rows.py). Rows 0..n-1 are always the running completions, so that a step
-works on slices; ``arrange`` moves completions between rows to keep similar lengths together. Completions of one request
-are admitted one by one as slots become free.
+in the KV cache, which it leaves at its end (prefix_cache.py). Rows 0..n-1 are always the running completions, so that a
+step works on slices. Completions of one request are admitted one by one as slots become free.
+
+Attention of a decode step reads rows x (longest row) positions, and this reading dominates the step. Completions have
+heavy-tailed lengths, so one long completion would make all others pay. ``arrange`` therefore cuts the rows into groups
+of similar length, and each group is read up to its own longest row. All completions grow alike, so a layout stays good
+until some end or join.
 """
 
 from __future__ import annotations
@@ -25,7 +29,14 @@ from realsys.generation.protocol import UNSYNCED, SamplingParams
 from realsys.observe.spans import Phases, now
 from realsys.types import I32, TopLogprobs
 
-__all__ = ["Layout", "LiveCompletion", "Request", "RowGroup", "Scheduler"]
+I64 = npt.NDArray[np.int64]
+
+#: cost of moving a position (read and write), in positions read by attention
+_MOVE_COST = 4
+#: steps over which a re-arrangement must pay for its moves: completions end or join about that often
+_HORIZON = 8
+#: every group is a separate kernel call per layer
+_MAX_GROUPS = 12
 
 
 @dataclass(slots=True, eq=False)
@@ -264,24 +275,7 @@ class Scheduler:
         return [self._by_rid.pop(request.rid)]
 
 
-# ---- layout ------------------------------------------------------------------------------------------------------
-#
-# Layout of the KV cache: rows grouped by length. Pure numpy.
-#
-# Attention of a decode step reads rows x (longest row) positions, and this reading dominates the step. Completions
-# have heavy-tailed lengths, so one long completion would make all others pay. Rows are therefore cut into groups of
-# similar length, and each group is read up to its own longest row. All completions grow alike, so a layout stays good
-# until some end or join.
-
-
-I64 = npt.NDArray[np.int64]
-
-#: cost of moving a position (read and write), in positions read by attention
-_MOVE_COST = 4
-#: steps over which a re-arrangement must pay for its moves: completions end or join about that often
-_HORIZON = 8
-#: every group is a separate kernel call per layer
-_MAX_GROUPS = 12
+# ---- rows grouped by length
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ CALL_TIMEOUT_S = 30.0  # bound on calls that do not generate
 _LOOK_S = 0.01  # between two questions whether a request is at work
 
 
-class VersionSpan(msgspec.Struct):
+class SampledSpan(msgspec.Struct):
     """Output tokens start..end-1 were sampled by weights ``version``."""
 
     version: str
@@ -44,7 +44,7 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     output_top_logprobs: list[list[tuple[float, int, str | None]]] | None = None
     cached_tokens: int = 0
-    weight_versions: list[VersionSpan] | None = None
+    weight_versions: list[SampledSpan] | None = None
     # Seconds, and unix seconds; 0 where SGLang does not tell. All but the first need its --enable-metrics.
     e2e_latency: float = 0.0
     queue_time: float = 0.0

@@ -1,7 +1,7 @@
 """SGLang as a GenerationEngine: requests in, completions out, across restarts of the child process.
 
-HTTP handlers ──calls──> event loop of a thread:  Traffic (requests)  Updater (weights)  Keeper (the child)
-                                                      └────────HTTP, loopback────────┴──> SGLang
+HTTP handlers ──calls──> event loop of a thread:  Traffic (requests)  Updater (weights)  SglangSupervisor (the child)
+                                                      └────────HTTP, loopback────────┴──────> SGLang
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from realsys.generation.sglang.supervisor import RunListener, Settings, SglangRu
 from realsys.generation.sglang.update import PAUSE, Shapes, Updater
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _INFO_TIMEOUT_S = 2.0
 _CLOSE_TIMEOUT_S = 20.0
@@ -68,7 +70,7 @@ class SglangEngine:
             self._traffic, model.shapes, materialise, drain=settings.drain, timeout_s=settings.load_timeout_s
         )
         listener = RunListener(self._up, self._down, held=lambda: bool(self._traffic.holds))
-        self._keeper = SglangSupervisor(launch, settings, listener)
+        self._supervisor = SglangSupervisor(launch, settings, listener)
         self._started: Future[None] = Future()
         self._loop = LoopThread("sglang-engine", self._keep)
 
@@ -78,7 +80,7 @@ class SglangEngine:
         """Return when SGLang serves. Raises GenerationError with its last lines if it does not start."""
         self._loop.start()
         try:
-            self._started.result()  # the keeper bounds the start
+            self._started.result()  # the supervisor bounds the start
         except GenerationError:
             self.close()
             raise
@@ -146,7 +148,7 @@ class SglangEngine:
 
     async def _keep(self) -> None:
         try:
-            await self._keeper.keep()
+            await self._supervisor.keep()
         except GenerationError as error:
             self._traffic.down(str(error))
             try:
@@ -166,7 +168,7 @@ class SglangEngine:
 
     async def _snapshot(self, rid: str, beyond: int) -> RequestSnapshot | None:
         # While SGLang samples, every request in it moves, although its tokens arrive only at the end of a piece.
-        while (snapshot := self._traffic.snapshot(rid, self._keeper.proofs)) and snapshot.tokens <= beyond:
+        while (snapshot := self._traffic.snapshot(rid, self._supervisor.proofs)) and snapshot.tokens <= beyond:
             await self._traffic.moves(rid)
         return snapshot
 
@@ -222,12 +224,7 @@ class SglangEngine:
         )
 
 
-# ---- loop thread -------------------------------------------------------------------------------------------------
-#
-# An event loop in its own thread, called from other threads.
-
-
-T = TypeVar("T")
+# ---- an event loop in its own thread, called from other threads
 
 
 class LoopThread:

@@ -1,4 +1,11 @@
-"""SGLang's command line and environment. Pure."""
+"""One run of SGLang: its command line and environment, start, health and end.
+
+start ──> [GET /health until 200] ──> serving, probed for samples ──> ended
+             │ exits, or not in time: GenerationError with the last lines of its log
+
+A server that spans nodes has such a process on each of them. On the first node a supervisor keeps it; on the others
+``run_part`` runs it until it ends.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +25,6 @@ from realsys.config.backend_rules import command_line_flags
 from realsys.config.schema import SamplingConfig
 from realsys.errors import GenerationError
 from realsys.generation.backend import ONE_NODE, NodeSpan
-from realsys.generation.sglang.supervisor import scratch_folder
 
 CPU_SUPPORT = Path(__file__).with_name("cpu_support")
 LOOPBACK = "127.0.0.1"
@@ -27,6 +33,10 @@ _CONTEXT_SLACK = 16
 #: variables of our interpreter that are wrong in another one
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 _CPU_TOKENS = 65536  # KV cache of a server on CPU, unless the context is longer
+_PUBLISHED_LOADS = r"/dev/shm/sglang_loads_\S+"  # SGLang's processes publish their load there, and never remove it
+_HEALTH_INTERVAL_S = 0.2  # the only way to learn that SGLang is ready
+_HEALTH_TIMEOUT_S = 5.0
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def needs_tokenizer(sampling: SamplingConfig, options: Mapping[str, Any]) -> bool:
@@ -116,17 +126,7 @@ class Launch:
         return options
 
 
-# ---- child -------------------------------------------------------------------------------------------------------
-#
-# One run of SGLang: start, health, end.
-#
-# start ──> [GET /health until 200] ──> serving, probed for samples ──> ended
-#              │ exits, or not in time: GenerationError with the last lines of its log
-
-
-_SHARED_MEMORY = r"/dev/shm/sglang_loads_\S+"  # SGLang's processes publish their load there, and never remove it
-_HEALTH_INTERVAL_S = 0.2  # the only way to learn that SGLang is ready
-_HEALTH_TIMEOUT_S = 5.0
+# ---- the process and its health
 
 
 class SglangProcess(GuardedProcess):
@@ -135,7 +135,7 @@ class SglangProcess(GuardedProcess):
     def __init__(self, command: Sequence[str], env: Mapping[str, str], url: str, remove: Path) -> None:
         """Start ``command``, which serves at ``url`` and has its sockets in ``remove``. Raises OSError."""
         self.url = url
-        super().__init__("SGLang", command, env, remove, ["--shared", _SHARED_MEMORY])
+        super().__init__("SGLang", command, env, remove, ["--shared", _PUBLISHED_LOADS])
 
     async def wait_healthy(self, http: HttpClient, timeout_s: float) -> None:
         """Return when the server answers. Raises GenerationError if it exits, or does not answer in time."""
@@ -165,9 +165,13 @@ class SglangProcess(GuardedProcess):
         return await http.answers(f"{self.url}/health_generate", timeout_s)
 
 
-# ---- part --------------------------------------------------------------------------------------------------------
-#
-# SGLang's processes of one node, of a server that spans nodes. The first node has the server (engine.py).
+def scratch_folder() -> Path:
+    """Make a folder, in memory-backed storage if the machine has it."""
+    base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+    return Path(tempfile.mkdtemp(prefix="realsys-sglang-", dir=base))
+
+
+# ---- the part of a server on a node other than its first
 
 
 async def run_part(launch: Launch, on_stop: Callable[[Callable[[], None]], None]) -> None:

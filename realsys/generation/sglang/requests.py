@@ -2,6 +2,10 @@
 
 serve ──> [held?] ──> trip to SGLang ──> all completions finished? ──no──> [held?] ──> ...
              │ abort: ends with the tokens so far     └──yes──> results
+
+open completions of a request ──pieces──> SGLang ──replies──> take ──> finished, or open again (continues later)
+
+SGLang searches stop strings only in the tokens of one piece. ``take`` finds those that began in earlier tokens.
 """
 
 from __future__ import annotations
@@ -25,47 +29,25 @@ from realsys.generation.sglang.supervisor import SglangRun
 from realsys.observe import spans
 from realsys.types import I32, FinishReason, TopLogprobs
 
-#: A trip waits in SGLang's queue, too. The keeper ends it much earlier, when SGLang samples nothing.
+#: A trip waits in SGLang's queue, too. The supervisor ends it much earlier, when SGLang samples nothing.
 _TRIP_TIMEOUT_S = 86400.0
 _RECALL_INTERVAL_S = 0.25
 _RECALL_TIMEOUT_S = 60.0
-
-
-class KeptKeys:
-    """Which keys of SGLang's cache a request may use.
-
-    With ``keep`` no load drops keys. Requests in progress keep their namespace; new ones get the current one, and a new
-    namespace begins when the oldest keys of the current one are more than ``reuse`` versions older than the weights.
-    SGLang evicts the keys of the earlier ones as it needs their memory.
-    """
-
-    def __init__(self, *, keep: bool = False, reuse: int = 0) -> None:
-        self.keep = keep
-        self._reuse = reuse
-        self._serials = itertools.count()
-        self.current = KeyNamespace(None, UNSYNCED)
-        self.restart(UNSYNCED)
-
-    def drops(self, before: int, version: int) -> bool:
-        """Return True if the load of ``version`` must drop all keys.
-
-        Keys of weights without a version have no stamp. If the trainer has gone back, other weights may have the number
-        of those before, or a lower one.
-        """
-        return not self.keep or before == UNSYNCED or version <= before
-
-    def loaded(self, before: int, version: int, *, same: bool) -> None:
-        """Note the weights that SGLang has now. ``same``: as before, under another number."""
-        if self.drops(before, version):
-            self.restart(version)
-        elif same and self.current.oldest == before:
-            self.current = KeyNamespace(self.current.name, version)
-        elif version - self.current.oldest > self._reuse:
-            self.restart(version)
-
-    def restart(self, version: int) -> None:
-        """Begin a namespace without keys."""
-        self.current = KeyNamespace(f"{next(self._serials)}" if self.keep else None, version)
+#: A longer completion is sampled in pieces, so that its client has its first tokens before its last. SGLang keeps the
+#: cache of a piece, so the next one computes hardly anything again.
+PIECE_TOKENS = 4096
+_UNNAMED = "default"  # SGLang's name for the weights that it started with
+#: parameters that SGLang gets in another form; all others go to it under their own name
+_ADAPTED = {
+    "max_new_tokens",
+    "min_new_tokens",
+    "stop",
+    "stop_token_ids",
+    "n",
+    "sampling_seed",
+    "answer_prefix",
+    "top_logprobs_num",
+}
 
 
 class Traffic:
@@ -271,42 +253,7 @@ def _record_phases(unit: str, begin: int, reply: Reply, version: int) -> None:
     spans.add("decode", prefilled, end, unit, version=version, tokens=len(reply.output_ids))
 
 
-# ---- requests ----------------------------------------------------------------------------------------------------
-#
-# A request and its completions while SGLang works on them. Pure bookkeeping.
-#
-# open completions ──pieces──> SGLang ──replies──> take ──> finished, or open again (interrupted: continues later)
-#
-# SGLang searches stop strings only in the tokens of one piece. ``take`` finds those that began in earlier tokens.
-
-
-#: A longer completion is sampled in pieces, so that its client has its first tokens before its last. SGLang keeps the
-#: cache of a piece, so the next one computes hardly anything again.
-PIECE_TOKENS = 4096
-_UNNAMED = "default"  # SGLang's name for the weights that it started with
-#: parameters that SGLang gets in another form; all others go to it under their own name
-_ADAPTED = {
-    "max_new_tokens",
-    "min_new_tokens",
-    "stop",
-    "stop_token_ids",
-    "n",
-    "sampling_seed",
-    "answer_prefix",
-    "top_logprobs_num",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class KeyNamespace:
-    """A part of SGLang's cache. Requests in one part share the keys of equal beginnings.
-
-    name    None: the only part, whose keys are dropped when weights are loaded
-    oldest  version of its oldest keys
-    """
-
-    name: str | None
-    oldest: int
+# ---- one request and its completions
 
 
 @dataclass(slots=True, eq=False)
@@ -524,3 +471,55 @@ def _joined(segments: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
             count += joined.pop()[1]
         joined.append((version, count))
     return joined
+
+
+# ---- which cached keys a request may use
+
+
+@dataclass(frozen=True, slots=True)
+class KeyNamespace:
+    """A part of SGLang's cache. Requests in one part share the keys of equal beginnings.
+
+    name    None: the only part, whose keys are dropped when weights are loaded
+    oldest  version of its oldest keys
+    """
+
+    name: str | None
+    oldest: int
+
+
+class KeptKeys:
+    """Which keys of SGLang's cache a request may use.
+
+    With ``keep`` no load drops keys. Requests in progress keep their namespace; new ones get the current one, and a new
+    namespace begins when the oldest keys of the current one are more than ``reuse`` versions older than the weights.
+    SGLang evicts the keys of the earlier ones as it needs their memory.
+    """
+
+    def __init__(self, *, keep: bool = False, reuse: int = 0) -> None:
+        self.keep = keep
+        self._reuse = reuse
+        self._serials = itertools.count()
+        self.current = KeyNamespace(None, UNSYNCED)
+        self.restart(UNSYNCED)
+
+    def drops(self, before: int, version: int) -> bool:
+        """Return True if the load of ``version`` must drop all keys.
+
+        Keys of weights without a version have no stamp. If the trainer has gone back, other weights may have the number
+        of those before, or a lower one.
+        """
+        return not self.keep or before == UNSYNCED or version <= before
+
+    def loaded(self, before: int, version: int, *, same: bool) -> None:
+        """Note the weights that SGLang has now. ``same``: as before, under another number."""
+        if self.drops(before, version):
+            self.restart(version)
+        elif same and self.current.oldest == before:
+            self.current = KeyNamespace(self.current.name, version)
+        elif version - self.current.oldest > self._reuse:
+            self.restart(version)
+
+    def restart(self, version: int) -> None:
+        """Begin a namespace without keys."""
+        self.current = KeyNamespace(f"{next(self._serials)}" if self.keep else None, version)

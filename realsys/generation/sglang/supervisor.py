@@ -1,7 +1,7 @@
 """Keeps one SGLang server running.
 
     start ──> serving ──ended, or samples nothing──> back-off ──> start ...    at most ``max_restarts`` times in a row
-      └── if the very first start fails, the keeper gives up: the next start would fail too
+      └── if the very first start fails, the supervisor gives up: the next start would fail too
 
 consumes    the exit of the process, and its replies to the probe that it samples
 produces    on_up(run) when a run serves, on_down(reason) when it no longer does; GenerationError when it gives up
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,11 +23,10 @@ from realsys.cluster.http_client import HttpClient
 from realsys.cluster.network import free_ports, join_host_port
 from realsys.errors import GenerationError
 from realsys.generation.sglang.api import SglangApi, SglangPiece
-from realsys.generation.sglang.process import LOOPBACK, Launch, SglangProcess
+from realsys.generation.sglang.process import LOOPBACK, Launch, SglangProcess, scratch_folder
 
 log = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")
 _PROBE_TIMEOUT_S = 120.0  # a first forward pass may compile
 _CHECK_INTERVAL_S = 10.0
 _CHECK_TIMEOUT_S = 30.0  # SGLang's own limit is 20 s
@@ -57,7 +55,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class RunListener:
-    """Takes the news of the keeper. ``held`` returns True while SGLang is paused or loads weights."""
+    """Takes the news of the supervisor. ``held`` returns True while SGLang is paused or loads weights."""
 
     on_up: Callable[[SglangRun], None]
     on_down: Callable[[str], None]
@@ -147,12 +145,6 @@ class SglangSupervisor:
         if child.ended.done():
             return child.ended.result()
         return f"has sampled nothing for {limit:g} s (generation.sglang.silence_timeout_s) and is killed"
-
-
-def scratch_folder() -> Path:
-    """Make a folder, in memory-backed storage if the machine has it."""
-    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    return Path(tempfile.mkdtemp(prefix="realsys-sglang-", dir=base))
 
 
 async def _reports_versions(api: SglangApi) -> bool:

@@ -18,8 +18,8 @@ import msgspec
 
 from realsys.config.evaluation_sets import verifier_arguments, verifier_field
 from realsys.config.fields import replaced
-from realsys.config.schema import Config, RolloutConfig
-from realsys.config.schema_rollout import Criterion, JudgeConfig
+from realsys.config.schema import Config
+from realsys.config.schema_rollout import Criterion, JudgeConfig, RolloutConfig
 from realsys.errors import ConfigError
 from realsys.reward.verifiers.contract import Item
 

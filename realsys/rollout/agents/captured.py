@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from realsys.agent_runner.contract import CapturedRun
-from realsys.config.schema import RolloutConfig
+from realsys.config.schema_rollout import RolloutConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError
 from realsys.rollout.agents.contract import AgentParts, EpisodeTime, Session

@@ -18,7 +18,7 @@ from realsys.agent_runner import BOOT
 from realsys.agent_runner.contract import Failed
 from realsys.agent_runner.runner import LENGTH, MAX_MESSAGE
 from realsys.cluster.children.child_process import ChildProcess, how_it_ended
-from realsys.config.schema import RolloutConfig
+from realsys.config.schema_rollout import RolloutConfig
 from realsys.errors import AgentError, ConfigError
 from realsys.rollout.agents.contract import EpisodeTime
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from realsys.config.schema import RolloutConfig
+from realsys.config.schema_rollout import RolloutConfig
 from realsys.generation.client import SamplingSpec
 from realsys.rollout.gateway.dialect import BadRequest, GatewayCall
 

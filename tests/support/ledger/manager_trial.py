@@ -16,7 +16,8 @@ from aiohttp import web
 
 from realsys.cluster.names.keys import Names
 from realsys.cluster.names.memory_store import MemoryNameStore
-from realsys.config.schema import AsyncConfig, Config, ManagerConfig, RolloutConfig
+from realsys.config.schema import AsyncConfig, Config, ManagerConfig
+from realsys.config.schema_rollout import RolloutConfig
 from realsys.config.schema_train import TrainConfig
 from realsys.generation.protocol import ServerInfo
 from realsys.manager.commit_loop import ManagerService, WakeUp

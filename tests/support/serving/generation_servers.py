@@ -134,7 +134,7 @@ def _reset(engine: SglangEngine, versions: Versions) -> str:
 
 
 def fresh(running: Running, versions: Versions) -> ServerUnderTest:
-    """SGLang with nothing left of the test before, back at version 0. One that died is started again by its keeper."""
+    """SGLang with nothing left of the test before, back at version 0. Its supervisor restarts one that died."""
     end = time.monotonic() + BOUND_S
     while problem := _reset(running.engine, versions):
         assert time.monotonic() < end, problem

@@ -22,7 +22,7 @@ from realsys.launch.preflight import check_disk, check_etcd, check_gpus_are_give
 from tests.support.data.few_rows import FEW_ROWS
 from tests.support.serving.qwen_models import write_qwen
 from tests.support.training.data_models import jsonl
-from tests.unit.config.memory.test_device_memory import math_config
+from tests.unit.config.test_device_memory import math_config
 
 ROOT = Path(__file__).resolve().parents[3]
 PROBLEMS: list[object] = [{"prompt": f"a{k}=", "answer": str(k)} for k in range(40)]

@@ -17,7 +17,8 @@ from realsys.config.device_plan import nodes_of, seats_of
 from realsys.config.machine import Machine
 from realsys.config.memory_check import largest_rank
 from realsys.config.paths import TrialPaths, read_config
-from realsys.config.schema import Config, GenerationConfig, RewardConfig, RolloutConfig
+from realsys.config.schema import Config, GenerationConfig
+from realsys.config.schema_rollout import RewardConfig, RolloutConfig
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.cli import main
 from realsys.launch.prepare import prepare, resolve

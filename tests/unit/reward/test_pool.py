@@ -9,7 +9,7 @@ import sys
 import pytest
 import uvloop
 
-from realsys.config.schema import RewardConfig
+from realsys.config.schema_rollout import RewardConfig
 from realsys.errors import NoVerifierError, RewardError
 from realsys.reward import pool
 from realsys.reward.pool import VerifierPool
@@ -214,7 +214,7 @@ def test_nothing_heavy_is_imported():
     code = (
         "import sys, realsys.reward.pool, realsys.reward.verifier_main, realsys.data.check, "
         "realsys.rollout.worker_loop, realsys.rollout.resumable_engine, "
-        "realsys.manager.client, realsys.data.arith, realsys.data.arith\n"
+        "realsys.manager.client, realsys.data.arith\n"
         "print([name for name in ('torch', 'transformers', 'sympy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

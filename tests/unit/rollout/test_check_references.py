@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from realsys.config.schema import Config, DataConfig, EvalConfig, RewardConfig, RolloutConfig
+from realsys.config.schema import Config, DataConfig, EvalConfig
 from realsys.config.schema_data import MixtureSource
-from realsys.config.schema_rollout import JudgeConfig
+from realsys.config.schema_rollout import JudgeConfig, RewardConfig, RolloutConfig
 from realsys.data.convert import convert
 from realsys.data.lines import ORIGIN
 from realsys.errors import ConfigError, DataError

@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 
-from realsys.config.schema_data import FilterConfig, KeepConfig
+from realsys.config.schema_rollout import KeepConfig
+from realsys.config.schema_train import FilterConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import GenerationError
 from realsys.generation.client import SamplingSpec

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realsys.config.schema_data import FilterConfig, KeepConfig
+from realsys.config.schema_rollout import KeepConfig
+from realsys.config.schema_train import FilterConfig
 from realsys.rollout.episodes import kept_episodes, reason_to_drop
 from realsys.types import Episode
 

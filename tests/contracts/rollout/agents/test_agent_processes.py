@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from realsys.agent_runner import runner
-from realsys.config.schema import RolloutConfig
+from realsys.config.schema_rollout import RolloutConfig
 from realsys.errors import AgentError, ConfigError
 from realsys.rollout.agents import captured_processes as module
 from realsys.rollout.agents.captured_processes import AgentProcesses, check_interpreter

@@ -17,7 +17,7 @@ import pytest
 
 from realsys.errors import GenerationError
 from realsys.generation.backend import Change
-from realsys.generation.sglang import supervisor as keepers
+from realsys.generation.sglang import supervisor
 from tests.support.polling import ended, poll
 from tests.support.serving.sglang_engines import WAIT_S, Engines, StandIn, engines, generate, helper_of
 
@@ -162,20 +162,20 @@ def test_silence_counts_only_without_a_pause(monkeypatch):
     async def body() -> str:
         child = Silent()
         child.ended = asyncio.get_running_loop().create_future()
-        return await keeper._watch(child, None)
+        return await watcher._watch(child, None)
 
     def held_and_counted() -> bool:
         if value := held():
             asked.append("held")
         return value
 
-    monkeypatch.setattr(keepers, "_CHECK_INTERVAL_S", 0.0)
-    monkeypatch.setattr(keepers, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    settings = keepers.Settings(1.0, 0, 1.0, silence_timeout_s=100.0)
-    keeper = keepers.Keeper(StandIn(), settings, keepers.Listener(print, print, held_and_counted))
+    monkeypatch.setattr(supervisor, "_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    settings = supervisor.Settings(1.0, 0, 1.0, silence_timeout_s=100.0)
+    watcher = supervisor.SglangSupervisor(StandIn(), settings, supervisor.RunListener(print, print, held_and_counted))
     assert asyncio.run(body()).startswith("has sampled nothing for 100 s")
     assert asked == ["held"] * 20 + ["samples"]
-    assert keeper.proofs == 20  # each of them is progress of the requests that wait
+    assert watcher.proofs == 20  # each of them is progress of the requests that wait
 
 
 def test_restarts_are_bounded(make):

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from realsys.config.backend_rules import check_sglang_interpreter, sglang_interpreter, sglang_options
+from realsys.config.backend_rules import SGLANG_VERSION, check_sglang_interpreter, sglang_interpreter, sglang_options
 from realsys.config.schema import SamplingConfig, SglangConfig
 from realsys.errors import ConfigError, GenerationError
 from realsys.generation.protocol import SamplingParams
@@ -33,7 +33,7 @@ GPU = Launch(
     seed=7,
     threads=1,
     gpus=True,
-    sglang_options={},
+    options={},
 )
 
 
@@ -86,8 +86,8 @@ def test_sglang_with_tokenizer_does_not_skip_it():
         ({"stop": ["end"]}, {"skip-tokenizer-init": True}, False),
     ],
 )
-def test_tokenizer_is_loaded_only_if_needed(sampling, sglang_options, needed):
-    assert needs_tokenizer(SamplingConfig(**sampling), sglang_options) is needed
+def test_tokenizer_is_loaded_only_if_needed(sampling, options, needed):
+    assert needs_tokenizer(SamplingConfig(**sampling), options) is needed
 
 
 def test_options_of_the_user_replace_ours():
@@ -125,22 +125,21 @@ def test_interpreter_is_chosen_in_order(tmp_path):
     python.parent.mkdir()
     python.symlink_to(os.path.realpath(sys.executable))
     assert chosen() == str(python)
-    assert (
-        sglang_interpreter(SglangConfig(), gpus=True, default_venv=tmp_path) == sys.executable
-    )  # its torch is for CPUs
+    # Its torch is for CPUs.
+    assert sglang_interpreter(SglangConfig(), gpus=True, default_venv=tmp_path) == sys.executable
 
 
 def test_missing_sglang_is_named_with_what_to_do(tmp_path):
     with pytest.raises(ConfigError, match="make sglang-cpu"):
         check_sglang_interpreter(SglangConfig(), gpus=False, default_venv=tmp_path)
-    install = f"`pip install sglang=={TESTED_VERSION}`$"
+    install = f"`pip install sglang=={SGLANG_VERSION}`$"
     with pytest.raises(ConfigError, match=f"of a virtual environment of its own with {install}"):
         check_sglang_interpreter(SglangConfig(), gpus=True, default_venv=tmp_path)
 
 
 def test_tested_version_is_the_pinned_one():
     pins = (CPU_SUPPORT / "no-deps.txt").read_text("utf-8").splitlines()
-    assert f"sglang=={TESTED_VERSION}" in pins
+    assert f"sglang=={SGLANG_VERSION}" in pins
 
 
 # ---- requests

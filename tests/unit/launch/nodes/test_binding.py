@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from realsys.config.device_plan import Needs, NodeDevices
+from realsys.config.device_plan import Needs
+from realsys.config.machine import NodeDevices
 from realsys.launch.nodes.coordinator import Binding
 
 _GIB = 1 << 30

@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
-from realsys.config.schema import Config, RewardConfig, RolloutConfig
-from realsys.config.schema_rollout import JudgeConfig
+from realsys.config.schema import Config
+from realsys.config.schema_rollout import JudgeConfig, RewardConfig, RolloutConfig
 from realsys.errors import ConfigError
 from realsys.launch.prepare import resolve
 from realsys.reward.judge.rubric import read_rubric

@@ -6,7 +6,7 @@ import threading
 import pytest
 import uvloop
 
-from realsys.config.schema import RolloutConfig
+from realsys.config.schema_rollout import RolloutConfig
 from realsys.errors import AgentError
 from realsys.rollout.agents import contract
 from realsys.rollout.agents.captured import Inside

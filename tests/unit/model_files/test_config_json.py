@@ -1,4 +1,4 @@
-"""The reader of config.json: sizes, end of text, damage. The verdict on each key: contracts/hf/test_hf_verdicts.py."""
+"""The reader of config.json: sizes, end of text, damage. The verdict on each key: test_hf_verdicts.py."""
 
 from __future__ import annotations
 

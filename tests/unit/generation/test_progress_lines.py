@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from realsys.generation.backend import Completion, RequestSnapshot
-from realsys.generation.client import Delta, Received, generated_so_far
+from realsys.generation.client import Received, generated_so_far
+from realsys.generation.server import Delta
 
 TOKENS = np.arange(10, 20, dtype=np.int32)
 LOGPROBS = -np.arange(10, dtype=np.float32) / 8

@@ -10,7 +10,7 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.device_memory import GIB
 from realsys.config.fields import replaced
 from realsys.config.memory_remedies import ranks_fit, smallest_training
-from tests.unit.config.memory.test_device_memory import math_config
+from tests.unit.config.test_device_memory import math_config
 
 H100 = 79 * GIB
 

@@ -12,7 +12,7 @@ from realsys.config.device_memory import HostUse, OnHost, host_use
 from realsys.config.schema import Config
 from realsys.model_files.config_json import read_model
 from tests.support.processes.config_trees import changed
-from tests.unit.config.memory.test_device_memory import math_config
+from tests.unit.config.test_device_memory import math_config
 
 EIGHT_GPUS = OnHost(4, 4, 4, ranks_on_gpu=True, servers_on_gpu=True)
 

@@ -19,7 +19,6 @@ from realsys.config.device_plan import (
     RANK,
     SERVER,
     Block,
-    NodeDevices,
     Seat,
     as_lines,
     nodes_of,
@@ -28,7 +27,7 @@ from realsys.config.device_plan import (
     seats_of,
     tensor_groups,
 )
-from realsys.config.machine import Machine
+from realsys.config.machine import Machine, NodeDevices
 from realsys.errors import ConfigError
 from tests.support.processes.config_trees import changed
 

@@ -19,7 +19,7 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.fit import fit
 from tests.support.processes.config_trees import changed
-from tests.unit.config.memory.test_device_memory import OFF, math_config
+from tests.unit.config.test_device_memory import OFF, math_config
 
 H100 = 79 * GIB
 SGLANG = ["generation.backend=sglang", "generation.sglang.python=/bin/true"]
@@ -247,7 +247,7 @@ def test_table_has_a_line_per_kind_of_device(tmp_path: Path) -> None:
 
 
 def test_change_is_shown_as_it_is_typed() -> None:
-    change = Remedy(1.0, {"train.recompute": True, "train.head_chunk_tokens": 2048})
-    assert str(change) == "train.recompute=true train.head_chunk_tokens=2048"
-    applied = change.apply(changed())
+    remedy = Remedy(1.0, {"train.recompute": True, "train.head_chunk_tokens": 2048})
+    assert str(remedy) == "train.recompute=true train.head_chunk_tokens=2048"
+    applied = remedy.apply(changed())
     assert applied.train.recompute and applied.train.head_chunk_tokens == 2048

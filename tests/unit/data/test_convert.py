@@ -264,7 +264,8 @@ def test_layout_of_the_user_is_called(tmp_path, chars, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("body", "problem"), [("row['none']", "raised KeyError: 'none'"), ("'text'", "returned str: it must return a Row")]
+    ("body", "problem"),
+    [("row['none']", "raised KeyError: 'none'"), ("'text'", "returned str: it must return a ProblemRow")],
 )
 def test_broken_layout_of_the_user_is_one_line(tmp_path, monkeypatch, body, problem):
     name = f"layout_{abs(hash(body))}"
