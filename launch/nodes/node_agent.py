@@ -208,10 +208,10 @@ class NodeAgent:
                 self._endpoint.reply(request, orders.Pong(self._endpoint.incarnation))
             case "Start":
                 self._endpoint.reply(request, orders.Started(self._start(request.decode(orders.Start))))
-            case "Signal":
+            case "SendSignal":
                 self._signal(request.decode(orders.SendSignal))
                 self._endpoint.reply(request, orders.Done())
-            case "End":
+            case "EndRun":
                 order = request.decode(orders.EndRun)
                 self._ending = asyncio.create_task(self._end(request, order))
             case _:

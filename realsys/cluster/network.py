@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
-from realsys.config.schema_cluster import port_range
+from realsys.config.machine import port_range
 from realsys.errors import ConfigError, RealsysError
 
 if TYPE_CHECKING:  # every process imports this module first, and pydantic takes its time

@@ -20,8 +20,7 @@ from realsys.config.backend_rules import (
     sglang_options,
     sglang_server_sizes,
 )
-from realsys.config.device_plan import NodeDevices
-from realsys.config.machine import Machine
+from realsys.config.machine import Machine, NodeDevices
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import longest_sequence
 from realsys.generation.backend import ONE_NODE, Backend, Change, EngineParts, Materialise, NodeSpan, PartParts
@@ -145,7 +144,7 @@ def _launch(model_path: Path, config: Config, index: int, span: NodeSpan, tokeni
         seed=config.seed + index,
         threads=generation.threads,
         gpus=gpus,
-        sglang_options=given,
+        options=given,
         tokenizer=tokenizer is not None,
         span=span,
     )

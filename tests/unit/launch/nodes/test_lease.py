@@ -100,7 +100,7 @@ def test_file_stays_if_an_agent_does_not_end(
             agent = FakeAgent(paths)
             await agent.answer("Ping", agent.pong)
             await nodes["a"].ready(60.0)
-            answering = asyncio.create_task(agent.answer("End", answer)) if answer else None
+            answering = asyncio.create_task(agent.answer("EndRun", answer)) if answer else None
         if answering is not None:
             await answering
         await asyncio.to_thread(agent.endpoint.close, 0.0)

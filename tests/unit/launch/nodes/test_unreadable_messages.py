@@ -64,13 +64,13 @@ def test_agent_joins_again_after_an_unreadable_order(tmp_path: Path) -> None:
             start = orders.Start(first.incarnation, 1, argv, {}, str(tmp_path / "log"), 1 << 20, False, [])
             started = await coordinator.order("Start", start, orders.Started)
             assert isinstance(started, orders.Started) and psutil.pid_exists(started.pid)
-            pending = asyncio.create_task(coordinator.order("Signal", NONSENSE, orders.Done))
+            pending = asyncio.create_task(coordinator.order("SendSignal", NONSENSE, orders.Done))
             again = await coordinator.joined.get()
             assert again.name == first.name and again.incarnation > first.incarnation
             await asyncio.gather(pending, return_exceptions=True)
             assert not psutil.pid_exists(started.pid) and not coordinator.exits
             await coordinator.order("Ping", orders.Ping(60.0), orders.Pong)
-            await coordinator.order("End", orders.EndRun(1.0), orders.AllEnded)
+            await coordinator.order("EndRun", orders.EndRun(1.0), orders.AllEnded)
             code = await agent
         coordinator.stream.close()
         return code
@@ -89,7 +89,7 @@ def test_unreadable_first_order_ends_the_run(tmp_path: Path) -> None:
             await coordinator.joined.get()
             with pytest.raises(RemoteError, match="Ping: DecodeError: .*not a Ping"):
                 await coordinator.order("Ping", NONSENSE, orders.Pong)
-            await coordinator.order("End", orders.EndRun(1.0), orders.AllEnded)
+            await coordinator.order("EndRun", orders.EndRun(1.0), orders.AllEnded)
             code = await agent
         coordinator.stream.close()
         return code
