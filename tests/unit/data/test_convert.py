@@ -250,7 +250,7 @@ def test_messages_of_a_copy_get_the_template(tmp_path):
 
 
 def test_layout_of_the_user_is_called(tmp_path, chars, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[4] / "docs/examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "docs/examples"))
     rows = [{"text": "Which is a prime?", "choices": ["8", "9", "11"], "answer": 2, "level": 1}]
     settings = {"layout": "layout:choices", "layout_args": {"question": "text"}}
     config = config_of(jsonl(tmp_path / "t.jsonl", rows), **settings)
