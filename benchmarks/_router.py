@@ -129,7 +129,7 @@ def serve_manager(folder: Path, strategy: str, core: int | None, ready: Connecti
     config = Config(
         train=TrainConfig(batch_groups=1 << 20, total_steps=1000),
         rollout=RolloutConfig(group_size=ANSWERS),
-        asynchronous=AsyncConfig(max_head_offpolicyness=1000),
+        asynchronous=AsyncConfig(max_staleness=1000),
         manager=ManagerConfig.model_validate({"routing": strategy}),
     )
     store = FileNameStore(folder / "name_store")

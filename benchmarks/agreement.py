@@ -40,7 +40,7 @@ START_AND_STOP_S = 120  # more than the phases before and after training take
 
 def run(folder: str, versions: int, eta: int, lr: float, seconds: float) -> list[dict[str, Any]]:
     """Train records of the job."""
-    overrides = [f"train.total_steps={versions}", f"asynchronous.max_head_offpolicyness={eta}"]
+    overrides = [f"train.total_steps={versions}", f"asynchronous.max_staleness={eta}"]
     overrides += [f"train.max_seconds={seconds}", f"train.optimizer.lr={lr}"]
     trial = run_job(Path(folder), "agreement", [*SMALL, *overrides], timeout_s=seconds + START_AND_STOP_S)
     return records(trial, "train")

@@ -28,8 +28,8 @@ from benchmarks._jobs import records, run_job, warm_start
 from benchmarks._table import report
 
 MODES = {
-    "sync": ["asynchronous.max_head_offpolicyness=0", "asynchronous.interruptible=false"],
-    "async": ["asynchronous.max_head_offpolicyness=4", "asynchronous.interruptible=true"],
+    "sync": ["asynchronous.max_staleness=0", "asynchronous.interruptible=false"],
+    "async": ["asynchronous.max_staleness=4", "asynchronous.interruptible=true"],
 }
 ANSWERS = 8  # per prompt in experiment=arith
 SKIP = 6

@@ -61,7 +61,7 @@ def serve_manager(place: str, folder: Path, workers: int, port: Connection) -> N
     """Run the manager with TICKETS running tickets, spread over ``workers``. Sends its process id."""
     config = Config(
         train=TrainConfig(batch_groups=TICKETS),
-        asynchronous=AsyncConfig(max_head_offpolicyness=1),
+        asynchronous=AsyncConfig(max_staleness=1),
         manager=ManagerConfig(rollout_lease_s=1e6),
     )
 

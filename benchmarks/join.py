@@ -48,7 +48,7 @@ JOIN_S = 120.0
 
 def serve_manager(place: str, folder: Path, ready: Connection) -> None:
     """Run the manager. Sends its process id and address."""
-    config = Config(train=TrainConfig(batch_groups=4096), asynchronous=AsyncConfig(max_head_offpolicyness=1))
+    config = Config(train=TrainConfig(batch_groups=4096), asynchronous=AsyncConfig(max_staleness=1))
     store = open_store(place)
 
     def register(address: str) -> None:

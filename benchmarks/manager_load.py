@@ -52,7 +52,7 @@ def serve_manager(folder: Path, batch: int, ready: Connection) -> None:
     config = Config(
         train=TrainConfig(batch_groups=batch, total_steps=1000),
         rollout=RolloutConfig(group_size=ANSWERS),
-        asynchronous=AsyncConfig(max_head_offpolicyness=1),
+        asynchronous=AsyncConfig(max_staleness=1),
     )
     store = FileNameStore(folder / "name_store")
     parts = ManagerParts(

@@ -50,8 +50,8 @@ COMMON = [
 ]
 CASES: dict[str, list[str]] = {
     BASE: [],
-    "eta0": ["asynchronous.max_head_offpolicyness=0", "asynchronous.interruptible=false"],
-    "eta1": ["asynchronous.max_head_offpolicyness=1"],
+    "eta0": ["asynchronous.max_staleness=0", "asynchronous.interruptible=false"],
+    "eta1": ["asynchronous.max_staleness=1"],
     "batch16": ["train.batch_groups=16"],
     "batch128": ["train.batch_groups=128"],
     "ranks2": ["allocation=serve.d1+d2"],
@@ -68,7 +68,7 @@ def runs_of(cases: Sequence[str]) -> list[str]:
 def overrides_of(case: str, sequences: int) -> list[str]:
     """Return all settings of a case. Its steps train about ``sequences`` completions."""
     settings = dict(text.split("=", 1) for text in [*COMMON, *CASES.get(case, [])])
-    eta = int(settings.get("asynchronous.max_head_offpolicyness", "4"))
+    eta = int(settings.get("asynchronous.max_staleness", "4"))
     steps = max(SKIP + eta + 16, sequences // (int(settings["train.batch_groups"]) * ANSWERS))
     return [*(f"{field}={value}" for field, value in settings.items()), f"train.total_steps={steps}"]
 
@@ -96,7 +96,7 @@ def measure(trial: Path) -> dict[str, float]:
 
     ``computed``: share of the sampled tokens that the trainer computes; the others have no advantage.
     """
-    eta = read_config(TrialPaths(trial).config).asynchronous.max_head_offpolicyness
+    eta = read_config(TrialPaths(trial).config).asynchronous.max_staleness
     steps = records(trial, "train")[SKIP : -(eta + 1)]
     total = sum(step["seconds"]["total"] for step in steps)
     return {

@@ -35,7 +35,7 @@ def simulate(scenario: str, size: str, policy: str, steps: int) -> dict[str, Any
     name, overrides = SCENARIOS[scenario]
     settings = [*overrides, f"sim.server.count={servers}", f"rollout.workers={workers}", f"sim.steps={steps}"]
     if policy == UNBOUNDED:
-        settings += ["asynchronous.stale_policy=train", "asynchronous.max_head_offpolicyness=50"]
+        settings += ["asynchronous.stale_policy=train", "asynchronous.max_staleness=50"]
     else:
         settings.append(f"asynchronous.stale_policy={policy}")
     simulation = Simulation(plan(name, settings))

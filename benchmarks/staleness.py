@@ -138,7 +138,7 @@ def main() -> None:
                 for arm, own in ARMS.items():
                     if (arm, eta, seed) in done or time.monotonic() > deadline:
                         continue
-                    lag = [f"asynchronous.max_head_offpolicyness={eta}", f"seed={seed}"]
+                    lag = [f"asynchronous.max_staleness={eta}", f"seed={seed}"]
                     trial = run_job(root, f"{arm}-{eta}-{seed}", [*warm, *settings, *own, *lag])
                     rows.append(measure(trial, arm, eta, seed))
                     report(NAME, sorted(rows, key=_order), {"settings": settings})

@@ -176,7 +176,7 @@ def summarise(
         "staleness": {
             "mean": totals.lag.value,
             "max": totals.longest_lag,
-            "eta": config.asynchronous.max_head_offpolicyness,
+            "max_staleness": config.asynchronous.max_staleness,
             "histogram": {str(lag): totals.lags[lag] for lag in sorted(totals.lags)},
             "dropped": int(totals.dropped_stale),
             "filtered": int(totals.dropped_filtered),
@@ -263,7 +263,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
             f"{fmt(tokens['end_to_end_per_s'], ',.0f')} end to end, {fmt(tokens['train_per_s'], ',.0f')} in training",
         )
         lag = f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}"
-        lag += f", bound {staleness['eta']} when a group starts"
+        bound = staleness.get("max_staleness", staleness.get("eta"))  # its name in older summaries
+        lag += f", bound {bound} when a group starts"
         filtered = f", {staleness['filtered']} filtered out" if staleness["filtered"] else ""
         wasted = f", {percent(share)} of the sampled tokens" if (share := staleness.get("tokens_too_old")) else ""
         yield "staleness", f"{lag}; {staleness['dropped']} groups dropped as too old{wasted}{filtered}"

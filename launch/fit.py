@@ -181,7 +181,7 @@ def _rollout_workers(config: Config, given: Collection[str], machine: Machine) -
 
 def _admitted(config: Config) -> int:
     """Return how many groups admission lets run at the same version of the weights."""
-    return (config.asynchronous.max_head_offpolicyness + 1) * config.train.batch_groups
+    return (config.asynchronous.max_staleness + 1) * config.train.batch_groups
 
 
 def _held_episodes(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:

@@ -59,6 +59,7 @@ from realsys.observe.screen.progress import Monitor, TrialProgress
 from realsys.observe.screen.terminal import Terminal, reported, tell
 from realsys.observe.step_log import StepTail
 from realsys.observe.trackers.link import Trackers, check_trackers
+from realsys.train.master.stopping import STOP_PROGRESS_S
 from realsys.train.master.stopping import progress as progress_of_stop
 from realsys.weights.host_places import sweep
 
@@ -216,7 +217,7 @@ def _bounds(config: Config, launcher: Launcher) -> Bounds:
     cluster = config.cluster
     return Bounds(
         cluster.stop_timeout_s,
-        cluster.stop_progress_s,
+        STOP_PROGRESS_S,
         cluster.max_restarts,
         min_share=cluster.min_workers_share,
         join_s=launcher.join_timeout_s(),

@@ -16,10 +16,10 @@ from realsys.cluster.worker import EXIT_STOPPED, WorkerContext, worker_main
 from realsys.manager.client import ManagerClient
 from realsys.train.master.run import Connections, MasterRun, build_parts
 from realsys.train.master.step_statistics import StepLog
-from realsys.train.master.stopping import progress
+from realsys.train.master.stopping import STOP_PROGRESS_S, progress
 from realsys.types import TrainerAddress
 
-#: Share of ``cluster.stop_progress_s`` that a stopped run may stand still; the rest is for closing.
+#: Share of STOP_PROGRESS_S that a stopped run may stand still; the rest is for closing.
 _GRACE = 0.9
 
 
@@ -43,7 +43,7 @@ async def serve(ctx: WorkerContext) -> None:
     try:
         parts = build_parts(ctx, Connections(stream, manager, step_log))
         run = MasterRun(ctx, parts, stop_event(ctx))
-        first_s, later_s = cluster.stop_timeout_s / 2, _GRACE * cluster.stop_progress_s
+        first_s, later_s = cluster.stop_timeout_s / 2, _GRACE * STOP_PROGRESS_S
         await run_until_stopped(ctx, run.run(), first_s, functools.partial(progress, ctx.paths), later_s)
     finally:
         await manager.close()

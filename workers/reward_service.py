@@ -14,7 +14,7 @@ from realsys.cluster.http_server import HttpServer
 from realsys.cluster.worker import WorkerContext, worker_main
 from realsys.errors import ConfigError
 from realsys.reward.open_verifiers import make_pool
-from realsys.reward.service.reward_server import RewardServer
+from realsys.reward.service.reward_server import MOST_ITEMS, RewardServer
 from realsys.types import ServerAddress
 
 
@@ -24,7 +24,7 @@ async def serve(ctx: WorkerContext) -> None:
     if not reward.services:
         raise ConfigError("rollout.reward.services", 0, "the RolloutWorkers of this trial use no service: set it to 1")
     pool = make_pool(ctx.config, judgements=1)  # the client has an item judged again, by another service
-    server = RewardServer(pool, reward.service_items, token=ctx.token, check_alive=ctx.check_alive)
+    server = RewardServer(pool, MOST_ITEMS, token=ctx.token, check_alive=ctx.check_alive)
     ctx.count(lambda: server.refused)
     http = HttpServer(server.app, ctx.config.cluster.host)
     address = ServerAddress(ctx.name, http.url, os.getpid(), socket.gethostname(), ctx.incarnation)

@@ -234,7 +234,7 @@ def _run(kind: str, index: int, body: Body, paths: TrialPaths, signals: StopSign
     reporter.release = release
     if config.telemetry.spans:
         folder = paths.spans / f"{kind}-{index}"
-        spans.start(folder, f"{kind}/{index}", heartbeat.incarnation, config.telemetry.span_mib << 20)
+        spans.start(folder, f"{kind}/{index}", heartbeat.incarnation)
     context = WorkerContext(TrialParts(config, paths, names, store), kind, index, heartbeat, signals)
     log.info("started: pid %d, incarnation %s", os.getpid(), context.incarnation)
     try:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from realsys.config.fields import PATTERNS
+from realsys.config.fields import CONSTANT, PATTERNS, RENAMED
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
@@ -276,6 +276,10 @@ def _explain(error: ErrorDetails) -> tuple[str, object, str]:
     """Return (field, value, problem) of a pydantic error."""
     path, value = _path(error), error["input"]
     if error["type"] == "extra_forbidden":
+        if path in RENAMED:
+            return path, value, f"is {RENAMED[path]} now"
+        if path in CONSTANT:
+            return path, value, f"is no setting any more: it is always {CONSTANT[path]}"
         return path, value, f"unknown field{_did_you_mean_field(path)}"
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return path, value, f"is a section: set one of its fields, e.g. {path}.{_first_field(path)}"
@@ -293,7 +297,7 @@ def _did_you_mean(value: object, known: Sequence[str]) -> str:
 
 
 def _did_you_mean_field(path: str) -> str:
-    """Suggest a field: the same name in another section, one described by that word (eta), or a similar one."""
+    """Suggest a field: the same name in another section, one described by that word, or a similar one."""
     known = list(fields())
     known += sorted({section for field in known if (section := field.rpartition(".")[0])})
     name = path.rpartition(".")[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,6 +19,34 @@ LearningRate = Annotated[float, Field(gt=0, le=1)]
 SmallFloat = Annotated[float, Field(ge=0, le=10)]
 Temperature = Annotated[float, Field(ge=1e-6, le=10)]
 Offload = Literal["none", "optimizer", "all"]
+
+
+#: fields of earlier builds -> their name now. An override with the old name is refused; a stored trial is read.
+RENAMED: Mapping[str, str] = {"asynchronous.max_head_offpolicyness": "asynchronous.max_staleness"}
+#: fields of earlier builds that are constants now, in the module of the part that uses them
+CONSTANT: Mapping[str, object] = {
+    "cluster.stop_progress_s": 20.0,
+    "evaluation.hold_share": 0.25,
+    "manager.blame_reporters": 2,
+    "manager.blame_window_s": 30.0,
+    "manager.blame_wrong_reports": 3,
+    "rollout.reward.service_items": 4096,
+    "telemetry.span_mib": 32,
+}
+
+
+def with_present_names(tree: object) -> object:
+    """Return the values of a stored configuration without fields of earlier builds. Changes ``tree``."""
+    for field in (*RENAMED, *CONSTANT):
+        *sections, name = field.split(".")
+        place = tree
+        for section in sections:
+            place = place.get(section) if isinstance(place, dict) else None
+        if isinstance(place, dict) and name in place:
+            value = place.pop(name)
+            if field in RENAMED:
+                place.setdefault(RENAMED[field].rpartition(".")[2], value)
+    return tree
 
 
 #: regular expression of a field -> what its text must be, for the error

@@ -6,8 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from pydantic import ValidationError
 
+from realsys.config.fields import with_present_names
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
@@ -212,7 +214,9 @@ def read_config(path: Path) -> Config:
     except UnicodeDecodeError as exc:
         raise ConfigError("config.json", str(path), f"must be UTF-8 text: {exc}") from None
     try:
-        return Config.model_validate_json(text)
+        return Config.model_validate_json(msgspec.json.encode(with_present_names(msgspec.json.decode(text))))
+    except msgspec.DecodeError as exc:
+        raise ConfigError("config.json", str(path), f"content: Invalid JSON: {exc}") from None
     except ValidationError as exc:
         first = exc.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])

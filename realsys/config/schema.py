@@ -1,8 +1,7 @@
 """The typed configuration of a trial: every field with its bound and its description.
 
 compose.py composes it from YAML files and the command line. Workers never compose: they read the resolved dump
-(`config.json` in the trial folder). Fields that the AReaL paper names keep the paper's name (``eta`` is
-``max_head_offpolicyness``). `make docs` writes the descriptions into docs/configuration.md.
+(`config.json` in the trial folder). `make docs` writes the descriptions into docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -157,13 +156,14 @@ class GenerationConfig(Section):
 class AsyncConfig(Section):
     """Asynchrony (paper, sections 4 and 5)."""
 
-    max_head_offpolicyness: NonNegative = Field(
-        4, description="eta: versions that generation may run ahead of training; 0: synchronous"
+    max_staleness: NonNegative = Field(
+        4,
+        description="versions that generation may run ahead of training (eta in the paper's formulas); 0: synchronous",
     )
     stale_policy: Literal["train", "mask", "drop"] = Field(
         "train",
-        description="tokens older than eta versions: train them, mask them out of the loss, or drop their group and "
-        "issue its prompt again",
+        description="tokens older than max_staleness versions: train them, mask them out of the loss, or drop their "
+        "group and issue its prompt again",
     )
     max_reissues: Annotated[int, Field(ge=0, le=100)] = Field(
         2, description="stale_policy=drop: times that a prompt is issued again; after them its old tokens are masked"
@@ -220,15 +220,6 @@ class ManagerConfig(Section):
     update_timeout_s: PositiveFloat = Field(600.0, description="seconds that one server may take for one weight update")
     rollout_lease_s: PositiveFloat = Field(
         3600.0, description="seconds without news of its RolloutWorker after which a running ticket is reissued"
-    )
-    blame_window_s: PositiveFloat = Field(
-        30.0, description="seconds for which a RolloutWorker's report of a failed generation server counts"
-    )
-    blame_reporters: Annotated[int, Field(ge=2)] = Field(
-        2, description="RolloutWorkers whose reports in the window quarantine a server that answers the manager's probe"
-    )
-    blame_wrong_reports: Positive = Field(
-        3, description="servers that a RolloutWorker may report wrongly in the window before its reports are ignored"
     )
     ledger_compact_mb: PositiveFloat = Field(
         64.0, description="size in MiB above which a snapshot replaces the ledger file; older history is removed"

@@ -178,11 +178,6 @@ class ClusterConfig(Section):
         1800.0, description="seconds that one model function call, or handing over one group, may take"
     )
     stop_timeout_s: PositiveFloat = Field(8.0, description="seconds that processes have to stop before they are killed")
-    stop_progress_s: PositiveFloat = Field(
-        20.0,
-        description="seconds without progress (a micro-batch, bytes of a checkpoint) after which a stop no longer "
-        "waits for the MasterWorker's last checkpoint",
-    )
     max_restarts: NonNegative = Field(
         5,
         description="restarts in a row of one stateless worker, or of the trainer; then the run ends, or continues"
@@ -225,6 +220,3 @@ class TelemetryConfig(Section):
         " priority; one more is made at its end. 0: none",
     )
     spans: bool = Field(True, description="write the timeline of every process, which `realsys trace` and `why` read")
-    span_mib: Positive = Field(
-        32, description="size in MiB of the timeline of one process; the oldest spans are removed"
-    )

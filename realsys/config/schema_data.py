@@ -14,7 +14,6 @@ from pydantic import Field
 from realsys.config.fields import (
     NonNegative,
     NonNegativeFloat,
-    OpenProbability,
     Positive,
     PositiveFloat,
     Probability,
@@ -199,9 +198,6 @@ class EvalConfig(Section):
     )
     max_failed: NonNegative = Field(
         0, description="completions of an evaluation that may fail; with more it is incomplete and has no numbers"
-    )
-    hold_share: OpenProbability = Field(
-        0.25, description="share of the servers that keep an evaluation's version while the others update; at least one"
     )
     hold_s: NonNegativeFloat = Field(
         600.0,

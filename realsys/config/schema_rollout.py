@@ -132,9 +132,6 @@ class RewardConfig(Section):
         0,
         description="processes that judge for all RolloutWorkers (docs/rewards.md); 0: each judges for itself",
     )
-    service_items: Positive = Field(
-        4096, description="completions that one reward service holds; when it is full, RolloutWorkers send them later"
-    )
     timeout_s: PositiveFloat = Field(10.0, description="seconds of CPU time that a verifier may use for one completion")
     elapsed_timeout_s: PositiveFloat = Field(
         60.0, description="seconds on the clock that a verifier may take for one completion, its waits included"

@@ -89,7 +89,7 @@ def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     grants, waits = found["grants"], found["waits_s"]
     lines = [
         ("trial", f"{found['servers']} servers, {found['workers']} workers, B={found['batch_groups']}, "
-         f"n={found['group_size']}, eta={found['eta']}, stale_policy={found['stale_policy']}"),
+         f"n={found['group_size']}, max_staleness={found['max_staleness']}, stale_policy={found['stale_policy']}"),
         ("simulated", f"{found['hours']:.1f} h, {found['steps']} steps, {found['tickets']} tickets, "
          f"{found['events']} events in {found['wall_s']:.1f} s"),
         ("throughput", f"{found['steps_per_h']:.1f} steps/h, {found['trained_tokens_per_s']:,.0f} trained tokens/s "
@@ -146,7 +146,7 @@ def results(simulation: Simulation, wall_s: float) -> dict[str, Any]:
         "workers": config.rollout.workers,
         "batch_groups": config.train.batch_groups,
         "group_size": config.rollout.group_size,
-        "eta": config.asynchronous.max_head_offpolicyness,
+        "max_staleness": config.asynchronous.max_staleness,
         "stale_policy": config.asynchronous.stale_policy,
         "hours": seconds / 3600,
         "steps": simulation.trainer.logged,

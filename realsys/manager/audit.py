@@ -31,7 +31,7 @@ CLAIMS = {
     "ends": "no ticket ended twice (one-end)",
     "trained": "no ticket was trained twice, unless a roll-back lies between",
     "versions": "each version was trained once, in order, by the trainer that started last (monotonic)",
-    "staleness": "nothing older than eta was trained, or reissued too often for it (stale_policy=mask, drop)",
+    "staleness": "nothing older than max_staleness was trained, or reissued too often for it (stale_policy=mask, drop)",
     "admission": "floor((N - 1) / B) <= v + eta at every grant",
     "steps": "the trainer's own record names the same tickets for each step",
     "replay": "the manager's replay accepts every record, and each ticket is in exactly one state",
@@ -241,7 +241,7 @@ class Auditor:
             self.problems["replay"].append(f"the records lead to {states}, the manager's replay to {replayed}")
         if self.opened is None and not self.tickets:
             for name in ("staleness", "admission"):
-                reasons.setdefault(name, "no record says what B and eta were")
+                reasons.setdefault(name, "no record says what the bound was")
         elif self.opened is not None and self.opened.stale_policy == "train":
             reasons["staleness"] = f"stale_policy={self.opened.stale_policy}: older groups may be trained"
         trained = [seen for seen in self.tickets.values() if seen.state == "trained"]
@@ -312,7 +312,7 @@ class Auditor:
             self._move(seen, "running")
         self._granted_at(event, line)
         if self.opened is None:
-            self._note("admission", line, f"ticket {event.ticket_id} granted before any record says what B and eta are")
+            self._note("admission", line, f"ticket {event.ticket_id} granted before any record says what the bound is")
         else:
             counted = self.inherited + sum(self.states[state] for state in (*_COUNTED, "trained"))
             bound = StalenessBound(self.opened.batch_groups, self.opened.eta)
@@ -424,7 +424,7 @@ class Auditor:
                     "versions", line, f"ticket {ticket_id} of version {oldest} trained at version {event.version}"
                 )
             if self.opened is not None and masks and seen.lag > self.opened.eta:
-                behind = f"{seen.lag} versions behind, eta is {self.opened.eta}"
+                behind = f"{seen.lag} versions behind, max_staleness is {self.opened.eta}"
                 self._note("staleness", line, f"ticket {ticket_id} trained at version {event.version}: {behind}")
             seen.version = event.version
             self._move(seen, "trained")

@@ -95,7 +95,7 @@ class ManagerSettings:
         rolling = manager.weight_update_mode == "rolling"
         return cls(
             batch_groups=config.train.batch_groups,
-            eta=config.asynchronous.max_head_offpolicyness,
+            eta=config.asynchronous.max_staleness,
             group_size=config.rollout.sampled_episodes,
             max_attempts=config.rollout.max_attempts,
             seed=config.seed,
@@ -112,9 +112,8 @@ class ManagerSettings:
             kv_reuse_versions=config.asynchronous.kv_reuse_versions,
             interruptible=config.asynchronous.interruptible,
             pace=Pace(manager.rolling_fraction, manager.rolling_retry_timeout_s) if rolling else Pace(),
-            blame=BlameRules(manager.blame_window_s, manager.blame_reporters, manager.blame_wrong_reports),
             fan_out=FanOut(config.weights.storage_readers),
-            holds=HoldRules(config.evaluation.hold_share, config.evaluation.hold_s),
+            holds=HoldRules(seconds=config.evaluation.hold_s),
         )
 
 

@@ -22,7 +22,7 @@ def status(state: ManagerState, now: float, started: float) -> dict[str, Any]:
         "step": state.master.get("step", published.step if published else 0),
         "total_steps": state.settings.total_steps,
         "version": state.version,
-        "eta": state.bound.eta,
+        "max_staleness": state.bound.eta,
         "master": state.master,
         "admission": admission(state),
         "servers": servers(state, now),
@@ -74,8 +74,9 @@ def explain(state: ManagerState) -> str:
             needed = state.bound.oldest_weights(state.ledger.counted + 1)
             awaited = "the next version" if needed > state.version else f"a server that serves version {needed}"
             return (
-                f"{state.ledger.counted} groups are granted and not given back; at version {state.version} and eta "
-                f"{state.bound.eta} the bound is {state.bound.capacity(state.version)}: waiting for {awaited}"
+                f"{state.ledger.counted} groups are granted and not given back; at version {state.version} and "
+                f"max_staleness {state.bound.eta} the bound is {state.bound.capacity(state.version)}: "
+                f"waiting for {awaited}"
             )
         case "exhausted":
             open_ = state.ledger.counts.open

@@ -56,7 +56,7 @@ class _Run:
     points: Sequence[Point]
     evaluations: Sequence[Record]
     restarts: Sequence[float]
-    eta: int
+    max_staleness: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _read(config: Config, paths: TrialPaths) -> _Run:
     restarts = {place for place, _ in restarts_in_steps(read_events(paths.events), records)}
     restarts |= {max(0, int(record["step"])) + 0.5 for record in records if record["kind"] == RECOVERED}
     points = list(curve_points(surviving_steps(paths.steps), totals.steps))
-    return _Run(points, evaluations, sorted(restarts), config.asynchronous.max_head_offpolicyness)
+    return _Run(points, evaluations, sorted(restarts), config.asynchronous.max_staleness)
 
 
 def _times(records: Iterator[Record]) -> Iterator[dict[str, Any]]:
@@ -178,10 +178,9 @@ def _staleness(axis: Axes, run: _Run) -> None:
     if steps and len(lowest) == len(highest):
         axis.fill_between(steps, lowest, highest, color=_BAND, alpha=0.5, linewidth=0, label="min to max")
     _line(axis, run, "lag_mean", label="mean")
-    axis.axhline(
-        run.eta, color=_POINT, linewidth=1.2, linestyle="--", label=f"bound when a group starts (eta = {run.eta})"
-    )
-    axis.set_ylim(bottom=0, top=max([run.eta, *highest]) * 1.35 + 0.1)  # room for the legend above the data
+    bound = run.max_staleness
+    axis.axhline(bound, color=_POINT, linewidth=1.2, linestyle="--", label=f"bound when a group starts ({bound})")
+    axis.set_ylim(bottom=0, top=max([bound, *highest]) * 1.35 + 0.1)  # room for the legend above the data
 
 
 def _weights(axis: Axes, run: _Run) -> None:

@@ -77,6 +77,8 @@ MOST_QUEUED = 50_000
 #: A segment has at most this part of the bytes of a process. The oldest ones are removed, so a full folder holds
 #: between 7/8 and 8/8 of its limit.
 SEGMENTS = 8
+#: bytes of the timeline of one process; the oldest spans go
+MOST_BYTES = 32 << 20
 #: spans of one line, which a death in the middle of its write costs
 _LINE = 1000
 SUFFIX = ".spans"
@@ -205,7 +207,7 @@ class Recorder:
 _recorder: Recorder | None = None
 
 
-def start(folder: Path, process: str, incarnation: str, limit: int) -> None:
+def start(folder: Path, process: str, incarnation: str, limit: int = MOST_BYTES) -> None:
     """Record the spans of this process in ``folder``, at most ``limit`` bytes. ``process``: kind/index."""
     global _recorder
     stop()

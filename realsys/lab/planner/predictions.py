@@ -186,10 +186,10 @@ def _plain(allocation: str) -> str:
 
 def what_ifs(config: Config) -> list[Variant]:
     """Return neighbours of a configuration: half and twice the batch, other bounds on staleness, other lengths."""
-    batch, eta = config.train.batch_groups, config.asynchronous.max_head_offpolicyness
+    batch, eta = config.train.batch_groups, config.asynchronous.max_staleness
     found = [_changed(config, f"train.batch_groups={size}") for size in (batch // 2, 2 * batch) if size]
     found += [
-        _changed(config, f"asynchronous.max_head_offpolicyness={bound}")
+        _changed(config, f"asynchronous.max_staleness={bound}")
         for bound in sorted({0, 1, max(2, eta // 2), 2 * eta} - {eta})
     ]
     return found + [scaled(config, factor) for factor in (0.5, 2.0)]

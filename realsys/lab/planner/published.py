@@ -189,7 +189,7 @@ def _config(eta: int) -> Config:
         "rollout.group_size": _SIZE,
         "rollout.workers": workers,
         "rollout.max_concurrent": _GROUPS // workers,
-        "asynchronous.max_head_offpolicyness": eta,
+        "asynchronous.max_staleness": eta,
     }
     config = Config()
     for path, value in changes.items():

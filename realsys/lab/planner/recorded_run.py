@@ -234,7 +234,7 @@ def steady(recording: Recording) -> list[StepCost]:
     The last steps of a run have no generation next to them, so they are faster than its steady state.
     """
     last = max((group.granted for group in recording.groups), default=recording.steps[-1].end)
-    filled = recording.config.asynchronous.max_head_offpolicyness + 2  # a simulation leaves out the same steps
+    filled = recording.config.asynchronous.max_staleness + 2  # a simulation leaves out the same steps
     found = [step for step in recording.steps[filled:] if step.end <= last]
     return found if len(found) >= FEWEST_STEPS // 2 else recording.steps[SKIP:]
 

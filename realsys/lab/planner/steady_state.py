@@ -101,7 +101,7 @@ class _Steady(Simulation):
 
 def simulate(costs: Costs, config: Config, lengths: LengthSample, seed: int = 1, most: int = STEPS) -> SteadyState:
     """Simulate ``config``, and measure at most ``most`` steps after those that fill the pipeline."""
-    first = config.asynchronous.max_head_offpolicyness + 2
+    first = config.asynchronous.max_staleness + 2
     settings = sim_settings(costs, config, lengths, first + measured_steps(config, most))
     simulation = _Steady(Plan("planner", endless(config, seed), settings), first)
     run_quietly(simulation)

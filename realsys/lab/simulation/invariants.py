@@ -55,7 +55,7 @@ def check_loss(
 ) -> str:
     """Return the problem if a step into ``version`` trains other tokens than the policy allows, else ""."""
     settings = simulation.config.asynchronous
-    bound = None if settings.stale_policy == "train" else version - 1 - settings.max_head_offpolicyness
+    bound = None if settings.stale_policy == "train" else version - 1 - settings.max_staleness
     if oldest != bound:
         return f"staleness: version {version} trains tokens of version {oldest} on, and the bound is {bound}"
     allowed = sum(
@@ -86,7 +86,7 @@ def _servers(simulation: Simulation) -> str:
     state = simulation.manager.state
     if not simulation.manager.up or state.servers.published is None:
         return ""
-    published, eta = state.servers.published, simulation.config.asynchronous.max_head_offpolicyness
+    published, eta = state.servers.published, simulation.config.asynchronous.max_staleness
     for load in state.router.routes(None):
         server, engine = state.servers.get(load.name), simulation.engines.get(load.name)
         assert server is not None

@@ -116,7 +116,7 @@ _PAPER_LIKE = {
     "train.total_steps": 1_000_000,  # grants never end: the last batches of a run are biased in length
     "rollout.group_size": 16,
     "rollout.workers": 32,
-    "asynchronous.max_head_offpolicyness": 4,
+    "asynchronous.max_staleness": 4,
     "sim.trainer.step_s": 60.0,
 }
 #: lognormal, pareto: workloads in which much can be wasted, because lengths and times of episodes have long tails.
@@ -137,7 +137,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "rollout.group_size": 2,
         "rollout.workers": 4,
         "rollout.max_concurrent": 8,
-        "asynchronous.max_head_offpolicyness": 2,
+        "asynchronous.max_staleness": 2,
         "generation.sampling.new_tokens_per_chunk": 2048,
         "checkpoint.every_steps": 5,
         "evaluation.every_steps": 20,

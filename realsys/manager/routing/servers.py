@@ -208,7 +208,7 @@ class ServerRegistry:
         ]
         version = self.published.version if self.published else -1
         rows = "; ".join(states) or "none registered"
-        return f"no routable server at version {version}, eta {self._bound.eta}: {rows}"
+        return f"no routable server at version {version}, max_staleness {self._bound.eta}: {rows}"
 
     def current(self, server: Server) -> PublishedVersion | None:
         """Return the verified version of the current trainer that the server serves; None in quarantine."""

@@ -94,7 +94,7 @@ class LiveView:
         frame = Frame(
             f"{config.experiment}/{config.trial}",
             str(self._paths.root),
-            config.asynchronous.max_head_offpolicyness,
+            config.asynchronous.max_staleness,
             self._expected,
             list(self._notes),
             max(0.0, time.time() - self._started),
@@ -144,7 +144,7 @@ _OF_OTHER_MODELS = (
 )
 #: reason why the manager grants nothing, in words
 _CLOSED = {
-    "staleness": "waits for the trainer (eta)",
+    "staleness": "waits for the trainer (bound)",
     "exhausted": "all groups granted",
     "no_server": "no server has weights yet",
     "paused": "paused",
@@ -165,13 +165,13 @@ class Frame:
 
     name      experiment/trial
     folder    of the trial, shown until there is a status page
-    eta       bound on the staleness
+    max_staleness   bound on the staleness
     expected  names of the worker processes
     """
 
     name: str
     folder: str
-    eta: int
+    max_staleness: int
     expected: Sequence[str] = ()
     notes: Sequence[str] = ()
     elapsed_s: float = 0.0
@@ -185,7 +185,7 @@ def lines(progress: TrialProgress, frame: Frame, width: int, height: int) -> lis
     """
     head = _head(progress, frame, width)
     notes = _notes(frame, width, max(2, height // 4))
-    body = _side_by_side(_training(progress), _asynchrony(progress, frame.eta), width)
+    body = _side_by_side(_training(progress), _asynchrony(progress, frame.max_staleness), width)
     time = [_cut(Text.assemble(("step time  ", "dim"), time_split(_recent(progress.train))), width)]
     servers = _servers(progress.status, width)
     room = height - len(head) - len(notes)
@@ -367,14 +367,14 @@ def _with_signal(record: Record) -> float | None:
     return None if equal is None else 1.0 - equal
 
 
-def _asynchrony(progress: TrialProgress, eta: int) -> list[Text]:
+def _asynchrony(progress: TrialProgress, max_staleness: int) -> list[Text]:
     status = progress.status
     last: Record = progress.train[-1] if progress.train else {}
     recent = _recent(progress.train)
     lag = f"{fmt(number(last, 'staleness', 'mean'), '.1f')} mean, {fmt(number(last, 'staleness', 'max'), '.0f')} max"
     rows: list[Row] = [
         ("version", fmt(_published(status, last), ".0f")),
-        ("staleness", f"{lag if last else '-'} (eta {eta})"),
+        ("staleness", f"{lag if last else '-'} (bound {max_staleness})"),
         *(("untrained" if not i else "", text) for i, text in enumerate(_untrained(last))),
     ]
     if failures := failures_text(last.get("verdict_failures")):

@@ -458,9 +458,9 @@ def _about_servers(facts: Facts) -> str:
 
 
 def _more_ahead(facts: Facts) -> str:
-    eta = facts.config.asynchronous.max_head_offpolicyness if facts.config is not None else 0
+    most = facts.config.asynchronous.max_staleness if facts.config is not None else 0
     return (
-        f"let generation run further ahead (asynchronous.max_head_offpolicyness, now {eta}; rollout.max_concurrent), "
+        f"let generation run further ahead (asynchronous.max_staleness, now {most}; rollout.max_concurrent), "
         "or shorten the longest completions (generation.sampling.max_new_tokens)"
     )
 

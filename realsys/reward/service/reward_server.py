@@ -220,6 +220,7 @@ def _json(body: object, status: int = 200, headers: dict[str, str] | None = None
 # bounded-room   it holds at most ``max_items`` and ``max_bytes``, or one request that is larger than that
 
 
+MOST_ITEMS = 4096  # completions that a service holds; when it is full, RolloutWorkers send them later
 MAX_BYTES = 512 << 20  # bytes of the requests that a service holds
 _FIRST_S, _LAST_S = 1, 10  # bounds on the wait that a full service asks for
 

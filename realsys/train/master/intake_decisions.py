@@ -56,7 +56,7 @@ class IntakeSettings:
     def of(cls, config: Config) -> IntakeSettings:
         return cls(
             batch_groups=config.train.batch_groups,
-            eta=config.asynchronous.max_head_offpolicyness,
+            eta=config.asynchronous.max_staleness,
             stale_policy=config.asynchronous.stale_policy,
             max_reissues=config.asynchronous.max_reissues,
             max_refills=config.train.ppo.filter.max_refills,

@@ -271,7 +271,7 @@ class TrainLoop:
         The tickets of eta + 1 batches start together, so the first batches get the shortest completions.
         The last batch gets all that were still running, which are the longest.
         """
-        eta = self._config.asynchronous.max_head_offpolicyness
+        eta = self._config.asynchronous.max_staleness
         return step == self._total_steps or (eta > 0 and step - self._first_step <= eta)
 
     def _warn_of_waste(self, losses: StepLosses) -> None:
@@ -279,7 +279,7 @@ class TrainLoop:
         if self._waste.begins(losses.warning):
             log.warning(
                 "%.0f %% of the tokens sampled for the last steps were too old to be trained: increase "
-                "asynchronous.max_head_offpolicyness, or set asynchronous.stale_policy=train",
+                "asynchronous.max_staleness, or set asynchronous.stale_policy=train",
                 100 * losses.too_old,
             )
 
@@ -290,7 +290,7 @@ class TrainLoop:
             log.warning(
                 "step %d has a token with behaviour weight w = %.3g: the trainer's log-prob and the one recorded in "
                 "generation are far apart; see agreement in the step log, and lower "
-                "asynchronous.max_head_offpolicyness if that is small",
+                "asynchronous.max_staleness if that is small",
                 step,
                 largest,
             )

@@ -59,7 +59,7 @@ class StepRunner:
         self._compares = comparing_call(flow)
         self._agreement = AgreementSampler(
             config.agreement.sample_tokens,
-            config.asynchronous.max_head_offpolicyness,
+            config.asynchronous.max_staleness,
             scores_all=self._compares is not None and not self._compares.trains,
         )
         self._critic_steps = ppo.critic.warmup_steps if ppo.critic.enabled else 0

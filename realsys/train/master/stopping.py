@@ -6,7 +6,7 @@
 Consumes: the request to stop. Waits for: the workers' positions in the step. Produces: the file
 ``stopping``, whose first line tells the user what the stop waits for. It changes as long as the step moves
 on; together with the bytes of unfinished files it is the *progress* of a stop (``progress``). A stop lasts
-as long as its progress does, and ends ``cluster.stop_progress_s`` after the last change.
+as long as its progress does, and ends ``STOP_PROGRESS_S`` after the last change.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from realsys.train.step_gate import GateState, SettleRequest, StepAbandoned, dec
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+#: A stop waits for the last checkpoint as long as there is progress (a micro-batch, bytes of a checkpoint). It gives up
+#: after so many seconds without any: a rank that computes for longer than this cannot be told from one that hangs.
+STOP_PROGRESS_S = 20.0
 _LOOK_S = 0.5  # seconds between two questions how far the step is
 _UNFINISHED = ("checkpoints/*.tmp/*", "weights/*/*.tmp/*")
 

@@ -256,7 +256,7 @@ def test_status_metrics_and_page_show_the_trial(tmp_path: Path) -> None:
         await t.schedule(ticket)
         await t.finish(ticket)
         status = await t.get("/status")
-        assert (status["phase"], status["version"], status["eta"]) == ("train", 0, 1)
+        assert (status["phase"], status["version"], status["max_staleness"]) == ("train", 0, 1)
         assert status["admission"]["headroom"] == 3 and status["admission"]["admits"] is True
         assert status["servers"][0]["tokens_per_s"] > 0
         assert status["rollout"]["updates"][0]["pause_s"] == 0.002 and status["agreement"] == drift

@@ -113,7 +113,7 @@ def display(paths: TrialPaths, progress: TrialProgress) -> None:
     config = read_config(paths.config)
     name = f"{config.experiment}/{config.trial}"
     began, now = (progress.warmup or progress.train)[0]["time"], progress.train[-1]["time"]
-    eta = config.asynchronous.max_head_offpolicyness
+    eta = config.asynchronous.max_staleness
     frame = Frame(name, f"runs/{name}", eta, expected_workers(config), elapsed_s=now - began)
     console.print(Group(*lines(progress, frame, 79, 23)))
     console.save_svg(str(IMAGES / "display.svg"), title="realsys run experiment=arith", unique_id="display")

@@ -114,7 +114,7 @@ def microbatch() -> str:
 
 
 def async_vs_sync() -> str:
-    names = {"sync": "eta 0, synchronous", "async": "eta 4, asynchronous"}
+    names = {"sync": "max_staleness 0, synchronous", "async": "max_staleness 4, asynchronous"}
 
     def cells(row: dict[str, float]) -> Sequence[str]:
         done = row["async_over_sync"] is not None

@@ -274,7 +274,7 @@ def config(
     return Config(
         train=TrainConfig(batch_groups=batch, total_steps=100),
         rollout=RolloutConfig(group_size=2, max_attempts=2),
-        asynchronous=AsyncConfig(max_head_offpolicyness=eta),
+        asynchronous=AsyncConfig(max_staleness=eta),
         manager=ManagerConfig(update_timeout_s=update_timeout_s, rollout_lease_s=lease_s, **manager),
     )
 

@@ -30,7 +30,7 @@ SHARED = replace(COSTS, cores=2.0)
 LENGTHS = LengthSample(tuple(range(10, 90)), prompt_share=0.5, prompt_tokens=8.0, longest=128)
 OVERRIDES = (
     "allocation=serve.d1+d1", "train.batch_groups=8", "rollout.group_size=4", "rollout.workers=2",
-    "rollout.max_concurrent=8", "asynchronous.max_head_offpolicyness=2", "generation.sampling.max_new_tokens=128",
+    "rollout.max_concurrent=8", "asynchronous.max_staleness=2", "generation.sampling.max_new_tokens=128",
 )  # fmt: skip
 
 

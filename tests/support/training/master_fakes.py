@@ -46,7 +46,7 @@ SMALL = (
     "rollout.group_size=2",
     "train.batch_groups=2",
     "train.ppo.minibatches=2",
-    "asynchronous.max_head_offpolicyness=1",
+    "asynchronous.max_staleness=1",
 )
 
 
@@ -55,7 +55,7 @@ class Manager:
 
     def __init__(self, config: Config, prompts: int, epochs: int = 0) -> None:
         group, batch = config.rollout.group_size, config.train.batch_groups
-        eta = config.asynchronous.max_head_offpolicyness
+        eta = config.asynchronous.max_staleness
         settings = ManagerSettings(batch, eta, 0, group, 1, {"train": prompts, "eval": 1}, total_epochs=epochs)
         self.state, self.told = ManagerState(settings), list[TrainedRequest]()
         self.state.observe_servers([ServerAddress("generation_server/0", "http://h:0", 1, "h", "1")])

@@ -210,7 +210,7 @@ def live_status(servers: int, bad: int = 0) -> dict[str, Any]:
     times = {"total_s": 1.3, "stage_s": 1.1, "verify_s": 0.4, "pause_s": 0.05, "load_s": 0.02, "first_token_s": 0.01}
     updates = [{"server": row["name"], "version": 39, "began": START, "error": "", **times} for row in rows[:6]]
     return {
-        "phase": "train", "step": STEPS, "version": 39, "eta": 4,
+        "phase": "train", "step": STEPS, "version": 39, "max_staleness": 4,
         "admission": {"batch_groups": 64, "counted": 2700, "capacity": 2816, "headroom": 116, "admits": True,
                       "reason": None, "explanation": "granting"},
         "servers": rows,

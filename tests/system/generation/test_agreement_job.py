@@ -17,7 +17,7 @@ def test_engine_and_trainer_agree_without_learning(tmp_path):
         "no-learning",
         "train.optimizer.lr=1e-30",
         "train.total_steps=6",
-        "asynchronous.max_head_offpolicyness=0",
+        "asynchronous.max_staleness=0",
         *QUICK,
     ).completed()
     steps = job.records("train")
@@ -46,7 +46,7 @@ def test_interrupted_completions_are_compared_exactly(tmp_path):
         "rollout.group_size=2",
         "generation.embedded.max_running=1",
         "warmup.steps=2",
-        "asynchronous.max_head_offpolicyness=1",
+        "asynchronous.max_staleness=1",
         "generation.sampling.min_new_tokens=150",
         "generation.sampling.max_new_tokens=180",
         "generation.embedded.context_length=256",

@@ -19,7 +19,7 @@ def test_completions_continue_with_new_weights(tmp_path):
         "evaluation.problems=0",
         "train.batch_groups=4",
         "train.total_steps=12",
-        "asynchronous.max_head_offpolicyness=2",
+        "asynchronous.max_staleness=2",
         # One completion at a time: a batch takes longer than a train step, so updates meet running completions.
         "generation.embedded.max_running=1",
         "generation.sampling.min_new_tokens=150",
@@ -52,7 +52,7 @@ def test_job_tells_which_tokens_stand_on_kept_keys(tmp_path):
         "train.batch_groups=4",
         "train.total_steps=8",
         "train.optimizer.lr=0.002",
-        "asynchronous.max_head_offpolicyness=2",
+        "asynchronous.max_staleness=2",
         "asynchronous.kv_on_update=keep",
         "asynchronous.kv_reuse_versions=1",
         "generation.embedded.max_running=1",

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.system
 
 ARGUMENTS = [
     "rollout.workers=1",
-    "asynchronous.max_head_offpolicyness=0",  # batch k is exactly the k-th B tickets, whatever the timing
+    "asynchronous.max_staleness=0",  # batch k is exactly the k-th B tickets, whatever the timing
     "evaluation.problems=0",
     "train.total_steps=2",
     "warmup.steps=8",

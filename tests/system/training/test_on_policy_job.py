@@ -16,7 +16,7 @@ from tests.support.jobs.jobs import arith, processes_of, running
 pytestmark = pytest.mark.system
 
 ON_POLICY = [
-    "asynchronous.max_head_offpolicyness=0",
+    "asynchronous.max_staleness=0",
     "warmup.steps=2",
     "evaluation.problems=0",
     "train.batch_groups=4",

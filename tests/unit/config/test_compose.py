@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
+import operator
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from realsys.config.compose import compose, fields, with_overrides
 from realsys.config.dataflow import dataflow_of
+from realsys.config.fields import CONSTANT, RENAMED
 from realsys.config.machine import Machine
 from realsys.config.paths import read_config, write_config
 from realsys.config.rules import check
@@ -65,7 +69,7 @@ def test_math_has_the_settings_of_the_paper() -> None:
     assert (config.train.batch_groups, config.rollout.group_size, config.train.ppo.minibatches) == (512, 16, 4)
     assert (config.train.optimizer.lr, config.train.optimizer.beta2, config.train.optimizer.eps) == (2e-5, 0.95, 1e-5)
     assert (config.data.max_prompt_tokens, config.generation.sampling.max_new_tokens) == (1024, 27648)
-    assert config.asynchronous.max_head_offpolicyness == 8
+    assert config.asynchronous.max_staleness == 8
     assert (config.rollout.reward.correct, config.rollout.reward.wrong) == (5.0, -5.0)
 
 
@@ -128,7 +132,7 @@ WRONG_VALUES = [
     ("train.bach_groups=1", "did you mean train.batch_groups?"),
     ("batch_groups=1", "did you mean train.batch_groups?"),
     ("optimiser=sgd", "did you mean train.optimizer or "),
-    ("asynchronous.eta=1", "did you mean asynchronous.max_head_offpolicyness?"),
+    ("asynchronous.eta=1", "did you mean asynchronous.max_staleness?"),
     ("train.quite_something_else=1", "unknown field"),
     ("train.batch_groups=many", "valid integer"),
     ("train.batch_groups=1.5", "valid integer"),
@@ -221,6 +225,24 @@ def test_dump_that_is_not_ours_is_named(tmp_path: Path, text: str | None) -> Non
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=problem):
         read_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("field", [*RENAMED, *CONSTANT])
+def test_field_of_an_earlier_build_is_refused_and_a_stored_one_is_read(tmp_path: Path, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(["experiment=arith", f"+{field}=7"])
+    told = f"is {RENAMED[field]} now" if field in RENAMED else f"it is always {CONSTANT[field]}"
+    assert f"{field}=7: " in str(caught.value) and told in str(caught.value) and caught.value.exit_code == 2
+
+    tree = Config().model_dump(mode="json")
+    *sections, name = field.split(".")
+    place = functools.reduce(operator.getitem, sections, tree)
+    if field in RENAMED:
+        del place[RENAMED[field].rpartition(".")[2]]
+    place[name] = 7
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    config = read_config(tmp_path / "config.json")
+    assert config == (Config() if field in CONSTANT else with_overrides(Config(), [f"{RENAMED[field]}=7"]))
 
 
 def test_dump_is_replaced_whole(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_few_of_many_hosts_read_the_storage(nodes: int, servers: int, given: str
     ("servers", "gpus", "values", "given", "workers", "reason"),
     [
         (384, 8, {}, set(), 24, "1,536 groups of 16, 64 in a worker; 384 servers run 64 episodes each"),
-        (384, 8, {"asynchronous": {"max_head_offpolicyness": 0}}, set(), 8, "512 groups of 16, 64 in a worker; stal"),
+        (384, 8, {"asynchronous": {"max_staleness": 0}}, set(), 8, "512 groups of 16, 64 in a worker; stal"),
         (40, 8, {"generation": {"backend": "sglang", "sglang": {"max_answers": 64}}}, {"generation"}, 2, ""),
         (6, 8, {}, set(), 2, ""),
         (384, 8, {}, {"rollout.workers"}, 2, ""),

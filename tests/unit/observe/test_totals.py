@@ -140,7 +140,7 @@ def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
         "staleness": {
             "mean": mean(train, "staleness", "mean"),
             "max": max((record.get("staleness", {}).get("max", 0) for record in train), default=None),
-            "eta": Config().asynchronous.max_head_offpolicyness,
+            "max_staleness": Config().asynchronous.max_staleness,
             "histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
             "dropped": sum(record["dropped_stale"] for record in train),
             "filtered": sum(record.get("dropped_filtered", 0) for record in train),

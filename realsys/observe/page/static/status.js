@@ -8,7 +8,7 @@ const SPECS = [
   {title: "Completion length", unit: "tokens", unbiased: true, format: brief, series: [{column: "length", label: "mean", colour: S1}, {column: "length_correct", label: "correct", colour: S2}, {column: "length_wrong", label: "wrong", colour: S3}]},
   {title: "KL divergence", unit: "nats per token", from0: true, format: brief, series: [{column: "kl_step", label: "proximal to new", colour: S1}, {column: "kl_stale", label: "sampled to proximal", colour: S3}, {column: "kl_ref", label: "reference", colour: S4}]},
   {title: "Entropy", unit: "nats per token", format: brief, series: [{column: "entropy", label: "mean", colour: S1}]},
-  {title: "Staleness", unit: "versions behind", from0: true, format: brief, band: ["stale_min", "stale_max"], bound: "eta", series: [{column: "stale_mean", label: "mean", colour: S1}]},
+  {title: "Staleness", unit: "versions behind", from0: true, format: brief, band: ["stale_min", "stale_max"], bound: "max_staleness", series: [{column: "stale_mean", label: "mean", colour: S1}]},
   {title: "Tokens per second", unit: "trained tokens", from0: true, format: brief, series: [{column: "tokens_s", label: "end to end", colour: S1}, {column: "train_tokens_s", label: "while training", colour: S6}]},
   {title: "Time of a train step", unit: "seconds", stacked: true, from0: true, format: brief, series: PARTS.map(([column, label, colour]) => ({column, label, colour}))},
   {title: "Gradient norm", unit: "mean over optimizer steps", from0: true, format: brief, series: [{column: "grad_norm", label: "norm", colour: S1}]},
@@ -75,7 +75,7 @@ function showTiles(live) {
     tile("Length", brief(lastUnbiased("length", 10)), "tokens, " + over),
     tile("Entropy", brief(lastOf("entropy", 10)), `nats per token; KL ${brief(lastOf("kl_step", 10))}`),
     tile("Tokens/s", brief(tps), running === null ? "trained, end to end" : `trained; ${brief(running)} sampled`),
-    tile("Staleness", brief(lastOf("stale_mean", 10)), `mean; most ${brief(lastOf("stale_max"))}; bound ${run.eta} when a group starts`));
+    tile("Staleness", brief(lastOf("stale_mean", 10)), `mean; most ${brief(lastOf("stale_max"))}; bound ${run.max_staleness} when a group starts`));
 }
 const SPLIT = {wait: ["waits for batches", S3], inference: ["inference", S4], train: ["training", S1], copy: ["copies weights", S5], publish: ["publishes", S2], checkpoint: ["checkpoints", S6], other: ["plans, transfers", S6], between: ["evaluations and other pauses", S5]};
 function showSplit() {
@@ -111,7 +111,7 @@ async function refresh() {
     run = newRun;
     if (curves.columns) {
       seen = curves.seen;
-      drawn = {...curves, evaluations: run.evaluations, eta: run.eta};
+      drawn = {...curves, evaluations: run.evaluations, max_staleness: run.max_staleness};
       charts.draw(drawn);
     }
     showRun(live);

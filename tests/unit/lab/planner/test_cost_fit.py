@@ -15,7 +15,7 @@ from realsys.lab.planner.recorded_run import Decoding, ServerTimes
 from realsys.lab.planner.steady_state import Costs, simulate
 from tests.support.planner.recordings import COSTS, SHARED, recording_of, steps_per_h
 
-SYNCHRONOUS = ("asynchronous.max_head_offpolicyness=0", "asynchronous.interruptible=false")
+SYNCHRONOUS = ("asynchronous.max_staleness=0", "asynchronous.interruptible=false")
 
 
 @pytest.fixture(scope="module", params=[COSTS, SHARED], ids=["devices", "shared cores"])

@@ -72,7 +72,7 @@ def test_groups_that_wait_for_tools_can_be_fitted() -> None:
 
 def test_groups_of_the_first_steps_are_not_measured() -> None:
     """At first 40 groups start together. Later 8 start at a time, because the servers wait for the trainer."""
-    config = config_of(["asynchronous.max_head_offpolicyness=4", "rollout.max_concurrent=40"])
+    config = config_of(["asynchronous.max_staleness=4", "rollout.max_concurrent=40"])
     costs = replace(COSTS, step=1.5)
     seconds = simulated(costs, config, 60).account.waits["group"]
     assert float(np.mean(seconds[:40])) > 2 * float(np.mean(seconds[40:]))

@@ -54,9 +54,9 @@ def test_what_ifs_change_one_thing_each() -> None:
     assert [variant.label for variant in what_ifs(config_of())] == [
         "train.batch_groups=4",
         "train.batch_groups=16",
-        "asynchronous.max_head_offpolicyness=0",
-        "asynchronous.max_head_offpolicyness=1",
-        "asynchronous.max_head_offpolicyness=4",
+        "asynchronous.max_staleness=0",
+        "asynchronous.max_staleness=1",
+        "asynchronous.max_staleness=4",
         "lengths x 0.5",
         "lengths x 2",
     ]

@@ -51,7 +51,7 @@ def test_equal_runs_in_processes_with_other_hashes() -> None:
     [
         ("seed=1",),
         ("seed=2", "asynchronous.stale_policy=train", "generation.sampling.new_tokens_per_chunk=0"),
-        ("seed=3", "sim.hours=20", "asynchronous.max_head_offpolicyness=0", "manager.weight_update_mode=rolling"),
+        ("seed=3", "sim.hours=20", "asynchronous.max_staleness=0", "manager.weight_update_mode=rolling"),
         ("seed=4", "sim.hours=20", "asynchronous.interruptible=false", "train.ppo.filter.max=0.9"),
     ],
     ids=["drop", "train", "synchronous", "drained"],
@@ -81,7 +81,7 @@ def test_choices_by_outcome_hold_under_faults(overrides: tuple[str, ...]) -> Non
 def test_choices_by_outcome_waste_tokens_by_name() -> None:
     """eta = 0: every batch is of one version, though groups are replaced. Every step trains 8 groups of 3."""
     every = tuple(chosen for overrides in OUTCOMES for chosen in overrides)
-    synchronous = ("asynchronous.max_head_offpolicyness=0", "rollout.keep.episodes=3")
+    synchronous = ("asynchronous.max_staleness=0", "rollout.keep.episodes=3")
     simulation = run("lognormal", *SMALL, *every, *synchronous)
     wasted, account = simulation.account.wasted, simulation.account
     assert wasted.keys() == {"equal_rewards", "over_sampled", "not_kept"} and set(account.staleness) == {0}
@@ -116,7 +116,7 @@ def test_policy_train_wastes_no_token() -> None:
 
 def test_manager_restarts_leave_the_loads_even() -> None:
     """Servers are busy all the time, and a manager starts every three minutes, without the places of the last one."""
-    busy = ("sim.trainer.step_s=10", "asynchronous.max_head_offpolicyness=8", "sim.server.total_tokens_per_s=4000")
+    busy = ("sim.trainer.step_s=10", "asynchronous.max_staleness=8", "sim.server.total_tokens_per_s=4000")
     small = ("train.batch_groups=32", "rollout.group_size=8", "sim.steps=30")
     measured = found("lognormal", *busy, *small, "sim.faults.manager_restarts=0.05")
     largest = measured["largest_load"]
@@ -124,7 +124,7 @@ def test_manager_restarts_leave_the_loads_even() -> None:
 
 
 def test_synchronous_trial_has_no_staleness() -> None:
-    simulation = run("lognormal", *SMALL, "asynchronous.max_head_offpolicyness=0")
+    simulation = run("lognormal", *SMALL, "asynchronous.max_staleness=0")
     assert set(simulation.account.staleness) == {0}
 
 
@@ -138,7 +138,7 @@ def test_admission_beyond_the_bound_is_found(monkeypatch: pytest.MonkeyPatch) ->
 def test_route_to_an_unverified_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StalenessBound, "may_serve", lambda *_: True)
     with pytest.raises(Broken, match="fenced-weights"):
-        run("lognormal", *SMALL, "asynchronous.max_head_offpolicyness=0", "sim.server.stage_s=400")
+        run("lognormal", *SMALL, "asynchronous.max_staleness=0", "sim.server.stage_s=400")
 
 
 def test_lost_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ _fits: dict[tuple[Path, float], Fit] = {}
 
 def test_plan_predicts_what_is_tried(trial: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--from", str(trial), "--cores", "0", "--devices", "2", "--json"]
-    assert main([*command, "--try", "asynchronous.max_head_offpolicyness=0 train.batch_groups=4"]) == 0
+    assert main([*command, "--try", "asynchronous.max_staleness=0 train.batch_groups=4"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["recommended"] == "allocation=serve.d1+d1"
     split, tried = found["splits"][0], found["others"][0]

@@ -88,12 +88,12 @@ def test_values_of_the_last_steps_are_shown() -> None:
         "4/40 steps",
         "80.0% ▇▇▇▇ 0..1",
         "7,900 tokens/s",
-        "0.5 mean, 2 max (eta 4)",
+        "0.5 mean, 2 max (bound 4)",
         "12 running, 3 finished",
     ):
         assert part in text, part
     assert "7.00 s: wait 14%, inf 29%, train 43%, save 7%, publish 4%, other 3%" in text
-    assert "waits for the trainer (eta)" in text
+    assert "waits for the trainer (bound)" in text
 
 
 def test_memory_fits_beside_the_training() -> None:

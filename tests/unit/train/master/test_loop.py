@@ -137,7 +137,7 @@ def test_last_step_and_first_steps_are_marked() -> None:
     """With eta 1, the tickets of two batches start together."""
 
     async def body() -> Run:
-        job = Run("train.total_steps=6", "asynchronous.max_head_offpolicyness=1")
+        job = Run("train.total_steps=6", "asynchronous.max_staleness=1")
         job.manager.publish(1)
         job.manager.publish(2)
         for _ in range(2):

@@ -40,7 +40,7 @@ def test_without_lag_step_waits_for_publication() -> None:
     """With eta = 0 the manager grants no ticket of the next batch before it knows the version."""
 
     async def body() -> None:
-        job = Run("train.total_steps=2", "asynchronous.max_head_offpolicyness=0")
+        job = Run("train.total_steps=2", "asynchronous.max_staleness=0")
         job.versions.holds = True
         assert len(job.arrive(*[(5.0, -5.0)] * 4)) == 2
         running = asyncio.create_task(job.serve(job.loop.run()))

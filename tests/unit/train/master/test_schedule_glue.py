@@ -40,7 +40,7 @@ def train_five_steps() -> Run:
         job = Run(
             *schedule("train.optimizer"),
             f"train.total_steps={STEPS}",
-            f"asynchronous.max_head_offpolicyness={STEPS}",
+            f"asynchronous.max_staleness={STEPS}",
         )
         job.arrive(*[(5.0, -5.0)] * (2 * STEPS))
         assert await job.serve(job.loop.run()) == STEPS
