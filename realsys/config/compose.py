@@ -287,7 +287,7 @@ def _explain(error: ErrorDetails) -> tuple[str, object, str]:
         return path, value, f"must be text: write {path}=\"'{value}'\""
     if error["type"] == "string_pattern_mismatch":
         return path, value, f"must be {PATTERNS[error['ctx']['pattern']]}"
-    message = error["msg"].replace("Input should be", "must be")
+    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     return path, value, message + _did_you_mean(value, literal_choices(path))
 
 

@@ -266,7 +266,8 @@ def role_settings(config: Config, role: str) -> RoleSettings:
         problem = f"is called by the dataflow but not configured; add {role_field(role)}.head=lm|value"
         raise ConfigError("roles", role, problem)
     own = sections[role]
-    return RoleSettings(role, own.path or path, own.head, own.offload, own.optimizer, as_actor=not own.path)
+    optimizer = OptimizerConfig.model_validate({**train.optimizer.model_dump(), **own.optimizer})
+    return RoleSettings(role, own.path or path, own.head, own.offload, optimizer, as_actor=not own.path)
 
 
 def role_field(role: str) -> str:

@@ -157,8 +157,7 @@ class AsyncConfig(Section):
     """Asynchrony (paper, sections 4 and 5)."""
 
     max_staleness: NonNegative = Field(
-        4,
-        description="versions that generation may run ahead of training (eta in the paper's formulas); 0: synchronous",
+        4, description="eta: versions that generation may run ahead of training; 0: synchronous"
     )
     stale_policy: Literal["train", "mask", "drop"] = Field(
         "train",

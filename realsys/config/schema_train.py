@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, field_validator
 
 from realsys.config.fields import (
     Decay,
@@ -202,7 +202,18 @@ class RoleConfig(Section):
     path: str = Field("", description="HF directory; empty: the actor's model as it is after its warm-up")
     head: Literal["lm", "value"] = Field("lm", description="logits over the vocabulary, or one number per token")
     offload: Offload = Field("none", description="move this to host memory between calls")
-    optimizer: OptimizerConfig = Field(OptimizerConfig(lr=1e-5, weight_decay=0.0), description="if it is trained")
+    optimizer: dict[str, Any] = Field({}, description="fields that differ from train.optimizer, if it is trained")
+
+    @field_validator("optimizer")
+    @classmethod
+    def _fields_of_an_optimizer(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            OptimizerConfig.model_validate(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            problem = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
+            raise ValueError(f"{first['loc'][0]}: {problem}") from None
+        return value
 
 
 class ValueRoleConfig(RoleConfig):

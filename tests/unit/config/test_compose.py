@@ -12,7 +12,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from realsys.config.compose import compose, fields, with_overrides
-from realsys.config.dataflow import dataflow_of
+from realsys.config.dataflow import dataflow_of, role_settings
 from realsys.config.fields import CONSTANT, RENAMED
 from realsys.config.machine import Machine
 from realsys.config.paths import read_config, write_config
@@ -214,6 +214,15 @@ def test_broken_file_of_ones_own_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(["experiment=mine"], config_dir=tmp_path)
     assert "mine" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_optimizer_of_a_role_is_that_of_the_actor_but_for_its_own_fields() -> None:
+    config = compose(["experiment=arith", "train.optimizer.clip_grad=3", "roles.critic.optimizer.lr=0.5"])
+    actor, critic = config.train.optimizer, role_settings(config, "critic").optimizer
+    assert critic == actor.model_copy(update={"lr": 0.5}) and critic.clip_grad == 3
+    for word, problem in (("lr=10", "lr: must be less than or equal to 1"), ("rate=1", "rate: unknown field")):
+        with pytest.raises(ConfigError, match=f"roles.critic.optimizer=.*: {problem}"):
+            compose([f"roles.critic.optimizer.{word}"])
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"seed": "x"}', '{"sed": 1}', None])

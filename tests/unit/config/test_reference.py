@@ -90,9 +90,9 @@ def test_every_section_has_a_description() -> None:
 
 
 def test_default_of_a_section_decides_its_rows() -> None:
-    """The optimizer of another role has its own defaults."""
-    assert f"| `{Config().roles.ref.optimizer.lr}` |" in ROWS["roles.ref.optimizer.lr"]
-    assert Config().roles.ref.optimizer.lr != Config().train.optimizer.lr
+    """The optimizer of the warm-up has its own defaults."""
+    assert f"| `{Config().warmup.optimizer.lr}` |" in ROWS["warmup.optimizer.lr"]
+    assert Config().warmup.optimizer.lr != Config().train.optimizer.lr
 
 
 def test_lists_and_mappings_are_told_apart() -> None:

@@ -109,7 +109,7 @@ def test_bound_on_staleness_is_on_its_chart(page: Browser) -> None:
     page.open(page.status_page)
     lines = "[...document.querySelectorAll('.chart')].filter(chart => chart.querySelector('line.bound'))"
     assert page.js(f"{lines}.map(chart => chart.dataset.chart)") == ["Staleness"]
-    assert f"bound at the start {page.js('run.eta')}" in page.text("[data-chart='Staleness'] .legend")
+    assert f"bound at the start {page.js('run.max_staleness')}" in page.text("[data-chart='Staleness'] .legend")
 
 
 def test_failed_request_names_its_status(page: Browser) -> None:

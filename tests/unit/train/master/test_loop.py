@@ -82,6 +82,7 @@ def test_only_critic_trains_during_its_warm_up() -> None:
             "train.optimizer.schedule=linear",
             "train.optimizer.min_lr_ratio=0.2",
             "roles.critic.optimizer.lr=0.25",
+            "roles.critic.optimizer.schedule=constant",
             "roles.critic.optimizer.warmup_fraction=0.5",
             allocation="sglang.d1+actor.d2+critic.m2",
         )
