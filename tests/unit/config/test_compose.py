@@ -222,7 +222,7 @@ def test_optimizer_of_a_role_is_that_of_the_actor_but_for_its_own_fields() -> No
     assert critic == actor.model_copy(update={"lr": 0.5}) and critic.clip_grad == 3
     for word, problem in (("lr=10", "lr: must be less than or equal to 1"), ("rate=1", "rate: unknown field")):
         with pytest.raises(ConfigError, match=f"roles.critic.optimizer=.*: {problem}"):
-            compose([f"roles.critic.optimizer.{word}"])
+            compose(["experiment=arith", f"roles.critic.optimizer.{word}"])
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"seed": "x"}', '{"sed": 1}', None])
