@@ -38,7 +38,6 @@ setup(
         "argcomplete>=3",  # completion in a shell
         "cryptography>=42",  # certificate of an etcd that a run starts
         "etcd3>=0.12",  # name store in production
-        "fastapi>=0.110",
         "httptools>=0.6",
         "httpx>=0.27",  # http_client of agents with base_url
         "hydra-core>=1.3",
@@ -59,12 +58,14 @@ setup(
         "tokenizers>=0.21",
         "torch>=2.11,<2.14",  # its attention kernel differs between versions (realsys.cluster.gpu_devices)
         "transformers>=4.50",
+        "starlette>=0.40",
         "uvicorn>=0.30",
         "uvloop>=0.19",
         "xxhash>=3.4",
     ],
     extras_require={
         "dev": [
+            "fastapi>=0.110",  # what the manager's routes are measured against
             "hypothesis>=6.100",
             "import-linter>=2.0",
             "mypy>=1.10",

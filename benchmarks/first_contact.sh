@@ -21,7 +21,7 @@ if [ "$1" = wheels ]; then
 	for version in 2_34 2_31 2_28 2_27 2_26 2_24 2_17; do platforms+=(--platform "manylinux_${version}_x86_64"); done
 	python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none \
 		"${platforms[@]}" -d .whl \
-		argcomplete==3.7.2 fastapi==0.165.0 starlette==1.10.0 httptools==0.9.0 httpx==0.28.1 httpx2==2.16.2 httpcore2==2.16.2 \
+		argcomplete==3.7.2 starlette==1.10.0 httptools==0.9.0 httpx==0.28.1 httpx2==2.16.2 httpcore2==2.16.2 \
 		truststore==0.10.5 hydra-core==1.3.8 omegaconf==2.3.1 latex2sympy2_extended==1.11.0 math-verify==0.9.0 megatron-core==0.16.1 \
 		msgspec==0.22.0 pydantic==2.14.3 pydantic_core==2.50.4 annotated-types==0.8.0 typing-inspection==0.4.5 pyzmq==27.3.0 \
 		renderers==0.1.12 prime-pydantic-config==0.4.3 openai==3.54.0 jiter==0.19.0 distro==1.9.0 docstring-parser==0.18.0 \

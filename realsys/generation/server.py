@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
@@ -80,7 +80,7 @@ def build_app(
         Route("/model_info", calls.model_info),
         Route("/server_info", calls.server_info),
     ]
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, routes=routes)
+    app = Starlette(routes=routes)
     return Guard(app, Admission(token, check_alive=check_alive), max_body=MAX_BODY, error=_error_body)
 
 

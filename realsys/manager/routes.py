@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import msgspec
-from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -78,7 +78,7 @@ class ManagerApp:
         routes += [Route("/metrics", self._metrics), *self._pages.routes]
         secret = (*(operation.path for operation in OPERATIONS if operation.secret), *self._pages.secret)
         return Guard(
-            FastAPI(title="realsys gserver_manager", openapi_url=None, routes=routes),
+            Starlette(routes=routes),
             Admission(self._token, secret, self._check_alive),
             max_body=MAX_BODY,
             error=lambda message: {"error": message},

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import msgspec
-from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -52,7 +52,7 @@ class RewardServer:
             Route("/metrics", self._metrics),
         ]
         self.app = Guard(
-            FastAPI(docs_url=None, redoc_url=None, openapi_url=None, routes=list(routes)),
+            Starlette(routes=routes),
             Admission(token, check_alive=check_alive),
             max_body=p.MAX_BODY,
             error=_error,
