@@ -1,6 +1,6 @@
 """The machines of a trial as the launcher sees them: one session with each agent, over one bound socket.
 
-    agent ──Joined──> session ──first Pong──> bound to a node, or a spare (binding.py)
+    agent ──Joined──> session ──first Pong──> bound to a node, or a spare
                          ├──no Pong for lease_s + margin──> lost: a spare takes the node, or the node waits
                          ├──unreadable message────────────> no more Pings, and so lost
                          └──another agent of its name─────> lost, and the new one joins

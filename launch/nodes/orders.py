@@ -1,7 +1,7 @@
 """Contract of a node: a machine that starts processes, signals them and reports their ends.
 
     Node ── local_executor.py this machine: the launcher starts the processes itself
-         └─ remote_node.py    another one: its agent (node_agent.py) has an executor, and takes orders over a socket
+         └─ coordinator.py    another one: its agent (node_agent.py) has an executor, and takes orders over a socket
 
 A node decides nothing. Which process runs where, what a death means and in which order a run stops is up to the
 supervisor, which uses all nodes in the same way.

@@ -36,7 +36,7 @@ def critic_loss(
     mask         bool [t]     True if the token counts
     denominator               loss tokens of the whole step, over all micro-batches and ranks
 
-    Values and returns are in the units of the critic's predictions (value_norm.py). Statistics: tokens,
+    Values and returns are in the units of the critic's predictions. Statistics: tokens,
     loss_sum, value_sum, return_sum, return_square_sum, error_sum, error_square_sum (error R - v) and
     clip_count (tokens whose loss is the clipped one).
     """

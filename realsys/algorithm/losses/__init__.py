@@ -1,6 +1,6 @@
 """Policy losses. ``train.ppo.loss`` names one of these, or ``package.module:function``.
 
-    base.py       the contract, and how to write one
+    contract.py   the contract, and how to write one
     ppo.py        clipped token ratio
     gspo.py       clipped sequence ratio
     cispo.py      clipped weight

@@ -6,7 +6,7 @@
              └─────────────┘ no verdict, the first time ──────────> another service judges it
 
 A lot holds the items that may travel together: same work, same services to avoid. Events are methods; ``take``,
-``expire`` and the returned Settled are the effects. Invariants, with those of ``instance.py``:
+``expire`` and the returned Settled are the effects. Invariants, with those of a service below:
 
 one-end             an item is settled or dropped once; until then it is in one lot or in one Send
 another-service     an item without a verdict is judged once more, by another service if one is there
