@@ -174,10 +174,10 @@ def summarise(
             "train_per_s": totals.tokens_per_s.value,
         },
         "staleness": {
-            "mean": totals.lag.value,
-            "max": totals.longest_lag,
+            "mean": totals.staleness.value,
+            "max": totals.most_stale,
             "max_staleness": config.asynchronous.max_staleness,
-            "histogram": {str(lag): totals.lags[lag] for lag in sorted(totals.lags)},
+            "histogram": {str(versions): totals.by_staleness[versions] for versions in sorted(totals.by_staleness)},
             "dropped": int(totals.dropped_stale),
             "filtered": int(totals.dropped_filtered),
             "tokens_too_old": totals.too_old.value,
@@ -262,12 +262,12 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
             "tokens/s",
             f"{fmt(tokens['end_to_end_per_s'], ',.0f')} end to end, {fmt(tokens['train_per_s'], ',.0f')} in training",
         )
-        lag = f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}"
+        stale = f"mean {fmt(staleness['mean'], '.2f')}, max {fmt(staleness['max'], '.0f')}"
         bound = staleness.get("max_staleness", staleness.get("eta"))  # its name in older summaries
-        lag += f", bound {bound} when a group starts"
+        stale += f", bound {bound} when a group starts"
         filtered = f", {staleness['filtered']} filtered out" if staleness["filtered"] else ""
         wasted = f", {percent(share)} of the sampled tokens" if (share := staleness.get("tokens_too_old")) else ""
-        yield "staleness", f"{lag}; {staleness['dropped']} groups dropped as too old{wasted}{filtered}"
+        yield "staleness", f"{stale}; {staleness['dropped']} groups dropped as too old{wasted}{filtered}"
     if idle := summary.get("without_signal"):
         cause = "every advantage was 0, as when all answers to a prompt get the same reward"
         yield "no signal", f"{idle} of {summary['steps']} steps: {cause}"

@@ -114,7 +114,7 @@ def print_report(console: Console, report: AuditReport) -> None:
     text = "; ".join(f"to version {start.version}: {start.reissued} re-issued" for start in taken)
     counts.add_row("roll-backs", str(len(taken)), text)
     counts.add_row(
-        "staleness", "", "  ".join(f"{lag}: {n}" for lag, n in report.histogram.items()) or "nothing trained"
+        "staleness", "", "  ".join(f"{versions}: {n}" for versions, n in report.histogram.items()) or "nothing trained"
     )
     console.print(counts)
     console.print()

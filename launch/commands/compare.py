@@ -28,7 +28,7 @@ _CURVES = {
     "reward_mean": "reward",
     "accuracy": "accuracy",
     "length_mean": "length",
-    "lag_mean": "staleness",
+    "stale_mean": "staleness",
 }
 _VALUE = 24  # characters of a setting
 
@@ -71,8 +71,8 @@ _NUMBERS: dict[str, Callable[[Compared], str]] = {
     "s per step": lambda trial: fmt(trial.totals.seconds["total"].value, ".2f"),
     "s of it waiting": lambda trial: fmt(trial.totals.seconds["wait"].value, ".2f"),
     "tokens/s in training": lambda trial: fmt(trial.totals.tokens_per_s.value, ",.0f"),
-    "staleness, mean": lambda trial: fmt(trial.totals.lag.value, ".2f"),
-    "staleness, max": lambda trial: fmt(trial.totals.longest_lag, ".0f"),
+    "staleness, mean": lambda trial: fmt(trial.totals.staleness.value, ".2f"),
+    "staleness, max": lambda trial: fmt(trial.totals.most_stale, ".0f"),
     "tokens too old": lambda trial: fmt(trial.totals.too_old.value, ".1%"),
     "completion tokens": lambda trial: f"{trial.totals.answer_tokens:,.0f}",
     "recoveries": lambda trial: str(trial.totals.recoveries),

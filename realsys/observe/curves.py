@@ -130,7 +130,7 @@ def _panels(run: _Run) -> Iterator[_Panel]:
         yield _Panel("Mean reward", lambda axis, run: _line(axis, run, "reward_mean"), ["reward_mean"])
     yield _Panel("Accuracy", _accuracy, ["accuracy"])
     yield _Panel("Completion length (tokens)", _lengths, ["length_mean"])
-    yield _Panel("Staleness (versions)", _staleness, ["lag_mean"])
+    yield _Panel("Staleness (versions)", _staleness, ["stale_mean"])
     yield _Panel("Behaviour weight w", _weights, ["w_mean"])
     yield _Panel("Entropy (nats)", lambda axis, run: _line(axis, run, "entropy"), ["entropy"])
     yield _Panel("KL (nats)", _kl, ["kl_behav", "kl_ref"])
@@ -173,11 +173,11 @@ def _lengths(axis: Axes, run: _Run) -> None:
 
 
 def _staleness(axis: Axes, run: _Run) -> None:
-    steps, highest = _series(run.points, "lag_max")
-    _, lowest = _series(run.points, "lag_min")
+    steps, highest = _series(run.points, "stale_max")
+    _, lowest = _series(run.points, "stale_min")
     if steps and len(lowest) == len(highest):
         axis.fill_between(steps, lowest, highest, color=_BAND, alpha=0.5, linewidth=0, label="min to max")
-    _line(axis, run, "lag_mean", label="mean")
+    _line(axis, run, "stale_mean", label="mean")
     bound = run.max_staleness
     axis.axhline(bound, color=_POINT, linewidth=1.2, linestyle="--", label=f"bound when a group starts ({bound})")
     axis.set_ylim(bottom=0, top=max([bound, *highest]) * 1.35 + 0.1)  # room for the legend above the data

@@ -290,7 +290,7 @@ TRAIN = _table(
     _group("policy", _POLICY, "stats/"),
     _CALLS,
     _group("staleness", _STALENESS),
-    _group("staleness", [("staleness/histogram/{lag}", "rows", "rows by staleness")], tracked=False),
+    _group("staleness", [("staleness/histogram/{versions}", "rows", "rows by staleness")], tracked=False),
     _group("waste", _WASTE),
     _group("agreement", _AGREEMENT, "agreement/"),
     _group(

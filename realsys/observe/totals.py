@@ -76,9 +76,9 @@ class Totals:
     steps_now: int = 0  # trained since ``since``
     seconds: dict[str, Mean] = field(default_factory=lambda: {part: Mean() for part in (*TIME_PARTS, "total")})
     tokens_per_s: Mean = field(default_factory=Mean)
-    lag: Mean = field(default_factory=Mean)
-    longest_lag: float | None = None
-    lags: Counter[int] = field(default_factory=Counter)  # sequences per lag
+    staleness: Mean = field(default_factory=Mean)
+    most_stale: float | None = None
+    by_staleness: Counter[int] = field(default_factory=Counter)  # sequences
     dropped_stale: float = 0.0
     dropped_filtered: float = 0.0
     too_old: Mean = field(default_factory=Mean)  # share of a step's sampled tokens that staleness took from training
@@ -126,12 +126,12 @@ class Totals:
         for part, seconds in self.seconds.items():
             seconds.add(number(record, "seconds", part))
         self.tokens_per_s.add(number(record, "train_tokens_per_s"))
-        self.lag.add(number(record, "staleness", "mean"))
-        self.longest_lag = max(self.longest_lag or 0.0, number(record, "staleness", "max") or 0.0)
+        self.staleness.add(number(record, "staleness", "mean"))
+        self.most_stale = max(self.most_stale or 0.0, number(record, "staleness", "max") or 0.0)
         staleness = record.get("staleness")
         counts = staleness.get("histogram") if isinstance(staleness, Mapping) else None
-        for lag, count in (counts or {}).items():
-            self.lags[int(lag)] += int(count)
+        for versions, count in (counts or {}).items():
+            self.by_staleness[int(versions)] += int(count)
         self.dropped_stale += number(record, "dropped_stale") or 0.0
         self.dropped_filtered += number(record, "dropped_filtered") or 0.0
         lost = [number(record, "untrained", reason) for reason in ("stale", "masked")]
@@ -186,7 +186,7 @@ def _point(some: list[Record]) -> dict[str, float | None]:
     known["untrained"] = sum(lost) / len(lost) if lost else None
     known["kl_ref"] = known["kl_ref"] or mean(some, "stats", "advantages/kl_ref_mean")  # kl.place=reward
     known["length_biased"] = None if usual else 1.0
-    known["lag_mean"] = mean(some, "staleness", "mean")
-    known["lag_min"] = min((low for low in lows if low is not None), default=None)
-    known["lag_max"] = max((high for high in highs if high is not None), default=None)
+    known["stale_mean"] = mean(some, "staleness", "mean")
+    known["stale_min"] = min((low for low in lows if low is not None), default=None)
+    known["stale_max"] = max((high for high in highs if high is not None), default=None)
     return known

@@ -371,10 +371,10 @@ def _asynchrony(progress: TrialProgress, max_staleness: int) -> list[Text]:
     status = progress.status
     last: Record = progress.train[-1] if progress.train else {}
     recent = _recent(progress.train)
-    lag = f"{fmt(number(last, 'staleness', 'mean'), '.1f')} mean, {fmt(number(last, 'staleness', 'max'), '.0f')} max"
+    stale = f"{fmt(number(last, 'staleness', 'mean'), '.1f')} mean, {fmt(number(last, 'staleness', 'max'), '.0f')} max"
     rows: list[Row] = [
         ("version", fmt(_published(status, last), ".0f")),
-        ("staleness", f"{lag if last else '-'} (bound {max_staleness})"),
+        ("staleness", f"{stale if last else '-'} (bound {max_staleness})"),
         *(("untrained" if not i else "", text) for i, text in enumerate(_untrained(last))),
     ]
     if failures := failures_text(last.get("verdict_failures")):

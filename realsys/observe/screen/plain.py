@@ -77,7 +77,8 @@ def train_line(record: Record) -> str:
         f"step {_count(record)}  v{fmt(number(record, 'version'), '.0f')}  "
         f"reward {fmt(number(record, 'reward_mean'), '+.3f')}  accuracy {fmt(number(record, 'accuracy'), '.1%')}  "
         f"length {fmt(number(record, 'length_mean'), '.0f')}  "
-        f"lag {fmt(number(record, 'staleness', 'mean'), '.1f')}/{fmt(number(record, 'staleness', 'max'), '.0f')}  "
+        f"staleness {fmt(number(record, 'staleness', 'mean'), '.1f')}/"
+        f"{fmt(number(record, 'staleness', 'max'), '.0f')}  "
         f"{fmt(number(record, 'consumed_tokens_per_s'), ',.0f')} tok/s  "
         f"{fmt(number(record, 'seconds', 'total'), '.1f')} s (waited {fmt(number(record, 'seconds', 'wait'), '.1f')})"
         + "".join(f"  {name} {percent(share, 0)}" for name, share in _shares(record) if share >= 0.005)

@@ -60,7 +60,7 @@ QUERIES = {
     "realsys_train_stats_grad_norm": 2.0,
     "realsys_train_stats_w_ess": 0.9,
     "realsys_train_staleness_mean": 1.25,
-    'realsys_train_staleness_histogram{lag="4"}': 2.0,
+    'realsys_train_staleness_histogram{versions="4"}': 2.0,
     "sum(realsys_train_untrained)": 0.375,
     "realsys_train_memory_rank_bytes": 3e9,
     'realsys_train_gpu_mfu{call="actor_train"}': 0.4,

@@ -100,7 +100,7 @@ def test_plain_output_is_one_line_per_step() -> None:
     lines = out.getvalue().splitlines()
     heads = " ".join(line.split()[0] for line in lines)
     assert heads == "phase warm-up phase evaluation phase step step step step phase evaluation phase !"
-    assert lines[5].startswith("step 1/4  v1  reward +0.100  accuracy 50.0%  length 41  lag 0.5/2  4,000 tok/s")
+    assert lines[5].startswith("step 1/4  v1  reward +0.100  accuracy 50.0%  length 41  staleness 0.5/2  4,000 tok/s")
 
 
 def test_step_line_names_shares_to_notice() -> None:

@@ -171,7 +171,7 @@ def trained(step: int) -> dict[str, Any]:
 def test_curves_have_a_point_for_every_step() -> None:
     points = list(curve_points([trained(step) for step in range(1, CURVE_POINTS + 1)], CURVE_POINTS))
     assert [point["step"] for point in points] == list(range(1, CURVE_POINTS + 1))
-    assert points[6] == {"step": 7, "reward_mean": 7.0, "lag_mean": 2.0, "lag_min": 1, "lag_max": 8}
+    assert points[6] == {"step": 7, "reward_mean": 7.0, "stale_mean": 2.0, "stale_min": 1, "stale_max": 8}
 
 
 def test_length_biased_steps_are_marked_and_not_averaged() -> None:
@@ -228,4 +228,4 @@ def test_curves_of_long_run_are_means(count: int) -> None:
     width = -(-count // CURVE_POINTS)
     assert points[0]["step"] == points[0]["reward_mean"] == (1 + width) / 2
     assert points[-1]["step"] <= count and "accuracy" not in points[0]
-    assert {point["lag_max"] for point in points} <= {3, 8} and max(point["lag_max"] for point in points[:7]) == 8
+    assert {point["stale_max"] for point in points} <= {3, 8} and max(point["stale_max"] for point in points[:7]) == 8
