@@ -29,7 +29,7 @@ _COMMANDS, _LAB = "realsys.launch.commands", "realsys.lab"
 #: every command, in the order of `realsys --help`: its module, found by name, and its line there. Nothing else knows
 #: the lab
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "run": ("realsys.launch.run", "run a trial"),
+    "run": (f"{_COMMANDS}.run", "run a trial"),
     "resume": (f"{_COMMANDS}.resume", "continue a trial with its own settings"),
     "submit": ("realsys.launch.slurm.submit", "run a trial as a SLURM job"),
     "eval": (f"{_COMMANDS}.evaluate", "evaluate a model, a trial, or a trial that runs"),

@@ -1,8 +1,6 @@
-"""Run a trial, on this machine or over several (cluster.nodes): make its folder, start its processes, show it, report.
+"""A trial from its command line to its end: compose, fit, check, plan, prepare; supervise and show it; report.
 
-The same command again continues a trial that was stopped or died.
-
-    compose, fit, check, plan, prepare ──> supervise and show until the end ──> report
+The same command again continues a trial that was stopped or died (launch/start.py).
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import os
 import signal
 import time
 import uuid
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -36,7 +33,6 @@ from realsys.config.paths import TrialPaths
 from realsys.config.rules import check, sampling_warnings
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import step_bytes
-from realsys.launch.commands.options import add_config_dir, preload_workers
 from realsys.launch.conclude import conclude, draw, newest_step
 from realsys.launch.dry_run import print_dry_run
 from realsys.launch.fit import fit
@@ -64,29 +60,6 @@ from realsys.train.master.stopping import progress as progress_of_stop
 from realsys.weights.host_places import sweep
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    add_run_options(parser)
-    parser.add_argument("--plain", action="store_true", help="one line per step instead of the live display")
-
-
-def add_run_options(parser: ArgumentParser) -> None:
-    """Add the arguments that ``RunOptions`` reads, but for ``--plain``."""
-    parser.add_argument(
-        "overrides", nargs="*", metavar="OVERRIDE", help="experiment=NAME, group=OPTION or field.path=value"
-    )
-    parser.add_argument("--trial", metavar="NAME", help="name of the trial (default: date and time)")
-    add_config_dir(parser, "your configuration files (DIR/experiment/*.yaml)")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check settings, data, model and machine, print the plan, start nothing"
-    )
-
-
-def run(args: Namespace) -> int:
-    """Run one trial and return the exit code. Raises RealsysError for bad input."""
-    preload_workers(args)
-    return run_planned(plan_run(args.overrides, RunOptions.of(args)), dry_run=args.dry_run, plain=args.plain)
-
-
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """Options of the command line besides the overrides."""
@@ -95,10 +68,6 @@ class RunOptions:
     config_dir: Path | None = None
     dry_run: bool = False
     plain: bool = False
-
-    @classmethod
-    def of(cls, args: Namespace) -> RunOptions:
-        return cls(args.trial, args.config_dir, args.dry_run, getattr(args, "plain", True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,10 @@ from realsys.cluster.files import FileLock
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
+from realsys.launch.commands.run import add_run_options, run_options
 from realsys.launch.prepare import examine
 from realsys.launch.process_plan import agent_command, own_python_path
-from realsys.launch.run import RunOptions, add_run_options, plan_run, show_plan
+from realsys.launch.run import RunOptions, plan_run, show_plan
 from realsys.launch.slurm.client import LIVES, JobWatch, SlurmError, SlurmSilent, job_state, submit
 from realsys.launch.slurm.job_script import Job, job_name, render
 from realsys.launch.slurm.launcher import steps_as_text
@@ -41,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Submit one trial. Returns the exit code of the run, 0 with ``--detach``. Raises RealsysError."""
-    options = RunOptions.of(args)
+    options = run_options(args)
     planned = plan_run(args.overrides, options)
     config, paths = planned.config, planned.paths
     if config.cluster.launcher != "slurm":

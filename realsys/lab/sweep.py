@@ -29,12 +29,13 @@ from realsys.config.schema import Config
 from realsys.config.trial_sizes import disk_bytes
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.commands.compare import compare_trials
+from realsys.launch.commands.run import add_arguments as add_arguments
+from realsys.launch.commands.run import run_options
 from realsys.launch.launchers.contract import check_start
 from realsys.launch.preflight import check_disk
 from realsys.launch.prepare import check_folder, examine
 from realsys.launch.process_plan import own_environment
 from realsys.launch.run import Planned, RunOptions, host_of_launcher, plan_run
-from realsys.launch.run import add_arguments as add_arguments
 from realsys.launch.start import decide_start, is_complete, read_trial
 from realsys.launch.supervise.stop_request import stop_signals
 from realsys.launch.words import command_line, own_words, words_again
@@ -56,7 +57,7 @@ class Checked:
 
 def run(args: Namespace) -> int:
     """Run all trials. Returns the exit code of the first failure, 0 without any. Raises RealsysError for bad input."""
-    overrides, options = args.overrides, RunOptions.of(args)
+    overrides, options = args.overrides, run_options(args)
     named = [text.removeprefix("trial=") for text in overrides if text.startswith("trial=")]
     prefix = options.trial or (named[-1] if named else f"{datetime.now():%Y%m%d-%H%M%S}")
     trials = sweep_trials(overrides, prefix)

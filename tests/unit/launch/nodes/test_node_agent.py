@@ -165,7 +165,7 @@ import asyncio, os, sys
 from pathlib import Path
 from realsys.config.device_plan import Needs
 from realsys.config.paths import TrialPaths
-from realsys.launch.nodes.orders import Order
+from realsys.launch.nodes.orders import ProcessOrder
 from realsys.launch.nodes.coordinator import Terms, open_nodes
 
 root, log, script, lease_s = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], float(sys.argv[4])
@@ -173,7 +173,7 @@ root, log, script, lease_s = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], 
 async def body():
     async with open_nodes({"b": Needs.of([])}, TrialPaths(root), Terms("127.0.0.1", lease_s, 60.0)) as nodes:
         await nodes["b"].ready(60.0)
-        process = nodes["b"].start(Order((sys.executable, "-c", script), {}, log, 1 << 20), lambda ended: None)
+        process = nodes["b"].start(ProcessOrder((sys.executable, "-c", script), {}, log, 1 << 20), lambda ended: None)
         await asyncio.sleep(3600)
 
 asyncio.run(body())

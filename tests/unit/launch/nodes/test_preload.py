@@ -14,7 +14,7 @@ NODE = """
 import asyncio, json, os, signal, sys
 from pathlib import Path
 from realsys.launch.nodes import preload
-from realsys.launch.nodes.orders import Order
+from realsys.launch.nodes.orders import ProcessOrder
 from realsys.launch.nodes.local_executor import open_executor
 
 PROGRAM = "tests.support.processes.shown_program"
@@ -24,7 +24,7 @@ preload.start()
 async def run(node, log):
     ended = asyncio.get_running_loop().create_future()
     argv = (sys.executable, "-P", "-m", PROGRAM, "word")
-    process = node.start(Order(argv, {"MINE": "1", "PYTHONPATH": os.getcwd()}, log, 1 << 20), ended.set_result)
+    process = node.start(ProcessOrder(argv, {"MINE": "1", "PYTHONPATH": os.getcwd()}, log, 1 << 20), ended.set_result)
     assert (await ended).returncode == 3, log.read_text()
     return log.read_text()
 
