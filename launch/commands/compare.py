@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from realsys.config.fields import with_present_names
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
 from realsys.launch.commands.finding import find_trial
@@ -45,7 +46,7 @@ class Compared:
     @classmethod
     def read(cls, paths: TrialPaths, name: str) -> Compared:
         try:
-            settings = json.loads(paths.config.read_text("utf-8"))
+            settings = with_present_names(json.loads(paths.config.read_text("utf-8")))
         except (OSError, ValueError) as exc:
             raise ConfigError("config.json", str(paths.config), f"cannot be read: {exc}") from None
         if not isinstance(settings, dict):

@@ -1,4 +1,4 @@
-"""Arguments that several commands have. Imports nothing heavy."""
+"""Arguments that several commands have, and the start of the fork servers. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+
+log = logging.getLogger(__name__)
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -36,7 +39,10 @@ CONSTANT: Mapping[str, object] = {
 
 
 def with_present_names(tree: object) -> object:
-    """Return the values of a stored configuration without fields of earlier builds. Changes ``tree``."""
+    """Return the values of a stored configuration without fields of earlier builds. Changes ``tree``.
+
+    A value that was set, and that this build would not use, is named in a warning.
+    """
     for field in (*RENAMED, *CONSTANT):
         *sections, name = field.split(".")
         place = tree
@@ -46,6 +52,8 @@ def with_present_names(tree: object) -> object:
             value = place.pop(name)
             if field in RENAMED:
                 place.setdefault(RENAMED[field].rpartition(".")[2], value)
+            elif value != CONSTANT[field]:
+                log.warning("config.json: %s=%r has no effect: it is always %r now", field, value, CONSTANT[field])
     return tree
 
 

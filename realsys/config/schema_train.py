@@ -231,7 +231,7 @@ class RolesConfig(Section):
     custom: dict[Name, RoleConfig] = Field({}, description="further roles that your dataflow calls, by name")
 
 
-# ---- what is kept on disk
+# ---- checkpoints and records
 
 
 class CheckpointConfig(Section):

@@ -25,8 +25,8 @@ from realsys.train.step_gate import GateState, SettleRequest, StepAbandoned, dec
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-#: A stop waits for the last checkpoint as long as there is progress (a micro-batch, bytes of a checkpoint). It gives up
-#: after so many seconds without any: a rank that computes for longer than this cannot be told from one that hangs.
+#: A stop waits for the last checkpoint as long as there is progress: a micro-batch, or bytes of a checkpoint. After
+#: these seconds without progress it gives up, because a rank that hangs looks the same as one that computes.
 STOP_PROGRESS_S = 20.0
 _LOOK_S = 0.5  # seconds between two questions how far the step is
 _UNFINISHED = ("checkpoints/*.tmp/*", "weights/*/*.tmp/*")

@@ -237,7 +237,9 @@ def test_dump_that_is_not_ours_is_named(tmp_path: Path, text: str | None) -> Non
 
 
 @pytest.mark.parametrize("field", [*RENAMED, *CONSTANT])
-def test_field_of_an_earlier_build_is_refused_and_a_stored_one_is_read(tmp_path: Path, field: str) -> None:
+def test_field_of_an_earlier_build_is_refused_and_a_stored_one_is_read(
+    tmp_path: Path, field: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(["experiment=arith", f"+{field}=7"])
     told = f"is {RENAMED[field]} now" if field in RENAMED else f"it is always {CONSTANT[field]}"
@@ -251,6 +253,7 @@ def test_field_of_an_earlier_build_is_refused_and_a_stored_one_is_read(tmp_path:
     place[name] = 7
     (tmp_path / "config.json").write_text(json.dumps(tree))
     config = read_config(tmp_path / "config.json")
+    assert (f"{field}=7 has no effect" in caplog.text) == (field in CONSTANT)
     assert config == (Config() if field in CONSTANT else with_overrides(Config(), [f"{RENAMED[field]}=7"]))
 
 

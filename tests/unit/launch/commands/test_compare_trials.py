@@ -46,6 +46,16 @@ def test_field_that_an_older_build_lacks_is_empty(tmp_path: Path, capsys: pytest
     assert len(row.split("  ")) > 2 and row.endswith("…")
 
 
+def test_field_that_has_another_name_now_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = made(tmp_path, "a", 1e-4, 1), made(tmp_path, "b", 1e-4, 1)
+    settings = json.loads(first.config.read_text())
+    settings["asynchronous"]["max_head_offpolicyness"] = 2 + settings["asynchronous"].pop("max_staleness")
+    first.config.write_text(json.dumps(settings))
+    assert main(["compare", str(first.root), str(second.root)]) == 0
+    [row] = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("asynchronous")]
+    assert row == ["asynchronous.max_staleness", "6", "4"]
+
+
 def test_equal_columns_are_equal_steps_in_long_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
