@@ -22,7 +22,7 @@ ROW = (
     "generation.sampling.max_new_tokens=96",
     "generation.embedded.context_length=4096",
 )
-OTHERS, CALLS, ACTS = 10, 5, 3
+OTHERS, CALLS, ACTS = 10, 5, 5
 REQUESTS = {"slow": SLOW, "burst": BURST}  # of one act of an agent; else one
 
 
@@ -77,16 +77,19 @@ async def others(urls: list[str]) -> list[int]:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("ordinary", "longest")])
 def test_garbage_costs_about_as_much_as_a_good_call(tokenizer: TextTokenizer, kind: str) -> None:
-    """A megabyte of JSON takes ten times as long to read as a prompt of 4,000 characters; more is not read."""
+    """A megabyte of JSON takes ten times as long to read as a prompt of 4,000 characters; more is not read.
+
+    Each is done several times, in turn, and its least counts: what else the machine does only adds to a cost.
+    """
     with serving(tokenizer) as served:
 
         def cost(kind: str) -> float:
-            asyncio.run(misbehave(KINDS[kind], served.urls[0], 1))  # what happens once, such as an entry in the log
             before = served.cpu_s()
-            asyncio.run(misbehave(KINDS[kind], served.urls[0], ACTS))
-            return (served.cpu_s() - before) / ACTS / REQUESTS.get(kind, 1)
+            asyncio.run(misbehave(KINDS[kind], served.urls[0], 1))
+            return (served.cpu_s() - before) / REQUESTS.get(kind, 1)
 
-        good, garbage = cost("longest"), cost(kind)
+        costs = [(cost("longest"), cost(kind)) for _ in range(ACTS)]
+        good, garbage = map(min, zip(*costs, strict=True))
         print(f"{kind}: {1e3 * garbage:.2f} ms, the longest good call {1e3 * good:.2f} ms")
         assert garbage < 20 * good
 
