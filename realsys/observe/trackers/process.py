@@ -247,7 +247,7 @@ class Feed:
             self._save()  # its state, such as the id of its run: the next try continues it, also if this one failed
 
     def deliver(self) -> int:
-        """Deliver what the step log has got since the last call, at most RECORDS_AT_ONCE records. Returns their number."""
+        """Deliver what the step log has got since the last call, at most RECORDS_AT_ONCE. Returns their number."""
         taken, noted, offset = 0, 0, self._tail.offset
         for record in islice(self._tail.records(), RECORDS_AT_ONCE):
             # A tracker may rewrite its file at a roll-back. So one position is written before the
