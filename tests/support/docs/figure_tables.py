@@ -100,7 +100,6 @@ TABLES: dict[str, Callable[[], str]] = {
         policy_tables.staleness,
         policy_tables.slow_prompts,
         verifier_tables.math_verifier,
-        verifier_tables.math_disagreements,
         verifier_tables.reward_service,
         verifier_tables.code_reward,
         verifier_tables.code_neighbours,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from realsys.reward.mathematics.final_answers import boxes
-from tests.support.docs.figures import load, row_of
+from tests.support.docs.figures import load
 from tests.support.docs.table_layout import listing
 from tests.support.sandbox.attacks import read_attacks
 
@@ -23,28 +22,6 @@ def reward_service() -> str:
         "p99": "{alone p99 ms:,.1f} ms",
     }
     return listing(columns, load("reward_service")["rows"])
-
-
-def math_disagreements() -> str:
-    columns = {
-        "line": "{line}",
-        "reference": "`{gold}`",
-        "last box": "`{box}`",
-        "grade": "{grade}",
-        "verdict": "{verdict}",
-    }
-    words = {True: "right", False: "wrong"}
-    found = row_of("math_verifier", source="all")["disagreements"]
-    rows = [
-        {
-            **case,
-            "box": boxes(case["pred"])[-1].content,
-            "grade": words[case["expected"]],
-            "verdict": words[case["given"]],
-        }
-        for case in found
-    ]
-    return listing(columns, rows)
 
 
 def code_reward() -> str:
@@ -75,6 +52,13 @@ def code_neighbours() -> str:
 
 
 def attacks() -> str:
-    columns = {"attack": "`{name}`", "the program": "{sentence}", "tests": "{tests}"}
-    rows = [{"name": each.name, "sentence": each.sentence, "tests": ", ".join(each.kinds)} for each in read_attacks()]
-    return listing(columns, rows)
+    """Table of the folders of attacks, with the names of the programs in each."""
+    folders: dict[str, list[str]] = {}
+    for attack in read_attacks():
+        folder, _, name = attack.name.partition("/")
+        folders.setdefault(folder, []).append(name.replace("_", " "))
+    columns = {"folder": "`{folder}`", "attacks": "{attacks}", "programs": "{programs}"}
+    return listing(
+        columns,
+        [{"folder": folder, "attacks": len(names), "programs": ", ".join(names)} for folder, names in folders.items()],
+    )
