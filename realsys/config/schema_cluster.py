@@ -123,7 +123,7 @@ class ClusterConfig(Section):
     name_store: NameStoreConfig = NameStoreConfig()
     launcher: str = Field(
         "local",
-        description="with nodes: who starts an agent on each machine (docs/launching.md), or the import string"
+        description="with nodes: who starts an agent on each machine (docs/cluster.md#machines-without-a-scheduler), or the import string"
         " `package.module:class` of your own",
     )
     nodes: NonNegative = Field(
