@@ -154,7 +154,7 @@ class ClusterConfig(Section):
     )
     gpu_memory_gb: NonNegativeFloat = Field(
         0.0,
-        description="memory of one GPU in GiB, to plan for another machine (docs/memory.md); 0: that of the GPUs here",
+        description="memory of one GPU in GiB, to plan for another machine (docs/allocation.md); 0: that of the GPUs here",
     )
     host: str = Field("127.0.0.1", description="address that the workers bind to and advertise, on one machine")
     interface: str = Field(

@@ -1,4 +1,4 @@
-"""The settings in docs/memory.md are those of the predictor."""
+"""The settings in docs/allocation.md are those of the predictor."""
 
 from __future__ import annotations
 

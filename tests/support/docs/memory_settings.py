@@ -1,4 +1,4 @@
-"""The table of settings in docs/memory.md, made by the predictor. `make docs` writes it; a test compares it."""
+"""The table of settings in docs/allocation.md, made by the predictor. `make docs` writes it; a test compares it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from realsys.config.trial_sizes import model_of
 from tests.support.processes.config_trees import changed
 from tests.support.serving.qwen_models import QWEN, write_qwen
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "memory.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "allocation.md"
 BEGIN, END = "<!-- settings: written by `make docs` -->", "<!-- end of settings -->"
 GPU = 79 * GIB  # what a GPU that is sold with 80 GB has
 COUNTS = (8, 16, 64)
