@@ -162,7 +162,7 @@ def test_recorded_names_are_described() -> None:
 
 
 def test_page_lists_every_span() -> None:
-    page = (ROOT / "docs" / "timeline.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "observe.md").read_text(encoding="utf-8")
     table = page.partition("<!-- spans:")[2].partition("<!-- end of spans -->")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", table, re.MULTILINE)
     assert {name: f"{who}: {meaning}" for name, who, meaning in rows} == SPANS
