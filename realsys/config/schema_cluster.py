@@ -199,7 +199,7 @@ class ClusterConfig(Section):
         return self.nodes + self.spare_nodes if self.nodes else 0
 
 
-# ---- the section telemetry: trackers and timeline (docs/trackers.md, docs/observe.md)
+# ---- the section telemetry: trackers and timeline (docs/metrics.md#trackers, docs/observe.md)
 
 
 class TelemetryConfig(Section):
