@@ -32,7 +32,8 @@ from realsys.data.prompts import Prompt, PromptDataset
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError, RealsysError, WeightsError
 from realsys.generation.backend import EngineParts, make_backend
-from realsys.generation.client import Generated, GenerationClient
+from realsys.generation.client import GenerationClient
+from realsys.generation.completion import Completion
 from realsys.launch.commands.evaluate import planned_evaluation
 from realsys.launch.commands.options import add_config_dir, count
 from realsys.launch.commands.samples import printable
@@ -165,7 +166,7 @@ class Shown:
         self._ticket = ""
         self._seen: list[list[int]] = []  # histories of the ticket, with their completions
 
-    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Completion]:
         completions = await self._engine.generate(call, deliver)
         if call.ticket.unit != self._ticket:
             self._ticket, self._seen = call.ticket.unit, []
@@ -185,7 +186,7 @@ class Shown:
 class _Client(GenerationClient):
     """A client of a server whose weights were never updated: its tokens get version 0, so that rows can be made."""
 
-    async def generate(self, *args: Any, **named: Any) -> list[Generated]:
+    async def generate(self, *args: Any, **named: Any) -> list[Completion]:
         made = await super().generate(*args, **named)
         return [replace(each, versions=np.zeros_like(each.versions), kv_versions=None) for each in made]
 

@@ -302,5 +302,5 @@ def parse_version(text: str) -> int:
 
 
 def segments_of(versions: Sequence[tuple[int, int]]) -> list[tuple[str, int]]:
-    """Convert (version, count) segments to their wire form, without empty ones."""
-    return [(str(version), count) for version, count in versions if count]
+    """Convert (version, count) segments to their wire form."""
+    return [(str(version), count) for version, count in versions]

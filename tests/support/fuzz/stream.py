@@ -138,7 +138,7 @@ def replies() -> Iterator[Target]:
         }
         return spoiler.spoil(spoiler.encode(value))
 
-    yield Target("reply: /generate", answer, _generated, (GenerationError,), weight=2)
+    yield Target("reply: /generate", answer, _completion, (GenerationError,), weight=2)
     yield Target(
         "reply: SGLang",
         examples(list[sglang_api.Reply]),
@@ -156,8 +156,10 @@ def replies() -> Iterator[Target]:
     yield Target("reply: error body", examples(p.ErrorReply), reason_of, ())
 
 
-def _generated(data: bytes) -> object:
-    return generation_client._generated("http://x", generation_client.decode_reply("http://x", data, p.CompletionReply))
+def _completion(data: bytes) -> object:
+    return generation_client._completion(
+        "http://x", generation_client.decode_reply("http://x", data, p.CompletionReply)
+    )
 
 
 class Calls:
