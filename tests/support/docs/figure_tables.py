@@ -1,11 +1,12 @@
-"""All tables of measured figures: one function per table, by the name in its mark (figures.py)."""
+"""All tables of measured figures, and the drawing of the layers, by the name in their marks (figures.py)."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 
 from tests.support.docs import policy_tables, serving_tables, training_tables, verifier_tables
-from tests.support.docs.figures import load, row_of, rows_of
+from tests.support.docs.figures import ROOT, load, row_of, rows_of
 from tests.support.docs.table_layout import table
 
 
@@ -68,10 +69,18 @@ def readme_results() -> str:
     )
 
 
+def layers() -> str:
+    """Drawing of the import rule: the layers of import-linter, the highest first."""
+    rules = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
+    lines = [layer.replace("realsys.", "") for layer in rules[0]["layers"]]
+    return "\n".join(["```", *lines, "```"])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         readme_results,
+        layers,
         training_tables.arith,
         training_tables.smol,
         training_tables.step_parts,
