@@ -11,14 +11,23 @@ from tests.support.docs.table_layout import listing, ratios, table
 
 def arith() -> str:
     columns = {
-        "seed": "{seed}",
+        "run": "{run}",
         "before": "{before:.1f} %",
         "after": "{after:.1f} %",
-        "minutes": "{minutes}:{rest:02d}",
-        "staleness mean / max": "{staleness_mean:.2f} / {staleness_max}",
+        "minutes": "{minutes}",
+        "staleness mean / max": "{staleness}",
     }
-    rows = load("arith")["rows"]
-    return listing(columns, [row | {"minutes": row["seconds"] // 60, "rest": row["seconds"] % 60} for row in rows])
+    rows = [
+        {
+            **row,
+            "run": f"seed {row['seed']}",
+            "minutes": f"{row['seconds'] // 60}:{row['seconds'] % 60:02d}",
+            "staleness": f"{row['staleness_mean']:.2f} / {row['staleness_max']}",
+        }
+        for row in load("arith")["rows"]
+    ]
+    turns = {name: 100 * row_of("arith_multi_turn", eval_id=name)["accuracy"] for name in ("before", "after")}
+    return listing(columns, [*rows, {**turns, "run": "two tries, 30 steps", "minutes": "", "staleness": ""}])
 
 
 def smol() -> str:
@@ -89,6 +98,7 @@ def dp_balance() -> str:
         "`balance=tokens`": "{tokens:.3f}",
         "`balance=flops`": "{flops:.3f}",
         "bound": "{bound:.3f}",
+        "time of a split by FLOPs": "{flops_ms:.1f} ms",
     }
     return listing(columns, rows_of("dp_balance", lengths="heavy"))
 
