@@ -214,3 +214,10 @@ def soak() -> str:
     figures = ("rss_mib", "fds", "threads")
     rows = [{figure: row_of("soak", what=what, figure=figure) for figure in figures} for what in names]
     return listing(columns, [row | {"name": name} for row, name in zip(rows, names.values(), strict=True)])
+
+
+def round_trip() -> str:
+    *rows, total = load("round_trip")["rows"]
+    lines = [(f"{row['process']} ({row['count']})", row["modules"]) for row in rows]
+    everything = f"{total['records']} types of records (dataclasses)"
+    return table(("process", "modules that run"), [*lines, (f"all together ({total['count']})", everything)])
