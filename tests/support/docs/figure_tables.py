@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable
 
+from realsys.observe.spans import SPANS
 from tests.support.docs import policy_tables, serving_tables, training_tables, verifier_tables
 from tests.support.docs.figures import ROOT, load, row_of, rows_of
 from tests.support.docs.table_layout import table
@@ -76,11 +77,19 @@ def layers() -> str:
     return "\n".join(["```", *lines, "```"])
 
 
+def spans() -> str:
+    """Table of all spans: who records each of them, and what it means."""
+    return table(
+        ("span", "recorded by", "meaning"), [(f"`{name}`", *text.split(": ", 1)) for name, text in SPANS.items()]
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         readme_results,
         layers,
+        spans,
         training_tables.arith,
         training_tables.smol,
         training_tables.step_parts,
