@@ -1,4 +1,4 @@
-"""Measured figures of the pages are those of benchmarks/results."""
+"""Measured figures of the pages are those of benchmarks/results; other generated tables are those of the code."""
 
 from __future__ import annotations
 

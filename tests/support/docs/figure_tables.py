@@ -1,4 +1,4 @@
-"""All tables of measured figures, and the drawing of the layers, by the name in their marks (figures.py)."""
+"""What the marks `<!-- figures: NAME -->` of the pages stand for: tables of results, of the code, and of its layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from realsys.observe.spans import SPANS
 from tests.support.docs import policy_tables, serving_tables, training_tables, verifier_tables
 from tests.support.docs.figures import ROOT, load, row_of, rows_of
+from tests.support.docs.memory_settings import memory_settings
 from tests.support.docs.table_layout import table
 
 
@@ -89,6 +90,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         readme_results,
         layers,
+        memory_settings,
         spans,
         training_tables.arith,
         training_tables.smol,
