@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from realsys.algorithm.batch.token_losses import EQUAL_REWARDS, SUCCESS_RATE
+from realsys.algorithm.token_losses import EQUAL_REWARDS, SUCCESS_RATE
 from realsys.cluster.stream.codec import BOOL, FINISH_REASONS, FLOAT, INT, LOGPROB_SLACK
 from realsys.config.schema_rollout import KeepConfig
 from realsys.config.schema_train import FilterConfig

@@ -30,7 +30,6 @@ from realsys.manager.routes import ManagerApp
 from realsys.manager.routing.servers import UpdateOrder
 from realsys.train import requests
 from realsys.types import PublishedVersion, ServerAddress, Ticket
-from realsys.weights import weight_messages
 from tests.support.fuzz.mutations import Spoiler, example, examples
 from tests.support.fuzz.targets import Target
 from tests.support.training.sample_records import group_of, single_turn
@@ -95,7 +94,7 @@ def messages() -> Iterator[Target]:
         calls.MfcShare,
         calls.MfcReply,
         calls.TransferRequest,
-        weight_messages.SaveWeightsReply,
+        requests.SaveWeightsReply,
     )
     for kind in large:
         yield Target(
@@ -106,7 +105,7 @@ def messages() -> Iterator[Target]:
             "msgpack",
         )
     names = re.compile(r".*(Request|Reply)|Recorded|Empty")
-    sources = (types, model_calls, requests, weight_messages)
+    sources = (types, model_calls, requests, requests)
     declared = {name: kind for source in sources for name, kind in vars(source).items()}
     others = [kind for name, kind in declared.items() if names.fullmatch(name) and kind not in large]
     others += ORDERS
