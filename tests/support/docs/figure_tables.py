@@ -102,7 +102,6 @@ TABLES: dict[str, Callable[[], str]] = {
         training_tables.async_vs_sync,
         training_tables.memory,
         training_tables.control_plane,
-        training_tables.before_after,
         training_tables.soak,
         serving_tables.generation,
         serving_tables.interruption,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.support.docs.figures import load, row_of, rows_of
-from tests.support.docs.table_layout import listing, ratios, table
+from tests.support.docs.table_layout import listing, table
 
 
 def arith() -> str:
@@ -184,12 +184,6 @@ def control_plane() -> str:
 
 def _rounded(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.1f}"
-
-
-def before_after() -> str:
-    meta = load("before_after")["meta"]["now_over_before"]
-    rows = {"tokens/s trained": meta["tokens_per_s"], "CPU seconds per token": meta["cpu_s_per_1k"]}
-    return ratios("now over before", 2, rows)
 
 
 def soak() -> str:
