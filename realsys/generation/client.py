@@ -26,6 +26,8 @@ from realsys.config.schema import GenerationConfig
 from realsys.errors import MALFORMED, GenerationError, ServerBusy, ServerFailed, ServerSilent
 from realsys.generation.completion import EMPTY, Completion, Runs
 from realsys.generation.protocol import (
+    UNNAMED,
+    UNSYNCED,
     Acknowledged,
     CompletionReply,
     ModelInfo,
@@ -210,7 +212,8 @@ def decode_reply(where: str, payload: bytes, kind: type[T]) -> T:
 
 def _completion(url: str, reply: CompletionReply) -> Completion:
     meta = reply.meta_info
-    versions, tops = meta.weight_versions or [], meta.output_top_logprobs
+    tops = meta.output_top_logprobs
+    versions = meta.weight_versions or [(meta.weight_version, len(reply.output_ids))]
     try:
         return Completion.of(
             reply.output_ids,
@@ -226,7 +229,7 @@ def _completion(url: str, reply: CompletionReply) -> Completion:
 
 def _runs(runs: list[tuple[str, int]]) -> Runs:
     """Return (version, tokens) runs from their wire form."""
-    return [(int(version), count) for version, count in runs]
+    return [(UNSYNCED if version == UNNAMED else int(version), count) for version, count in runs]
 
 
 # ---- tokens that arrive before the reply

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from realsys.errors import GenerationError, ServerBusy
 from realsys.generation.backend import RequestSnapshot
 from realsys.generation.completion import EMPTY, Completion
-from realsys.generation.protocol import UNSYNCED, SamplingParams, not_default
+from realsys.generation.protocol import UNNAMED, UNSYNCED, SamplingParams, not_default
 from realsys.generation.sampling_rules import completion_seed, find_stop, window
 from realsys.generation.sglang.api import Reply, SglangPiece
 from realsys.generation.sglang.supervisor import SglangRun
@@ -36,7 +36,6 @@ _RECALL_TIMEOUT_S = 60.0
 #: A longer completion is sampled in pieces, so that its client has its first tokens before its last. SGLang keeps the
 #: cache of a piece, so the next one computes hardly anything again.
 PIECE_TOKENS = 4096
-_UNNAMED = "default"  # SGLang's name for the weights that it started with
 #: parameters that SGLang gets in another form; all others go to it under their own name
 _ADAPTED = {
     "max_new_tokens",
@@ -431,7 +430,7 @@ def _segments(reply: Reply) -> list[tuple[int, int]]:
             "SGLang gave a completion without weight_versions, although it reports them", retryable=True
         )
     return [
-        (UNSYNCED if span.version == _UNNAMED else int(span.version), span.end - span.start)
+        (UNSYNCED if span.version == UNNAMED else int(span.version), span.end - span.start)
         for span in spans
         if span.end > span.start
     ]

@@ -45,7 +45,7 @@ class Trial:
         self.files: list[Feed] = []
         self.position = folder / "trackers" / "listed.json"
 
-    def process(self) -> Feed:
+    def feed(self) -> Feed:
         run = Run("exp", "t", self.folder, {"seed": 1}, "0.1")
         return Feed(self.steps, self.position, run, lambda told: Listed(told, self.calls))
 
@@ -125,7 +125,7 @@ def test_roll_back_to_the_start_undoes_the_warm_up(trial: Trial) -> None:
 
 
 def test_long_log_is_delivered_in_batches(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "BATCH", 2)
+    monkeypatch.setattr(process, "RECORDS_AT_ONCE", 2)
     append(trial.steps, train(1), train(2), train(3))
     made = trial.feed()
     assert [made.deliver(), made.deliver(), made.deliver()] == [2, 1, 0]
@@ -180,7 +180,7 @@ def test_file_survives_a_crash_after_a_roll_back(trial: Trial, monkeypatch: pyte
     made = trial.file_feed()
     made.deliver()
     append(trial.steps, recovered(1), *(train(step) for step in range(2, 9)))
-    monkeypatch.setattr(process, "BATCH", 3)
+    monkeypatch.setattr(process, "RECORDS_AT_ONCE", 3)
     made.deliver()
     with monkeypatch.context() as patch:
         patch.setattr(Feed, "_save", lambda self: 1 / 0)
