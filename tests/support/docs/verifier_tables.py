@@ -39,16 +39,25 @@ def code_reward() -> str:
 
 
 def code_neighbours() -> str:
-    """Table of the attacks with a row each, and of the folders."""
+    """Table of the folders of attacks: how much slower a neighbour is, least and greatest."""
+    folders: dict[str, list[dict[str, float]]] = {}
+    for row in load("code_neighbours")["rows"]:
+        folders.setdefault(row["attack"].removeprefix("all of ").partition("/")[0], []).append(row)
     columns = {
-        "attack": "{attack}",
-        "verdicts/s beside an idle core": "{idle:.1f}",
-        "beside a harmless program": "{busy:.1f}",
-        "beside the attack": "{beside:.1f}",
-        "slower than idle": "{slower:.1f} %",
-        "slower than harmless": "{slower_than_busy:.1f} %",
+        "attacks": "`{folder}`",
+        "slower than beside an idle core": "{slower}",
+        "than beside a harmless program": "{slower_than_busy}",
     }
-    return listing(columns, load("code_neighbours")["rows"])
+    rows = [
+        {"folder": folder, **{name: _span([row[name] for row in rows]) for name in ("slower", "slower_than_busy")}}
+        for folder, rows in folders.items()
+    ]
+    return listing(columns, rows)
+
+
+def _span(percents: list[float]) -> str:
+    low, high = min(percents), max(percents)
+    return f"{low:.1f} %" if low == high else f"{low:.1f} to {high:.1f} %"
 
 
 def attacks() -> str:
