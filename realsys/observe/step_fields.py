@@ -430,13 +430,11 @@ def _kind(kind: str) -> Iterator[str]:
         own = [field for field in FIELDS[kind].values() if field.group == group]
         if own and len({field.group for field in FIELDS[kind].values()}) > 1:
             yield f"| **{group}** | | |"
-        yield from map(_row, own)
+        names: dict[tuple[str, str], list[str]] = {}  # numbers of the same meaning have one row
+        for field in own:
+            names.setdefault((field.unit, field.meaning.replace("|", "\\|")), []).append(f"`{field.name}`")
+        yield from (f"| {', '.join(same)} | {unit} | {meaning} |" for (unit, meaning), same in names.items())
     yield ""
-
-
-def _row(field: Field) -> str:
-    escaped = field.meaning.replace("|", "\\|")
-    return f"| `{field.name}` | {field.unit} | {escaped} |"
 
 
 if __name__ == "__main__":
