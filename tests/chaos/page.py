@@ -65,7 +65,7 @@ def summary(outcome: Mapping[str, Any]) -> str:
     changed = sum("sample" in problem for case in cases for problem in case["problems"])
     return (
         f"{where}, {outcome['seconds'] / 60:.1f} minutes: {len(rows)} faults in {len(cases)} runs, "
-        f"{', '.join(faults)}, {lost} lost, {twice} twice; {judged:,} trained answers judged again, "
+        f"{', '.join(faults)}, {lost} lost, {twice} twice; {judged:,} trained completions judged again, "
         f"{changed or 'none'} of them otherwise."
     )
 

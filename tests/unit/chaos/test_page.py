@@ -55,7 +55,7 @@ def test_summary_counts_and_hides_nothing():
     )
     assert found == (
         "Seed 7, 2 runs at a time on 2 cores, 1.5 minutes: 4 faults in 1 runs, 1 survived, 1 ended with the error that "
-        "they should, 1 neither, 1 skipped (needs etcd), 2 lost, 1 twice; 1,200 trained answers judged again, 1 of "
+        "they should, 1 neither, 1 skipped (needs etcd), 2 lost, 1 twice; 1,200 trained completions judged again, 1 of "
         "them otherwise."
     )
 
