@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.cluster.children.child_process import ChildProcess, how_it_ended
+from realsys.cluster.children.child_process import ChildProcess, how_it_ended, lines_of
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.schema_cluster import ClusterConfig
@@ -107,29 +107,22 @@ class RayLauncher(Launcher):
             driver.popen.stdin.close()
         if not await driver.exits_within(self.config.cluster.stop_timeout_s + _STOP_MARGIN_S):
             driver.kill()  # Ray ends its actors, because they belong to its job
-            await driver.exits_within(None)
         await self._reader
-        driver.reap()
+        await driver.end(None)
 
     async def _read(self, driver: ChildProcess, say: Callable[[str], None]) -> None:
         """Handle the reports of the driver to its end."""
         assert driver.popen.stdout is not None
-        stream = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), driver.popen.stdout)
         last = ""
-        try:
-            while line := await stream.readline():
-                try:
-                    report = msgspec.json.decode(line, type=DriverReport)
-                except msgspec.MsgspecError:  # Python's last words
-                    last = line.decode("utf-8", "replace").strip() or last
-                    continue
-                self._problem = report.problem or self._problem
-                if text := report.say or report.problem:
-                    say(text)
-        finally:
-            transport.close()
+        async for line in lines_of(driver.popen.stdout):
+            try:
+                report = msgspec.json.decode(line, type=DriverReport)
+            except msgspec.MsgspecError:  # Python's last words
+                last = line.decode("utf-8", "replace").strip() or last
+                continue
+            self._problem = report.problem or self._problem
+            if text := report.say or report.problem:
+                say(text)
         if not self._stopping:
             await driver.exits_within(None)
             self._problem = self._problem or f"the Ray driver ended: {last or f'see {self.paths.logs}/ray_driver.log'}"

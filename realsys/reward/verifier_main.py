@@ -1,4 +1,4 @@
-"""The inside of a verifier process: ``python -m realsys.reward.verifier_main SOCKET JOURNAL PARENT MEMORY``.
+"""The inside of a verifier process: ``python -m realsys.reward.verifier_main JOURNAL MEMORY SOCKET PARENT``.
 
 Consumes batches from SOCKET; waits for the next one; ends when the other side is closed, or with its parent. Adds the
 outcome of each item to the shared memory JOURNAL before it begins the next item; reports the count of them on SOCKET.
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial, update_wrapper
+from typing import BinaryIO
 
 import msgspec
 
@@ -26,7 +27,6 @@ from realsys.cluster import failpoint
 from realsys.cluster.prctl import die_with_parent
 from realsys.config.doors import VERIFIER
 from realsys.reward.verifier_protocol import (
-    LENGTH,
     NO_VERDICT,
     RAISED,
     REFUSED,
@@ -34,15 +34,15 @@ from realsys.reward.verifier_protocol import (
     BatchDone,
     JournalWriter,
     Loaded,
-    NotLoaded,
     NoVerdict,
     Outcome,
     VerifierBatch,
     decode_item,
-    frame,
+    line,
 )
 from realsys.reward.verifiers.contract import Item, Verdict, Verifier, answer_problem, verdict_of, wrong_over_limit
 
+_BATCH = msgspec.json.Decoder(VerifierBatch)
 _MESSAGE_LIMIT = 500  # characters of an exception
 _FILE_BYTES = 256 << 20  # bound on one file that a verifier writes; its printed output is one, too
 _OPEN_FILES = 1024
@@ -51,17 +51,17 @@ _SPENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, 
 
 
 def main(argv: list[str]) -> None:
-    descriptor, outcomes, parent, memory = (int(argument) for argument in argv)
+    outcomes, memory, descriptor, parent = map(int, argv)
     # SIGKILL: a verifier may hang, and then nothing would read the end of the channel.
     if not die_with_parent(signal.SIGKILL, parent):
         sys.exit(0)
     failpoint.arm("verifier/0")
     _limit(memory)
     journal = JournalWriter(outcomes)
-    with socket.socket(fileno=descriptor) as channel:
+    with socket.socket(fileno=descriptor) as channel, open(descriptor, "rb", closefd=False) as batches:
         channel.set_inheritable(False)  # what a verifier starts must not speak in its name
         os.register_at_fork(after_in_child=channel.close)
-        serve(channel, journal)
+        serve(channel, batches, journal)
 
 
 def _limit(memory: int) -> None:
@@ -77,29 +77,27 @@ def _limit(memory: int) -> None:
         resource.setrlimit(limit, (value, value))
 
 
-def serve(channel: socket.socket, journal: JournalWriter) -> None:
+def serve(channel: socket.socket, batches: BinaryIO, journal: JournalWriter) -> None:
     """Answer batches until the channel closes. A batch without items loads its verifier."""
     verifiers: dict[str, Verifier] = {}
-    channel.sendall(frame(BatchDone(0, 0)))
-    while (batch := _receive(channel)) is not None:
-        try:
-            if batch.name not in verifiers:
-                loaded = VERIFIER.load(batch.name)
-                verifiers[batch.name] = update_wrapper(partial(loaded, **batch.arguments), loaded)
-                channel.sendall(frame(Loaded(batch.serial, wrong_over_limit(loaded))))
-                continue
-        except Exception as error:  # the module is the user's: reported
-            spent = _is_spent(error) or _is_spent(error.__cause__)
-            channel.sendall(frame(NotLoaded(batch.serial, describe(error), spent)))
+    channel.sendall(line(BatchDone(0, 0)))
+    for data in batches:
+        batch = _BATCH.decode(data)
+        if batch.name in verifiers:
+            verify_batch(verifiers[batch.name], batch, journal, lambda message: _answer(channel, message))
             continue
-        verify_batch(verifiers[batch.name], batch, journal, lambda message: _answer(channel, message))
+        try:
+            loaded = VERIFIER.load(batch.name)
+            verifiers[batch.name] = update_wrapper(partial(loaded, **batch.arguments), loaded)
+            reply = Loaded(batch.serial, wrong_over_limit=wrong_over_limit(loaded))
+        except Exception as error:  # the module is the user's: reported
+            reply = Loaded(batch.serial, describe(error), spent=_is_spent(error) or _is_spent(error.__cause__))
+        channel.sendall(line(reply))
 
 
 def _answer(channel: socket.socket, message: msgspec.Struct) -> None:
-    data = frame(message)
-    if failpoint.failpoint("verifier.reply") == "garbage":
-        data = LENGTH.pack(1) + b"\xc1"
-    channel.sendall(data)
+    garbled = failpoint.failpoint("verifier.reply") == "garbage"
+    channel.sendall(b"\xc1\n" if garbled else line(message))
 
 
 Judge = Callable[[Item], Outcome]
@@ -126,7 +124,7 @@ def verify_batch(
     """Verify the items in order. Send one message for all of them, unless they take long."""
     process, reported = os.getpid(), time.monotonic()
     judge = partial(check if batch.check else verify, verifier)
-    journal.begin(batch.serial)
+    journal.end = 0
     count, told, spent = 0, 0, False
     for item in batch.items:
         if count > told and time.monotonic() - reported > batch.report_s:
@@ -142,15 +140,15 @@ def verify_batch(
     send(BatchDone(batch.serial, count, spent))
 
 
-def _judge(judge: Judge, item: bytes) -> tuple[bytes, bool]:
-    """Return the framed outcome, and True if the process lacks a resource of the system."""
+def _judge(judge: Judge, item: msgspec.Raw) -> tuple[bytes, bool]:
+    """Return the line of the outcome, and True if the process lacks a resource of the system."""
     try:
         failpoint.failpoint("verifier.judge")
-        return frame(judge(decode_item(item))), False
+        return line(judge(decode_item(item))), False
     except Exception as error:  # the request boundary: reported, never a verdict
         if _is_spent(error):
-            return frame(NoVerdict(RESOURCES, describe(error) + "; the process is replaced")), True
-        return frame(NoVerdict(RAISED, describe(error))), False
+            return line(NoVerdict(RESOURCES, describe(error) + "; the process is replaced")), True
+        return line(NoVerdict(RAISED, describe(error))), False
 
 
 def _is_spent(error: BaseException | None) -> bool:
@@ -175,25 +173,6 @@ def describe(error: Exception) -> str:
 def one_line(text: str) -> str:
     """Return the beginning of a text, in one line that can be encoded."""
     return " ".join(text[:_MESSAGE_LIMIT].encode("utf-8", "backslashreplace").decode().split())
-
-
-def _receive(channel: socket.socket) -> VerifierBatch | None:
-    header = _read(channel, LENGTH.size)
-    if header is None:
-        return None
-    body = _read(channel, LENGTH.unpack(header)[0])
-    return None if body is None else msgspec.msgpack.decode(body, type=VerifierBatch)
-
-
-def _read(channel: socket.socket, size: int) -> bytes | None:
-    """Return exactly ``size`` bytes, or None if the other side has closed."""
-    data = bytearray()
-    while len(data) < size:
-        chunk = channel.recv(min(size - len(data), 1 << 20))
-        if not chunk:
-            return None
-        data += chunk
-    return bytes(data)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Child processes: the one way in which launcher, verifier pool and SGLang's keeper start, watch and kill them.
 
     ChildProcess       one process that leads its own session, watched through a pidfd on the event loop
+    SocketChild        one that speaks with this process over a socket
     kill_descendants   kills all processes below this one, also those that left their group
     Backoff            delays between restarts in a row
 
@@ -12,19 +13,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
+import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import IO
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from typing import IO, Any
 
 import psutil
 
 from realsys.cluster.children.fork_server import Forked, ForkServer
 
+log = logging.getLogger(__name__)
+
 HEALTHY_AFTER_S = 300.0  # a process that ran longer gets its restart budget back
 LONGEST_BACKOFF_S = 30.0
+LAST_WORDS = 300  # characters of what a child printed that are shown
 _ROUND_S = 0.1  # between two rounds of kill_descendants
 
 
@@ -103,6 +110,15 @@ class ChildProcess:
         if self.returncode is None:
             self._kill_group()
 
+    async def end(self, timeout_s: float | None) -> bool:
+        """Kill the process and its group, and reap it. Returns False if it is still there after ``timeout_s``."""
+        self.kill()
+        if not await self.exits_within(timeout_s):
+            log.error("process %d was killed and is still there after %g s", self.pid, timeout_s)
+            return False
+        self.reap()
+        return True
+
     def reap(self) -> int:
         """Kill the rest of the group and collect the process, which must have exited. Returns its return code."""
         if self.popen.returncode is None:
@@ -121,6 +137,69 @@ class ChildProcess:
         self._exited.set()
         if self._on_exit is not None:
             self._on_exit()
+
+
+class SocketChild:
+    """A child process that speaks with this process over a socket. Its output goes to a temporary file."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        name: str,
+        kind: socket.SocketKind = socket.SOCK_STREAM,
+        inherit: Sequence[int] = (),
+    ) -> None:
+        """Start ``argv`` with two more arguments: the descriptor of its end, and the pid of this process.
+
+        ``name``: part of the name of the file; ``inherit``: as in ChildProcess. Raises OSError.
+        """
+        # A file and not a pipe: the child may print more than this process wants to read.
+        self._printed = tempfile.TemporaryFile("a+b", buffering=0, prefix=f"realsys-{name}-")  # noqa: SIM115
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, kind)
+        try:
+            with theirs:
+                argv = [*argv, str(theirs.fileno()), str(os.getpid())]
+                self.process = ChildProcess(argv, env, self._printed, inherit=[theirs.fileno(), *inherit])
+        except OSError:
+            self.close()
+            raise
+
+    def said(self) -> str:
+        """Return the end of the output since the last call, in one line."""
+        if self._printed.closed or not (size := os.fstat(self._printed.fileno()).st_size):
+            return ""
+        text = os.pread(self._printed.fileno(), 4 * LAST_WORDS, max(0, size - 4 * LAST_WORDS))
+        self._printed.truncate(0)
+        return " ".join(text.decode("utf-8", "replace").split())[-LAST_WORDS:]
+
+    def close(self) -> None:
+        """Close the socket and the file."""
+        self.socket.close()
+        self._printed.close()
+
+
+async def lines_of(pipe: IO[bytes], longest: int = 1 << 16) -> AsyncIterator[bytes]:
+    """Yield the lines of a pipe without their ends, until all its writers have closed it. A longer line is cut off."""
+    stream = asyncio.StreamReader()
+    protocol: Any = asyncio.StreamReaderProtocol(stream)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+    rest = b""
+    try:
+        while chunk := await stream.read(1 << 16):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                yield line[:longest]
+            rest = rest[:longest]
+        if rest:
+            yield rest
+    finally:
+        transport.close()
+
+
+def is_logged(count: int) -> bool:
+    """Return True if the output of a child that prints for the ``count``-th time is logged: ever more rarely."""
+    return count <= 10 or count & (count - 1) == 0
 
 
 class Backoff:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from realsys.cluster.children.child_process import ChildProcess, how_it_ended, resident_bytes_below
+from realsys.cluster.children.child_process import ChildProcess, how_it_ended, lines_of, resident_bytes_below
 
 log = logging.getLogger(__name__)
 
@@ -103,22 +103,7 @@ class GuardedProcess:
         """Consume the output to its end."""
         pipe = self._process.popen.stdout
         assert pipe is not None
-        stream = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
-        rest = b""
-        try:
-            while chunk := await stream.read(1 << 16):
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    self._log(line)
-                rest = rest[:_LINE_LIMIT]
-            self._log(rest)
-        finally:
-            transport.close()
-
-    def _log(self, line: bytes) -> None:
-        text = line[:_LINE_LIMIT].decode("utf-8", "replace").rstrip()
-        if text:
-            self._output.info("%s", text)
-            self._tail.append(text[:300])
+        async for line in lines_of(pipe, _LINE_LIMIT):
+            if text := line.decode("utf-8", "replace").rstrip():
+                self._output.info("%s", text)
+                self._tail.append(text[:300])

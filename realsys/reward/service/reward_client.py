@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from random import Random
 
 import msgspec
@@ -25,6 +24,7 @@ from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.names.contract import NameStore, Tree, Watch
 from realsys.errors import MALFORMED, NoVerifierError, RewardError
+from realsys.reward.pool import Verifiers
 from realsys.reward.service.dispatch import Dispatch, DispatchBounds, Send, Settled
 from realsys.reward.service.verdict_protocol import (
     CONNECT_S,
@@ -34,8 +34,7 @@ from realsys.reward.service.verdict_protocol import (
     VerifyReply,
     VerifyRequest,
 )
-from realsys.reward.verifier_process import VerifierWork
-from realsys.reward.verifier_protocol import CPU_TIME, REFUSED, RESOURCES, NoVerdict, encoded
+from realsys.reward.verifier_protocol import CPU_TIME, REFUSED, RESOURCES, NoVerdict, VerifierWork, encoded
 from realsys.reward.verifiers.contract import Item, Verdict
 from realsys.types import ServerAddress
 
@@ -48,7 +47,7 @@ _ADDRESS: msgspec.json.Decoder[ServerAddress] = msgspec.json.Decoder(ServerAddre
 _FINAL = (400, 401, 404, 413)
 
 
-class ServiceVerifiers:
+class ServiceVerifiers(Verifiers):
     """Sends items to reward services. For one event loop."""
 
     def __init__(
@@ -59,8 +58,7 @@ class ServiceVerifiers:
         check_alive: CheckAlive = unleased,
         silence_s: float = SILENCE_S,
     ) -> None:
-        self.undecided = 0  # items without a verdict since the start
-        self.failures: Counter[str] = Counter()  # cause -> items since ``take_failures``, as in VerifierPool
+        super().__init__()
         self._loop = asyncio.get_running_loop()
         self._dispatch = Dispatch(bounds, Random(), self._loop.time())
         self._http = HttpClient(token, check_alive=check_alive, faults=_fault)
@@ -77,11 +75,6 @@ class ServiceVerifiers:
     def waiting(self) -> int:
         """Number of items that no service has taken yet."""
         return self._dispatch.waiting
-
-    def take_failures(self) -> dict[str, int]:
-        """Return the failures since the last call, by cause."""
-        failures, self.failures = dict(self.failures), Counter()
-        return failures
 
     async def follow(self, store: NameStore, root: str) -> None:
         """Use the services that are registered below ``root``, from now on."""

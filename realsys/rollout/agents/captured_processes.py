@@ -10,14 +10,13 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 from realsys.agent_runner import BOOT
 from realsys.agent_runner.contract import Failed
 from realsys.agent_runner.runner import LENGTH, MAX_MESSAGE
-from realsys.cluster.children.child_process import ChildProcess, how_it_ended
+from realsys.cluster.children.child_process import LAST_WORDS, SocketChild, how_it_ended, is_logged
 from realsys.config.schema_rollout import RolloutConfig
 from realsys.errors import AgentError, ConfigError
 from realsys.rollout.agents.contract import EpisodeTime
@@ -27,7 +26,6 @@ log = logging.getLogger(__name__)
 _START_S = 300.0  # bound on the imports of an agent
 _PASS_S = 60.0  # bound on the wait for a zygote to take an episode
 _KILL_S = 5.0
-_SHOWN = 300  # characters of the output in an error
 _MAX_REPLY = 4 << 20
 
 _REACHED = {
@@ -88,7 +86,7 @@ class AgentProcesses:
             return self._zygote
 
     def _result(self, reply: dict[str, Any]) -> Any:
-        printed = " ".join(reply["printed"].split())[-_SHOWN:]
+        printed = " ".join(reply["printed"].split())[-LAST_WORDS:]
         if printed:
             self._log(reply["bytes"], printed)
         said = f"; it printed: {printed}" if printed else ""
@@ -105,7 +103,7 @@ class AgentProcesses:
 
     def _log(self, size: int, printed: str) -> None:
         self._talks += 1
-        if self._talks <= 10 or self._talks & (self._talks - 1) == 0:
+        if is_logged(self._talks):
             log.info("episode %d of the agent's processes printed %d bytes, the last: %s", self._talks, size, printed)
 
 
@@ -114,18 +112,14 @@ class _Zygote:
 
     def __init__(self, rollout: RolloutConfig) -> None:
         """Start it, on the running event loop. Raises AgentError."""
-        self._printed = tempfile.TemporaryFile("a+b", buffering=0, prefix="realsys-agent-")  # noqa: SIM115
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)
         self._sending = asyncio.Lock()
-        argv = [*_command(rollout), str(theirs.fileno()), str(os.getpid())]
+        argv = _command(rollout)
         try:
-            with theirs:
-                self._process = ChildProcess(argv, _environment(), self._printed, inherit=[theirs.fileno()])
+            self._child = SocketChild(argv, _environment(), "agent", socket.SOCK_SEQPACKET)
         except OSError as error:
-            self._control.close()
-            self._printed.close()
             raise AgentError(f"{argv[0]} cannot be started: {error}", defect="start") from None
+        self._process, self._control = self._child.process, self._child.socket
+        self._control.setblocking(False)
 
     async def open(self, first: dict[str, Any]) -> None:
         """Wait until it has imported and built the agent. Raises AgentError."""
@@ -138,9 +132,7 @@ class _Zygote:
                     data = await loop.sock_recv(self._control, MAX_MESSAGE)
         if not data:
             ended = "did not import it in time" if not await self._process.exits_within(_KILL_S) else "ended"
-            size = os.fstat(self._printed.fileno()).st_size
-            said = os.pread(self._printed.fileno(), 4 * _SHOWN, max(0, size - 4 * _SHOWN)).decode("utf-8", "replace")
-            problem = f"the process of the agent {ended}: {' '.join(said.split())[-_SHOWN:] or 'it printed nothing'}"
+            problem = f"the process of the agent {ended}: {self._child.said() or 'it printed nothing'}"
             raise AgentError(problem, defect=problem)
         told = json.loads(data)
         if "failed" in told:
@@ -166,11 +158,8 @@ class _Zygote:
 
     async def kill(self) -> None:
         """Kill it. The episodes end with their connections."""
-        self._control.close()
-        self._process.kill()
-        if await self._process.exits_within(_KILL_S):
-            self._process.reap()
-        self._printed.close()
+        self._child.close()
+        await self._process.end(_KILL_S)
 
 
 async def _opened(rollout: RolloutConfig) -> _Zygote:
@@ -232,6 +221,6 @@ def check_interpreter(rollout: RolloutConfig, run: Callable[..., Any] = subproce
     except (OSError, ValueError, KeyError) as error:
         said = ended.stderr.decode("utf-8", "replace").split("\n") if isinstance(error, ValueError) else [str(error)]
         last = next((line for line in reversed(said) if line.strip()), "it printed nothing")
-        problem = f"{argv[0]} cannot run it, it must be Python 3.9 or later: {last.strip()[:_SHOWN]}"
+        problem = f"{argv[0]} cannot run it, it must be Python 3.9 or later: {last.strip()[:LAST_WORDS]}"
     if problem:
         raise ConfigError(field, value, f"cannot run in {argv[0]}: {problem}")
