@@ -86,13 +86,28 @@ class Verifiers(abc.ABC):
     def waiting(self) -> int:
         """Number of items that wait to be begun."""
 
-    @abc.abstractmethod
     async def verify(self, name: str, item: Item) -> Verdict:
-        """Judge one completion. Raises RewardError if it has no verdict, NoVerifierError or StuckError if none has."""
+        """Judge one completion with the verifier ``name``.
 
-    @abc.abstractmethod
+        Items that are given in one turn of the event loop travel together. Raises RewardError if the item has no
+        verdict, NoVerifierError or StuckError if no item has one.
+        """
+        return await self.judge(VerifierWork(name), encoded(name, item))
+
     async def check_answer(self, name: str, item: Item) -> str | None:
-        """Return why the row of an item, which has no completion, cannot be judged; None if it can."""
+        """Return why the verifier ``name`` cannot use the row of an item, which has no completion; None if it can.
+
+        A check that raises, hangs or dies is such a reason, too. Raises NoVerifierError.
+        """
+        try:
+            await self.judge(VerifierWork(name, check=True), encoded(name, item))
+        except RewardError as error:
+            return str(error)
+        return None
+
+    async def judge(self, work: VerifierWork, item: bytes) -> Verdict:
+        """Do the work on an encoded item, with the errors of ``verify``."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     async def close(self) -> None: ...
@@ -197,26 +212,7 @@ class VerifierPool(Verifiers):
         """Number of items that no process has taken yet."""
         return sum(not call.future.done() for calls in self._queue.values() for call in calls)
 
-    async def verify(self, name: str, item: Item) -> Verdict:
-        """Judge one completion with the verifier ``name``. Raises RewardError if two judgements give no verdict.
-
-        Items that are given in one turn of the event loop cost one round trip together.
-        """
-        return await self.judge(VerifierWork(name), encoded(name, item))
-
-    async def check_answer(self, name: str, item: Item) -> str | None:
-        """Return why the verifier ``name`` cannot use the reference of an item; None if it can.
-
-        A check that raises, hangs or dies is such a reason, too. Raises NoVerifierError.
-        """
-        try:
-            await self.judge(VerifierWork(name, check=True), encoded(name, item))
-        except RewardError as error:
-            return str(error)
-        return None
-
     async def judge(self, work: VerifierWork, item: bytes) -> Verdict:
-        """Do the work on an encoded item, with the errors of ``verify``."""
         if self._closed:
             raise NoVerifierError(_CLOSED)
         call = _Call(work, item, asyncio.get_running_loop().create_future(), again=self._once)

@@ -34,8 +34,8 @@ from realsys.reward.service.verdict_protocol import (
     VerifyReply,
     VerifyRequest,
 )
-from realsys.reward.verifier_protocol import CPU_TIME, REFUSED, RESOURCES, NoVerdict, VerifierWork, encoded
-from realsys.reward.verifiers.contract import Item, Verdict
+from realsys.reward.verifier_protocol import CPU_TIME, REFUSED, RESOURCES, NoVerdict, VerifierWork
+from realsys.reward.verifiers.contract import Verdict
 from realsys.types import ServerAddress
 
 log = logging.getLogger(__name__)
@@ -99,21 +99,6 @@ class ServiceVerifiers(Verifiers):
         self._dispatch.registered(addresses)
         self._wake()
 
-    async def verify(self, name: str, item: Item) -> Verdict:
-        """Judge one completion with the verifier ``name``. Raises RewardError if two judgements give no verdict.
-
-        Items that are given in one turn of the event loop travel together. Raises NoVerifierError.
-        """
-        return await self._judge(VerifierWork(name), item)
-
-    async def check_answer(self, name: str, item: Item) -> str | None:
-        """Return why the verifier ``name`` cannot use the reference of an item, as VerifierPool does."""
-        try:
-            await self._judge(VerifierWork(name, check=True), item)
-        except RewardError as error:
-            return str(error)
-        return None
-
     async def close(self) -> None:
         """End all requests. Items without a verdict get a NoVerifierError."""
         self._closed = True
@@ -130,17 +115,16 @@ class ServiceVerifiers(Verifiers):
         if self._watch is not None:
             await asyncio.to_thread(self._watch.close)
 
-    async def _judge(self, work: VerifierWork, item: Item) -> Verdict:
-        data = encoded(work.name, item)
-        if len(data) > MAX_ITEM:
-            problem = f"an item for verifier {work.name} has {len(data)} bytes, a reward service takes {MAX_ITEM}"
+    async def judge(self, work: VerifierWork, item: bytes) -> Verdict:
+        if len(item) > MAX_ITEM:
+            problem = f"an item for verifier {work.name} has {len(item)} bytes, a reward service takes {MAX_ITEM}"
             raise RewardError(f"{problem}: set rollout.reward.services=0", RESOURCES)
         if self._closed:
             raise NoVerifierError(_CLOSED)
         number = next(self._numbers)
         future: asyncio.Future[Verdict] = self._loop.create_future()
         self._futures[number] = future
-        self._dispatch.add(number, work, data, self._loop.time())
+        self._dispatch.add(number, work, item, self._loop.time())
         self._wake()
         try:
             return await future

@@ -15,7 +15,7 @@ from typing import Any
 
 from realsys.agent_runner import BOOT
 from realsys.agent_runner.contract import Failed
-from realsys.agent_runner.runner import LENGTH, MAX_MESSAGE
+from realsys.agent_runner.runner import MAX_MESSAGE
 from realsys.cluster.children.child_process import LAST_WORDS, SocketChild, how_it_ended, is_logged
 from realsys.config.schema_rollout import RolloutConfig
 from realsys.errors import AgentError, ConfigError
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _START_S = 300.0  # bound on the imports of an agent
 _PASS_S = 60.0  # bound on the wait for a zygote to take an episode
+_RETRY_S = 0.01
 _KILL_S = 5.0
 _MAX_REPLY = 4 << 20
 
@@ -154,7 +155,7 @@ class _Zygote:
                     socket.send_fds(self._control, [data], [connection.fileno()])
                     return
                 except BlockingIOError:  # it forks more slowly than episodes start
-                    await _until_writable(self._control)
+                    await asyncio.sleep(_RETRY_S)
 
     async def kill(self) -> None:
         """Kill it. The episodes end with their connections."""
@@ -172,24 +173,14 @@ async def _opened(rollout: RolloutConfig) -> _Zygote:
     return zygote
 
 
-async def _until_writable(connection: socket.socket) -> None:
-    loop, writable = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_writer(connection, writable.set)
-    try:
-        await writable.wait()
-    finally:
-        loop.remove_writer(connection)
-
-
 async def _exchange(connection: socket.socket, task: bytes) -> dict[str, Any]:
     """Send the row and return the reply of the keeper. Closing the connection ends the episode."""
-    reader, writer = await asyncio.open_connection(sock=connection)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_REPLY)
     try:
-        writer.write(LENGTH.pack(len(task)) + task)
-        (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        if size > _MAX_REPLY:
-            raise AgentError(f"its process sent {size} bytes")
-        reply: dict[str, Any] = json.loads(await reader.readexactly(size))
+        writer.write(task + b"\n")
+        reply: dict[str, Any] = json.loads(await reader.readuntil())
+    except asyncio.LimitOverrunError:
+        raise AgentError(f"its process sent more than {_MAX_REPLY} bytes") from None
     except (asyncio.IncompleteReadError, OSError):
         raise AgentError("the keeper of its process was killed", defect="keeper") from None
     finally:

@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-from . import confine, kernel, plain, preload, program, unit_tests
+from . import confine, kernel, plain, program, unit_tests
 
 BROKEN = 99  # exit code of a child that could not begin; it has not said that it is ready
 READY = b"ready"
@@ -40,7 +40,6 @@ def main(message: dict[str, Any], descriptors: list[int], setup: dict[str, Any],
         os._exit(BROKEN)
     task = plain.decode(data)
     del data
-    preload.in_child()
     gc.enable()
     if mode == "test":
         unit_tests.run(task, channel, rest[0])
@@ -78,7 +77,7 @@ def _confine(limits: dict[str, Any], setup: dict[str, Any], user: tuple[int, int
         os.nice(_NICE)
     confine.limit(limits, namespaces=setup["namespaces"])
     if setup["namespaces"]:
-        confine.give_up(setup["readable"], landlock=setup["landlock"])
+        confine.give_up(setup["readable"])
 
 
 class _Link(unit_tests.Link):
@@ -90,14 +89,13 @@ class _Link(unit_tests.Link):
         return lambda value: value
 
 
-def rehearse(setup: dict[str, Any]) -> None:
-    """Do what children do, and leave everything as it was."""
+def prepare(setup: dict[str, Any]) -> None:
+    """Have the zygote do what children do, leave everything as it was, and make its modules final."""
     before = sys.argv, sys.modules["__main__"]
     for _ in range(_REHEARSALS):
         if setup["namespaces"]:
             confine.rehearse(setup["readable"])
         task = plain.decode(plain.encode({"source": _PROGRAM, "function": "double", "trusted": [], "files": (b"",)}))
-        preload.reseed()
         namespace = program.load_source(task["source"], "program")
         request = plain.decode(plain.encode(("call", "double", [1], {})))
         plain.decode(plain.encode(("ok", program.answer_request(namespace, [], request)), lambda value: 0))
@@ -109,3 +107,6 @@ def rehearse(setup: dict[str, Any]) -> None:
         os.close(null)
     sys.argv, sys.modules["__main__"] = before
     del sys.modules["program"]
+    sys.path[:] = [path for path in sys.path if path != "/realsys"]
+    gc.collect()
+    gc.freeze()  # a child that collects garbage does not touch, and so not copy, the memory of the modules
