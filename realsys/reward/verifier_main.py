@@ -9,7 +9,6 @@ Only needed modules are imported, so that the process is small and starts fast.
 from __future__ import annotations
 
 import errno
-import linecache
 import os
 import resource
 import signal
@@ -22,7 +21,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from realsys.agent_runner.contract import NOT_OF_THE_USER, place_of
+from realsys.agent_runner.contract import NOT_OF_THE_USER, described, one_line
 from realsys.cluster import failpoint
 from realsys.cluster.prctl import die_with_parent
 from realsys.config.doors import VERIFIER
@@ -43,7 +42,6 @@ from realsys.reward.verifier_protocol import (
 from realsys.reward.verifiers.contract import Item, Verdict, Verifier, answer_problem, verdict_of, wrong_over_limit
 
 _BATCH = msgspec.json.Decoder(VerifierBatch)
-_MESSAGE_LIMIT = 500  # characters of an exception
 _FILE_BYTES = 256 << 20  # bound on one file that a verifier writes; its printed output is one, too
 _OPEN_FILES = 1024
 #: refusals of the system that a process may meet again and again
@@ -157,22 +155,10 @@ def _is_spent(error: BaseException | None) -> bool:
 
 
 def describe(error: Exception) -> str:
-    """One line with the place in the user's code; an exception may carry something huge or fail to print."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "its message cannot be printed"
-    told = f"{type(error).__name__}: {one_line(text)}"
-    place = place_of(error, NOT_OF_THE_USER)
-    file, _, number = place.rpartition(":")
-    if os.path.realpath(file).startswith(NOT_OF_THE_USER) or not number.isdigit():
-        return told
-    return f"{told} ({place}: {one_line(linecache.getline(file, int(number)))})"
-
-
-def one_line(text: str) -> str:
-    """Return the beginning of a text, in one line that can be encoded."""
-    return " ".join(text[:_MESSAGE_LIMIT].encode("utf-8", "backslashreplace").decode().split())
+    """Return an error in one line, with its place if that is in the user's code."""
+    failed = described(error)
+    is_of_the_user = ":" in failed["place"] and not os.path.realpath(failed["place"]).startswith(NOT_OF_THE_USER)
+    return failed.in_words() if is_of_the_user else f"{failed['type']}: {failed['message']}"
 
 
 if __name__ == "__main__":
