@@ -131,14 +131,14 @@ class Trackers:
         """Show the reports until the process has ended."""
         async for text in lines_of(os.fdopen(descriptor, "rb")):
             with contextlib.suppress(msgspec.DecodeError):
-                self._say(msgspec.json.decode(text, type=TrackerReport).text)
+                self._say(msgspec.json.decode(text, type=str))
 
 
 # ---- messages between the launcher and the process of the trackers
 #
 #     launcher ──Order──> a file in memory
 #              ──Ended──> stdin of the process
-#              <──Report─ a pipe: stdout and stderr of the process belong to the libraries, and go to a log
+#              <──note─── a pipe: stdout and stderr of the process belong to the libraries, and go to a log
 #
 # A message is one line of JSON.
 
@@ -166,13 +166,7 @@ class TrialEnded(msgspec.Struct):
     finish_s: float
 
 
-class TrackerReport(msgspec.Struct):
-    """Note for the screen."""
-
-    text: str
-
-
-def line(message: msgspec.Struct) -> bytes:
+def line(message: msgspec.Struct | str) -> bytes:
     """Return a message as one line."""
     return msgspec.json.encode(message) + b"\n"
 

@@ -25,7 +25,7 @@ from realsys.config.doors import TRACKER
 from realsys.errors import ConfigError
 from realsys.observe.trackers.contract import Run
 from realsys.observe.trackers.feed import Feed
-from realsys.observe.trackers.link import LONGEST_TEXT, TrackerOrder, TrackerReport, TrialEnded, line
+from realsys.observe.trackers.link import LONGEST_TEXT, TrackerOrder, TrialEnded, line
 
 _LOOK_S = 1.0
 _NICENESS = 10  # a busy machine serves the run first
@@ -44,7 +44,7 @@ def main() -> None:
     os.set_inheritable(reports, False)  # the launcher reads until all writers have ended
 
     def say(text: str) -> None:
-        os.write(reports, line(TrackerReport(text[:LONGEST_TEXT])))  # one call: threads do not mix their lines
+        os.write(reports, line(text[:LONGEST_TEXT]))  # one call: threads do not mix their lines
 
     followers = [Follower(name, partial(_feed, order, name), say) for name in order.trackers]
     for follower in followers:

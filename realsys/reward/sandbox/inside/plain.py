@@ -166,6 +166,17 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def replaced(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+    """Return plain data with other values in the place of those of a ``kind``."""
+    if isinstance(value, kind):
+        return replace(value)
+    if type(value) in (list, tuple):
+        return type(value)(replaced(each, kind, replace) for each in value)
+    if type(value) is dict:
+        return {key: replaced(each, kind, replace) for key, each in value.items()}
+    return value
+
+
 def send(descriptor: int, data: bytes) -> None:
     """Write one message. Raises OSError if the other side has closed."""
     if len(data) > MAX_FRAME:
