@@ -186,9 +186,7 @@ class Sandbox:
         answer: dict[str, Any] = {}
         while child.ended is None or sources:
             watched, left_s = [*sources, self.zygote.fileno()], child.left_s
-            if (
-                child.ended is not None
-            ):  # without isolation, what it started may still hold the pipes: never wait for it
+            if child.ended is not None:  # without isolation, what it started may hold the pipes: never wait for it
                 watched, left_s = sources, 0.0
             ready, _, _ = select.select(watched, [], [], left_s)
             if not ready and child.ended is None:
@@ -206,7 +204,10 @@ class Sandbox:
         ended = child.ended
         if answer:
             ended = dataclasses.replace(ended, code=answer["code"] or ended.code)
-        content = _content(made) if made and answer.get("made") else None
+        content = None
+        if made and answer.get("made"):
+            made.seek(0)
+            content = made.read()
         return Output(ended, bytes(streams.stdout), bytes(streams.stderr), content)
 
     def _answer(self, descriptor: int) -> dict[str, Any]:
@@ -225,12 +226,6 @@ def _memory_file(content: bytes) -> BinaryIO:
     file.write(content)
     file.seek(0)
     return file
-
-
-def _content(file: BinaryIO) -> bytes:
-    """Return the content of a file that no process writes any more."""
-    file.seek(0)
-    return file.read()
 
 
 def _command_task(command: SandboxCommand) -> dict[str, Any]:
