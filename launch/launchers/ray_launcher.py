@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +21,13 @@ from typing import Any
 import msgspec
 
 from realsys.cluster.children.child_process import ChildProcess, how_it_ended, lines_of
+from realsys.cluster.process import own_environment
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError
 from realsys.launch.launchers.contract import Launcher
 from realsys.launch.nodes.orders import KILL_MARGIN_S
-from realsys.launch.process_plan import own_python_path
 
 _DRIVER = (sys.executable, "-P", "-m", "realsys.launch.launchers.ray_driver")
 _LOOK_S = 30.0  # Ray itself tries for more than 40 s to reach a cluster that does not answer
@@ -88,7 +87,7 @@ class RayLauncher(Launcher):
             stop_s=cluster.stop_timeout_s,
         )
         self.paths.logs.mkdir(parents=True, exist_ok=True)
-        self._driver = ChildProcess(_DRIVER, _environment(), subprocess.PIPE, stdin=subprocess.PIPE)
+        self._driver = ChildProcess(_DRIVER, own_environment(), subprocess.PIPE, stdin=subprocess.PIPE)
         assert self._driver.popen.stdin is not None
         self._driver.popen.stdin.write(msgspec.json.encode(task) + b"\n")
         self._driver.popen.stdin.flush()
@@ -129,17 +128,13 @@ class RayLauncher(Launcher):
             say(self._problem)
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": own_python_path(os.environ.get("PYTHONPATH", ""))}
-
-
 def _look(task: DriverTask) -> DriverReport:
     """Return the live nodes of a Ray cluster, or the problem."""
     options: dict[str, Any] = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,
         "timeout": _LOOK_S,
-        "env": _environment(),
+        "env": own_environment(),
     }
     try:
         driver = subprocess.run(_DRIVER, input=msgspec.json.encode(task) + b"\n", **options)

@@ -22,19 +22,18 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
 
 from realsys.cluster.children.child_process import SocketChild, how_it_ended, is_logged
+from realsys.cluster.process import own_environment
 from realsys.config.schema_rollout import RewardConfig
 from realsys.errors import MALFORMED, NoVerifierError, RealsysError, RewardError
 from realsys.reward.verifier_protocol import (
@@ -383,8 +382,9 @@ class VerifierProcess:
         self._journal = JournalReader()
         journal = self._journal.descriptor
         argv = [sys.executable, "-m", "realsys.reward.verifier_main", str(journal), str(memory_bytes)]
+        env = own_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
         try:
-            self._child = SocketChild(argv, _environment(), "verifier", inherit=[journal])
+            self._child = SocketChild(argv, env, "verifier", inherit=[journal])
         except OSError:
             self._journal.close()
             raise
@@ -511,12 +511,3 @@ class VerifierProcess:
                 self._writer.close()
         self._child.close()
         self._journal.close()
-
-
-def _environment() -> dict[str, str]:
-    """One thread each, and this very realsys wherever the parent was started."""
-    root = str(Path(__file__).resolve().parents[2])
-    inherited = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([root, inherited] if inherited else [root])
-    own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return {**os.environ, **own}
