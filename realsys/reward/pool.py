@@ -146,6 +146,18 @@ class ItemLimits:
     def of(cls, config: RewardConfig) -> ItemLimits:
         return cls(config.timeout_s, config.elapsed_timeout_s)
 
+    def left_s(self, cpu_s: float, elapsed_s: float) -> float:
+        """Return the seconds after which the use must be looked at again; not more than 0 if a limit is reached."""
+        return min(self.cpu_s - cpu_s, self.elapsed_s - elapsed_s)
+
+    def cause(self, cpu_s: float) -> str:
+        """Return which limit was reached (``verifier_protocol.CAUSES``)."""
+        return CPU_TIME if cpu_s >= self.cpu_s else ELAPSED
+
+    def reached(self, cpu_s: float) -> str:
+        """Name the limit that was reached."""
+        return f"{self.cpu_s:.3g} s of CPU time" if self.cause(cpu_s) == CPU_TIME else f"{self.elapsed_s:.3g} s"
+
 
 @dataclass(eq=False, slots=True)
 class _Call:
@@ -474,13 +486,12 @@ class VerifierProcess:
                 return reading.result()
             begin, cpu_before = time.monotonic(), self._cpu_s()
             while True:
-                cpu_left_s = limits.cpu_s - self._cpu_s() + cpu_before
-                left_s = min(cpu_left_s, limits.elapsed_s - time.monotonic() + begin)
+                cpu_s = self._cpu_s() - cpu_before
+                left_s = limits.left_s(cpu_s, time.monotonic() - begin)
                 if left_s <= 0:
-                    over_cpu = cpu_left_s <= 0
-                    limit = f"{limits.cpu_s:.3g} s of CPU time" if over_cpu else f"{limits.elapsed_s:.3g} s"
-                    problem = f"verifier process {self.process.pid} killed: no result within {limit} ({doing})"
-                    raise RewardError(self._with_last_words(problem), CPU_TIME if over_cpu else ELAPSED)
+                    problem = f"killed: no result within {limits.reached(cpu_s)} ({doing})"
+                    message = self._with_last_words(f"verifier process {self.process.pid} {problem}")
+                    raise RewardError(message, limits.cause(cpu_s))
                 await asyncio.wait((reading,), timeout=left_s)
                 if reading.done():
                     return reading.result()
