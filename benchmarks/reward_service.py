@@ -24,8 +24,7 @@ import uvloop
 
 from benchmarks._table import report
 from realsys.cluster.http_server import HttpServer
-from realsys.reward.open_verifiers import Verifiers
-from realsys.reward.pool import ItemLimits, VerifierPool
+from realsys.reward.pool import ItemLimits, VerifierPool, Verifiers
 from realsys.reward.service.dispatch import DispatchBounds
 from realsys.reward.service.reward_client import ServiceVerifiers
 from realsys.reward.service.reward_server import RewardServer
