@@ -34,6 +34,9 @@ class NormalisationConfig(Section):
         "batch", description="divide by the standard deviation over a prompt, over the batch, or not at all"
     )
     leave_one_out: bool = Field(False, description="mean of the other episodes of the prompt (RLOO); needs mean=group")
+    recentre: bool = Field(
+        False, description="with mean=group: subtract the mean over the batch afterwards (REINFORCE++ with a baseline)"
+    )
     eps: PositiveFloat = Field(1e-6, description="added to the standard deviation")
 
 

@@ -27,8 +27,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from realsys.algorithm.batch.sequence_buffer import Batch, SequenceBuffer, StalePolicy
-from realsys.algorithm.batch.token_losses import COPY, MASKED, STALE, TOO_OLD, StepLosses, TokenLosses
+from realsys.algorithm.sequence_buffer import Batch, SequenceBuffer, StalePolicy
+from realsys.algorithm.token_losses import COPY, MASKED, STALE, TOO_OLD, StepLosses, TokenLosses
 from realsys.config.schema import Config
 from realsys.errors import PromptsUsedUp, StuckError, WaitTimeout
 from realsys.model_calls import KeepDroppedRequest

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from realsys.algorithm.batch.token_losses import StepLosses
+from realsys.algorithm.token_losses import StepLosses
 from realsys.cluster.aio import run_beside, unless
 from realsys.cluster.failpoint import failpoint
 from realsys.config.evaluation_sets import evaluation_sets, id_of_set, set_of_id

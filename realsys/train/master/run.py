@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realsys.algorithm import dataflows
-from realsys.algorithm.batch.balance import CostFunction
+from realsys.algorithm.balance import CostFunction
 from realsys.cluster.aio import on_disk, unless
 from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
 from realsys.cluster.topology import Mesh, place, routing_table

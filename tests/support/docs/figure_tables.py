@@ -92,6 +92,7 @@ TABLES: dict[str, Callable[[], str]] = {
         serving_tables.router,
         serving_tables.streams,
         serving_tables.targets,
+        training_tables.round_trip,
         policy_tables.ledger_cost,
         policy_tables.agreement,
         policy_tables.simulate,

@@ -204,3 +204,14 @@ def soak() -> str:
     figures = ("rss_mib", "fds", "threads")
     rows = [{figure: row_of("soak", what=what, figure=figure) for figure in figures} for what in names]
     return listing(columns, [row | {"name": name} for row, name in zip(rows, names.values(), strict=True)])
+
+
+def round_trip() -> str:
+    return table(
+        ("process", "modules that run"),
+        [
+            (f"{row['process']} ({row['count']})", row["modules"])
+            for row in load("round_trip")["rows"]
+            if row["modules"]
+        ],
+    )

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from realsys.algorithm.batch.balance import cost_function, model_flops, training_flops
-from realsys.algorithm.batch.minibatches import plan_minibatches
+from realsys.algorithm.balance import cost_function, model_flops, training_flops
+from realsys.algorithm.minibatches import plan_minibatches
 from realsys.config.schema import Config
 from realsys.model_files.architecture import ModelSizes
 from realsys.types import SequenceRef

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.algorithm.batch.microbatch import Packer, balanced, fewest_sequences, first_fit, pack, pack_equal
+from realsys.algorithm.microbatch import Packer, balanced, fewest_sequences, first_fit, pack, pack_equal
 from realsys.errors import DataError
 from tests.support.training import packers
 from tests.support.training.lengths import bimodal, heavy, lognormal, uniform

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from realsys.algorithm.batch.balance import largest_first
+from realsys.algorithm.balance import largest_first
 from realsys.cluster.topology import Mesh
 from realsys.errors import StuckError
 from realsys.model_calls import Transfer, TransferRequest

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from realsys.algorithm.batch.token_losses import COPY, MASKED, STALE, mask_group
+from realsys.algorithm.token_losses import COPY, MASKED, STALE, mask_group
 from realsys.types import SampleMeta
 
 StalePolicy = Literal["train", "mask", "drop"]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from realsys.errors import RecordError
-from realsys.train.records import record_files as files
-from realsys.train.records.record_files import RowReader
-from tests.unit.train.records.test_record_files import ORIGIN, arrays, write
+from realsys.train import record_files as files
+from realsys.train.record_files import RowReader
+from tests.unit.train.test_record_files import ORIGIN, arrays, write
 
 
 def reader(directory: Path) -> RowReader:

@@ -30,8 +30,8 @@ from realsys.config.dataflow import KV_VERSIONS, SOURCE_KEYS, TEMPERATURES, TOKE
 from realsys.errors import StreamError
 from realsys.model_calls import Empty, KeepDroppedRequest
 from realsys.observe.dropped_groups import DroppedEpisode, DroppedGroup, DroppedWriter, Room
+from realsys.train import record_files as files
 from realsys.train.megatron.offload import OffloadCopies
-from realsys.train.records import record_files as files
 from realsys.train.requests import HoldRequest, LoadRecordRequest, Recorded, RecordReply, RecordRequest
 from realsys.train.worker.call_handlers import Role, onloaded
 from realsys.train.worker.data_manager import Array, DataManager

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from realsys.algorithm.batch.sequence_buffer import SequenceBuffer, owners_of
+from realsys.algorithm.sequence_buffer import SequenceBuffer, owners_of
 from realsys.types import SampleMeta
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from realsys.config.paths import TrialPaths
 from realsys.model_calls import ClearRequest, Empty, KeepDroppedRequest
 from realsys.observe.dropped_groups import DroppedWriter, group_files, read_group
-from realsys.train.records.recording import TooOldGroups
+from realsys.train.recording import TooOldGroups
 from realsys.train.worker.call_service import ModelWorkerService, WorkerParts
 from realsys.train.worker.data_manager import DataManager
 from realsys.types import Episode, Group, Row, SampleMeta, Ticket

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from realsys.algorithm.batch.balance import Costs
+from realsys.algorithm.balance import Costs
 from realsys.errors import DataError
 
 Lengths = Sequence[int] | npt.NDArray[np.integer]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import xxhash
 
+from realsys.train import recording
 from realsys.train.megatron.device import Device
-from realsys.train.records import recording
-from realsys.train.records.recording import SampleRecorder
+from realsys.train.recording import SampleRecorder
 from realsys.train.requests import RecordRequest
 from realsys.train.worker.data_manager import DataManager
 

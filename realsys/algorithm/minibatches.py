@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from itertools import groupby
 
 from realsys.algorithm.advantages import advantages_by_id
-from realsys.algorithm.batch.balance import CostFunction, split_balanced, token_costs
+from realsys.algorithm.balance import CostFunction, split_balanced, token_costs
 from realsys.config.schema_train import PPOConfig
 from realsys.types import SampleMeta, SequenceRef
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.algorithm.batch.balance import (
+from realsys.algorithm.balance import (
     flop_costs,
     heaviest_sum,
     karmarkar_karp,
@@ -18,7 +18,7 @@ from realsys.algorithm.batch.balance import (
     lower_bound_of_sum,
     split_balanced,
 )
-from realsys.algorithm.batch.minibatches import plan_minibatches, row_units, sequence_refs
+from realsys.algorithm.minibatches import plan_minibatches, row_units, sequence_refs
 from realsys.types import SampleMeta, SequenceRef
 from tests.support.training.sample_records import make_ref
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.algorithm.batch.minibatches import plan_minibatches
-from realsys.algorithm.batch.redistribute import Holders, TransferPlan, holders_of_outputs, last_stage, plan_call
+from realsys.algorithm.minibatches import plan_minibatches
+from realsys.algorithm.redistribute import Holders, TransferPlan, holders_of_outputs, last_stage, plan_call
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import StuckError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realsys.algorithm.batch.token_losses import WINDOW_STEPS, TokenLosses, ks_distance
+from realsys.algorithm.token_losses import WINDOW_STEPS, TokenLosses, ks_distance
 from realsys.types import SampleMeta
 
 

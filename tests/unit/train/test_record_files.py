@@ -14,9 +14,9 @@ import xxhash
 from realsys.cluster.commit_folder import Removed
 from realsys.cluster.files import FileInfo
 from realsys.errors import RecordError
+from realsys.train import record_files as files
 from realsys.train.master.replay import compare
-from realsys.train.records import record_files as files
-from realsys.train.records.record_files import Arrays, StepRecord
+from realsys.train.record_files import Arrays, StepRecord
 from realsys.types import GroupOrigin, RowOrigin, SampleMeta, Ticket
 
 ORIGIN = GroupOrigin(
