@@ -57,7 +57,6 @@ from realsys.reward.verifiers.contract import Item, Verdict
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0  # enough to start Python and to import a verifier's libraries on a busy machine
-MEMORY_BYTES = 4 << 30  # address space of a process; a verifier that wants more gets MemoryError
 #: the verdict on a completion over the limit of CPU time, whose verifier declares that it is wrong: this very object
 OVER_LIMIT = Verdict(correct=False)
 _CLOSED = "the verifier pool is closed"
@@ -289,7 +288,7 @@ class VerifierPool(Verifiers):
         if self._closed:
             raise NoVerifierError(_CLOSED)
         try:
-            child = VerifierProcess(MEMORY_BYTES)
+            child = VerifierProcess()
         except OSError as error:
             raise NoVerifierError(f"a verifier process cannot be started: {error}") from error
         self._running.add(child)
@@ -385,7 +384,7 @@ _REPLY: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 class VerifierProcess:
     """A verifier process. After a RewardError of ``open``, ``load`` or ``judge`` it must be killed."""
 
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self) -> None:
         """Start the process, on the running event loop. Raises OSError."""
         self.loaded: dict[str, Loaded] = {}  # by verifier
         self._batches = 0  # given to the process
@@ -393,7 +392,7 @@ class VerifierProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._journal = JournalReader()
         journal = self._journal.descriptor
-        argv = [sys.executable, "-m", "realsys.reward.verifier_main", str(journal), str(memory_bytes)]
+        argv = [sys.executable, "-m", "realsys.reward.verifier_main", str(journal)]
         env = own_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
         try:
             self._child = SocketChild(argv, env, "verifier", inherit=[journal])

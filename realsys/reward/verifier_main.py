@@ -1,4 +1,4 @@
-"""The inside of a verifier process: ``python -m realsys.reward.verifier_main JOURNAL MEMORY SOCKET PARENT``.
+"""The inside of a verifier process: ``python -m realsys.reward.verifier_main JOURNAL SOCKET PARENT``.
 
 Consumes batches from SOCKET; waits for the next one; ends when the other side is closed, or with its parent. Adds the
 outcome of each item to the shared memory JOURNAL before it begins the next item; reports the count of them on SOCKET.
@@ -42,19 +42,23 @@ from realsys.reward.verifier_protocol import (
 from realsys.reward.verifiers.contract import Item, Verdict, Verifier, answer_problem, verdict_of, wrong_over_limit
 
 _BATCH = msgspec.json.Decoder(VerifierBatch)
-_FILE_BYTES = 256 << 20  # bound on one file that a verifier writes; its printed output is one, too
-_OPEN_FILES = 1024
+_BOUNDS = {
+    resource.RLIMIT_AS: 4 << 30,  # a verifier that wants more gets MemoryError
+    resource.RLIMIT_FSIZE: 256 << 20,  # bytes of one file that it writes; its printed output is one, too
+    resource.RLIMIT_NOFILE: 1024,
+    resource.RLIMIT_CORE: 0,
+}
 #: refusals of the system that a process may meet again and again
 _SPENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EFBIG, errno.EBADF}
 
 
 def main(argv: list[str]) -> None:
-    outcomes, memory, descriptor, parent = map(int, argv)
+    outcomes, descriptor, parent = map(int, argv)
     # SIGKILL: a verifier may hang, and then nothing would read the end of the channel.
     if not die_with_parent(signal.SIGKILL, parent):
         sys.exit(0)
     failpoint.arm("verifier/0")
-    _limit(memory)
+    _limit()
     journal = JournalWriter(outcomes)
     with socket.socket(fileno=descriptor) as channel, open(descriptor, "rb", closefd=False) as batches:
         channel.set_inheritable(False)  # what a verifier starts must not speak in its name
@@ -62,14 +66,8 @@ def main(argv: list[str]) -> None:
         serve(channel, batches, journal)
 
 
-def _limit(memory: int) -> None:
-    if memory:
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    for limit, bound in (
-        (resource.RLIMIT_FSIZE, _FILE_BYTES),
-        (resource.RLIMIT_NOFILE, _OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
-    ):
+def _limit() -> None:
+    for limit, bound in _BOUNDS.items():
         _, most = resource.getrlimit(limit)
         value = bound if most == resource.RLIM_INFINITY else min(bound, most)
         resource.setrlimit(limit, (value, value))
@@ -98,37 +96,18 @@ def _answer(channel: socket.socket, message: msgspec.Struct) -> None:
     channel.sendall(b"\xc1\n" if garbled else line(message))
 
 
-Judge = Callable[[Item], Outcome]
-
-
-def verify(verifier: Verifier, item: Item) -> Outcome:
-    """Return the verdict of the verifier. Raises the exceptions of the verifier."""
-    result = verifier(item)
-    try:
-        return verdict_of(result)
-    except (TypeError, ValueError) as error:
-        return NoVerdict(NO_VERDICT, describe(error))
-
-
-def check(verifier: Verifier, item: Item) -> Outcome:
-    """Return whether the verifier can use the reference. Raises what its check raises."""
-    problem = answer_problem(verifier, item)
-    return Verdict(correct=True) if problem is None else NoVerdict(REFUSED, one_line(problem))
-
-
 def verify_batch(
     verifier: Verifier, batch: VerifierBatch, journal: JournalWriter, send: Callable[[msgspec.Struct], None]
 ) -> None:
     """Verify the items in order. Send one message for all of them, unless they take long."""
     process, reported = os.getpid(), time.monotonic()
-    judge = partial(check if batch.check else verify, verifier)
     journal.end = 0
     count, told, spent = 0, 0, False
     for item in batch.items:
         if count > told and time.monotonic() - reported > batch.report_s:
             send(BatchDone(batch.serial, count))
             told, reported = count, time.monotonic()
-        outcome, spent = _judge(judge, item)
+        outcome, spent = _outcome(verifier, item, batch.check)
         if os.getpid() != process:  # the verifier forked, and returned in both processes
             os._exit(0)
         journal.append(outcome)
@@ -138,15 +117,27 @@ def verify_batch(
     send(BatchDone(batch.serial, count, spent))
 
 
-def _judge(judge: Judge, item: msgspec.Raw) -> tuple[bytes, bool]:
+def _outcome(verifier: Verifier, item: msgspec.Raw, check: bool) -> tuple[bytes, bool]:
     """Return the line of the outcome, and True if the process lacks a resource of the system."""
     try:
         failpoint.failpoint("verifier.judge")
-        return line(judge(decode_item(item))), False
+        return line(_judge(verifier, decode_item(item), check)), False
     except Exception as error:  # the request boundary: reported, never a verdict
         if _is_spent(error):
             return line(NoVerdict(RESOURCES, describe(error) + "; the process is replaced")), True
         return line(NoVerdict(RAISED, describe(error))), False
+
+
+def _judge(verifier: Verifier, item: Item, check: bool) -> Outcome:
+    """Return the verdict of the verifier, or of the check of its reference. Raises what the verifier raises."""
+    if check:
+        problem = answer_problem(verifier, item)
+        return Verdict(correct=True) if problem is None else NoVerdict(REFUSED, one_line(problem))
+    result = verifier(item)
+    try:
+        return verdict_of(result)
+    except (TypeError, ValueError) as error:
+        return NoVerdict(NO_VERDICT, describe(error))
 
 
 def _is_spent(error: BaseException | None) -> bool:

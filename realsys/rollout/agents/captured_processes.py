@@ -81,9 +81,16 @@ class AgentProcesses:
         raise AgentError("the process that starts its episodes ended or hung twice: see the log of the RolloutWorker")
 
     async def _started(self) -> _Zygote:
+        rollout = self._rollout
         async with self._starting:
             if self._zygote is None:
-                self._zygote = await _opened(self._rollout)
+                zygote, timeout_s = _Zygote(rollout), rollout.agent_limits.episode_timeout_s
+                try:
+                    await zygote.open({"agent": rollout.agent, "arguments": rollout.agent_args, "timeout_s": timeout_s})
+                except BaseException:
+                    await zygote.kill()
+                    raise
+                self._zygote = zygote
             return self._zygote
 
     def _result(self, reply: dict[str, Any]) -> Any:
@@ -161,16 +168,6 @@ class _Zygote:
         """Kill it. The episodes end with their connections."""
         self._child.close()
         await self._process.end(_KILL_S)
-
-
-async def _opened(rollout: RolloutConfig) -> _Zygote:
-    timeout_s = rollout.agent_limits.episode_timeout_s
-    async with contextlib.AsyncExitStack() as stack:
-        zygote = _Zygote(rollout)
-        stack.push_async_callback(zygote.kill)
-        await zygote.open({"agent": rollout.agent, "arguments": rollout.agent_args, "timeout_s": timeout_s})
-        stack.pop_all()  # it lives on
-    return zygote
 
 
 async def _exchange(connection: socket.socket, task: bytes) -> dict[str, Any]:
