@@ -25,8 +25,7 @@ from typing import Any, BinaryIO
 
 from realsys.errors import DataError, SandboxError
 from realsys.reward.sandbox.inside import plain
-from realsys.reward.sandbox.inside.child import READY
-from realsys.reward.sandbox.inside.zygote import KILLED, MAX_MESSAGE
+from realsys.reward.sandbox.inside.zygote import KILLED, MAX_MESSAGE, READY
 from realsys.reward.sandbox.settings import (
     ALLOW,
     CRASHED,
