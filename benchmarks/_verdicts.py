@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 import psutil
 
 from realsys.errors import RewardError
-from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.pool import ItemLimits, VerifierPool
 from realsys.reward.verifiers.contract import Item
 
 

@@ -23,8 +23,7 @@ from typing import Any
 from benchmarks._table import report
 from realsys.config.schema_rollout import RewardConfig
 from realsys.errors import RewardError
-from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.pool import ItemLimits, VerifierPool
 from realsys.reward.verifiers.contract import Item, Verdict
 
 _SHOWN = 160  # characters of a reference, and of the end of a completion

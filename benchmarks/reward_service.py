@@ -24,12 +24,10 @@ import uvloop
 
 from benchmarks._table import report
 from realsys.cluster.http_server import HttpServer
-from realsys.reward.open_verifiers import Verifiers
-from realsys.reward.pool import VerifierPool
+from realsys.reward.pool import ItemLimits, VerifierPool, Verifiers
 from realsys.reward.service.dispatch import DispatchBounds
 from realsys.reward.service.reward_client import ServiceVerifiers
 from realsys.reward.service.reward_server import RewardServer
-from realsys.reward.verifier_process import ItemLimits
 from realsys.reward.verifiers.contract import Item
 from realsys.types import ServerAddress
 

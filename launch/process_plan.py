@@ -11,7 +11,6 @@ With evaluate_only: evaluator x 1 in the place of model_workers and master_worke
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -19,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-import realsys
 from realsys.cluster.names.connect import is_elsewhere
-from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES, RUN_ID, STORE_ADDRESS
+from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES, RUN_ID, STORE_ADDRESS, own_python_path
 from realsys.cluster.topology import ModelShardID, place
 from realsys.config.allocation import ACTOR, Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
@@ -43,9 +41,6 @@ _IN_WORDS: dict[OnDeath, str] = {
     "restart_training": "the trainer restarts",
     "end": "ends the run",
 }
-
-#: this realsys, also when it runs from a checkout that is not installed
-_SOURCE_ROOT = str(Path(realsys.__file__).resolve().parents[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +122,6 @@ def plan(
         )
 
     return [spec(seat) for seat in seats]
-
-
-def own_python_path(python_path: str) -> str:
-    """Return a PYTHONPATH with this realsys in front of the user's, and only there."""
-    others = [folder for folder in python_path.split(os.pathsep) if folder != _SOURCE_ROOT] if python_path else []
-    return os.pathsep.join([_SOURCE_ROOT, *others])
-
-
-def own_environment() -> dict[str, str]:
-    """Return the environment in which the words of ``own_words`` start this realsys."""
-    return {**os.environ, "PYTHONPATH": own_python_path(os.environ.get("PYTHONPATH", ""))}
 
 
 def _own_name_store(config: Config, seats: Sequence[Seat]) -> dict[str, NodePort]:

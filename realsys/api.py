@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
+from realsys.cluster.process import own_environment
 from realsys.config.compose import compose, quoted
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
@@ -24,7 +25,6 @@ from realsys.errors import ConfigError, RealsysError
 from realsys.launch.commands.finding import find_trial
 from realsys.launch.commands.replay import last_recorded
 from realsys.launch.prepare import resolve
-from realsys.launch.process_plan import own_environment
 from realsys.launch.run import RunOptions
 from realsys.launch.words import own_words, words_again
 from realsys.observe.samples.catalogue import Catalogue

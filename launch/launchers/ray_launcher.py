@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +20,14 @@ from typing import Any
 
 import msgspec
 
-from realsys.cluster.children.child_process import ChildProcess, how_it_ended
+from realsys.cluster.children.child_process import ChildProcess, how_it_ended, lines_of
+from realsys.cluster.process import own_environment
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import ConfigError
 from realsys.launch.launchers.contract import Launcher
 from realsys.launch.nodes.orders import KILL_MARGIN_S
-from realsys.launch.process_plan import own_python_path
 
 _DRIVER = (sys.executable, "-P", "-m", "realsys.launch.launchers.ray_driver")
 _LOOK_S = 30.0  # Ray itself tries for more than 40 s to reach a cluster that does not answer
@@ -88,7 +87,7 @@ class RayLauncher(Launcher):
             stop_s=cluster.stop_timeout_s,
         )
         self.paths.logs.mkdir(parents=True, exist_ok=True)
-        self._driver = ChildProcess(_DRIVER, _environment(), subprocess.PIPE, stdin=subprocess.PIPE)
+        self._driver = ChildProcess(_DRIVER, own_environment(), subprocess.PIPE, stdin=subprocess.PIPE)
         assert self._driver.popen.stdin is not None
         self._driver.popen.stdin.write(msgspec.json.encode(task) + b"\n")
         self._driver.popen.stdin.flush()
@@ -107,37 +106,26 @@ class RayLauncher(Launcher):
             driver.popen.stdin.close()
         if not await driver.exits_within(self.config.cluster.stop_timeout_s + _STOP_MARGIN_S):
             driver.kill()  # Ray ends its actors, because they belong to its job
-            await driver.exits_within(None)
         await self._reader
-        driver.reap()
+        await driver.end(None)
 
     async def _read(self, driver: ChildProcess, say: Callable[[str], None]) -> None:
         """Handle the reports of the driver to its end."""
         assert driver.popen.stdout is not None
-        stream = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), driver.popen.stdout)
         last = ""
-        try:
-            while line := await stream.readline():
-                try:
-                    report = msgspec.json.decode(line, type=DriverReport)
-                except msgspec.MsgspecError:  # Python's last words
-                    last = line.decode("utf-8", "replace").strip() or last
-                    continue
-                self._problem = report.problem or self._problem
-                if text := report.say or report.problem:
-                    say(text)
-        finally:
-            transport.close()
+        async for line in lines_of(driver.popen.stdout):
+            try:
+                report = msgspec.json.decode(line, type=DriverReport)
+            except msgspec.MsgspecError:  # Python's last words
+                last = line.decode("utf-8", "replace").strip() or last
+                continue
+            self._problem = report.problem or self._problem
+            if text := report.say or report.problem:
+                say(text)
         if not self._stopping:
             await driver.exits_within(None)
             self._problem = self._problem or f"the Ray driver ended: {last or f'see {self.paths.logs}/ray_driver.log'}"
             say(self._problem)
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": own_python_path(os.environ.get("PYTHONPATH", ""))}
 
 
 def _look(task: DriverTask) -> DriverReport:
@@ -146,7 +134,7 @@ def _look(task: DriverTask) -> DriverReport:
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,
         "timeout": _LOOK_S,
-        "env": _environment(),
+        "env": own_environment(),
     }
     try:
         driver = subprocess.run(_DRIVER, input=msgspec.json.encode(task) + b"\n", **options)

@@ -50,16 +50,6 @@ class _Running(Process):
         self.child.kill()
 
 
-class _NotStarted(Process):
-    """A process that could not be started."""
-
-    def signal(self, number: int) -> None:
-        pass
-
-    def kill(self) -> None:
-        pass
-
-
 class Executor(SupervisedNode):
     """The processes of this machine. Make it with ``open_executor``."""
 
@@ -83,7 +73,7 @@ class Executor(SupervisedNode):
         except OSError as exc:
             problem = Exit(CANNOT_START, time.time(), problem=str(exc))
             asyncio.get_running_loop().call_soon(on_exit, problem)
-            return _NotStarted()
+            return Process()
 
     def _start(self, order: ProcessOrder, on_exit: OnExit) -> Process:
         env = {**order.env, **visible_to(order.gpus, self._gpus)}

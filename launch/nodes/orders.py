@@ -89,8 +89,11 @@ class Exit:
 OnExit = Callable[[Exit], None]
 
 
-class Process(ABC):
-    """A process that was ordered and has not ended. ``pid`` is 0 until the node has started it."""
+class Process:
+    """A process that was ordered and has not ended. ``pid`` is 0 until the node has started it.
+
+    This class stands for one that could not be started: its signals go nowhere.
+    """
 
     started = 0.0  # monotonic seconds
     pid = 0
@@ -100,11 +103,9 @@ class Process(ABC):
     def id(self) -> ProcessId:
         return ProcessId(self.host, self.pid)
 
-    @abstractmethod
     def signal(self, number: int) -> None:
         """Send a signal to the process alone."""
 
-    @abstractmethod
     def kill(self) -> None:
         """Send SIGKILL to the process and its group."""
 

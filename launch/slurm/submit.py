@@ -18,12 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from realsys.cluster.files import FileLock
+from realsys.cluster.process import own_python_path
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.commands.run import add_run_options, run_options
 from realsys.launch.prepare import examine
-from realsys.launch.process_plan import agent_command, own_python_path
+from realsys.launch.process_plan import agent_command
 from realsys.launch.run import RunOptions, plan_run, show_plan
 from realsys.launch.slurm.client import LIVES, JobWatch, SlurmError, SlurmSilent, job_state, submit
 from realsys.launch.slurm.job_script import Job, job_name, render

@@ -166,14 +166,18 @@ def described(error: BaseException) -> Failed:
     while isinstance(getattr(error, "exceptions", None), tuple):
         error = error.exceptions[0]  # type: ignore[attr-defined]
     try:
-        text = " ".join(str(error).split())[:_MESSAGE]
+        text = one_line(str(error))
     except Exception:  # the user's class may do anything
         text = "its message cannot be printed"
     place = place_of(error, NOT_OF_THE_USER)
     file, _, number = place.rpartition(":")
-    line = linecache.getline(file, int(number)).strip()[:_MESSAGE] if number.isdigit() else ""
-    told = {"type": type(error).__name__, "message": text, "place": place, "line": line}
-    return Failed({name: value.encode("utf-8", "replace").decode() for name, value in told.items()})
+    line = one_line(linecache.getline(file, int(number))) if number.isdigit() else ""
+    return Failed({"type": type(error).__name__, "message": text, "place": one_line(place), "line": line})
+
+
+def one_line(text: str) -> str:
+    """Return the beginning of a text, in one line that can be encoded."""
+    return " ".join(text[:_MESSAGE].encode("utf-8", "backslashreplace").decode().split())
 
 
 def place_of(error: BaseException, skipped: tuple[str, ...]) -> str:

@@ -18,22 +18,21 @@ import contextlib
 import ctypes
 import functools
 import gc
+import glob
 import json
 import os
 import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from .contract import CapturedRun, described, load, problem_of
 
-LENGTH = struct.Struct("!I")
 MAX_MESSAGE = 1 << 17  # bytes on the zygote's socket
 _TASK_S = 30.0  # bound on the arrival of the row
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -132,7 +131,8 @@ def keep(connection: socket.socket, agent: CapturedRun, limits: dict[str, Any]) 
     os.setsid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     connection.settimeout(_TASK_S)
-    task = _receive(connection)
+    with connection.makefile("rb") as file:
+        task = json.loads(file.readline())
     connection.settimeout(None)
     result, output = os.pipe(), os.pipe()
     own = os.getpid()
@@ -166,24 +166,9 @@ def _leave(work: Callable[[], None]) -> NoReturn:
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message behind its length. Does nothing if the other side is closed."""
-    data = json.dumps(message).encode()
+    """Send a message as a line. Does nothing if the other side is closed."""
     with contextlib.suppress(OSError):
-        connection.sendall(LENGTH.pack(len(data)) + data)
-
-
-def _receive(connection: socket.socket) -> dict[str, Any]:
-    def exactly(size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            chunk = connection.recv(min(size - len(data), 1 << 20))
-            if not chunk:
-                raise EOFError("the connection was closed")
-            data += chunk
-        return bytes(data)
-
-    message: dict[str, Any] = json.loads(exactly(LENGTH.unpack(exactly(LENGTH.size))[0]))
-    return message
+        connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 # ---- episode
@@ -255,7 +240,6 @@ MAX_RESULT = 1 << 20  # bytes that run may return, as JSON
 PRINTED = 4096  # last bytes of the output that are kept
 _LOOK_S = 1.0  # between two measurements of memory and processes
 _KILL_S = 5.0  # bound on the end of killed processes
-_CHUNK = 1 << 16
 
 
 class EpisodeKeeper:
@@ -299,25 +283,17 @@ class EpisodeKeeper:
                 look = time.monotonic() + _LOOK_S
 
     def _read(self) -> None:
-        for chunk in self._chunks(self._output):
-            self.bytes += len(chunk)
-            self.printed = (self.printed + chunk)[-PRINTED:]
-        for chunk in self._chunks(self._result):
-            self.result += chunk
+        printed = self._next(self._output)
+        self.bytes += len(printed)
+        self.printed = (self.printed + printed)[-PRINTED:]
+        self.result += self._next(self._result)
         if len(self.result) > MAX_RESULT:
             self.reached = "result"
 
-    def _chunks(self, pipe: int) -> Iterator[bytes]:
-        """Yield what a pipe holds now: at most 2 MiB, so that the limits are checked while an agent prints."""
-        for _ in range(2 * MAX_RESULT // _CHUNK):
-            chunk = self._chunk(pipe)
-            if not chunk:
-                return
-            yield chunk
-
-    def _chunk(self, pipe: int) -> bytes:
+    def _next(self, pipe: int) -> bytes:
+        """Read what a pipe holds now: at most 1 MiB, so that the limits are checked while an agent prints."""
         try:
-            chunk = os.read(pipe, _CHUNK)
+            chunk = os.read(pipe, MAX_RESULT)
         except BlockingIOError:
             return b""
         if not chunk:
@@ -363,16 +339,11 @@ def descendants(pid: int, spared: Collection[int] = ()) -> list[int]:
 
 def children_of(pid: int) -> list[int]:
     """Return the children of a process; none if it has ended."""
-    with contextlib.suppress(OSError):
-        threads = os.listdir(f"/proc/{pid}/task")
-        return [child for thread in threads for child in _children(pid, thread)]
-    return []
-
-
-def _children(pid: int, thread: str) -> list[int]:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as children:
-        return [int(child) for child in children.read().split()]
-    return []
+    children: list[int] = []
+    for thread in glob.glob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError), open(thread) as file:
+            children += map(int, file.read().split())
+    return children
 
 
 def kill_all(spared: Collection[int] = ()) -> None:

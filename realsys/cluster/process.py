@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from realsys.cluster import prctl
@@ -31,6 +32,8 @@ NODES = "REALSYS_NODES"  # number of its parts
 INIT_ADDRESS = "REALSYS_INIT_ADDRESS"  # host:port at which the parts find each other
 #: set where a batch system sends SIGTERM to every process of a job: a worker is stopped by the SIGINT of its agent only
 SHIELDED = "REALSYS_SHIELDED"
+#: this realsys, also when it runs from a checkout that is not installed
+_SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 _PARENT_LOOK_S = 0.2  # seconds between two checks of the parent
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SHIELDED_LOOKS = 25  # while the parent may be ending
@@ -77,6 +80,17 @@ def die_with_parent() -> None:
         raise RealsysError(f"cannot ask to die with the parent: {exc}") from exc
     if not alive:
         raise RealsysError(f"the launcher (pid {expected}) has ended already; nothing to work for")
+
+
+def own_python_path(python_path: str) -> str:
+    """Return a PYTHONPATH with this realsys in front of the user's, and only there."""
+    others = [folder for folder in python_path.split(os.pathsep) if folder != _SOURCE_ROOT] if python_path else []
+    return os.pathsep.join([_SOURCE_ROOT, *others])
+
+
+def own_environment(**more: str) -> dict[str, str]:
+    """Return the environment in which a child finds this realsys, wherever this process was started, with ``more``."""
+    return {**os.environ, "PYTHONPATH": own_python_path(os.environ.get("PYTHONPATH", "")), **more}
 
 
 def resident_bytes() -> int:

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from realsys.cluster.process import own_environment
 from realsys.config.dataflow import dataflow_of
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -34,7 +35,6 @@ from realsys.launch.commands.run import run_options
 from realsys.launch.launchers.contract import check_start
 from realsys.launch.preflight import check_disk
 from realsys.launch.prepare import check_folder, examine
-from realsys.launch.process_plan import own_environment
 from realsys.launch.run import Planned, RunOptions, host_of_launcher, plan_run
 from realsys.launch.start import decide_start, is_complete, read_trial
 from realsys.launch.supervise.stop_request import stop_signals

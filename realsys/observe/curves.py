@@ -346,8 +346,7 @@ async def _draw(paths: TrialPaths) -> None:
         await child.exits_within(_LONGEST_S)
     finally:
         child.kill()
-        await asyncio.shield(child.exits_within(None))
-        child.reap()
+        await asyncio.shield(child.end(None))
 
 
 def _has_trained(steps: Path) -> bool:

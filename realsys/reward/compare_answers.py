@@ -11,8 +11,7 @@ from realsys.config.doors import VERIFIER
 from realsys.config.evaluation_sets import verifier_arguments
 from realsys.config.schema import Config
 from realsys.errors import NoVerifierError, RewardError, WaitTimeout
-from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.pool import ItemLimits, VerifierPool
 from realsys.reward.verifiers.contract import Item
 
 #: Limit for all comparisons of an evaluation: n samples of a problem may need n * n / 2 of them.

@@ -5,49 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from realsys.config.doors import JUDGE, VERIFIER
 from realsys.config.evaluation_sets import verifier_arguments, verifier_field
 from realsys.config.schema import Config
-from realsys.reward.pool import VerifierPool
+from realsys.reward.pool import ItemLimits, VerifierPool, Verifiers
 from realsys.reward.service.dispatch import DispatchBounds
 from realsys.reward.service.reward_client import ServiceVerifiers
-from realsys.reward.verifier_process import ItemLimits
 from realsys.reward.verifiers.contract import Item, Verdict
 
 if TYPE_CHECKING:
     from realsys.cluster.worker import WorkerContext
 
 
-class Verifiers(Protocol):
-    """Judges of completions, for one event loop.
-
-    ``waiting``: items that wait to be begun. ``undecided``: items without a verdict since the start.
-    """
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def undecided(self) -> int: ...
-
-    def take_failures(self) -> dict[str, int]:
-        """Return the items since the last call without a verdict or over a limit, by cause."""
-        ...
-
-    async def verify(self, name: str, item: Item) -> Verdict:
-        """Judge one completion. Raises RewardError if it has no verdict, NoVerifierError or StuckError if none has."""
-        ...
-
-    async def check_answer(self, name: str, item: Item) -> str | None:
-        """Return why the row of an item, which has no completion, cannot be judged; None if it can."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-class VerifiersByName:
+class VerifiersByName(Verifiers):
     """Some verifiers by their names, and ``others`` for all further names."""
 
     def __init__(self, by_name: Mapping[str, Verifiers], others: Verifiers) -> None:
@@ -59,14 +31,11 @@ class VerifiersByName:
         return sum(each.waiting for each in self._all)
 
     @property
-    def undecided(self) -> int:
+    def undecided(self) -> int:  # type: ignore[override]
         return sum(each.undecided for each in self._all)
 
     def take_failures(self) -> dict[str, int]:
-        total: Counter[str] = Counter()
-        for each in self._all:
-            total.update(each.take_failures())
-        return dict(total)
+        return dict(sum((Counter(each.take_failures()) for each in self._all), Counter()))
 
     async def verify(self, name: str, item: Item) -> Verdict:
         return await self._by_name.get(name, self._others).verify(name, item)

@@ -17,25 +17,145 @@ verdict, by cause.
 
 from __future__ import annotations
 
+import abc
 import asyncio
+import contextlib
 import logging
+import math
+import sys
+import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realsys.errors import NoVerifierError, RealsysError, RewardError
-from realsys.reward.verifier_process import ItemLimits, VerifierProcess, VerifierWork
-from realsys.reward.verifier_protocol import CPU_TIME, MAX_ITEMS, REFUSED, Outcome, encoded
+import msgspec
+import psutil
+
+from realsys.cluster.children.child_process import SocketChild, how_it_ended, is_logged
+from realsys.cluster.process import own_environment
+from realsys.config.schema_rollout import RewardConfig
+from realsys.errors import MALFORMED, NoVerifierError, RealsysError, RewardError
+from realsys.reward.verifier_protocol import (
+    CPU_TIME,
+    ELAPSED,
+    MAX_ITEMS,
+    MAX_REPLY,
+    REFUSED,
+    BatchDone,
+    JournalReader,
+    Loaded,
+    Outcome,
+    Reply,
+    VerifierBatch,
+    VerifierWork,
+    encoded,
+    line,
+)
 from realsys.reward.verifiers.contract import Item, Verdict
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0  # enough to start Python and to import a verifier's libraries on a busy machine
-MEMORY_BYTES = 4 << 30  # address space of a process; a verifier that wants more gets MemoryError
 #: the verdict on a completion over the limit of CPU time, whose verifier declares that it is wrong: this very object
 OVER_LIMIT = Verdict(correct=False)
 _CLOSED = "the verifier pool is closed"
+
+
+#: items in a row without a verdict after which the verifier counts as defective: a group could be trained with its
+#: cut-off completions only, and the run would continue with them
+HOPELESS = 64
+
+
+class Verifiers(abc.ABC):
+    """Judges of completions, for one event loop.
+
+    undecided  items without a verdict since the start
+    failures   cause -> items since ``take_failures``: those without a verdict, and those over a limit
+    """
+
+    def __init__(self) -> None:
+        self.undecided = 0
+        self.failures: Counter[str] = Counter()
+        self._failed_in_a_row = 0  # since the last verdict
+
+    @property
+    @abc.abstractmethod
+    def waiting(self) -> int:
+        """Number of items that wait to be begun."""
+
+    async def verify(self, name: str, item: Item) -> Verdict:
+        """Judge one completion with the verifier ``name``.
+
+        Items that are given in one turn of the event loop travel together. Raises RewardError if the item has no
+        verdict, NoVerifierError or StuckError if no item has one.
+        """
+        return await self.judge(VerifierWork(name), encoded(name, item))
+
+    async def check_answer(self, name: str, item: Item) -> str | None:
+        """Return why the verifier ``name`` cannot use the row of an item, which has no completion; None if it can.
+
+        A check that raises, hangs or dies is such a reason, too. Raises NoVerifierError.
+        """
+        try:
+            await self.judge(VerifierWork(name, check=True), encoded(name, item))
+        except RewardError as error:
+            return str(error)
+        return None
+
+    async def judge(self, work: VerifierWork, item: bytes) -> Verdict:
+        """Do the work on an encoded item, with the errors of ``verify``."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    async def close(self) -> None: ...
+
+    def take_failures(self) -> dict[str, int]:
+        """Return the failures since the last call, by cause."""
+        failures, self.failures = dict(self.failures), Counter()
+        return failures
+
+    def _count_verdict(self) -> None:
+        self._failed_in_a_row = 0
+
+    def _count_failure(self, error: RewardError) -> NoVerifierError | None:
+        """Count a failure of an item. After many in a row the verifier or its limit is to blame, not the item.
+
+        Then the attempt must fail with the error that is returned, so that the run ends by name.
+        """
+        self.failures[error.cause] += 1
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row < HOPELESS:
+            return None
+        return NoVerifierError(f"{self._failed_in_a_row} completions in a row had no verdict; the last one: {error}")
+
+
+@dataclass(frozen=True, slots=True)
+class ItemLimits:
+    """Limits of one item, from the moment when its process begins it.
+
+    cpu_s      CPU time of the process: another load of the machine does not count
+    elapsed_s  time on the clock, for a verifier that waits for something
+    """
+
+    cpu_s: float
+    elapsed_s: float
+
+    @classmethod
+    def of(cls, config: RewardConfig) -> ItemLimits:
+        return cls(config.timeout_s, config.elapsed_timeout_s)
+
+    def left_s(self, cpu_s: float, elapsed_s: float) -> float:
+        """Return the seconds after which the use must be looked at again; not more than 0 if a limit is reached."""
+        return min(self.cpu_s - cpu_s, self.elapsed_s - elapsed_s)
+
+    def cause(self, cpu_s: float) -> str:
+        """Return which limit was reached (``verifier_protocol.CAUSES``)."""
+        return CPU_TIME if cpu_s >= self.cpu_s else ELAPSED
+
+    def reached(self, cpu_s: float) -> str:
+        """Name the limit that was reached."""
+        return f"{self.cpu_s:.3g} s of CPU time" if self.cause(cpu_s) == CPU_TIME else f"{self.elapsed_s:.3g} s"
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +176,7 @@ class _Call:
             self.future.set_exception(error)
 
 
-class VerifierPool:
+class VerifierPool(Verifiers):
     """``processes`` verifiers at a time; ``limits`` of one item. For one event loop."""
 
     def __init__(
@@ -70,9 +190,9 @@ class VerifierPool:
         """``arguments``: verifier -> its keyword arguments. ``judgements``: 1 leaves the second one to the caller."""
         if processes < 1:
             raise ValueError(f"a verifier pool needs at least one process, got {processes}")
+        super().__init__()
         self.restarts = 0  # processes replaced since the start
         self._arguments = arguments or {}
-        self._tally = FailureTally()
         self._processes = processes
         self._limits = limits
         self._once = judgements == 1
@@ -87,40 +207,7 @@ class VerifierPool:
         """Number of items that no process has taken yet."""
         return sum(not call.future.done() for calls in self._queue.values() for call in calls)
 
-    @property
-    def undecided(self) -> int:
-        """Number of items without a verdict since the start."""
-        return self._tally.undecided
-
-    @property
-    def failures(self) -> Mapping[str, int]:
-        """Items since ``take_failures`` without a verdict or over a limit, by cause."""
-        return self._tally.failures
-
-    def take_failures(self) -> dict[str, int]:
-        """Return the failures since the last call, by cause."""
-        return self._tally.take()
-
-    async def verify(self, name: str, item: Item) -> Verdict:
-        """Judge one completion with the verifier ``name``. Raises RewardError if two judgements give no verdict.
-
-        Items that are given in one turn of the event loop cost one round trip together.
-        """
-        return await self.judge(VerifierWork(name), encoded(name, item))
-
-    async def check_answer(self, name: str, item: Item) -> str | None:
-        """Return why the verifier ``name`` cannot use the reference of an item; None if it can.
-
-        A check that raises, hangs or dies is such a reason, too. Raises NoVerifierError.
-        """
-        try:
-            await self.judge(VerifierWork(name, check=True), encoded(name, item))
-        except RewardError as error:
-            return str(error)
-        return None
-
     async def judge(self, work: VerifierWork, item: bytes) -> Verdict:
-        """Do the work on an encoded item, with the errors of ``verify``."""
         if self._closed:
             raise NoVerifierError(_CLOSED)
         call = _Call(work, item, asyncio.get_running_loop().create_future(), again=self._once)
@@ -201,7 +288,7 @@ class VerifierPool:
         if self._closed:
             raise NoVerifierError(_CLOSED)
         try:
-            child = VerifierProcess(MEMORY_BYTES)
+            child = VerifierProcess()
         except OSError as error:
             raise NoVerifierError(f"a verifier process cannot be started: {error}") from error
         self._running.add(child)
@@ -219,14 +306,13 @@ class VerifierPool:
         """Have the verifier loaded, or fail all calls. Returns True if the process can be used."""
         name = calls[0].work.name
         try:
-            refused = await child.load(name, self._arguments.get(name, {}), START_TIMEOUT_S)
+            loaded = await child.load(name, self._arguments.get(name, {}), START_TIMEOUT_S)
         except RewardError as error:
             self._fail(calls, str(error))
             return False
-        if refused is None:
-            return True
-        self._fail(calls, f"verifier {name} cannot be loaded: {refused.message}")
-        return not refused.spent
+        if loaded.problem:
+            self._fail(calls, f"verifier {name} cannot be loaded: {loaded.problem}")
+        return not loaded.spent
 
     async def _judge(self, child: VerifierProcess, calls: deque[_Call]) -> bool:
         """Settle calls in their order. Returns True if the process can be used further."""
@@ -235,7 +321,7 @@ class VerifierPool:
             for outcome in outcomes:
                 call = calls.popleft()
                 if isinstance(outcome, Verdict):
-                    self._tally.decide()
+                    self._count_verdict()
                     call.succeed(outcome)
                 elif outcome.cause == REFUSED:
                     call.fail(RewardError(outcome.message, REFUSED))
@@ -249,7 +335,7 @@ class VerifierPool:
             log.warning("%s; it is replaced, and %d more items go to another process", error, len(calls) - 1)
             if calls:  # the first one without an outcome was being judged
                 call = calls.popleft()
-                if error.cause == CPU_TIME and not work.check and child.wrong_over_limit(work.name):
+                if error.cause == CPU_TIME and not work.check and child.loaded[work.name].wrong_over_limit:
                     self._over_limit(call, error)
                 else:
                     self._no_verdict(call, error)
@@ -257,7 +343,7 @@ class VerifierPool:
 
     def _over_limit(self, call: _Call, error: RewardError) -> None:
         """Judge an item over the limit of CPU time as wrong. Many in a row mean that the limit is too low."""
-        if (hopeless := self._tally.fail(error)) is not None:
+        if (hopeless := self._count_failure(error)) is not None:
             call.fail(hopeless)
         else:
             call.succeed(OVER_LIMIT)
@@ -271,8 +357,8 @@ class VerifierPool:
         if self._closed:
             call.fail(error)
             return
-        self._tally.undecided += 1
-        call.fail(self._tally.fail(error) or error)
+        self.undecided += 1
+        call.fail(self._count_failure(error) or error)
 
     def _fail(self, calls: deque[_Call], problem: str) -> None:
         while calls:
@@ -285,42 +371,153 @@ class VerifierPool:
         await child.kill()
 
 
-# ---- failures by cause
+# ---- one process: its socket, its journal of outcomes, its printed output
 
 
-#: items in a row without a verdict after which the verifier counts as defective: a group could be trained with its
-#: cut-off completions only, and the run would continue with them
-HOPELESS = 64
+_REPORT_FRACTION = 0.1  # the process reports at least once in this part of the time limit
+_QUICK_S = 0.05  # replies within this time are not measured
+_KILL_S = 1.0  # bound on the wait for a killed process, which takes milliseconds unless the kernel itself hangs
+_LAST_S = 0.2  # a process that has closed its socket exits within this time
+_REPLY: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
 
-class FailureTally:
-    """Counts of one RolloutWorker.
-
-    undecided  items without a verdict since the start
-    failures   cause -> items since ``take``: those without a verdict, and those over a limit
-    """
+class VerifierProcess:
+    """A verifier process. After a RewardError of ``open``, ``load`` or ``judge`` it must be killed."""
 
     def __init__(self) -> None:
-        self.undecided = 0
-        self.failures: Counter[str] = Counter()
-        self._in_a_row = 0  # failures since the last verdict
+        """Start the process, on the running event loop. Raises OSError."""
+        self.loaded: dict[str, Loaded] = {}  # by verifier
+        self._batches = 0  # given to the process
+        self._talks = 0  # times that it had printed something
+        self._writer: asyncio.StreamWriter | None = None
+        self._journal = JournalReader()
+        journal = self._journal.descriptor
+        argv = [sys.executable, "-m", "realsys.reward.verifier_main", str(journal)]
+        env = own_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+        try:
+            self._child = SocketChild(argv, env, "verifier", inherit=[journal])
+        except OSError:
+            self._journal.close()
+            raise
+        self.process = self._child.process
 
-    def decide(self) -> None:
-        """Count an item with a verdict."""
-        self._in_a_row = 0
+    async def open(self, timeout_s: float) -> None:
+        """Wait until the process is up. Raises RewardError."""
+        self._reader, self._writer = await asyncio.open_connection(sock=self._child.socket, limit=MAX_REPLY)
+        await self._reply(ItemLimits(math.inf, timeout_s), "to start")
 
-    def fail(self, error: RewardError) -> NoVerifierError | None:
-        """Count a failure of an item. After many in a row the verifier or its limit is to blame, not the item.
+    def has_ended(self) -> bool:
+        """Return True if the process ended since its last batch; then no item is to blame."""
+        return self._reader.at_eof()
 
-        Then the attempt must fail with the error that is returned, so that the run ends by name.
+    async def load(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Loaded:
+        """Have the verifier loaded, unless it is. Raises RewardError."""
+        if name in self.loaded:
+            return self.loaded[name]
+        doing = f"to load verifier {name}"
+        self._send(name, [], 0.0, arguments=dict(arguments))
+        reply = await self._reply(ItemLimits(math.inf, timeout_s), doing)
+        if not isinstance(reply, Loaded):
+            raise RewardError(f"verifier process {self.process.pid} said {reply} ({doing})")
+        if not reply.problem:
+            self.loaded[name] = reply
+        return reply
+
+    async def judge(
+        self, work: VerifierWork, items: Sequence[bytes], limits: ItemLimits, deliver: Callable[[list[Outcome]], None]
+    ) -> bool:
+        """Hand the outcomes of the items to ``deliver``, in order. Returns False if the process is spent.
+
+        Raises RewardError. Then the first item without an outcome is to blame.
         """
-        self.failures[error.cause] += 1
-        self._in_a_row += 1
-        if self._in_a_row < HOPELESS:
-            return None
-        return NoVerifierError(f"{self._in_a_row} completions in a row had no verdict; the last one: {error}")
+        name = work.name
+        report_s = min(limits.cpu_s, limits.elapsed_s) * _REPORT_FRACTION
+        # An item may begin up to report_s after the last report.
+        most = ItemLimits(limits.cpu_s + report_s, limits.elapsed_s + report_s)
+        self._send(name, items, report_s, check=work.check)
+        told, spent = 0, False
+        try:
+            while told < len(items) and not spent:
+                reply = await self._reply(most, f"verifier {name}")
+                if not isinstance(reply, BatchDone) or not told < reply.count <= len(items):
+                    problem = f"said {reply} after {told} of {len(items)} outcomes"
+                    raise RewardError(f"verifier process {self.process.pid} {problem} (verifier {name})")
+                told, spent = reply.count, reply.spent
+                deliver(self._journal.read(told, len(items)))
+        except RewardError:
+            await self.process.end(_KILL_S)  # after this the journal does not change
+            with contextlib.suppress(RewardError):  # none that can be read: the first error is the one to raise
+                deliver(self._journal.read(told, len(items)))
+            raise
+        self._log_printed()
+        return not spent
 
-    def take(self) -> dict[str, int]:
-        """Return the failures since the last call, by cause."""
-        failures, self.failures = dict(self.failures), Counter()
-        return failures
+    def _send(
+        self, name: str, items: Sequence[bytes], report_s: float, check: bool = False, arguments: Any = None
+    ) -> None:
+        assert self._writer is not None, "open() comes first"
+        self._batches += 1
+        self._journal.begin()
+        lines = [msgspec.Raw(item.replace(b"\n", b" ")) for item in items]  # of a service: JSON of another client
+        self._writer.write(line(VerifierBatch(self._batches, name, lines, report_s, check, arguments or {})))
+
+    async def _reply(self, limits: ItemLimits, doing: str) -> Reply:
+        pid = self.process.pid
+        try:
+            reply = _REPLY.decode(await self._read(limits, doing))
+        except (asyncio.IncompleteReadError, OSError):
+            how = "it closed its end of the socket"
+            if await self.process.exits_within(_LAST_S):
+                how = how_it_ended(self.process.reap())
+            raise RewardError(self._with_last_words(f"verifier process {pid} died: {how} ({doing})")) from None
+        except (asyncio.LimitOverrunError, *MALFORMED) as error:
+            raise RewardError(f"verifier process {pid}: reply cannot be read: {error} ({doing})") from error
+        if reply.serial != self._batches:
+            raise RewardError(f"verifier process {pid} replied to batch {reply.serial}, not {self._batches} ({doing})")
+        return reply
+
+    async def _read(self, limits: ItemLimits, doing: str) -> bytes:
+        """Return the next message. Raises RewardError if the process reaches a limit before."""
+        reading = asyncio.create_task(self._reader.readuntil())
+        try:
+            await asyncio.wait((reading,), timeout=_QUICK_S)
+            if reading.done():  # nearly always: then the CPU time, which costs system calls, is not needed
+                return reading.result()
+            begin, cpu_before = time.monotonic(), self._cpu_s()
+            while True:
+                cpu_s = self._cpu_s() - cpu_before
+                left_s = limits.left_s(cpu_s, time.monotonic() - begin)
+                if left_s <= 0:
+                    problem = f"killed: no result within {limits.reached(cpu_s)} ({doing})"
+                    message = self._with_last_words(f"verifier process {self.process.pid} {problem}")
+                    raise RewardError(message, limits.cause(cpu_s))
+                await asyncio.wait((reading,), timeout=left_s)
+                if reading.done():
+                    return reading.result()
+        finally:
+            reading.cancel()
+
+    def _cpu_s(self) -> float:
+        """Return the CPU time of the process and its ended children."""
+        try:
+            return sum(psutil.Process(self.process.pid).cpu_times()[:4])
+        except psutil.Error:  # it has ended: the end of its socket follows
+            return 0.0
+
+    def _log_printed(self) -> None:
+        if said := self._child.said():
+            self._talks += 1
+            if is_logged(self._talks):
+                log.info("verifier process %d printed: %s", self.process.pid, said)
+
+    def _with_last_words(self, problem: str) -> str:
+        return f"{problem}; it printed: {said}" if (said := self._child.said()) else problem
+
+    async def kill(self) -> None:
+        """Kill the process and its group, collect it, and close its socket and files."""
+        await self.process.end(_KILL_S)
+        if self._writer is not None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                self._writer.close()
+        self._child.close()
+        self._journal.close()

@@ -1,4 +1,4 @@
-"""The inside of a verifier process: ``python -m realsys.reward.verifier_main SOCKET JOURNAL PARENT MEMORY``.
+"""The inside of a verifier process: ``python -m realsys.reward.verifier_main JOURNAL SOCKET PARENT``.
 
 Consumes batches from SOCKET; waits for the next one; ends when the other side is closed, or with its parent. Adds the
 outcome of each item to the shared memory JOURNAL before it begins the next item; reports the count of them on SOCKET.
@@ -9,7 +9,6 @@ Only needed modules are imported, so that the process is small and starts fast.
 from __future__ import annotations
 
 import errno
-import linecache
 import os
 import resource
 import signal
@@ -18,15 +17,15 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial, update_wrapper
+from typing import BinaryIO
 
 import msgspec
 
-from realsys.agent_runner.contract import NOT_OF_THE_USER, place_of
+from realsys.agent_runner.contract import NOT_OF_THE_USER, described, one_line
 from realsys.cluster import failpoint
 from realsys.cluster.prctl import die_with_parent
 from realsys.config.doors import VERIFIER
 from realsys.reward.verifier_protocol import (
-    LENGTH,
     NO_VERDICT,
     RAISED,
     REFUSED,
@@ -34,90 +33,67 @@ from realsys.reward.verifier_protocol import (
     BatchDone,
     JournalWriter,
     Loaded,
-    NotLoaded,
     NoVerdict,
     Outcome,
     VerifierBatch,
     decode_item,
-    frame,
+    line,
 )
 from realsys.reward.verifiers.contract import Item, Verdict, Verifier, answer_problem, verdict_of, wrong_over_limit
 
-_MESSAGE_LIMIT = 500  # characters of an exception
-_FILE_BYTES = 256 << 20  # bound on one file that a verifier writes; its printed output is one, too
-_OPEN_FILES = 1024
+_BATCH = msgspec.json.Decoder(VerifierBatch)
+_BOUNDS = {
+    resource.RLIMIT_AS: 4 << 30,  # a verifier that wants more gets MemoryError
+    resource.RLIMIT_FSIZE: 256 << 20,  # bytes of one file that it writes; its printed output is one, too
+    resource.RLIMIT_NOFILE: 1024,
+    resource.RLIMIT_CORE: 0,
+}
 #: refusals of the system that a process may meet again and again
 _SPENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EFBIG, errno.EBADF}
 
 
 def main(argv: list[str]) -> None:
-    descriptor, outcomes, parent, memory = (int(argument) for argument in argv)
+    outcomes, descriptor, parent = map(int, argv)
     # SIGKILL: a verifier may hang, and then nothing would read the end of the channel.
     if not die_with_parent(signal.SIGKILL, parent):
         sys.exit(0)
     failpoint.arm("verifier/0")
-    _limit(memory)
+    _limit()
     journal = JournalWriter(outcomes)
-    with socket.socket(fileno=descriptor) as channel:
+    with socket.socket(fileno=descriptor) as channel, open(descriptor, "rb", closefd=False) as batches:
         channel.set_inheritable(False)  # what a verifier starts must not speak in its name
         os.register_at_fork(after_in_child=channel.close)
-        serve(channel, journal)
+        serve(channel, batches, journal)
 
 
-def _limit(memory: int) -> None:
-    if memory:
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    for limit, bound in (
-        (resource.RLIMIT_FSIZE, _FILE_BYTES),
-        (resource.RLIMIT_NOFILE, _OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
-    ):
+def _limit() -> None:
+    for limit, bound in _BOUNDS.items():
         _, most = resource.getrlimit(limit)
         value = bound if most == resource.RLIM_INFINITY else min(bound, most)
         resource.setrlimit(limit, (value, value))
 
 
-def serve(channel: socket.socket, journal: JournalWriter) -> None:
+def serve(channel: socket.socket, batches: BinaryIO, journal: JournalWriter) -> None:
     """Answer batches until the channel closes. A batch without items loads its verifier."""
     verifiers: dict[str, Verifier] = {}
-    channel.sendall(frame(BatchDone(0, 0)))
-    while (batch := _receive(channel)) is not None:
-        try:
-            if batch.name not in verifiers:
-                loaded = VERIFIER.load(batch.name)
-                verifiers[batch.name] = update_wrapper(partial(loaded, **batch.arguments), loaded)
-                channel.sendall(frame(Loaded(batch.serial, wrong_over_limit(loaded))))
-                continue
-        except Exception as error:  # the module is the user's: reported
-            spent = _is_spent(error) or _is_spent(error.__cause__)
-            channel.sendall(frame(NotLoaded(batch.serial, describe(error), spent)))
+    channel.sendall(line(BatchDone(0, 0)))
+    for data in batches:
+        batch = _BATCH.decode(data)
+        if batch.name in verifiers:
+            verify_batch(verifiers[batch.name], batch, journal, lambda message: _answer(channel, message))
             continue
-        verify_batch(verifiers[batch.name], batch, journal, lambda message: _answer(channel, message))
+        try:
+            loaded = VERIFIER.load(batch.name)
+            verifiers[batch.name] = update_wrapper(partial(loaded, **batch.arguments), loaded)
+            reply = Loaded(batch.serial, wrong_over_limit=wrong_over_limit(loaded))
+        except Exception as error:  # the module is the user's: reported
+            reply = Loaded(batch.serial, describe(error), spent=_is_spent(error) or _is_spent(error.__cause__))
+        channel.sendall(line(reply))
 
 
 def _answer(channel: socket.socket, message: msgspec.Struct) -> None:
-    data = frame(message)
-    if failpoint.failpoint("verifier.reply") == "garbage":
-        data = LENGTH.pack(1) + b"\xc1"
-    channel.sendall(data)
-
-
-Judge = Callable[[Item], Outcome]
-
-
-def verify(verifier: Verifier, item: Item) -> Outcome:
-    """Return the verdict of the verifier. Raises the exceptions of the verifier."""
-    result = verifier(item)
-    try:
-        return verdict_of(result)
-    except (TypeError, ValueError) as error:
-        return NoVerdict(NO_VERDICT, describe(error))
-
-
-def check(verifier: Verifier, item: Item) -> Outcome:
-    """Return whether the verifier can use the reference. Raises what its check raises."""
-    problem = answer_problem(verifier, item)
-    return Verdict(correct=True) if problem is None else NoVerdict(REFUSED, one_line(problem))
+    garbled = failpoint.failpoint("verifier.reply") == "garbage"
+    channel.sendall(b"\xc1\n" if garbled else line(message))
 
 
 def verify_batch(
@@ -125,14 +101,13 @@ def verify_batch(
 ) -> None:
     """Verify the items in order. Send one message for all of them, unless they take long."""
     process, reported = os.getpid(), time.monotonic()
-    judge = partial(check if batch.check else verify, verifier)
-    journal.begin(batch.serial)
+    journal.end = 0
     count, told, spent = 0, 0, False
     for item in batch.items:
         if count > told and time.monotonic() - reported > batch.report_s:
             send(BatchDone(batch.serial, count))
             told, reported = count, time.monotonic()
-        outcome, spent = _judge(judge, item)
+        outcome, spent = _outcome(verifier, item, batch.check)
         if os.getpid() != process:  # the verifier forked, and returned in both processes
             os._exit(0)
         journal.append(outcome)
@@ -142,15 +117,27 @@ def verify_batch(
     send(BatchDone(batch.serial, count, spent))
 
 
-def _judge(judge: Judge, item: bytes) -> tuple[bytes, bool]:
-    """Return the framed outcome, and True if the process lacks a resource of the system."""
+def _outcome(verifier: Verifier, item: msgspec.Raw, check: bool) -> tuple[bytes, bool]:
+    """Return the line of the outcome, and True if the process lacks a resource of the system."""
     try:
         failpoint.failpoint("verifier.judge")
-        return frame(judge(decode_item(item))), False
+        return line(_judge(verifier, decode_item(item), check)), False
     except Exception as error:  # the request boundary: reported, never a verdict
         if _is_spent(error):
-            return frame(NoVerdict(RESOURCES, describe(error) + "; the process is replaced")), True
-        return frame(NoVerdict(RAISED, describe(error))), False
+            return line(NoVerdict(RESOURCES, describe(error) + "; the process is replaced")), True
+        return line(NoVerdict(RAISED, describe(error))), False
+
+
+def _judge(verifier: Verifier, item: Item, check: bool) -> Outcome:
+    """Return the verdict of the verifier, or of the check of its reference. Raises what the verifier raises."""
+    if check:
+        problem = answer_problem(verifier, item)
+        return Verdict(correct=True) if problem is None else NoVerdict(REFUSED, one_line(problem))
+    result = verifier(item)
+    try:
+        return verdict_of(result)
+    except (TypeError, ValueError) as error:
+        return NoVerdict(NO_VERDICT, describe(error))
 
 
 def _is_spent(error: BaseException | None) -> bool:
@@ -159,41 +146,10 @@ def _is_spent(error: BaseException | None) -> bool:
 
 
 def describe(error: Exception) -> str:
-    """One line with the place in the user's code; an exception may carry something huge or fail to print."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "its message cannot be printed"
-    told = f"{type(error).__name__}: {one_line(text)}"
-    place = place_of(error, NOT_OF_THE_USER)
-    file, _, number = place.rpartition(":")
-    if os.path.realpath(file).startswith(NOT_OF_THE_USER) or not number.isdigit():
-        return told
-    return f"{told} ({place}: {one_line(linecache.getline(file, int(number)))})"
-
-
-def one_line(text: str) -> str:
-    """Return the beginning of a text, in one line that can be encoded."""
-    return " ".join(text[:_MESSAGE_LIMIT].encode("utf-8", "backslashreplace").decode().split())
-
-
-def _receive(channel: socket.socket) -> VerifierBatch | None:
-    header = _read(channel, LENGTH.size)
-    if header is None:
-        return None
-    body = _read(channel, LENGTH.unpack(header)[0])
-    return None if body is None else msgspec.msgpack.decode(body, type=VerifierBatch)
-
-
-def _read(channel: socket.socket, size: int) -> bytes | None:
-    """Return exactly ``size`` bytes, or None if the other side has closed."""
-    data = bytearray()
-    while len(data) < size:
-        chunk = channel.recv(min(size - len(data), 1 << 20))
-        if not chunk:
-            return None
-        data += chunk
-    return bytes(data)
+    """Return an error in one line, with its place if that is in the user's code."""
+    failed = described(error)
+    is_of_the_user = ":" in failed["place"] and not os.path.realpath(failed["place"]).startswith(NOT_OF_THE_USER)
+    return failed.in_words() if is_of_the_user else f"{failed['type']}: {failed['message']}"
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Messages between a VerifierPool and its processes: msgpack over a socket, each message behind its length.
+"""Messages between a VerifierPool and its processes: lines of JSON over a socket, and a journal of outcomes.
 
 pool ──VerifierBatch──> process   the items to verify; none: load the verifier
 pool <───BatchDone───── process   the number of outcomes in the journal (below) so far
-pool <────Loaded─────── process   the verifier is loaded
-pool <───NotLoaded───── process   the verifier cannot be imported
+pool <────Loaded─────── process   the verifier is loaded, or cannot be
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import struct
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,7 +17,6 @@ import msgspec
 from realsys.errors import MALFORMED, RewardError
 from realsys.reward.verifiers.contract import Item, Verdict
 
-LENGTH = struct.Struct("!I")
 MAX_REPLY = 1 << 20  # bytes of one message, and of the journal
 MAX_ITEMS = 64  # items of one batch; their outcomes are less than MAX_REPLY
 
@@ -44,9 +42,13 @@ class NoVerdict(msgspec.Struct, array_like=True, tag="failure"):
 
 Outcome = Verdict | NoVerdict
 
-#: Items are JSON inside of the msgpack: msgpack has no integers beyond 64 bits, and a dataset row may.
-_encode_item = msgspec.json.Encoder().encode
-decode_item = msgspec.json.Decoder(Item).decode
+
+@dataclass(frozen=True, slots=True)
+class VerifierWork:
+    """Kind of work on an item: judge its completion with the verifier ``name``, or ``check`` its reference."""
+
+    name: str
+    check: bool = False
 
 
 class VerifierBatch(msgspec.Struct, array_like=True):
@@ -57,7 +59,7 @@ class VerifierBatch(msgspec.Struct, array_like=True):
 
     serial: int  # number of the batch for this process, from 1; the replies to it carry it
     name: str
-    items: list[bytes]
+    items: list[msgspec.Raw]  # each is decoded alone: one that cannot be read fails alone
     report_s: float
     check: bool = False
     arguments: dict[str, Any] = {}
@@ -76,72 +78,59 @@ class BatchDone(msgspec.Struct, array_like=True, tag="done"):
 
 
 class Loaded(msgspec.Struct, array_like=True, tag="loaded"):
-    """The verifier is loaded. ``wrong_over_limit``: as it declares (``contract.declare``)."""
+    """The verifier is loaded, unless there is a ``problem``; then ``spent`` is as in BatchDone.
+
+    ``wrong_over_limit``: as the verifier declares (``contract.declare``).
+    """
 
     serial: int
-    wrong_over_limit: bool
-
-
-class NotLoaded(msgspec.Struct, array_like=True, tag="not_loaded"):
-    """The verifier cannot be imported or is none. The batch is over. ``spent`` as in BatchDone."""
-
-    serial: int
-    message: str
+    problem: str = ""
+    wrong_over_limit: bool = False
     spent: bool = False
 
 
-Reply = BatchDone | Loaded | NotLoaded
+Reply = BatchDone | Loaded
+decode_item = msgspec.json.Decoder(Item).decode
+_encode = msgspec.json.Encoder().encode
 
 
 def encoded(name: str, item: Item) -> bytes:
     """Encode an item for the verifier ``name``. Raises RewardError if it is not JSON."""
     try:
-        return _encode_item(item)
+        return _encode(item)
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise RewardError(f"an item for verifier {name} cannot be written as JSON: {error}") from None
 
 
-def frame(message: msgspec.Struct | Outcome) -> bytes:
-    body = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(body)) + body
+def line(message: msgspec.Struct | Outcome) -> bytes:
+    """Return a message as one line."""
+    return _encode(message) + b"\n"
 
 
-# ---- journal: the outcomes of the present batch, in memory that both sides share
+# ---- journal: the outcomes of the present batch, as lines in memory that both sides share
 #
-#     header  serial of the batch, end of the records in bytes
-#     records LENGTH, msgpack of an Outcome; one for each item, in the order of the batch
-#
-# The process writes a record, then the header, and then begins the next item; that costs no system call. The memory
-# outlives the process, so the pool knows which item ended it and keeps the outcomes before that.
+# The process writes the outcome of an item before it begins the next one; that costs no system call, and works when a
+# verifier has closed all descriptors. The memory outlives the process, so the pool knows which item ended it and keeps
+# the outcomes before that.
 
 
-_HEADER = struct.Struct("!II")
-_OUTCOME: msgspec.msgpack.Decoder[Outcome] = msgspec.msgpack.Decoder(Outcome)  # type: ignore[arg-type]
+_OUTCOMES: msgspec.json.Decoder[Outcome] = msgspec.json.Decoder(Outcome)  # type: ignore[arg-type]
 
 
 class JournalWriter:
     """The journal inside of the verifier process. Takes over the file ``descriptor``."""
 
     def __init__(self, descriptor: int) -> None:
+        self.end = 0  # 0: the next batch begins
         self._memory = mmap.mmap(descriptor, MAX_REPLY)
         # A process that a verifier starts must not write outcomes: without these two lines, one that was forked would.
         self._memory.madvise(mmap.MADV_DONTFORK)
         os.close(descriptor)
-        self._serial = 0
-        self._end = _HEADER.size
 
-    def begin(self, serial: int) -> None:
-        """Begin a batch. The records of the one before are gone."""
-        self._serial = serial
-        self._end = _HEADER.size
-        _HEADER.pack_into(self._memory, 0, serial, self._end)
-
-    def append(self, record: bytes) -> None:
-        """Add the framed outcome of the next item."""
-        end = self._end + len(record)
-        self._memory[self._end : end] = record
-        self._end = end
-        _HEADER.pack_into(self._memory, 0, self._serial, end)
+    def append(self, outcome: bytes) -> None:
+        """Add the line of the next item."""
+        begin, self.end = self.end, self.end + len(outcome)
+        self._memory[begin : self.end] = outcome
 
 
 class JournalReader:
@@ -149,35 +138,27 @@ class JournalReader:
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("realsys-verdicts")
-        os.truncate(self.descriptor, MAX_REPLY)
+        self.begin()
         self._memory = mmap.mmap(self.descriptor, MAX_REPLY)
-        self._serial = 0
-        self._offset = _HEADER.size  # end of the records that were read
-        self._count = 0  # records that were read
 
-    def begin(self, serial: int) -> None:
-        """Expect the batch ``serial``."""
-        self._serial = serial
-        self._offset = _HEADER.size
-        self._count = 0
+    def begin(self) -> None:
+        """Empty the journal for the next batch, while the process waits for it."""
+        os.truncate(self.descriptor, 0)
+        os.truncate(self.descriptor, MAX_REPLY)
+        self._offset = self._count = 0  # bytes and outcomes that were read
 
     def read(self, least: int, most: int) -> list[Outcome]:
         """Return the outcomes since the last call.
 
         Raises RewardError if one is malformed, or if the batch has fewer than ``least`` or more than ``most`` of them.
         """
-        serial, end = _HEADER.unpack_from(self._memory)
-        data = self._memory[self._offset : end] if serial == self._serial else b""
-        outcomes: list[Outcome] = []
-        at = 0
+        written = self._memory[self._offset : self._memory.find(b"\0", self._offset)]
+        lines = written[: written.rfind(b"\n") + 1]  # a process that was killed may leave a part of a line
         try:
-            while at < len(data):
-                begin = at + LENGTH.size
-                at = begin + LENGTH.unpack_from(data, at)[0]
-                outcomes.append(_OUTCOME.decode(data[begin:at]))
-        except (struct.error, *MALFORMED) as error:
+            outcomes = _OUTCOMES.decode_lines(lines)
+        except MALFORMED as error:
             raise RewardError(f"the journal of a verifier process cannot be read: {error}") from error
-        self._offset += at
+        self._offset += len(lines)
         self._count += len(outcomes)
         if not least <= self._count <= most:
             problem = f"has {self._count} outcomes, must have {least} to {most}"

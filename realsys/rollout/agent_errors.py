@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from realsys.agent_runner.contract import NOT_OF_THE_USER, place_of
+from realsys.agent_runner.contract import described
 from realsys.errors import AgentError, RealsysError
 from realsys.manager.client import RolloutSuperseded
 
 MOST_FAILED = 128  # episodes in a row; an agent that fails 90 % of all reaches it with a probability of 1e-6
 MAX_LOGGED = 1000  # distinct messages that are logged
-MAX_MESSAGE = 500  # characters of an exception's text
 MAX_LINE = 2000  # characters of an error in a report to the manager, and in the record of a group
 
 
@@ -32,9 +31,9 @@ def explain(error: BaseException) -> RealsysError:
     first = min(_leaves(error), key=priority)
     if isinstance(first, RealsysError):
         return first
-    kind, text = type(first).__name__, one_line(str(first), MAX_MESSAGE)
-    place = place_of(first, NOT_OF_THE_USER)
-    return AgentError(f"{kind}: {text} ({place})", defect=f"{kind} at {place}")
+    failed = described(first)
+    kind, place = failed["type"], failed["place"]
+    return AgentError(f"{kind}: {failed['message']} ({place})", defect=f"{kind} at {place}")
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -17,7 +17,7 @@ from realsys.config.schema import Config
 from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer
 from realsys.observe.spans import span
-from realsys.reward.open_verifiers import Verifiers
+from realsys.reward.pool import Verifiers
 from realsys.reward.verifiers.contract import Item, Verdict
 from realsys.types import FinishReason, Ticket
 

@@ -1,6 +1,8 @@
 """Child processes: the one way in which launcher, verifier pool and SGLang's keeper start, watch and kill them.
 
     ChildProcess       one process that leads its own session, watched through a pidfd on the event loop
+    SocketChild        one that speaks with this process over a socket
+    GuardedProcess     a server of another package with all its processes, which end with this process
     kill_descendants   kills all processes below this one, also those that left their group
     Backoff            delays between restarts in a row
 
@@ -12,19 +14,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
+import socket
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import IO
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
 
 import psutil
 
 from realsys.cluster.children.fork_server import Forked, ForkServer
 
+log = logging.getLogger(__name__)
+
 HEALTHY_AFTER_S = 300.0  # a process that ran longer gets its restart budget back
 LONGEST_BACKOFF_S = 30.0
+LAST_WORDS = 300  # characters of what a child printed that are shown
 _ROUND_S = 0.1  # between two rounds of kill_descendants
 
 
@@ -103,6 +114,15 @@ class ChildProcess:
         if self.returncode is None:
             self._kill_group()
 
+    async def end(self, timeout_s: float | None) -> bool:
+        """Kill the process and its group, and reap it. Returns False if it is still there after ``timeout_s``."""
+        self.kill()
+        if not await self.exits_within(timeout_s):
+            log.error("process %d was killed and is still there after %g s", self.pid, timeout_s)
+            return False
+        self.reap()
+        return True
+
     def reap(self) -> int:
         """Kill the rest of the group and collect the process, which must have exited. Returns its return code."""
         if self.popen.returncode is None:
@@ -121,6 +141,69 @@ class ChildProcess:
         self._exited.set()
         if self._on_exit is not None:
             self._on_exit()
+
+
+class SocketChild:
+    """A child process that speaks with this process over a socket. Its output goes to a temporary file."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        name: str,
+        kind: socket.SocketKind = socket.SOCK_STREAM,
+        inherit: Sequence[int] = (),
+    ) -> None:
+        """Start ``argv`` with two more arguments: the descriptor of its end, and the pid of this process.
+
+        ``name``: part of the name of the file; ``inherit``: as in ChildProcess. Raises OSError.
+        """
+        # A file and not a pipe: the child may print more than this process wants to read.
+        self._printed = tempfile.TemporaryFile("a+b", buffering=0, prefix=f"realsys-{name}-")  # noqa: SIM115
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, kind)
+        try:
+            with theirs:
+                argv = [*argv, str(theirs.fileno()), str(os.getpid())]
+                self.process = ChildProcess(argv, env, self._printed, inherit=[theirs.fileno(), *inherit])
+        except OSError:
+            self.close()
+            raise
+
+    def said(self) -> str:
+        """Return the end of the output since the last call, in one line."""
+        if self._printed.closed or not (size := os.fstat(self._printed.fileno()).st_size):
+            return ""
+        text = os.pread(self._printed.fileno(), 4 * LAST_WORDS, max(0, size - 4 * LAST_WORDS))
+        self._printed.truncate(0)
+        return " ".join(text.decode("utf-8", "replace").split())[-LAST_WORDS:]
+
+    def close(self) -> None:
+        """Close the socket and the file."""
+        self.socket.close()
+        self._printed.close()
+
+
+async def lines_of(pipe: IO[bytes], longest: int = 1 << 16) -> AsyncIterator[bytes]:
+    """Yield the lines of a pipe without their ends, until all its writers have closed it. A longer line is cut off."""
+    stream = asyncio.StreamReader()
+    protocol: Any = asyncio.StreamReaderProtocol(stream)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+    rest = b""
+    try:
+        while chunk := await stream.read(1 << 16):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                yield line[:longest]
+            rest = rest[:longest]
+        if rest:
+            yield rest
+    finally:
+        transport.close()
+
+
+def is_logged(count: int) -> bool:
+    """Return True if the output of a child that prints for the ``count``-th time is logged: ever more rarely."""
+    return count <= 10 or count & (count - 1) == 0
 
 
 class Backoff:
@@ -206,3 +289,96 @@ def _kill(process: psutil.Process) -> str:
             process.kill()
             return name
     return ""
+
+
+# ---- a server of another package, under a guard (guard.py) that ends all its processes with this process
+
+
+_GUARD = Path(__file__).with_name("guard.py")
+_TAIL_LINES = 15
+_LINE_LIMIT = 4000  # characters of a line that is passed on: SGLang prints all its settings in one line
+_STOP_TIMEOUT_S = 10.0
+_LAST_WORDS_S = 2.0
+_DEATH_S = 10.0  # the guard needs up to 7 s to end the other processes
+_MEMORY_S = 10.0  # between two measurements of memory, which read all processes of the machine
+
+
+class GuardedProcess:
+    """A server of another package with all its processes. Belongs to the event loop that started it."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], remove: Path, guard: Sequence[str] = ()
+    ) -> None:
+        """Start ``command`` under the guard, with further arguments ``guard`` of that. Raises OSError.
+
+        name    its word in messages, and in lower case its log
+        remove  folder of its temporary files, which is removed when it ends
+        """
+        self.name = name
+        self._output = logging.getLogger(name.lower())
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        argv = [sys.executable, "-E", "-P", str(_GUARD), *guard, "--remove", str(remove), "--", *command]
+        log.info("starting %s", " ".join(command))
+        env = {**env, "TMPDIR": str(remove)}
+        self._process = ChildProcess(argv, env, subprocess.PIPE, stdin=subprocess.PIPE)
+        self._reader = asyncio.create_task(self._forward(), name=f"{name} log")
+        self.ended = asyncio.create_task(self._wait(), name=f"{name} exit")
+        self._measure_at = 0.0
+        self._resident_bytes = 0
+
+    @property
+    def pid(self) -> int:
+        """Pid of the guard, which leads the session of all processes."""
+        return self._process.pid
+
+    def tail(self) -> str:
+        """Return the last lines of the output, joined."""
+        return " | ".join(line for line in self._tail if line.strip()) or "none"
+
+    async def last_words(self) -> str:
+        """Return how the process ended, or that it runs, with its last lines. Call it before ``kill``.
+
+        A process that has just died is given some seconds, in which the guard ends the others.
+        """
+        done, _ = await asyncio.wait({self.ended}, timeout=_DEATH_S)
+        how = self.ended.result() if done else "still runs"
+        return f"{self.name} {how}; its last lines: {self.tail()}"
+
+    async def resident_bytes(self) -> int:
+        """Return the memory in RAM of all processes of the server, as it was within the last seconds."""
+        if (now := time.monotonic()) >= self._measure_at:
+            self._measure_at = now + _MEMORY_S
+            self._resident_bytes = await asyncio.to_thread(resident_bytes_below, self.pid)
+        return self._resident_bytes
+
+    def kill(self) -> None:
+        """Kill the process tree; ``ended`` resolves when it is gone."""
+        assert self._process.popen.stdin is not None
+        self._process.popen.stdin.close()  # the guard then kills everything
+
+    async def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
+        """Kill the process tree and wait until it is gone; after ``timeout_s`` kill the guard, too."""
+        self.kill()
+        done, _ = await asyncio.wait({self.ended}, timeout=timeout_s)
+        if not done:
+            log.error("the guard of %s did not end within %.0f s; killing it", self.name, timeout_s)
+            self._process.kill()
+            await self.ended
+
+    async def _wait(self) -> str:
+        """Return how the process ended, after all its output is logged."""
+        await self._process.exits_within(None)
+        code = self._process.reap()
+        # If the guard was killed, a process that it would have found may still hold the pipe open.
+        await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
+        self._reader.cancel()
+        return how_it_ended(128 - code if code > 128 else code)  # the guard exits with 128 + the signal
+
+    async def _forward(self) -> None:
+        """Consume the output to its end."""
+        pipe = self._process.popen.stdout
+        assert pipe is not None
+        async for line in lines_of(pipe, _LINE_LIMIT):
+            if text := line.decode("utf-8", "replace").rstrip():
+                self._output.info("%s", text)
+                self._tail.append(text[:300])

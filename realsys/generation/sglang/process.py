@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realsys.cluster.children.guarded_process import GuardedProcess
+from realsys.cluster.children.child_process import GuardedProcess
 from realsys.cluster.http_client import HttpClient
 from realsys.cluster.network import free_ports, join_host_port
 from realsys.config.backend_rules import command_line_flags

@@ -23,7 +23,7 @@ from typing import Any, Self
 import msgspec
 
 import realsys
-from realsys.cluster.children.child_process import ChildProcess, how_it_ended
+from realsys.cluster.children.child_process import ChildProcess, how_it_ended, lines_of
 from realsys.config.doors import TRACKER
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -67,9 +67,8 @@ class Trackers:
         assert child.popen.stdin is not None and self._reports is not None
         with contextlib.suppress(OSError), child.popen.stdin as stdin:  # it may have ended
             stdin.write(line(TrialEnded(self.status, finish_s)))
-        if not await child.exits_within(finish_s + _KILL_AFTER_S):
-            child.kill()
-        if not await child.exits_within(_KILL_AFTER_S):
+        await child.exits_within(finish_s + _KILL_AFTER_S)
+        if not await child.end(_KILL_AFTER_S):
             self._say(f"the process of the trackers, pid {child.pid}, cannot be killed")
             self._reports.cancel()
             return
@@ -130,22 +129,16 @@ class Trackers:
 
     async def _show_reports(self, descriptor: int) -> None:
         """Show the reports until the process has ended."""
-        reader = asyncio.StreamReader()
-        made: Any = asyncio.StreamReaderProtocol(reader)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: made, os.fdopen(descriptor, "rb"))
-        try:
-            async for text in reader:
-                with contextlib.suppress(msgspec.DecodeError):
-                    self._say(msgspec.json.decode(text, type=TrackerReport).text)
-        finally:
-            transport.close()
+        async for text in lines_of(os.fdopen(descriptor, "rb")):
+            with contextlib.suppress(msgspec.DecodeError):
+                self._say(msgspec.json.decode(text, type=str))
 
 
 # ---- messages between the launcher and the process of the trackers
 #
 #     launcher ──Order──> a file in memory
 #              ──Ended──> stdin of the process
-#              <──Report─ a pipe: stdout and stderr of the process belong to the libraries, and go to a log
+#              <──note─── a pipe: stdout and stderr of the process belong to the libraries, and go to a log
 #
 # A message is one line of JSON.
 
@@ -173,13 +166,7 @@ class TrialEnded(msgspec.Struct):
     finish_s: float
 
 
-class TrackerReport(msgspec.Struct):
-    """Note for the screen."""
-
-    text: str
-
-
-def line(message: msgspec.Struct) -> bytes:
+def line(message: msgspec.Struct | str) -> bytes:
     """Return a message as one line."""
     return msgspec.json.encode(message) + b"\n"
 

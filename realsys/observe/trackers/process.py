@@ -28,7 +28,7 @@ from realsys.errors import ConfigError
 from realsys.observe.points import CURVES, metrics_of, step_of
 from realsys.observe.step_log import RECOVERED, StepRecord, StepTail
 from realsys.observe.trackers.contract import Point, Run, Tracker
-from realsys.observe.trackers.link import LONGEST_TEXT, TrackerOrder, TrackerReport, TrialEnded, line
+from realsys.observe.trackers.link import LONGEST_TEXT, TrackerOrder, TrialEnded, line
 
 _LOOK_S = 1.0
 _NICENESS = 10  # a busy machine serves the run first
@@ -47,7 +47,7 @@ def main() -> None:
     os.set_inheritable(reports, False)  # the launcher reads until all writers have ended
 
     def say(text: str) -> None:
-        os.write(reports, line(TrackerReport(text[:LONGEST_TEXT])))  # one call: threads do not mix their lines
+        os.write(reports, line(text[:LONGEST_TEXT]))  # one call: threads do not mix their lines
 
     followers = [Follower(name, partial(_feed, order, name), say) for name in order.trackers]
     for follower in followers:

@@ -29,7 +29,7 @@ from realsys.config.schema_rollout import Criterion
 from realsys.errors import MALFORMED, NoVerifierError, RealsysError, RewardError, StuckError
 from realsys.reward.judge.rate_limits import RateLimits, RequestGate
 from realsys.reward.judge.rubric import Rubric, RubricError, check_judge
-from realsys.reward.pool import FailureTally
+from realsys.reward.pool import Verifiers
 from realsys.reward.verifier_protocol import ELAPSED, ENDPOINT, NO_VERDICT, RAISED
 from realsys.reward.verifiers.contract import Item, Verdict
 
@@ -57,7 +57,7 @@ class _Asking:
     tokens: int = 0
 
 
-class LlmJudge:
+class LlmJudge(Verifiers):
     """Judge of one process, for one event loop. It has its share of the limits: 1 of ``sharers``."""
 
     @staticmethod
@@ -67,6 +67,7 @@ class LlmJudge:
 
     def __init__(self, config: Config, sharers: int = 1, *, first_delay_s: float = FIRST_DELAY_S) -> None:
         """Read settings and key. Raises ConfigError."""
+        super().__init__()
         check_judge(config)
         judge = config.rollout.reward.judge
         self._config = judge
@@ -79,7 +80,6 @@ class LlmJudge:
         concurrency, requests, tokens = (limit // sharers for limit in limits)
         self._gate = RequestGate(RateLimits(concurrency, requests, tokens))
         self._first_delay_s = first_delay_s
-        self._tally = FailureTally()
         self._accepted = False  # the endpoint has answered a request: a refusal is then the completion's fault
         self._refused: StuckError | None = None  # the endpoint will refuse every request: none is sent any more
         self._troubles = 0
@@ -89,14 +89,6 @@ class LlmJudge:
     def waiting(self) -> int:
         """Number of items whose request has not started."""
         return self._gate.waiting
-
-    @property
-    def undecided(self) -> int:
-        return self._tally.undecided
-
-    def take_failures(self) -> dict[str, int]:
-        """Return the items without a verdict since the last call, by cause."""
-        return self._tally.take()
 
     async def check_answer(self, name: str, item: Item) -> str | None:
         """Return the first key of the rubric that the row lacks; None if it has all."""
@@ -117,7 +109,7 @@ class LlmJudge:
             raise self._failed(RewardError(f"the judge was not asked: {error}", RAISED)) from None
         except RewardError as error:
             raise self._failed(error) from None
-        self._tally.decide()
+        self._count_verdict()
         return self._verdict(reply, asking)
 
     async def close(self) -> None:
@@ -126,8 +118,8 @@ class LlmJudge:
         await self._client.close()
 
     def _failed(self, error: RewardError) -> RealsysError:
-        self._tally.undecided += 1
-        return self._tally.fail(error) or error
+        self.undecided += 1
+        return self._count_failure(error) or error
 
     def _verdict(self, reply: JudgeReply, asking: _Asking) -> Verdict:
         share = self._rubric.share(reply.scores)

@@ -13,29 +13,37 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import select
 import socket
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from realsys.errors import DataError
+from realsys.errors import DataError, SandboxError
 from realsys.reward.sandbox.inside import plain
+from realsys.reward.sandbox.inside.zygote import KILLED, MAX_MESSAGE, READY
 from realsys.reward.sandbox.settings import (
+    ALLOW,
     CRASHED,
     MEMORY,
+    NONE,
+    NOT_ALLOWED,
     OUTPUT,
     WALL,
     WRONG,
     IsolationSettings,
     Output,
+    RunEnded,
     RunLimits,
     UnitTestsResult,
     environment,
+    setup_of,
+    zygote_command,
 )
-from realsys.reward.sandbox.zygote_process import SandboxChild, ZygoteProcess
 
 _CHUNK = 1 << 16
 _STDERR = 4096  # bytes of stderr that are kept
@@ -177,9 +185,7 @@ class Sandbox:
         answer: dict[str, Any] = {}
         while child.ended is None or sources:
             watched, left_s = [*sources, self.zygote.fileno()], child.left_s
-            if (
-                child.ended is not None
-            ):  # without isolation, what it started may still hold the pipes: never wait for it
+            if child.ended is not None:  # without isolation, what it started may hold the pipes: never wait for it
                 watched, left_s = sources, 0.0
             ready, _, _ = select.select(watched, [], [], left_s)
             if not ready and child.ended is None:
@@ -197,7 +203,10 @@ class Sandbox:
         ended = child.ended
         if answer:
             ended = dataclasses.replace(ended, code=answer["code"] or ended.code)
-        content = _content(made) if made and answer.get("made") else None
+        content = None
+        if made and answer.get("made"):
+            made.seek(0)
+            content = made.read()
         return Output(ended, bytes(streams.stdout), bytes(streams.stderr), content)
 
     def _answer(self, descriptor: int) -> dict[str, Any]:
@@ -216,12 +225,6 @@ def _memory_file(content: bytes) -> BinaryIO:
     file.write(content)
     file.seek(0)
     return file
-
-
-def _content(file: BinaryIO) -> bytes:
-    """Return the content of a file that no process writes any more."""
-    file.seek(0)
-    return file.read()
 
 
 def _command_task(command: SandboxCommand) -> dict[str, Any]:
@@ -276,25 +279,16 @@ class Program:
         return self._receive(most)
 
     def _receive(self, most: int) -> Any:
-        descriptor = self._link.fileno()
-        begin = time.monotonic()
-        data = bytearray()
-        wanted = plain.LENGTH.size
-        while len(data) < wanted:
-            self._wait(descriptor, begin)
-            try:
-                chunk = os.read(descriptor, min(_CHUNK, wanted - len(data)))
-            except ConnectionResetError:
-                chunk = b""
-            if not chunk:
-                raise self._gone()
-            data += chunk
-            if len(data) == plain.LENGTH.size:
-                wanted += plain.LENGTH.unpack(data)[0]
-                if wanted > most + plain.LENGTH.size:
-                    raise ProgramRaised(OUTPUT, "the result is too long")
+        descriptor, begin = self._link.fileno(), time.monotonic()
         try:
-            answer = plain.decode(bytes(data[plain.LENGTH.size :]))
+            data = plain.receive(descriptor, most, lambda: self._wait(descriptor, begin))
+            if data is None:
+                raise self._gone()
+            answer = plain.decode(data)
+        except ConnectionResetError:
+            raise self._gone() from None
+        except plain.TooLongError:
+            raise ProgramRaised(OUTPUT, "the result is too long") from None
         except plain.PlainError as error:
             raise ProgramRaised(CRASHED, str(error)) from None
         match answer:
@@ -320,3 +314,234 @@ class Program:
         """Return why the program has ended, or has closed its end of the link."""
         ended = self._child.zygote.last(self._child)
         return ProgramRaised(ended.reached or CRASHED, "the program ended")
+
+
+# ---- the zygote as the outside sees it: started when it is needed; it starts, watches and kills programs
+#
+# ``send`` and the like raise SandboxError if the zygote fails; the next program gets another one.
+
+
+START_S = 20.0  # bound on the start of the zygote
+_BEGIN_S = 20.0  # bound on the start of a program, on a busy machine
+_LAST_S = 1.0  # a program that closes its channel ends within this time, or is killed
+_END_S = 20.0  # bound on the end of a killed program
+MAX_CALLS = 1000  # calls that may take all their CPU time; the system's own limit of a process counts all of them
+
+
+class SandboxChild:
+    """A child of the zygote, from the outside."""
+
+    def __init__(self, zygote: ZygoteProcess, number: int, channel: socket.socket, limits: RunLimits) -> None:
+        self.number = number
+        self.channel = channel
+        self.limits = limits
+        self.born = self.begin = time.monotonic()
+        self.ended: RunEnded | None = None
+        self.waited_s: float | None = None  # answer of the zygote to ``own_s``
+        self.reached = ""
+        self.zygote = zygote
+
+    def kill(self, reached: str) -> None:
+        self.reached = self.reached or reached
+        self.zygote.send({"kill": self.number})
+
+    @property
+    def left_s(self) -> float:
+        """Return the time until the sandbox gives up. The zygote watches over the limits of the program."""
+        return max(0.0, self.begin + self.limits.clock_s - time.monotonic())
+
+    def own_s(self, begin: float) -> float:
+        """Return the time since ``begin``, without the time in which the machine had no processor for it."""
+        self.waited_s = None
+        self.zygote.send({"ask": self.number})
+        self.zygote.look_until(lambda: self.waited_s is not None or self.ended is not None, _END_S)
+        return time.monotonic() - begin - (self.waited_s or 0.0)
+
+    def mark(self) -> None:
+        """Begin another run."""
+        self.begin = time.monotonic()
+        self.zygote.send({"mark": self.number})
+
+
+class ZygoteProcess:
+    """One zygote at a time, started when it is needed. ``restarts``: zygotes that failed."""
+
+    def __init__(self, settings: IsolationSettings) -> None:
+        self.restarts = 0
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        #: Ended zygotes are not collected: their CPU time would count as that of this process.
+        self._dead: list[subprocess.Popen[bytes]] = []
+        self._number = 0
+        self._children: dict[int, SandboxChild] = {}
+
+    @property
+    def pid(self) -> int | None:
+        """Return the number of its outermost process; None if there is no zygote."""
+        return None if self._process is None else self._process.pid
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when the zygote has something to say (``look``)."""
+        if self._control is None:
+            raise SandboxError("sandbox: there is no zygote")
+        return self._control.fileno()
+
+    def close(self) -> None:
+        """End the zygote and all programs."""
+        self._drop()
+        for process in self._dead:
+            process.kill()
+            process.wait()
+        self._dead.clear()
+
+    # ---- children
+
+    @contextlib.contextmanager
+    def child(self, mode: str, limits: RunLimits, descriptors: list[int], partner: int = 0) -> Iterator[SandboxChild]:
+        """Start a child; on leaving it is killed, with all that it started. ``partner``: child that it calls."""
+        control = self._started()
+        self._number += 1
+        ours, theirs = socket.socketpair()
+        child = SandboxChild(self, self._number, ours, limits)
+        with ours:
+            own = limits.as_message(MAX_CALLS if mode == "serve" else 0)
+            message = {"id": child.number, "mode": mode, "limits": own, "partner": partner}
+            try:
+                socket.send_fds(control, [json.dumps(message).encode()], [theirs.fileno(), *descriptors])
+            except OSError as error:
+                theirs.close()
+                raise self.failed(f"cannot be asked: {error}") from None
+            theirs.close()
+            self._children[child.number] = child
+            try:
+                yield child
+            finally:
+                if self._control is control and child.ended is None:
+                    self.finish(child)
+                self._children.pop(child.number, None)
+
+    def give(self, child: SandboxChild, task: dict[str, Any]) -> None:
+        """Wait until the child is confined, and give it its task. Raises SandboxError."""
+        descriptor = child.channel.fileno()
+        ready, _, _ = select.select([descriptor], [], [], _BEGIN_S)
+        said = plain.receive(descriptor) if ready else b""
+        if said != READY:
+            self.look(0.2)
+            problem = "ended" if said is None else said.decode("utf-8", "replace") or f"no start within {_BEGIN_S:g} s"
+            raise self.failed(f"a program could not be confined: {problem}")
+        child.born = child.begin = time.monotonic()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            plain.send(descriptor, plain.encode(task))
+
+    def finish(self, child: SandboxChild, seconds: float = 0.0) -> RunEnded:
+        """Kill the child if it has not ended within ``seconds``, and return how it ended."""
+        self.look_until(lambda: child.ended is not None, seconds)
+        if child.ended is None:
+            self.send({"kill": child.number})
+            self.look_until(lambda: child.ended is not None, _END_S)
+        if child.ended is None:
+            raise self.failed("a killed program did not end")
+        return child.ended
+
+    def last(self, child: SandboxChild) -> RunEnded:
+        """Return how a child ended that has closed its channel."""
+        return self.finish(child, _LAST_S)
+
+    def starved(self, child: SandboxChild) -> SandboxError:
+        """Give up a program that the machine did not run."""
+        return self.failed(f"no end of a program within {child.limits.clock_s:g} s: the machine is too busy")
+
+    # ---- the zygote
+
+    def _started(self) -> socket.socket:
+        """Return the channel of a zygote that is up. Raises SandboxError."""
+        if self._control is not None:
+            return self._control
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            os.set_inheritable(theirs.fileno(), True)
+            setup = json.dumps(setup_of(self._settings))
+            command = zygote_command(self._settings, theirs.fileno(), setup)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                env=environment(),
+                start_new_session=True,  # the kernel shares processors fairly among sessions
+            )
+        self._control = ours
+        ready, _, _ = select.select([ours], [], [], START_S)
+        said = ours.recv(MAX_MESSAGE) if ready else b""
+        if not said:
+            words = self._last_words()
+            is_denied = self._settings.isolation != NONE and NOT_ALLOWED.search(words)
+            raise self.failed(f"did not start: {words}" + (f": {ALLOW}" if is_denied else ""))
+        return ours
+
+    def _last_words(self) -> str:
+        assert self._process is not None and self._process.stderr is not None
+        self._process.kill()
+        text = self._process.stderr.read(4000).decode("utf-8", "replace").split("\n")
+        return next((line.strip() for line in reversed(text) if line.strip()), "it said nothing")
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Tell the zygote. Raises SandboxError."""
+        if self._control is None:
+            raise SandboxError("the sandbox is closed")
+        try:
+            self._control.sendall(json.dumps(message).encode())
+        except OSError as error:
+            raise self.failed(f"cannot be told: {error}") from None
+
+    def look_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Read what the zygote says until the condition holds, for at most ``seconds``."""
+        until = time.monotonic() + seconds
+        while not condition() and (left := until - time.monotonic()) > 0:
+            self.look(left)
+
+    def look(self, seconds: float) -> None:
+        """Read what the zygote says: one message, if it comes within ``seconds``. Raises SandboxError."""
+        assert self._control is not None
+        ready, _, _ = select.select([self._control], [], [], max(0.0, seconds))
+        if not ready:
+            return
+        try:
+            data = self._control.recv(MAX_MESSAGE)
+        except OSError:
+            data = b""
+        if not data:
+            raise self.failed("died")
+        message = json.loads(data)
+        child = self._children.get(message["id"])
+        if "error" in message:
+            raise self.failed(f"a program could not be started: {message['error']}")
+        if child is not None and "code" not in message:
+            child.waited_s = message["waited_s"]
+        elif child is not None and message["reached"] == KILLED:
+            raise self.failed("a program was killed from outside: the machine has no memory left")
+        elif child is not None:
+            wall_s = time.monotonic() - child.born
+            reached = child.reached or message["reached"]
+            use = message["cpu_s"], wall_s, message["waited_s"], message["peak_mb"]
+            child.ended = RunEnded(message["code"], reached, *use)
+
+    def failed(self, problem: str) -> SandboxError:
+        """End the zygote; the next program gets a new one."""
+        self.restarts += 1
+        self._drop()
+        return SandboxError(f"sandbox: {problem}")
+
+    def _drop(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            self._process.kill()
+            if self._process.stderr is not None:
+                self._process.stderr.close()
+            self._dead.append(self._process)
+            self._process = None
+        self._children.clear()

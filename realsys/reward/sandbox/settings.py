@@ -37,10 +37,7 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "timezone", "alternatives", "mime.types")
 #: not "zero": to map it is another way to shared memory without a file
 _DEVICES = ("null", "full", "random", "urandom")
-_BOOT = (
-    "import sys; sys.path.insert(0, '/realsys'); from inside.preload import preload; preload(); "
-    "from inside.zygote import main; main()"
-)
+_BOOT = "import sys; sys.path.insert(0, '/realsys'); from inside.zygote import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +120,6 @@ def setup_of(settings: IsolationSettings) -> dict[str, Any]:
     return {
         "namespaces": isolated,
         "user": user,
-        "landlock": isolated,
         "readable": _outermost([path for path in readable_paths(settings) if path not in links]),
     }
 

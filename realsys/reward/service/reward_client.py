@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from random import Random
 
 import msgspec
@@ -25,6 +24,7 @@ from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.names.contract import NameStore, Tree, Watch
 from realsys.errors import MALFORMED, NoVerifierError, RewardError
+from realsys.reward.pool import Verifiers
 from realsys.reward.service.dispatch import Dispatch, DispatchBounds, Send, Settled
 from realsys.reward.service.verdict_protocol import (
     CONNECT_S,
@@ -34,9 +34,8 @@ from realsys.reward.service.verdict_protocol import (
     VerifyReply,
     VerifyRequest,
 )
-from realsys.reward.verifier_process import VerifierWork
-from realsys.reward.verifier_protocol import CPU_TIME, REFUSED, RESOURCES, NoVerdict, encoded
-from realsys.reward.verifiers.contract import Item, Verdict
+from realsys.reward.verifier_protocol import CPU_TIME, REFUSED, RESOURCES, NoVerdict, VerifierWork
+from realsys.reward.verifiers.contract import Verdict
 from realsys.types import ServerAddress
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ _ADDRESS: msgspec.json.Decoder[ServerAddress] = msgspec.json.Decoder(ServerAddre
 _FINAL = (400, 401, 404, 413)
 
 
-class ServiceVerifiers:
+class ServiceVerifiers(Verifiers):
     """Sends items to reward services. For one event loop."""
 
     def __init__(
@@ -59,8 +58,7 @@ class ServiceVerifiers:
         check_alive: CheckAlive = unleased,
         silence_s: float = SILENCE_S,
     ) -> None:
-        self.undecided = 0  # items without a verdict since the start
-        self.failures: Counter[str] = Counter()  # cause -> items since ``take_failures``, as in VerifierPool
+        super().__init__()
         self._loop = asyncio.get_running_loop()
         self._dispatch = Dispatch(bounds, Random(), self._loop.time())
         self._http = HttpClient(token, check_alive=check_alive, faults=_fault)
@@ -77,11 +75,6 @@ class ServiceVerifiers:
     def waiting(self) -> int:
         """Number of items that no service has taken yet."""
         return self._dispatch.waiting
-
-    def take_failures(self) -> dict[str, int]:
-        """Return the failures since the last call, by cause."""
-        failures, self.failures = dict(self.failures), Counter()
-        return failures
 
     async def follow(self, store: NameStore, root: str) -> None:
         """Use the services that are registered below ``root``, from now on."""
@@ -106,21 +99,6 @@ class ServiceVerifiers:
         self._dispatch.registered(addresses)
         self._wake()
 
-    async def verify(self, name: str, item: Item) -> Verdict:
-        """Judge one completion with the verifier ``name``. Raises RewardError if two judgements give no verdict.
-
-        Items that are given in one turn of the event loop travel together. Raises NoVerifierError.
-        """
-        return await self._judge(VerifierWork(name), item)
-
-    async def check_answer(self, name: str, item: Item) -> str | None:
-        """Return why the verifier ``name`` cannot use the reference of an item, as VerifierPool does."""
-        try:
-            await self._judge(VerifierWork(name, check=True), item)
-        except RewardError as error:
-            return str(error)
-        return None
-
     async def close(self) -> None:
         """End all requests. Items without a verdict get a NoVerifierError."""
         self._closed = True
@@ -137,17 +115,16 @@ class ServiceVerifiers:
         if self._watch is not None:
             await asyncio.to_thread(self._watch.close)
 
-    async def _judge(self, work: VerifierWork, item: Item) -> Verdict:
-        data = encoded(work.name, item)
-        if len(data) > MAX_ITEM:
-            problem = f"an item for verifier {work.name} has {len(data)} bytes, a reward service takes {MAX_ITEM}"
+    async def judge(self, work: VerifierWork, item: bytes) -> Verdict:
+        if len(item) > MAX_ITEM:
+            problem = f"an item for verifier {work.name} has {len(item)} bytes, a reward service takes {MAX_ITEM}"
             raise RewardError(f"{problem}: set rollout.reward.services=0", RESOURCES)
         if self._closed:
             raise NoVerifierError(_CLOSED)
         number = next(self._numbers)
         future: asyncio.Future[Verdict] = self._loop.create_future()
         self._futures[number] = future
-        self._dispatch.add(number, work, data, self._loop.time())
+        self._dispatch.add(number, work, item, self._loop.time())
         self._wake()
         try:
             return await future

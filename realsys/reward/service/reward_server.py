@@ -30,8 +30,7 @@ from realsys.errors import MALFORMED, NoVerifierError, RewardError
 from realsys.observe.rate import RateWindow
 from realsys.reward.pool import OVER_LIMIT, VerifierPool
 from realsys.reward.service import verdict_protocol as p
-from realsys.reward.verifier_process import VerifierWork
-from realsys.reward.verifier_protocol import NoVerdict
+from realsys.reward.verifier_protocol import NoVerdict, VerifierWork
 from realsys.reward.verifiers.contract import Verdict
 
 _REQUEST: msgspec.json.Decoder[p.VerifyRequest] = msgspec.json.Decoder(p.VerifyRequest)

@@ -27,7 +27,7 @@ MAX_ITEM = 255 << 20  # bytes of an encoded item
 class VerifyRequest(msgspec.Struct):
     """Judge these items with the verifier ``name``; with ``check``, check their references instead.
 
-    Items are encoded (``frames.encoded``): the service hands them to its verifier processes as they are.
+    Items are encoded (``verifier_protocol.encoded``): the service hands them to its verifier processes as they are.
     """
 
     name: str

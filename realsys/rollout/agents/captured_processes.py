@@ -10,14 +10,13 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 from realsys.agent_runner import BOOT
 from realsys.agent_runner.contract import Failed
-from realsys.agent_runner.runner import LENGTH, MAX_MESSAGE
-from realsys.cluster.children.child_process import ChildProcess, how_it_ended
+from realsys.agent_runner.runner import MAX_MESSAGE
+from realsys.cluster.children.child_process import LAST_WORDS, SocketChild, how_it_ended, is_logged
 from realsys.config.schema_rollout import RolloutConfig
 from realsys.errors import AgentError, ConfigError
 from realsys.rollout.agents.contract import EpisodeTime
@@ -26,8 +25,8 @@ log = logging.getLogger(__name__)
 
 _START_S = 300.0  # bound on the imports of an agent
 _PASS_S = 60.0  # bound on the wait for a zygote to take an episode
+_RETRY_S = 0.01
 _KILL_S = 5.0
-_SHOWN = 300  # characters of the output in an error
 _MAX_REPLY = 4 << 20
 
 _REACHED = {
@@ -82,13 +81,20 @@ class AgentProcesses:
         raise AgentError("the process that starts its episodes ended or hung twice: see the log of the RolloutWorker")
 
     async def _started(self) -> _Zygote:
+        rollout = self._rollout
         async with self._starting:
             if self._zygote is None:
-                self._zygote = await _opened(self._rollout)
+                zygote, timeout_s = _Zygote(rollout), rollout.agent_limits.episode_timeout_s
+                try:
+                    await zygote.open({"agent": rollout.agent, "arguments": rollout.agent_args, "timeout_s": timeout_s})
+                except BaseException:
+                    await zygote.kill()
+                    raise
+                self._zygote = zygote
             return self._zygote
 
     def _result(self, reply: dict[str, Any]) -> Any:
-        printed = " ".join(reply["printed"].split())[-_SHOWN:]
+        printed = " ".join(reply["printed"].split())[-LAST_WORDS:]
         if printed:
             self._log(reply["bytes"], printed)
         said = f"; it printed: {printed}" if printed else ""
@@ -105,7 +111,7 @@ class AgentProcesses:
 
     def _log(self, size: int, printed: str) -> None:
         self._talks += 1
-        if self._talks <= 10 or self._talks & (self._talks - 1) == 0:
+        if is_logged(self._talks):
             log.info("episode %d of the agent's processes printed %d bytes, the last: %s", self._talks, size, printed)
 
 
@@ -114,18 +120,14 @@ class _Zygote:
 
     def __init__(self, rollout: RolloutConfig) -> None:
         """Start it, on the running event loop. Raises AgentError."""
-        self._printed = tempfile.TemporaryFile("a+b", buffering=0, prefix="realsys-agent-")  # noqa: SIM115
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)
         self._sending = asyncio.Lock()
-        argv = [*_command(rollout), str(theirs.fileno()), str(os.getpid())]
+        argv = _command(rollout)
         try:
-            with theirs:
-                self._process = ChildProcess(argv, _environment(), self._printed, inherit=[theirs.fileno()])
+            self._child = SocketChild(argv, _environment(), "agent", socket.SOCK_SEQPACKET)
         except OSError as error:
-            self._control.close()
-            self._printed.close()
             raise AgentError(f"{argv[0]} cannot be started: {error}", defect="start") from None
+        self._process, self._control = self._child.process, self._child.socket
+        self._control.setblocking(False)
 
     async def open(self, first: dict[str, Any]) -> None:
         """Wait until it has imported and built the agent. Raises AgentError."""
@@ -138,9 +140,7 @@ class _Zygote:
                     data = await loop.sock_recv(self._control, MAX_MESSAGE)
         if not data:
             ended = "did not import it in time" if not await self._process.exits_within(_KILL_S) else "ended"
-            size = os.fstat(self._printed.fileno()).st_size
-            said = os.pread(self._printed.fileno(), 4 * _SHOWN, max(0, size - 4 * _SHOWN)).decode("utf-8", "replace")
-            problem = f"the process of the agent {ended}: {' '.join(said.split())[-_SHOWN:] or 'it printed nothing'}"
+            problem = f"the process of the agent {ended}: {self._child.said() or 'it printed nothing'}"
             raise AgentError(problem, defect=problem)
         told = json.loads(data)
         if "failed" in told:
@@ -162,45 +162,22 @@ class _Zygote:
                     socket.send_fds(self._control, [data], [connection.fileno()])
                     return
                 except BlockingIOError:  # it forks more slowly than episodes start
-                    await _until_writable(self._control)
+                    await asyncio.sleep(_RETRY_S)
 
     async def kill(self) -> None:
         """Kill it. The episodes end with their connections."""
-        self._control.close()
-        self._process.kill()
-        if await self._process.exits_within(_KILL_S):
-            self._process.reap()
-        self._printed.close()
-
-
-async def _opened(rollout: RolloutConfig) -> _Zygote:
-    timeout_s = rollout.agent_limits.episode_timeout_s
-    async with contextlib.AsyncExitStack() as stack:
-        zygote = _Zygote(rollout)
-        stack.push_async_callback(zygote.kill)
-        await zygote.open({"agent": rollout.agent, "arguments": rollout.agent_args, "timeout_s": timeout_s})
-        stack.pop_all()  # it lives on
-    return zygote
-
-
-async def _until_writable(connection: socket.socket) -> None:
-    loop, writable = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_writer(connection, writable.set)
-    try:
-        await writable.wait()
-    finally:
-        loop.remove_writer(connection)
+        self._child.close()
+        await self._process.end(_KILL_S)
 
 
 async def _exchange(connection: socket.socket, task: bytes) -> dict[str, Any]:
     """Send the row and return the reply of the keeper. Closing the connection ends the episode."""
-    reader, writer = await asyncio.open_connection(sock=connection)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_REPLY)
     try:
-        writer.write(LENGTH.pack(len(task)) + task)
-        (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        if size > _MAX_REPLY:
-            raise AgentError(f"its process sent {size} bytes")
-        reply: dict[str, Any] = json.loads(await reader.readexactly(size))
+        writer.write(task + b"\n")
+        reply: dict[str, Any] = json.loads(await reader.readuntil())
+    except asyncio.LimitOverrunError:
+        raise AgentError(f"its process sent more than {_MAX_REPLY} bytes") from None
     except (asyncio.IncompleteReadError, OSError):
         raise AgentError("the keeper of its process was killed", defect="keeper") from None
     finally:
@@ -232,6 +209,6 @@ def check_interpreter(rollout: RolloutConfig, run: Callable[..., Any] = subproce
     except (OSError, ValueError, KeyError) as error:
         said = ended.stderr.decode("utf-8", "replace").split("\n") if isinstance(error, ValueError) else [str(error)]
         last = next((line for line in reversed(said) if line.strip()), "it printed nothing")
-        problem = f"{argv[0]} cannot run it, it must be Python 3.9 or later: {last.strip()[:_SHOWN]}"
+        problem = f"{argv[0]} cannot run it, it must be Python 3.9 or later: {last.strip()[:LAST_WORDS]}"
     if problem:
         raise ConfigError(field, value, f"cannot run in {argv[0]}: {problem}")

@@ -25,8 +25,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from realsys.cluster.children.child_process import Backoff
-from realsys.cluster.children.guarded_process import GuardedProcess
+from realsys.cluster.children.child_process import Backoff, GuardedProcess
 from realsys.cluster.stream.sockets import LoopReader, ZContext
 from realsys.config.schema import Config
 from realsys.data.sources.verifiers_tasks import KEY, interpreter, program, surroundings

@@ -9,8 +9,8 @@ import pytest
 from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import ConfigError, NoVerifierError
+from realsys.reward.pool import ItemLimits
 from realsys.reward.service import reward_server, verdict_protocol
-from realsys.reward.verifier_process import ItemLimits
 from realsys.reward.verifiers.contract import Item, Verdict
 from realsys.types import ServerAddress
 from realsys.workers.reward_service import serve

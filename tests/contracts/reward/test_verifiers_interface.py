@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from realsys.errors import NoVerifierError, RewardError
-from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.pool import ItemLimits
 from realsys.reward.verifier_protocol import CAUSES
 from realsys.reward.verifiers.contract import Item, Verdict
 from tests.support.rewards.reward_services import run

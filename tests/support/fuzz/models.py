@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,8 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, WeightsError
 from realsys.generation.sglang.update import check_shapes
 from realsys.model_files.config_json import read_model, read_sizes
-from realsys.reward.verifier_process import ItemLimits, VerifierProcess
-from realsys.reward.verifier_protocol import LENGTH, MAX_REPLY, JournalReader, Reply
+from realsys.reward.pool import ItemLimits, VerifierProcess
+from realsys.reward.verifier_protocol import MAX_REPLY, JournalReader, Reply
 from realsys.reward.verifiers.contract import Verdict
 from realsys.train.checkpoint.checkpoint_files import CheckpointPiece, RankIndex, data_file, rank_stem
 from tests.support.fuzz.files import spoilt, through
@@ -190,13 +190,12 @@ def verifier(_: Path) -> Iterator[Target]:
 
     def make(spoiler: Spoiler) -> bytes:
         body = spoiler.spoil(spoiler.encode(example(Reply, spoiler.rng)))
-        data = LENGTH.pack(len(body)) + body
+        data = body + b"\n"
         return spoiler.spoil_bytes(data) if spoiler.rng.random() < 0.2 else data
 
     async def read(data: bytes) -> object:
         process: Any = VerifierProcess.__new__(VerifierProcess)
-        process.process, process._printed = _Ended(), io.BytesIO()
-        process._printed.close()
+        process.process, process._child = _Ended(), SimpleNamespace(said=lambda: "")
         process._batches, process._reader = 1, asyncio.StreamReader()
         process._reader.feed_data(data)
         process._reader.feed_eof()
@@ -204,18 +203,16 @@ def verifier(_: Path) -> Iterator[Target]:
 
     def make_journal(spoiler: Spoiler) -> bytes:
         bodies = [spoiler.spoil(spoiler.encode(example(Verdict, spoiler.rng))) for _ in range(3)]
-        records = b"".join(LENGTH.pack(len(body)) + body for body in bodies)
-        data = struct.pack("!II", 1, 8 + len(records)) + records
+        data = b"".join(body + b"\n" for body in bodies)
         return spoiler.spoil_bytes(data) if spoiler.rng.random() < 0.2 else data
 
     def read_journal(data: bytes) -> object:
         journal = JournalReader()
         try:
             os.pwrite(journal.descriptor, data[:MAX_REPLY], 0)
-            journal.begin(1)
             return journal.read(0, 3)
         finally:
             journal.close()
 
-    yield Target("verifier: reply", make, lambda data: asyncio.run(read(data)), (RewardError,), "msgpack")
-    yield Target("verifier: journal", make_journal, read_journal, (RewardError,), "msgpack")
+    yield Target("verifier: reply", make, lambda data: asyncio.run(read(data)), (RewardError,))
+    yield Target("verifier: journal", make_journal, read_journal, (RewardError,))

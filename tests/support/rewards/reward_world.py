@@ -4,8 +4,7 @@ from random import Random
 
 from realsys.reward.service.dispatch import JUDGEMENTS, WINDOW, Dispatch, DispatchBounds
 from realsys.reward.service.verdict_protocol import Decided, NoVerifier
-from realsys.reward.verifier_process import VerifierWork
-from realsys.reward.verifier_protocol import DIED, RAISED, NoVerdict
+from realsys.reward.verifier_protocol import DIED, RAISED, NoVerdict, VerifierWork
 from realsys.reward.verifiers.contract import Verdict
 
 RETRY_S, TOTAL_S = 60.0, 600.0

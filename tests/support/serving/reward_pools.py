@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from realsys.errors import NoVerifierError, RewardError
-from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.pool import ItemLimits, VerifierPool
 from realsys.reward.verifiers.contract import Item
 
 BEHAVE = "tests.support.serving.reward_verifiers:behave"
@@ -52,4 +51,4 @@ async def until(condition):
 
 
 def trips(pool):
-    return sum(child._batches - len(child._loaded) for child in pool._running)
+    return sum(child._batches - len(child.loaded) for child in pool._running)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from realsys.cluster.process import own_python_path
 from realsys.config.device_memory import usable_bytes
 from realsys.config.device_plan import nodes_of, seats_of
 from realsys.config.machine import Machine
@@ -22,7 +23,7 @@ from realsys.config.schema_rollout import RewardConfig, RolloutConfig
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.cli import main
 from realsys.launch.prepare import prepare, resolve
-from realsys.launch.process_plan import ProcessSpec, on_this_machine, own_python_path, plan
+from realsys.launch.process_plan import ProcessSpec, on_this_machine, plan
 from realsys.launch.run import node_needs
 from tests.support.data.few_rows import FEW_ROWS
 

@@ -12,8 +12,7 @@ import uvloop
 from realsys.config.schema_rollout import RewardConfig
 from realsys.errors import NoVerifierError, RewardError
 from realsys.reward import pool
-from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.pool import ItemLimits, VerifierPool
 from realsys.reward.verifier_protocol import MAX_ITEMS
 from realsys.reward.verifiers.contract import Item, Verdict
 from tests.support.serving.reward_pools import BEHAVE, correct, error_of, outcomes, trips, until, with_pool

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from realsys.errors import RewardError
-from realsys.reward.verifier_protocol import BatchDone, NotLoaded, frame
+from realsys.reward.verifier_protocol import BatchDone, Loaded, line
 from realsys.reward.verifiers.contract import Item, Verdict
 from tests.support.serving.reward_pools import BEHAVE, correct, error_of, outcomes, until, with_pool
 
@@ -169,10 +169,8 @@ from realsys.reward.verifier_protocol import JournalReader, JournalWriter
 
 reader = JournalReader()
 writer = JournalWriter(os.dup(reader.descriptor))
-writer.begin(1)
-reader.begin(1)
 if os.fork() == 0:
-    writer.append(b"forged")
+    writer.append(b'["verdict"]' + bytes([10]))
     os._exit(0)
 _, status = os.wait()
 print(os.WIFSIGNALED(status), reader.read(0, 1))
@@ -217,7 +215,7 @@ def first_problem_after(caplog, *replies):
         await correct(pool, "a")  # batch 1 loads the verifier, batch 2 is this item
         (child,) = pool._running
         for reply in replies:
-            child._reader.feed_data(frame(reply))
+            child._reader.feed_data(line(reply))
         # The first item takes a while: the process must not have judged it before the reply is read.
         first, second = await outcomes(pool, [Item("", "wait", "0.5"), Item("", "a", "a")])
         assert (first, second) == (Verdict(correct=False), Verdict(correct=True))
@@ -234,7 +232,7 @@ def first_problem_after(caplog, *replies):
         ([BatchDone(3, 3)], "after 0 of 2 outcomes"),
         ([BatchDone(3, 0)], "after 0 of 2 outcomes"),
         ([BatchDone(3, 2)], "has 0 outcomes, must have 2 to 2"),
-        ([NotLoaded(3, "x")], "after 0 of 2 outcomes"),
+        ([Loaded(3, "x")], "after 0 of 2 outcomes"),
     ],
 )
 def test_reply_that_does_not_fit_costs_no_verdict(replies, problem, caplog):
@@ -257,8 +255,7 @@ def test_hung_verifier_does_not_delay_another_process():
 def test_hanging_verifier_process_dies_with_its_parent():
     script = (
         "import asyncio\n"
-        "from realsys.reward.pool import VerifierPool\n"
-        "from realsys.reward.verifier_process import ItemLimits\n"
+        "from realsys.reward.pool import ItemLimits, VerifierPool\n"
         "from realsys.reward.verifiers.contract import Item\n"
         "async def main():\n"
         "    pool = VerifierPool(1, ItemLimits(100.0, 100.0))\n"

@@ -11,8 +11,7 @@ from realsys.config.machine import Machine
 from realsys.config.rules import check
 from realsys.data.prompts import Prompt
 from realsys.errors import ConfigError, RewardError
-from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.pool import ItemLimits, VerifierPool
 from realsys.reward.verifiers.contract import Verdict
 from realsys.rollout.environments import Judgement, Response, Task, build
 from realsys.types import Ticket

@@ -62,10 +62,10 @@ def limit(limits: dict[str, Any], *, namespaces: bool) -> None:
         resource.setrlimit(which, (value, value))
 
 
-def give_up(readable: list[str], *, landlock: bool) -> None:
+def give_up(readable: list[str]) -> None:
     """Drop capabilities, restrict files and system calls: from here on the process can undo nothing. Raises OSError."""
     kernel.drop_privileges()
-    if landlock and (rules := kernel.ruleset(dict.fromkeys(readable, kernel.READ) | _OWN)) is not None:
+    if (rules := kernel.ruleset(dict.fromkeys(readable, kernel.READ) | _OWN)) is not None:
         kernel.restrict(rules)
     if _FILTER is not None:
         kernel.seccomp(_FILTER)

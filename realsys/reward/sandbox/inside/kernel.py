@@ -154,107 +154,43 @@ def _check(result: int, call: str, what: str) -> None:
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 NEWEST = 456  # calls beyond are unknown here
 
-#: name -> number on x86_64, number on aarch64; None: does not exist there
-_NUMBERS: dict[str, tuple[int | None, int | None]] = {
-    "clone": (56, 220),
-    "clone3": (435, 435),
-    "socketpair": (53, 199),
-    "mmap": (9, 222),
-    # network
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "bind": (49, 200),
-    "listen": (50, 201),
-    "accept": (43, 202),
-    "accept4": (288, 242),
-    "setsockopt": (54, 208),  # could enlarge the buffer of a socket, which no limit counts, to megabytes
+
+def _table(text: str) -> dict[str, tuple[int | None, ...]]:
+    rows = (row.split() for row in text.split(", "))
+    return {name: tuple(None if each == "-" else int(each) for each in numbers) for name, *numbers in rows}
+
+
+#: name -> number on x86_64, number on aarch64; "-": does not exist there
+_NUMBERS = _table(
+    "clone 56 220, clone3 435 435, socketpair 53 199, mmap 9 222, "
+    # network; setsockopt could enlarge the buffer of a socket, which no limit counts, to megabytes
+    "socket 41 198, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242, "
+    "setsockopt 54 208, "
     # other processes
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438),
-    "pidfd_send_signal": (424, 424),
-    "process_madvise": (440, 440),
-    "process_mrelease": (448, 448),
-    "setsid": (112, 157),
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setattr": (314, 274),
-    "sched_setparam": (142, 118),
-    "ioprio_set": (251, 30),
+    "ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, pidfd_open 434 434, "
+    "pidfd_getfd 438 438, pidfd_send_signal 424 424, process_madvise 440 440, process_mrelease 448 448, "
+    "setsid 112 157, sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setattr 314 274, "
+    "sched_setparam 142 118, ioprio_set 251 30, "
     # files and namespaces
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "fanotify_init": (300, 262),
-    "quotactl": (179, 60),
-    "quotactl_fd": (443, 443),
-    "acct": (163, 89),
+    "mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, unshare 272 97, setns 308 268, "
+    "open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431, fsmount 432 432, fspick 433 433, "
+    "mount_setattr 442 442, name_to_handle_at 303 264, open_by_handle_at 304 265, fanotify_init 300 262, "
+    "quotactl 179 60, quotactl_fd 443 443, acct 163 89, "
     # memory that no limit counts
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-    "move_pages": (279, 239),
-    "migrate_pages": (256, 238),
-    "mbind": (237, 235),
-    "set_mempolicy": (238, 237),
+    "memfd_create 319 279, memfd_secret 447 447, shmget 29 194, shmat 30 196, shmctl 31 195, msgget 68 186, "
+    "semget 64 190, mq_open 240 180, move_pages 279 239, migrate_pages 256 238, mbind 237 235, "
+    "set_mempolicy 238 237, "
     # things that are counted per user
-    "inotify_init": (253, None),
-    "inotify_init1": (294, 26),
+    "inotify_init 253 -, inotify_init1 294 26, "
     # doors into the kernel
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "syslog": (103, 116),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "personality": (135, 92),
-    "lookup_dcookie": (212, 18),
-    "vhangup": (153, 58),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "modify_ldt": (154, None),
-    "uselib": (134, None),
-    "ustat": (136, None),
-    "sysfs": (139, None),
-}
+    "bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, io_uring_setup 425 425, "
+    "io_uring_enter 426 426, io_uring_register 427 427, add_key 248 217, request_key 249 218, keyctl 250 219, "
+    "kexec_load 246 104, kexec_file_load 320 294, init_module 175 105, finit_module 313 273, "
+    "delete_module 176 106, reboot 169 142, swapon 167 224, swapoff 168 225, syslog 103 116, "
+    "settimeofday 164 170, clock_settime 227 112, adjtimex 159 171, clock_adjtime 305 266, "
+    "sethostname 170 161, setdomainname 171 162, personality 135 92, lookup_dcookie 212 18, vhangup 153 58, "
+    "iopl 172 -, ioperm 173 -, modify_ldt 154 -, uselib 134 -, ustat 136 -, sysfs 139 -"
+)
 _SPECIAL = {"clone", "clone3", "socketpair", "mmap"}
 
 # BPF: struct sock_filter is (code, jump if true, jump if false, value)

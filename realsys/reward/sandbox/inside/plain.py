@@ -29,6 +29,10 @@ class PlainError(ValueError):
     """A value that is no plain data, or bytes that are none."""
 
 
+class TooLongError(PlainError):
+    """A message of more bytes than the receiver takes."""
+
+
 class Handle:
     """A value that stays in the process of the program; ``number`` finds it there."""
 
@@ -162,6 +166,17 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def replaced(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+    """Return plain data with other values in the place of those of a ``kind``."""
+    if isinstance(value, kind):
+        return replace(value)
+    if type(value) in (list, tuple):
+        return type(value)(replaced(each, kind, replace) for each in value)
+    if type(value) is dict:
+        return {key: replaced(each, kind, replace) for key, each in value.items()}
+    return value
+
+
 def send(descriptor: int, data: bytes) -> None:
     """Write one message. Raises OSError if the other side has closed."""
     if len(data) > MAX_FRAME:
@@ -171,20 +186,24 @@ def send(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def receive(descriptor: int) -> bytes | None:
-    """Read one message; None if the other side has closed. Raises PlainError for one that is too long."""
-    header = _read(descriptor, LENGTH.size)
+def receive(descriptor: int, most: int = MAX_FRAME, wait: Callable[[], None] = lambda: None) -> bytes | None:
+    """Read one message; None if the other side has closed. Raises TooLongError for more than ``most`` bytes.
+
+    ``wait`` is called before each read, and may raise.
+    """
+    header = _read(descriptor, LENGTH.size, wait)
     if header is None:
         return None
     (size,) = LENGTH.unpack(header)
-    if size > MAX_FRAME:
-        raise PlainError(f"a message of {size} bytes: at most {MAX_FRAME}")
-    return _read(descriptor, size)
+    if size > most:
+        raise TooLongError(f"a message of {size} bytes: at most {most}")
+    return _read(descriptor, size, wait)
 
 
-def _read(descriptor: int, size: int) -> bytes | None:
+def _read(descriptor: int, size: int, wait: Callable[[], None]) -> bytes | None:
     data = bytearray()
     while len(data) < size:
+        wait()
         chunk = os.read(descriptor, min(size - len(data), 1 << 20))
         if not chunk:
             return None

@@ -126,7 +126,8 @@ def answer_request(namespace: dict[str, Any], objects: list[Any], request: Any) 
         return found
     if operation == "attribute":
         return getattr(found, arguments[0])
-    return found(*_given(list(arguments), objects), **_given(named, objects))
+    own = plain.replaced((arguments, named), plain.Handle, lambda handle: objects[handle.number])
+    return found(*own[0], **own[1])
 
 
 def _named(namespace: dict[str, Any], name: str) -> Any:
@@ -140,17 +141,6 @@ def _named(namespace: dict[str, Any], name: str) -> Any:
     for other in others:
         found = getattr(found, other)
     return found
-
-
-def _given(value: Any, objects: list[Any]) -> Any:
-    """Put the program's own objects in the place of their handles."""
-    if isinstance(value, plain.Handle):
-        return objects[value.number]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_given(each, objects) for each in value)
-    if isinstance(value, dict):
-        return {key: _given(each, objects) for key, each in value.items()}
-    return value
 
 
 def _raised(error: BaseException) -> bytes:

@@ -49,7 +49,7 @@ class Link:
             answer = None
         match answer:
             case ("ok", result):
-                return _wrapped(result, self)
+                return plain.replaced(result, plain.Handle, lambda handle: Remote(self, handle))
             case ("raised", list() as names, str() as text):
                 raise _exception(names, text)
         self.gone = True
@@ -206,24 +206,13 @@ def _exception(names: list[Any], text: str) -> Exception:
     return ProgramError(f"{names[0] if names else ''}: {text}")
 
 
-def _wrapped(value: Any, link: Link) -> Any:
-    if isinstance(value, plain.Handle):
-        return Remote(link, value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_wrapped(each, link) for each in value)
-    if isinstance(value, dict):
-        return {key: _wrapped(each, link) for key, each in value.items()}
-    return value
-
-
 def _bare(value: Any) -> Any:
-    if isinstance(value, Remote):
-        return value._target_ if isinstance(value._target_, plain.Handle) else value
-    if type(value) in (list, tuple):
-        return type(value)(_bare(each) for each in value)
-    if type(value) is dict:
-        return {key: _bare(each) for key, each in value.items()}
-    return value
+    """Return arguments with the handles of the program's values."""
+
+    def target(remote: Remote) -> Any:
+        return remote._target_ if isinstance(remote._target_, plain.Handle) else remote
+
+    return plain.replaced(value, Remote, target)
 
 
 # ---- reading the source of unit tests: tests that are run, names of the program, reasons why it cannot judge

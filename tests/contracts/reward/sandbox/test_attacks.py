@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.pool import ItemLimits, VerifierPool
 from tests.support.sandbox.attacks import code_tests, honest, read_attacks
 from tests.support.sandbox.surroundings import ENVIRONMENT, Outside, opened
 from tests.support.sandbox.unguarded import passes_unguarded

@@ -9,8 +9,7 @@ import pytest
 
 from realsys.data.layouts.code_tests import KEY
 from realsys.data.layouts.contract import layout_of
-from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.pool import ItemLimits, VerifierPool
 from realsys.reward.verifiers.contract import Item
 from tests.support.sandbox.mutants import mutant, passes
 from tests.support.sandbox.tasks import TASKS

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from realsys.reward.pool import VerifierPool
-from realsys.reward.verifier_process import ItemLimits
+from realsys.reward.pool import ItemLimits, VerifierPool
 from realsys.reward.verifiers.contract import Item
 
 pytestmark = pytest.mark.needs("bwrap")

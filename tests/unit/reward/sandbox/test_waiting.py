@@ -1,6 +1,6 @@
 """Waiting of a program: the machine's fault, or its own."""
 
-from realsys.reward.sandbox.inside.uses import ThreadUse, Waiting
+from realsys.reward.sandbox.inside.zygote import ThreadUse, Waiting
 
 ASLEEP = ThreadUse(False, 0.0, 0.0)
 

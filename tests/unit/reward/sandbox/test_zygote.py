@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from realsys.reward.sandbox.inside import uses
+from realsys.reward.sandbox.inside import zygote as module
 from realsys.reward.sandbox.inside.zygote import KILLED, Zygote, _Running
 from realsys.reward.sandbox.settings import RunLimits
 
@@ -15,7 +15,7 @@ from realsys.reward.sandbox.settings import RunLimits
 def reached(command, monkeypatch, *, namespaces=True, oom=False, kill=False) -> str:
     """Return the limit that the zygote finds when a command has ended. ``oom``: the kernel has ended a process."""
     kills = iter([3, 4 if oom else 3])
-    monkeypatch.setattr(uses, "oom_kills", lambda: next(kills))
+    monkeypatch.setattr(module, "oom_kills", lambda: next(kills))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         zygote = Zygote(theirs, {"namespaces": namespaces})
@@ -47,5 +47,5 @@ def test_victim_of_the_machine_is_found(monkeypatch, command, settings, expected
 
 
 def test_counts_of_the_kernel_are_read():
-    assert uses.oom_kills() >= 0
-    assert uses.last_pid() > 0
+    assert module.oom_kills() >= 0
+    assert module.last_pid() > 0

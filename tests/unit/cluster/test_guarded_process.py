@@ -12,8 +12,7 @@ import sys
 import psutil
 import pytest
 
-from realsys.cluster.children.child_process import resident_bytes_below
-from realsys.cluster.children.guarded_process import GuardedProcess
+from realsys.cluster.children.child_process import GuardedProcess, resident_bytes_below
 from tests.support.polling import ended, poll
 
 pytestmark = pytest.mark.processes
@@ -84,7 +83,7 @@ def test_nothing_outlives_a_killed_worker(tmp_path):
     script = (
         "import asyncio, logging, os, sys\n"
         "from pathlib import Path\n"
-        "from realsys.cluster.children.guarded_process import GuardedProcess\n"
+        "from realsys.cluster.children.child_process import GuardedProcess\n"
         "logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
         "async def main():\n"
         f"    process = GuardedProcess('Server', {SERVER!r}, os.environ, Path({str(scratch)!r}))\n"
