@@ -202,11 +202,10 @@ format: setup  ## rewrite the code in the project's format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-docs: setup  ## rewrite the generated parts of the pages (fields, metrics, figures, memory), and run the tests of the pages
+docs: setup  ## rewrite the generated parts of the pages (fields, metrics, figures), and run the tests of the pages
 	$(PY) -m realsys.config.reference
 	$(PY) -m realsys.observe.step_fields
 	$(PY) -m tests.support.docs.figures
-	$(PY) -m tests.support.docs.memory_settings
 	$(PY) -m pytest tests/docs $(COMPUTE) $(ARGS)
 
 site: $(DOCS_VENV)/.installed  ## make a site with a search from the pages in .site; a link without a target fails

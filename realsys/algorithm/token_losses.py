@@ -27,7 +27,7 @@ EQUAL_REWARDS = "equal_rewards"  # all episodes of their group have the same rew
 OVER_SAMPLED = "over_sampled"  # their group was complete before their episode ended (rollout.oversample)
 NOT_KEPT = "not_kept"  # other episodes of their group were chosen (rollout.keep)
 NOT_IN_ROWS = "not_in_rows"  # the agent did not receive their completion, or left it out of its rows
-COPY = "copy"  # their group arrived twice, or of a ticket that had ended or was granted to another training side
+COPY = "copy"  # their group arrived twice, or of a ticket that had ended or was granted to another trainer
 FAILED = "failed"  # their episode failed
 #: Completions of a discarded copy say nothing about lengths: the ticket has another end.
 _NO_COMPLETION = frozenset({COPY})

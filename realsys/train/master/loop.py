@@ -158,7 +158,7 @@ class TrainLoop:
         """Train from step ``done`` until a stop condition holds or ``stop`` is set; return the
         steps done.
 
-        Raises Fenced when another training side has taken over.
+        Raises Fenced when another trainer has taken over.
         """
         if recorder := self._parts.runner.recorder:
             await recorder.rewind(done)
