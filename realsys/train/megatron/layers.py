@@ -172,13 +172,19 @@ def _above(parents: Sequence[tuple[int, ...]], starts: Sequence[int], width: int
         2,
     )
     rows, scatter = torch.cat(tokens), None
-    if len(rows.unique()) == len(rows):
+    above = [number for each in chains for number in each]
+    if len(set(above)) == len(above):  # no segment is above two chains
         scatter = real.reshape(-1).nonzero()[:, 0]
         places = torch.zeros(starts[-1], dtype=torch.int64)
         places[rows] = torch.arange(len(rows))
         gather = places[gather]
-    made = (gather, chain, visible[:, None], rows)
-    return Above(*(each.to(device) for each in made), None if scatter is None else scatter.to(device))
+    return Above(
+        gather.to(device),
+        chain.to(device),
+        visible[:, None].to(device),
+        rows.to(device),
+        None if scatter is None else scatter.to(device),
+    )
 
 
 @dataclass
@@ -295,10 +301,9 @@ class PackedAttention(MegatronModule):
         # One split per tensor. Each slice would have a gradient of the whole size, and these would
         # be added up.
         sizes = [bucket.stop - bucket.start for bucket in packed.buckets]
-        tensors = [torch.split(x, sizes) for x in (query, key, value)]
-        outputs = [
-            self._bucket(*part, bucket, (key, value)) for *part, bucket in zip(*tensors, packed.buckets, strict=True)
-        ]
+        queries, keys, values = (torch.split(x, sizes) for x in (query, key, value))
+        parts = zip(queries, keys, values, packed.buckets, strict=True)
+        outputs = [self._bucket(*part, (key, value)) for part in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _kernel(
