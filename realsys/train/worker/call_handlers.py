@@ -138,12 +138,15 @@ class Role:
         train = self.config.train
         capacity = train.microbatch_tokens if gradients else train.inference_microbatch_tokens
         capacity = capacity or train.microbatch_tokens
-        units = [tree_units(row_units(refs, train.microbatch_tokens), capacity) for refs in per_rank]
+        fewest = self._fewest_microbatches()
+        # Units that are too large would leave a pipeline with too few micro-batches.
+        most = -(-max(sum(ref.length for ref in refs) for refs in per_rank) // fewest)
+        units = [tree_units(row_units(refs, train.microbatch_tokens), min(capacity, most)) for refs in per_rank]
         lengths = [[unit_size(unit) for unit in own] for own in units]
         cost = cost_function(self.config, self.engine.model.sizes)
         costs = [[tree_cost(unit, cost) for unit in own] for own in units]
         # More micro-batches than sequences would be empty.
-        fewest = min(self._fewest_microbatches(), max(len(own) for own in units))
+        fewest = min(fewest, max(len(own) for own in units))
         plan = pack_equal(lengths, capacity, fewest, costs)[self.groups.data_rank]
         own = units[self.groups.data_rank]
         batches = [[ref for i in batch for ref in own[i]] for batch in plan or [[]]]
