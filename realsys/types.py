@@ -221,6 +221,8 @@ class SampleMeta(msgspec.Struct, omit_defaults=True, gc=False):
     sampled_tokens: int = 0  # ``episode_tokens`` before tokens were masked as too old; 0: none were
     reissues: int = 0  # copied from the ticket
     kept_tokens: int = 0  # ``Row.kept_tokens``; at most, if tokens were masked as too old
+    #: beginnings that other rows of the group have, too (``realsys.algorithm.prefix_tree``)
+    shared: list[tuple[int, int]] = []
 
 
 class SequenceRef(msgspec.Struct, array_like=True, gc=False):
@@ -241,6 +243,7 @@ class SequenceRef(msgspec.Struct, array_like=True, gc=False):
     last: bool = True  # the last row of its episode
     row_truncated: bool = False  # this row did not end with a stop token
     sampled_tokens: int = 0  # ``episode_tokens`` before tokens were masked as too old; 0: none were
+    shared: list[tuple[int, int]] = []  # as in SampleMeta
 
 
 class PublishedVersion(msgspec.Struct, frozen=True):

@@ -11,11 +11,10 @@ import numpy.typing as npt
 
 from realsys.config.schema import Config
 from realsys.model_files.architecture import ModelSizes
-from realsys.types import SequenceRef
 
 Costs = Sequence[int] | Sequence[float] | npt.NDArray[Any]
-#: Sequences -> cost of each, in any unit.
-CostFunction = Callable[[Sequence[SequenceRef]], list[float]]
+#: Lengths of sequences -> cost of each, in any unit.
+CostFunction = Callable[[Sequence[int]], list[float]]
 
 #: Differencing costs about `parts` times as much as greedy. It therefore runs only if greedy leaves more imbalance
 #: than this and the problem is not larger than a train step.
@@ -23,9 +22,9 @@ _GOOD_ENOUGH = 1e-3
 _DIFFERENCING_LIMIT = 400_000  # costs * parts
 
 
-def token_costs(refs: Sequence[SequenceRef]) -> list[float]:
+def token_costs(lengths: Sequence[int]) -> list[float]:
     """Return the tokens of each sequence: the cost of everything in a transformer except attention."""
-    return [float(ref.length) for ref in refs]
+    return [float(length) for length in lengths]
 
 
 def flop_costs(lengths: Sequence[int] | npt.NDArray[Any], linear: float, quadratic: float) -> npt.NDArray[np.float64]:
@@ -55,15 +54,19 @@ def training_flops(sizes: ModelSizes) -> tuple[float, float]:
     return 6.0 * weights, 6.0 * sizes.layers * sizes.heads * sizes.head_dim
 
 
-def model_flops(sizes: ModelSizes, lengths: Sequence[int], scored: int) -> float:
+def model_flops(sizes: ModelSizes, lengths: Sequence[int], scored: int, begins: Sequence[int] = ()) -> float:
     """Return the FLOPs that training on these sequences needs at least: the numerator of the MFU.
+
+    ``begins``: tokens of each that are computed with another one; empty: none.
 
     The formula is that of Chowdhery et al. (PaLM, arXiv 2204.02311, appendix B), with causal attention, which has half
     of its pairs, and with the head for ``scored`` tokens only. Recomputed activations do not count. A forward pass
     takes a third.
     """
     head = 6.0 * sizes.hidden * sizes.outputs
-    return float(flop_costs(lengths, *training_flops(sizes)).sum()) - head * (sum(lengths) - scored)
+    a, b = training_flops(sizes)
+    flops = float(flop_costs(lengths, a, b).sum() - flop_costs(begins, a, b).sum())
+    return flops - head * (sum(lengths) - sum(begins) - scored)
 
 
 def cost_function(config: Config, sizes: ModelSizes) -> CostFunction:
@@ -75,8 +78,8 @@ def cost_function(config: Config, sizes: ModelSizes) -> CostFunction:
         return token_costs
     linear, quadratic = training_flops(sizes)
 
-    def costs(refs: Sequence[SequenceRef]) -> list[float]:
-        flops: list[float] = flop_costs([ref.length for ref in refs], linear, quadratic).tolist()
+    def costs(lengths: Sequence[int]) -> list[float]:
+        flops: list[float] = flop_costs(lengths, linear, quadratic).tolist()
         return flops
 
     return costs

@@ -3,7 +3,8 @@
 groups --sequence_refs--> refs --plan_minibatches--> minibatches[m][d]
 
 Rows of one episode are always in one minibatch, so that an optimizer step sees whole episodes. They are on one rank
-and in one micro-batch if they fit into a micro-batch (``row_units``).
+and in one micro-batch if they fit into a micro-batch (``row_units``). Rows of a group that begin alike are, too, where
+that saves work (``realsys.algorithm.prefix_tree``).
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from itertools import groupby
 
 from realsys.algorithm.advantages import advantages_by_id
 from realsys.algorithm.balance import CostFunction, split_balanced, token_costs
+from realsys.algorithm.prefix_tree import tree_cost, tree_units
 from realsys.config.schema_train import PPOConfig
 from realsys.types import SampleMeta, SequenceRef
 
 Unit = list[SequenceRef]
+
+#: units for each part that make parts of about equal cost
+_ENOUGH = 4
 
 
 def sequence_refs(groups: Sequence[Sequence[SampleMeta]]) -> list[SequenceRef]:
@@ -41,6 +46,7 @@ def sequence_refs(groups: Sequence[Sequence[SampleMeta]]) -> list[SequenceRef]:
                     last=sample.row == last[key],
                     row_truncated=sample.row_truncated,
                     sampled_tokens=sample.sampled_tokens,
+                    shared=sample.shared,
                 )
             )
     return refs
@@ -106,9 +112,13 @@ def _split(units: Sequence[Unit], parts: int, cost: CostFunction, left_out: froz
 
 
 def _split_alike(units: Sequence[Unit], parts: int, cost: CostFunction) -> list[list[SequenceRef]]:
-    """Distribute whole units over ``parts`` of equal cost."""
-    costs = iter(cost([ref for unit in units for ref in unit]))
-    sums = [sum(next(costs) for _ in unit) for unit in units]
+    """Distribute whole units over ``parts`` of equal cost. Groups that share a beginning stay whole, if they are many:
+    what they share is then computed once.
+    """
+    trees = tree_units(units)
+    if len(trees) >= _ENOUGH * parts:
+        units = trees
+    sums = [tree_cost(unit, cost) for unit in units]
     return [[ref for i in part for ref in units[i]] for part in split_balanced(sums, parts)]
 
 

@@ -99,8 +99,11 @@ def _driver() -> str:
 # compute causal attention as it is called here, and is refused by name.
 
 
-#: query [t, heads, d], key and value [t, kv_heads, d], ends int32 [segments + 1], longest segment, scale -> like query
-AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+#: query [t, heads, d], key and value [k, kv_heads, d], ends of queries and keys int32 [segments + 1] each, longest
+#: segment of each, scale -> like query. The last query of a segment attends to all of its keys.
+AttentionKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, Any], tuple[int, int], float], torch.Tensor
+]
 
 _NEEDED = frozenset({"scale", "window_size"})
 _CAUSAL = (-1, 0)
@@ -119,14 +122,19 @@ def choose_kernel(varlen_attn: Callable[..., Any], version: str = torch.__versio
     names_gqa = "enable_gqa" in parameters
 
     def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int, scale: float
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        ends: tuple[Any, Any],
+        longest: tuple[int, int],
+        scale: float,
     ) -> torch.Tensor:
         grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if names_gqa else {}
         width = query.shape[-1]
         missing = -width % _WIDTH_STEP
         if missing:  # zeros add nothing to a score, and the values' zeros are cut off again
             query, key, value = (torch.nn.functional.pad(each, (0, missing)) for each in (query, key, value))
-        arguments = (query, key, value, ends, ends, longest, longest)
+        arguments = (query, key, value, *ends, *longest)
         out = varlen_attn(*arguments, scale=scale, window_size=_CAUSAL, **grouped)
         assert isinstance(out, torch.Tensor)
         return out[..., :width] if missing else out  # the backward pass of a slice costs a copy
@@ -180,7 +188,7 @@ def _try(kernel: AttentionKernel) -> None:
         torch.ones(8, heads, 64, dtype=torch.bfloat16, device="cuda").requires_grad_() for heads in (2, 1, 1)
     )
     ends = torch.tensor([0, 8], dtype=torch.int32, device="cuda")
-    torch.autograd.grad(kernel(query, key, value, ends, 8, 0.125).sum(), (query, key, value))
+    torch.autograd.grad(kernel(query, key, value, (ends, ends), (8, 8), 0.125).sum(), (query, key, value))
     torch.cuda.synchronize()
 
 

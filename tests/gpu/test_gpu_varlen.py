@@ -34,7 +34,7 @@ def largest_error(lengths: Sequence[int], heads: int, kv_heads: int, size: int, 
     tensors = [torch.randn(sum(lengths), n, size, **how).requires_grad_() for n in (heads, kv_heads, kv_heads)]
     ends = torch.tensor([0, *lengths], dtype=torch.int32, device=device.device).cumsum(0, dtype=torch.int32)
     scale = size**-0.5
-    outputs = [kernel()(*tensors, ends, max(lengths), scale) for _ in range(REPEATS)]
+    outputs = [kernel()(*tensors, (ends, ends), (max(lengths), max(lengths)), scale) for _ in range(REPEATS)]
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     slope = torch.randn_like(outputs[0])
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]

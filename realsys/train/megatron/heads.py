@@ -83,18 +83,24 @@ def build_model(model: HfModel, megatron: TransformerConfig, groups: MeshGroups)
 
 
 def select_states(
-    hidden: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    sequence_parallel: bool,
+    repeated: bool = False,
 ) -> torch.Tensor:
     """Return the states at ``rows`` (int64 [n], of all t tokens) as [n, h].
 
     ``hidden``: [t, 1, h], or this tensor rank's [t / tp, 1, h] under sequence parallelism. The
-    result is the same on every rank of ``group`` (tensor), and its gradient must be the same, too.
+    result is the same on every rank of ``group`` (tensor), and its gradient must be the same, too. ``repeated``: a
+    row may be named more than once.
     """
     if sequence_parallel:
         # The gradient is the same on all ranks, so each keeps its part of it; a sum over the ranks
         # would count it ``tp`` times.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
-    return select_rows(hidden[:, 0], rows)
+    return select_rows(hidden[:, 0], rows, repeated=repeated)
 
 
 class OutputHead:
@@ -123,7 +129,7 @@ class OutputHead:
     def outputs(self, batch: MicroBatch, hidden: torch.Tensor, temperature: float | None = None) -> Outputs:
         """Return what a loss reads, for either kind of head. ``temperature`` None: that of each token."""
         if self._kind == "value":
-            return Outputs(values=self.evaluate(hidden, batch.rows))
+            return Outputs(values=self.evaluate(batch, hidden, batch.rows))
         logprobs, entropy = self._score(batch, hidden, self._scoring, temperature)
         return Outputs(logprobs=logprobs, entropy=entropy)
 
@@ -142,15 +148,21 @@ class OutputHead:
         # own copy of it.
         tied = module.share_embeddings_and_output_weights and self._groups.first_stage
         weight = module.embedding.word_embeddings.weight if tied else module.output_layer.weight
-        return projected_logprobs(self._states(hidden, batch.rows), weight, batch.targets, how)
+        return projected_logprobs(self._states(batch, hidden, batch.rows), weight, batch.targets, how)
 
-    def evaluate(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def evaluate(self, batch: MicroBatch, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return the values of the states at ``rows``, fp32 [n]. For a value head."""
-        values: torch.Tensor = self._module.value_head(self._states(hidden, rows))
+        values: torch.Tensor = self._module.value_head(self._states(batch, hidden, rows))
         return values
 
-    def _states(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return select_states(hidden, rows, self._groups.tensor, sequence_parallel=self._sequence_parallel)
+    def _states(self, batch: MicroBatch, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return select_states(
+            hidden,
+            rows,
+            self._groups.tensor,
+            sequence_parallel=self._sequence_parallel,
+            repeated=bool(batch.parents),  # the last token of a beginning comes before the next one of several rows
+        )
 
 
 # ---- output projection, log-probs of given tokens and entropy

@@ -2,18 +2,20 @@
 Engine.
 
 * RMSNorm with sequence parallelism.
-* Core attention over packed sequences, with the rotary embedding inside. Angles are computed once per micro-batch, and
-  positions restart with every sequence. (Megatron's packed rotary embedding does not restart them when the longest
-  segment is as long as the whole pack.)
+* Core attention over packed rows, with the rotary embedding inside. Angles are computed once per micro-batch, and
+  positions restart with every row. (Megatron's packed rotary embedding does not restart them when the longest segment
+  is as long as the whole pack.) A segment may have parents, the segments before it in its row: beginnings that several
+  rows share (``realsys.algorithm.prefix_tree``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -52,6 +54,34 @@ class RMSNorm(torch.nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
+class Above:
+    """Keys that the segments of a bucket attend to before their own: those of their parents, padded.
+
+    gather   int64 [chains, width] token of each padded key; with ``scatter``, its place in ``rows``
+    chain    int64 [count] the parents of each segment
+    visible  bool [count, 1, width of the bucket, width + width of the bucket]
+    rows     int64 [r] the parents' tokens, each once
+    scatter  int64 [r] padded place of each of ``rows``; None if one has several
+    """
+
+    gather: torch.Tensor
+    chain: torch.Tensor
+    visible: torch.Tensor
+    rows: torch.Tensor
+    scatter: torch.Tensor | None
+
+    def before(self, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Return the keys or values [count, width + own width, heads, d] from all, [t, heads, d], and ``own``."""
+        places = self.gather.reshape(-1)
+        if self.scatter is None:
+            padded = x.index_select(0, places)
+        else:
+            padded = pad_rows(select_rows(x, self.rows), places, self.scatter)
+        chains = padded.reshape(*self.gather.shape, *x.shape[1:])
+        return torch.cat([chains.index_select(0, self.chain), own], 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """Neighbouring segments of similar length, attended as one padded batch.
 
@@ -60,6 +90,7 @@ class Bucket:
     gather       int64 [count * width] token of each padded place, relative to start; None when nothing is padded
     scatter      int64 [stop - start]  padded place of each token
     real         [count * width, 1] 1 for a token, 0 for padding
+    above        of segments with parents
     """
 
     start: int
@@ -69,52 +100,90 @@ class Bucket:
     gather: torch.Tensor | None = None
     scatter: torch.Tensor | None = None
     real: torch.Tensor | None = None
+    above: Above | None = None
 
 
-def make_buckets(lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> list[Bucket]:
-    """Cut the segments into buckets.
+def make_buckets(
+    lengths: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    parents: Sequence[tuple[int, ...]] = (),
+) -> list[Bucket]:
+    """Cut the segments into buckets. ``parents``: of each segment; empty: none has any.
 
     A new bucket starts where padding would cost more than another kernel launch.
     """
+    parents = parents or [()] * len(lengths)
+    before = [sum(lengths[k] for k in above) for above in parents]
+    starts = np.cumsum([0, *lengths]).tolist()
     buckets = []
-    start = first = 0
+    first = 0
     while first < len(lengths):
-        width = lengths[first]
-        last, wasted = first, 0
-        while last < len(lengths):
+        last, needed = first, 0
+        width = above = 0
+        while last < len(lengths) and bool(parents[last]) == bool(parents[first]):
             # Attention is quadratic, so the waste of padding is counted in token pairs.
-            wasted += abs(width * width - lengths[last] * lengths[last])
-            if lengths[last] > width or wasted > _LAUNCH_COST:
+            wider, longer = max(width, lengths[last]), max(above, before[last])
+            used = needed + lengths[last] * (before[last] + lengths[last])
+            if (last + 1 - first) * wider * (longer + wider) - used > _LAUNCH_COST:
                 break
+            width, above, needed = wider, longer, used
             last += 1
         members = lengths[first:last]
-        stop = start + sum(members)
-        if members[-1] == width and min(members) == width:
-            buckets.append(Bucket(start, stop, len(members), width))
-        else:
-            buckets.append(_padded_bucket(start, stop, members, width, device, dtype))
-        start, first = stop, last
+        bucket = Bucket(starts[first], starts[last], len(members), width)
+        if min(members) < width:
+            bucket = _padded(bucket, members, device, dtype)
+        if above:
+            bucket = replace(bucket, above=_above(parents[first:last], starts, width, device))
+        buckets.append(bucket)
+        first = last
     return buckets
 
 
-def _padded_bucket(
-    start: int, stop: int, members: Sequence[int], width: int, device: torch.device, dtype: torch.dtype
-) -> Bucket:
+def _padded(bucket: Bucket, members: Sequence[int], device: torch.device, dtype: torch.dtype) -> Bucket:
     size = torch.tensor(members)
     ends = size.cumsum(0)
-    place = torch.arange(width)
+    place = torch.arange(bucket.width)
     real = place[None, :] < size[:, None]
     # Padding repeats the segment's last token. It is behind all real tokens, so the causal mask
     # hides it from their queries.
     gather = (ends - size)[:, None] + torch.minimum(place[None, :], size[:, None] - 1)
-    return Bucket(
-        start,
-        stop,
-        len(members),
-        width,
-        gather.reshape(-1).to(device),
-        real.reshape(-1).nonzero()[:, 0].to(device),
-        real.reshape(-1, 1).to(device, dtype),
+    return replace(
+        bucket,
+        gather=gather.reshape(-1).to(device),
+        scatter=real.reshape(-1).nonzero()[:, 0].to(device),
+        real=real.reshape(-1, 1).to(device, dtype),
+    )
+
+
+def _above(parents: Sequence[tuple[int, ...]], starts: Sequence[int], width: int, device: torch.device) -> Above:
+    chains = list(dict.fromkeys(parents))
+    tokens = [torch.cat([torch.arange(starts[k], starts[k + 1]) for k in chain]) for chain in chains]
+    sizes = torch.tensor([len(each) for each in tokens])
+    chain = torch.tensor([chains.index(each) for each in parents])
+    longest = int(sizes.max())
+    gather = torch.stack([torch.cat([each, each[-1:].expand(longest - len(each))]) for each in tokens])
+    real = torch.arange(longest)[None, :] < sizes[:, None]
+    visible = torch.cat(
+        [
+            real[chain][:, None, :].expand(-1, width, -1),
+            torch.ones(width, width, dtype=torch.bool).tril().expand(len(parents), -1, -1),
+        ],
+        2,
+    )
+    rows, scatter = torch.cat(tokens), None
+    above = [number for each in chains for number in each]
+    if len(set(above)) == len(above):  # no segment is above two chains
+        scatter = real.reshape(-1).nonzero()[:, 0]
+        places = torch.zeros(starts[-1], dtype=torch.int64)
+        places[rows] = torch.arange(len(rows))
+        gather = places[gather]
+    return Above(
+        gather.to(device),
+        chain.to(device),
+        visible[:, None].to(device),
+        rows.to(device),
+        None if scatter is None else scatter.to(device),
     )
 
 
@@ -122,12 +191,14 @@ def _padded_bucket(
 class PackedSegments(PackedSeqParams):
     """The segments of a packed micro-batch, for the attention.
 
-    ``cos``, ``sin``: fp32 [t, 1, head_dim / 2].
+    ``cos``, ``sin``: fp32 [t, 1, head_dim / 2]. ``lengths``, ``parents``: of the segments.
     """
 
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
     buckets: list[Bucket] | None = None
+    lengths: Sequence[int] = ()
+    parents: Sequence[tuple[int, ...]] = ()
 
 
 def pack_segments(
@@ -137,30 +208,41 @@ def pack_segments(
     *,
     kernel: bool,
     magnitude: float = 1.0,
+    parents: Sequence[tuple[int, ...]] = (),
 ) -> PackedSegments:
     """Return the segments of ``lengths``, for CUDA's variable-length kernel if ``kernel``, else as
     padded buckets.
 
-    ``inverse_frequencies``, ``magnitude``: of the rotary embedding (``realsys.model_files.rope``).
+    ``inverse_frequencies``, ``magnitude``: of the rotary embedding (``realsys.model_files.rope``). ``parents``: of
+    each segment those before it in its row, from the start on; empty: none has any.
     """
     device = inverse_frequencies.device
-    # Positions restart with every segment, as if it were alone.
-    positions = on_device(torch.cat([torch.arange(n) for n in lengths]), device)
+    # Positions restart with every row, as if it were alone.
+    begins = [sum(lengths[k] for k in above) for above in parents] or [0] * len(lengths)
+    positions = on_device(torch.cat([torch.arange(b, b + n) for b, n in zip(begins, lengths, strict=True)]), device)
     # In float32: bf16 has 8 bits, so positions above 256 would share angles.
     angles = positions[:, None].float() * inverse_frequencies
     packed = PackedSegments(
         qkv_format="thd",
         max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+        max_seqlen_kv=max(b + n for b, n in zip(begins, lengths, strict=True)),
         cos=angles.cos()[:, None] * magnitude,
         sin=angles.sin()[:, None] * magnitude,
+        lengths=lengths,
+        parents=parents,
     )
     if kernel:
-        ends = on_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
-        packed.cu_seqlens_q = packed.cu_seqlens_kv = ends
+        packed.cu_seqlens_q = _ends(lengths, device)
+        packed.cu_seqlens_kv = (
+            _ends([b + n for b, n in zip(begins, lengths, strict=True)], device) if parents else (packed.cu_seqlens_q)
+        )
     else:
-        packed.buckets = make_buckets(lengths, device, dtype)
+        packed.buckets = make_buckets(lengths, device, dtype, parents)
     return packed
+
+
+def _ends(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return on_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
 
 
 class _Unpad(torch.autograd.Function):
@@ -219,31 +301,49 @@ class PackedAttention(MegatronModule):
         # One split per tensor. Each slice would have a gradient of the whole size, and these would
         # be added up.
         sizes = [bucket.stop - bucket.start for bucket in packed.buckets]
-        tensors = [torch.split(x, sizes) for x in (query, key, value)]
-        parts = zip(*tensors, packed.buckets, strict=True)
-        outputs = [self._bucket(*part) for part in parts]
+        queries, keys, values = (torch.split(x, sizes) for x in (query, key, value))
+        parts = zip(queries, keys, values, packed.buckets, strict=True)
+        outputs = [self._bucket(*part, (key, value)) for part in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSegments
     ) -> torch.Tensor:
-        assert packed.max_seqlen_q is not None
-        out = attention_kernel()(query, key, value, packed.cu_seqlens_q, packed.max_seqlen_q, self.scale)
+        assert packed.max_seqlen_q is not None and packed.max_seqlen_kv is not None
+        if packed.parents:  # the keys of each row in one piece
+            order = [piece for number, above in enumerate(packed.parents) for piece in (*above, number)]
+            pieces = [torch.split(x, list(packed.lengths)) for x in (key, value)]
+            key, value = (torch.cat([each[number] for number in order]) for each in pieces)
+        ends, longest = (packed.cu_seqlens_q, packed.cu_seqlens_kv), (packed.max_seqlen_q, packed.max_seqlen_kv)
+        out = attention_kernel()(query, key, value, ends, longest, self.scale)
         return out.reshape(out.shape[0], -1)
 
-    def _bucket(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    def _bucket(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bucket: Bucket,
+        every: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Attend within a bucket. ``every``: keys and values of all tokens."""
+
         def batched(x: torch.Tensor) -> torch.Tensor:
             if bucket.gather is not None and bucket.scatter is not None:
                 x = pad_rows(x, bucket.gather, bucket.scatter)
-            return x.reshape(bucket.count, bucket.width, x.shape[1], x.shape[2]).transpose(1, 2)
+            return x.reshape(bucket.count, bucket.width, x.shape[1], x.shape[2])
 
+        query, key, value = batched(query), batched(key), batched(value)
+        if bucket.above is not None:
+            key, value = (bucket.above.before(x, own) for x, own in zip(every, (key, value), strict=True))
         attended = F.scaled_dot_product_attention(
-            batched(query),
-            batched(key),
-            batched(value),
-            is_causal=True,
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=None if bucket.above is None else bucket.above.visible,
+            is_causal=bucket.above is None,
             scale=self.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=query.shape[2] != key.shape[2],
         )
         flat = attended.transpose(1, 2).reshape(bucket.count * bucket.width, -1)
         if bucket.gather is None:
@@ -365,7 +465,7 @@ class _Pad(torch.autograd.Function):
 class _Select(torch.autograd.Function):
     """Distinct rows of x.
 
-    Its backward pass copies rows; that of index_select would add them up one by one.
+    Its backward pass copies rows; that of index_select adds them up one by one, which repeated rows need.
     """
 
     @staticmethod
@@ -418,6 +518,6 @@ def pad_rows(x: torch.Tensor, gather: torch.Tensor, scatter: torch.Tensor) -> to
     return apply(_Pad, x, gather, scatter)
 
 
-def select_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return ``x[rows]``. The ``rows`` must be distinct."""
-    return apply(_Select, x, rows)
+def select_rows(x: torch.Tensor, rows: torch.Tensor, *, repeated: bool = False) -> torch.Tensor:
+    """Return ``x[rows]``. The ``rows`` must be distinct, unless they may be ``repeated``."""
+    return x.index_select(0, rows) if repeated else apply(_Select, x, rows)

@@ -144,7 +144,7 @@ class MegatronEngine:
         Per sequence: the state before each of its loss tokens, then the one after the last. [] before the last stage.
         """
         self._require_head("value")
-        return self._read(batches, lambda batch, hidden: self._head.evaluate(hidden, loss_and_end_rows(batch)))
+        return self._read(batches, lambda batch, hidden: self._head.evaluate(batch, hidden, loss_and_end_rows(batch)))
 
     def scores(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return the value at each sequence's last token, fp32 [n] per micro-batch; [] before the last stage.
@@ -152,7 +152,7 @@ class MegatronEngine:
         For a value head.
         """
         self._require_head("value")
-        return self._read(batches, lambda batch, hidden: self._head.evaluate(hidden, last_rows(batch)))
+        return self._read(batches, lambda batch, hidden: self._head.evaluate(batch, hidden, last_rows(batch)))
 
     def accumulate(
         self, batches: Sequence[MicroBatch], loss: LossFunction, *, temperature: float | None = None
@@ -477,6 +477,7 @@ class Schedule:
                 self._dtype,
                 kernel=self._kernel,
                 magnitude=self._magnitude,
+                parents=batch.parents,
             )
             hidden = model(tokens, None, None, packed_seq_params=segments)
             # Megatron passes a flag for results that are not a loss. ``finish`` is the same for both.

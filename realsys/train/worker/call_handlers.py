@@ -26,6 +26,7 @@ from typing import Protocol
 from realsys.algorithm.balance import cost_function, model_flops
 from realsys.algorithm.microbatch import pack_equal
 from realsys.algorithm.minibatches import row_units
+from realsys.algorithm.prefix_tree import row_tree, tree_cost, tree_units, unit_size
 from realsys.algorithm.value import RunningMoments
 from realsys.config.dataflow import FunctionCall, RoleSettings, dataflow_of
 from realsys.config.doors import CALL_HANDLER, HOOK
@@ -135,23 +136,30 @@ class Role:
         ``gradients``: False for a forward pass only, which may have larger ones.
         """
         train = self.config.train
-        units = [row_units(refs, train.microbatch_tokens) for refs in per_rank]
-        lengths = [[sum(ref.length for ref in unit) for unit in own] for own in units]
-        cost = cost_function(self.config, self.engine.model.sizes)
-        costs = [[sum(cost(unit)) for unit in own] for own in units]
         capacity = train.microbatch_tokens if gradients else train.inference_microbatch_tokens
+        capacity = capacity or train.microbatch_tokens
+        fewest = self._fewest_microbatches()
+        # Units that are too large would leave a pipeline with too few micro-batches.
+        most = -(-max(sum(ref.length for ref in refs) for refs in per_rank) // fewest)
+        units = [tree_units(row_units(refs, train.microbatch_tokens), min(capacity, most)) for refs in per_rank]
+        lengths = [[unit_size(unit) for unit in own] for own in units]
+        cost = cost_function(self.config, self.engine.model.sizes)
+        costs = [[tree_cost(unit, cost) for unit in own] for own in units]
         # More micro-batches than sequences would be empty.
-        fewest = min(self._fewest_microbatches(), max(len(own) for own in units))
-        plan = pack_equal(lengths, capacity or train.microbatch_tokens, fewest, costs)[self.groups.data_rank]
+        fewest = min(fewest, max(len(own) for own in units))
+        plan = pack_equal(lengths, capacity, fewest, costs)[self.groups.data_rank]
         own = units[self.groups.data_rank]
         batches = [[ref for i in batch for ref in own[i]] for batch in plan or [[]]]
-        self._count_flops([ref for batch in batches for ref in batch], gradients=gradients)
+        for batch in batches:
+            self._count_flops(batch, gradients=gradients)
         return [self.packer.pack(batch, keys) for batch in batches]
 
     def _count_flops(self, refs: Sequence[SequenceRef], *, gradients: bool) -> None:
         layout = self.groups.mesh.layout
         scored = sum(ref.loss_tokens for ref in refs)
-        flops = model_flops(self.engine.model.sizes, [ref.length for ref in refs], scored)
+        segments = row_tree(refs).segments
+        ends, begins = [each.end for each in segments], [each.begin for each in segments]
+        flops = model_flops(self.engine.model.sizes, ends, scored, begins)
         # The tensor and pipeline ranks of a data rank divide the work.
         self.flops += flops / (layout.tensor * layout.pipeline) / (1 if gradients else 3)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from realsys.algorithm.prefix_tree import shared_beginnings
 from realsys.config.dataflow import KV_VERSIONS, TEMPERATURES
 from realsys.errors import StreamError
 from realsys.model_calls import SamplesArrived
@@ -169,6 +170,7 @@ class DataManager:
         ticket = group.ticket
         metas: list[SampleMeta] = []
         group_rows = sum(len(episode.rows) for episode in group.episodes)
+        shared = iter(shared_beginnings([row.tokens for episode in group.episodes for row in episode.rows]))
         for k, episode in enumerate(group.episodes):
             # Computed once per episode: both read all of its rows.
             truncated = episode.truncated
@@ -201,6 +203,7 @@ class DataManager:
                         version_tokens=version_tokens(row.versions) if version_min < version_max else [],
                         reissues=ticket.reissues,
                         kept_tokens=row.kept_tokens,
+                        shared=next(shared),
                     )
                 )
         return metas

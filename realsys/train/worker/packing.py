@@ -1,9 +1,13 @@
 """Packs sequences into the tensors of one micro-batch.
 
-    sequences, longest first:   c c c s s c s | c c s s | <masked dummy>      c context, s in the loss
-    tokens   [t]  the tokens, one sequence after the other
+    rows, longest first:   c c c s s c s | c c s s | <masked dummy>      c context, s in the loss
+    tokens   [t]  the tokens, one row after the other
     rows     [a]  positions whose logits predict a token of the loss (one before the token itself)
     targets  [a]  those tokens
+
+What several rows begin with is packed once (``realsys.algorithm.prefix_tree``):
+
+    c c c | s s | s c s s | <masked dummy>      rows c c c s s, c c c s c s s
 
 A masked dummy ends the micro-batch when sequence parallelism needs a multiple of the tensor ranks.
 It is the whole micro-batch when this rank has no sequence left while others have.
@@ -18,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from realsys.algorithm.prefix_tree import RowTree, row_tree
 from realsys.config.dataflow import TEMPERATURES
 from realsys.train.worker.data_manager import Array, DataManager
 from realsys.types import SequenceRef, constant
@@ -41,7 +46,16 @@ class MicroBatch:
     temperature: float | torch.Tensor | None = None  # of all loss tokens, or float32 [a]; None: that of the trial
     positions: I64 = field(
         default_factory=lambda: np.zeros(0, np.int64)
-    )  # host [a], positions of the loss tokens; last stage
+    )  # host [a], positions of the loss tokens, as if the rows lay one after the other; last stage
+    parents: list[tuple[int, ...]] = field(default_factory=list)  # of each segment those before it in its row; []: none
+    places: I64 | None = (
+        None  # host, where each token of the rows is packed; last stage; None: they lie one after the other
+    )
+
+    def place(self, positions: I64) -> torch.Tensor:
+        """Return where the tokens at ``positions`` of the rows are packed, int64, on the device."""
+        placed = positions if self.places is None else self.places[positions]
+        return on_device(torch.from_numpy(placed), self.rows.device)
 
     @property
     def loss_tokens(self) -> int:
@@ -83,28 +97,35 @@ class MicroBatchPacker:
         # Longest first, so that segments of similar length are neighbours and share a bucket of the
         # attention. The id breaks ties: all tensor ranks must pack the same order.
         ordered = sorted(refs, key=lambda ref: (-ref.length, ref.sample_id))
-        lengths = [ref.length for ref in ordered]
-        total = sum(lengths)
+        tree = row_tree(ordered)
+        lengths = [segment.size for segment in tree.segments]
         # An empty rank gets one dummy of ``multiple`` tokens: it must run the same collectives as
         # the ranks with sequences.
-        padding = -total % self._multiple if total else self._multiple
+        padding = -sum(lengths) % self._multiple if lengths else self._multiple
         if padding:
             lengths.append(padding)
         # All stages need the lengths: attention computes its segments from them.
         batch = MicroBatch(ordered, lengths, self._tensor(np.zeros(0, np.int64)))
+        if any(segment.parents for segment in tree.segments):
+            batch.parents = [segment.parents for segment in tree.segments] + [()] * bool(padding)
         if self._first or self._last:
-            tokens = self._flat(ordered, "tokens", np.int64)
+            rows = self._arrays(ordered, "tokens")
             if self._first:
                 # Token 0 as padding. It is its own segment, and no row reads its state, so it
                 # changes no result.
-                batch.tokens = self._tensor(np.pad(tokens, (0, padding)))
+                own = [rows[segment.row][segment.begin : segment.end] for segment in tree.segments]
+                batch.tokens = self._tensor(np.pad(_concatenate(own, np.int64), (0, padding)))
+            if batch.parents:
+                _check_shared(tree, rows, ordered)
             if self._last:
-                batch.positions = np.flatnonzero(self._flat(ordered, "loss_mask", np.bool_))
+                batch.positions = np.flatnonzero(_concatenate(self._arrays(ordered, "loss_mask"), np.bool_))
                 self._check_mask(ordered, batch.positions)
+                if batch.parents:
+                    batch.places = _places(tree)
                 # The state one position earlier predicts a token; ``_check_mask`` ensures that it
                 # belongs to the same sequence.
-                batch.rows = self._tensor(batch.positions - 1)
-                batch.targets = self._tensor(tokens[batch.positions])
+                batch.rows = batch.place(batch.positions - 1)
+                batch.targets = self._tensor(_concatenate(rows, np.int64)[batch.positions])
         if self._last:
             for key in keys:
                 arrays = [self._data.get(ref.sample_id, key)[: ref.loss_tokens] for ref in ordered]
@@ -121,12 +142,12 @@ class MicroBatchPacker:
             return None
         return float(flat[0]) if constant(flat) else self._tensor(flat)
 
-    def _flat(self, refs: Sequence[SequenceRef], key: str, dtype: type[np.generic]) -> Array:
-        """Concatenate the array ``key`` of all sequences. Each must be as long as the plan says."""
+    def _arrays(self, refs: Sequence[SequenceRef], key: str) -> list[Array]:
+        """Return the array ``key`` of all sequences. Each must be as long as the plan says."""
         arrays = [self._data.get(ref.sample_id, key) for ref in refs]
         for ref, array in zip(refs, arrays, strict=True):
             assert len(array) == ref.length, f"{ref.sample_id}: {len(array)} {key} here, {ref.length} in the plan"
-        return _concatenate(arrays, dtype)
+        return arrays
 
     @staticmethod
     def _check_mask(refs: Sequence[SequenceRef], positions: I64) -> None:
@@ -169,14 +190,12 @@ def loss_and_end_rows(batch: MicroBatch) -> torch.Tensor:
         # follow in the row.
         ends = np.where(counts > 0, batch.positions[stops - 1], ends)
     # Inserted behind each sequence's own rows: ``split_rows(end=True)`` relies on this order.
-    rows = np.insert(batch.positions - 1, stops, ends)
-    return on_device(torch.from_numpy(rows), batch.rows.device)
+    return batch.place(np.insert(batch.positions - 1, stops, ends))
 
 
 def last_rows(batch: MicroBatch) -> torch.Tensor:
     """Return the row of each sequence's last token, int64 [n]."""
-    stops = np.cumsum([ref.length for ref in batch.refs], dtype=np.int64)
-    return on_device(torch.from_numpy(stops - 1), batch.rows.device)
+    return batch.place(np.cumsum([ref.length for ref in batch.refs], dtype=np.int64) - 1)
 
 
 def split_rows(batch: MicroBatch, flat: torch.Tensor, *, end: bool = False) -> dict[str, Array]:
@@ -195,3 +214,21 @@ def split_rows(batch: MicroBatch, flat: torch.Tensor, *, end: bool = False) -> d
 
 def _concatenate(parts: Sequence[Array], dtype: type[np.generic]) -> Array:
     return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
+
+
+def _places(tree: RowTree) -> I64:
+    """Return where each token of the rows is packed, the rows one after the other."""
+    ends = np.cumsum([segment.size for segment in tree.segments])
+    parts = [
+        np.arange(ends[number] - tree.segments[number].size, ends[number]) for chain in tree.chains for number in chain
+    ]
+    return _concatenate(parts, np.int64)
+
+
+def _check_shared(tree: RowTree, rows: Sequence[Array], refs: Sequence[SequenceRef]) -> None:
+    """Check that each row has the tokens of the segments that it shares with others."""
+    for row, chain in enumerate(tree.chains):
+        for segment in (tree.segments[number] for number in chain):
+            one, other = (rows[k][segment.begin : segment.end] for k in (row, segment.row))
+            same = segment.row == row or np.array_equal(one, other)
+            assert same, f"{refs[row].sample_id} and {refs[segment.row].sample_id} do not begin alike, as the plan says"

@@ -112,6 +112,7 @@ TABLES: dict[str, Callable[[], str]] = {
         serving_tables.streams,
         serving_tables.targets,
         training_tables.round_trip,
+        training_tables.shared_prefixes,
         policy_tables.ledger_cost,
         policy_tables.agreement,
         policy_tables.simulate,

@@ -215,3 +215,17 @@ def round_trip() -> str:
     lines = [(f"{row['process']} ({row['count']})", row["modules"]) for row in rows]
     everything = f"{total['records']} types of records (dataclasses)"
     return table(("process", "modules that run"), [*lines, (f"all together ({total['count']})", everything)])
+
+
+def shared_prefixes() -> str:
+    columns = {
+        "model": "{model}",
+        "rows": "{rows}",
+        "prompt's share": "{shared:.0%}",
+        "saved": "{saved:.0%}",
+        "inference, tokens/s": "{inference_tokens_per_s:,.0f}",
+        "over one by one": "**{inference_speedup:.2f}**",
+        "training, tokens/s": "{train_tokens_per_s:,.0f}",
+        "over one by one ": "**{train_speedup:.2f}**",
+    }
+    return listing(columns, load("shared_prefixes")["rows"])

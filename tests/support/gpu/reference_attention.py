@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,14 +36,21 @@ def recorded(version: str, run: Callable[..., torch.Tensor]) -> Callable[..., to
     return varlen_attn
 
 
-def reference(query: Any, key: Any, value: Any, cu_seq_q: Any, scale: float, window_size: Any, **_: Any) -> Any:
-    """Causal attention segment by segment; differentiable."""
+def reference(
+    query: Any, key: Any, value: Any, cu_seq_q: Any, scale: float, window_size: Any, cu_seq_k: Any = None, **_: Any
+) -> Any:
+    """Causal attention segment by segment; differentiable. The last query of a segment sees all of its keys."""
     assert window_size == (-1, 0)
     repeats = query.shape[1] // key.shape[1]
     outputs = []
-    for start, stop in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
-        q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+    cuts = [
+        [range(a, b) for a, b in pairwise(ends.tolist())]
+        for ends in (cu_seq_q, cu_seq_q if cu_seq_k is None else cu_seq_k)
+    ]
+    for own, seen in zip(*cuts, strict=True):
+        q = query[own.start : own.stop].transpose(0, 1)
+        k, v = (x[seen.start : seen.stop].transpose(0, 1) for x in (key, value))
         scores = q @ k.repeat_interleave(repeats, 0).transpose(1, 2) * scale
-        hidden = torch.ones(stop - start, stop - start, dtype=torch.bool, device=query.device).triu(1)
+        hidden = torch.ones(len(own), len(seen), dtype=torch.bool, device=query.device).triu(1 + len(seen) - len(own))
         outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(repeats, 0))
     return torch.cat(outputs, 1).transpose(0, 1)

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
+from realsys.algorithm.prefix_tree import shared_beginnings
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.config.dataflow import RoleSettings
 from realsys.config.fields import Offload
@@ -29,13 +31,24 @@ TEMPERATURE = 0.7
 
 
 def make_sequences() -> tuple[list[SequenceRef], dict[str, np.ndarray[Any, Any]]]:
-    """Nine sequences of very different length; one has a prompt of one token, one an answer of one."""
+    """Nine sequences of very different length; one has a prompt of one token, one an answer of one.
+
+    Three of a group begin alike.
+    """
     rng = np.random.default_rng(5)
     refs, tokens = [], {}
     for i, (prompt, answer) in enumerate([(3, 9), (1, 4), (6, 1), (2, 17), (5, 5), (4, 12), (7, 3), (2, 8), (8, 2)]):
         name = f"t{i}/0"
-        refs.append(make_ref(name, prompt + answer, prompt, 1.0, False, i))
+        refs.append(make_ref(name, prompt + answer, prompt, 1.0, False, i // 3))
         tokens[name] = rng.integers(0, VOCAB, prompt + answer).astype(np.int32)
+        if i % 3:
+            before = tokens[f"t{i - 1}/0"]
+            alike = 3 * min(prompt + answer, len(before)) // 4
+            tokens[name][:alike] = before[:alike]
+    for first in (0, 3, 6):
+        own = refs[first : first + 3]
+        found = shared_beginnings([tokens[ref.sample_id] for ref in own])
+        refs[first : first + 3] = [replace(ref, shared=shared) for ref, shared in zip(own, found, strict=True)]
     return refs, tokens
 
 

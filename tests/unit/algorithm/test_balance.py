@@ -67,7 +67,7 @@ def test_a_value_head_has_one_output() -> None:
 
 
 def test_cost_is_what_the_configuration_balances() -> None:
-    refs = make_refs([10, 100])
+    refs = [10, 100]
     assert cost_function(BY_TOKENS, SIZES)(refs) == [10.0, 100.0]
     assert cost_function(BY_FLOPS, SIZES)(refs) == [67_200.0 + 9_600.0, 672_000.0 + 960_000.0]
     assert cost_function(BY_FLOPS, SIZES)([]) == []

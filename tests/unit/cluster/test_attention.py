@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -54,6 +55,45 @@ def test_kernel_path_equals_bucket_path(
         torch.testing.assert_close(ours, expected, atol=5e-6, rtol=1e-5)
 
 
+#: segments of four rows: 0 1, 0 2, 0 3 4, and 5 alone
+TREE = [(), (0,), (0,), (0,), (0, 3), ()]
+SIZES = [9, 4, 2, 3, 5, 4]
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
+def test_shared_beginning_equals_whole_rows(
+    kernel: bool, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and gradients of rows in segments are those of the rows one after the other."""
+    torch.manual_seed(3)
+    monkeypatch.setattr(layers, "attention_kernel", lambda: choose_kernel(recorded("2.13", reference), "2.13"))
+    packed = [torch.randn(sum(SIZES), count, 16, dtype=torch.float64) for count in (heads, kv_heads, kv_heads)]
+    ends = np.cumsum(SIZES)
+    chains = [(0, 1), (0, 2), (0, 3, 4), (5,)]
+    places = [np.concatenate([np.arange(ends[k] - SIZES[k], ends[k]) for k in chain]) for chain in chains]
+    frequencies = 100.0 ** -torch.arange(0, 1, 2 / 16)
+
+    def attend(tensors: Sequence[torch.Tensor], lengths: list[int], parents: list[tuple[int, ...]]) -> torch.Tensor:
+        config = TransformerConfig(
+            num_layers=1, hidden_size=heads * 16, num_attention_heads=heads, num_query_groups=kv_heads, kv_channels=16
+        )
+        made = pack_segments(lengths, frequencies, torch.float64, kernel=kernel, parents=parents)
+        return PackedAttention(config, 1)(*tensors, packed_seq_params=made)
+
+    for x in packed:
+        x.requires_grad_()
+    order = torch.from_numpy(np.concatenate(places))
+    whole = attend([x[order] for x in packed], [len(row) for row in places], [])
+    shared = attend(packed, SIZES, TREE)[order]
+    torch.testing.assert_close(shared, whole, atol=1e-6, rtol=1e-5)
+    slope = torch.randn_like(whole)
+    for found, expected in zip(
+        torch.autograd.grad(shared, packed, slope), torch.autograd.grad(whole, packed, slope), strict=True
+    ):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("size", [12, 20])
 def test_kernel_gets_heads_of_a_multiple_of_eight(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are refused by its backward pass. The padding changes neither outputs nor gradients."""
@@ -86,7 +126,7 @@ def test_grouped_heads_are_named_where_known(version: str, named: bool) -> None:
 
     kernel = choose_kernel(recorded(version, run), version)
     for heads in (4, 2):
-        kernel(torch.zeros(3, heads, 8), *2 * [torch.zeros(3, 2, 8)], torch.tensor([0, 3]), 3, 0.5)
+        kernel(torch.zeros(3, heads, 8), *2 * [torch.zeros(3, 2, 8)], 2 * (torch.tensor([0, 3]),), (3, 3), 0.5)
     assert [call.get("enable_gqa") for call in calls] == ([True, False] if named else [None, None])
 
 

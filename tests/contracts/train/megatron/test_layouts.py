@@ -17,6 +17,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
+from realsys.algorithm.prefix_tree import row_tree, shared_beginnings
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.schema import Config
 from realsys.model_calls import MfcRequest
@@ -57,9 +58,10 @@ SECOND_ROWS = (5, 9)
 
 
 def batch() -> tuple[list[SequenceRef], dict[str, dict[str, np.ndarray[Any, Any]]]]:
-    """Eleven rows of nine episodes at five prompts, of very different length: no layout divides them evenly.
+    """Eleven rows of nine episodes at three prompts, of very different length: no layout divides them evenly.
 
-    Every third row has two turns, with feedback between them and behind the last.
+    Every third row has two turns, with feedback between them and behind the last. Rows of a prompt begin alike, some
+    of them for longer than others, so they are packed as trees.
     """
     rng = np.random.default_rng(3)
     refs, arrays, episode = [], {}, -1
@@ -67,11 +69,16 @@ def batch() -> tuple[list[SequenceRef], dict[str, dict[str, np.ndarray[Any, Any]
         prompt, answer = int(rng.integers(1, 9)), int(rng.integers(1, 6)) * int(rng.integers(1, 8))
         runs = [prompt, answer] if i % 3 else [prompt, answer, 3, 2, 1]
         episode += i not in SECOND_ROWS
-        name, length, loss_tokens = f"t{i // 2}/{i % 2}", sum(runs), sum(runs[1::2])
+        name, length, loss_tokens = f"t{i // 4}/{i % 4}", sum(runs), sum(runs[1::2])
         reward = refs[-1].reward if i in SECOND_ROWS else float(rng.choice([5.0, -5.0]))
-        refs.append(SequenceRef(name, length, loss_tokens, reward, i == 3, i // 2, episode, loss_tokens))
+        tokens = rng.integers(0, VOCAB, length).astype(np.int32)
+        if i % 4:
+            before = arrays[refs[-1].sample_id]["tokens"]
+            alike = 3 * min(length, len(before)) // 4
+            tokens[:alike] = before[:alike]
+        refs.append(SequenceRef(name, length, loss_tokens, reward, i == 3, i // 4, episode, loss_tokens))
         arrays[name] = {
-            "tokens": rng.integers(0, VOCAB, length).astype(np.int32),
+            "tokens": tokens,
             "loss_mask": np.repeat(np.arange(len(runs)) % 2 == 1, runs),
             "behav_logprobs": rng.uniform(-4, -3, loss_tokens).astype(np.float32),
         }
@@ -79,10 +86,19 @@ def batch() -> tuple[list[SequenceRef], dict[str, dict[str, np.ndarray[Any, Any]
         whole = refs[i - 1].loss_tokens + refs[i].loss_tokens
         refs[i - 1] = replace(refs[i - 1], episode_tokens=whole, last=False)
         refs[i] = replace(refs[i], episode_tokens=whole)
+    for first in (0, 4, 8):
+        own = refs[first : first + 4]
+        found = shared_beginnings([arrays[ref.sample_id]["tokens"] for ref in own])
+        refs[first : first + 4] = [replace(ref, shared=shared) for ref, shared in zip(own, found, strict=True)]
     return refs, arrays
 
 
 REFS, ARRAYS = batch()
+
+
+def test_rows_of_a_prompt_are_packed_as_a_tree() -> None:
+    assert row_tree(REFS).tokens < 0.8 * sum(ref.length for ref in REFS)
+    assert max(len(segment.parents) for segment in row_tree(REFS).segments) > 1
 
 
 def make_config(**train: Any) -> Config:

@@ -1,0 +1,189 @@
+"""Beginnings that rows share, computed once: the prompt of a group, the history of turns and branches.
+
+    row 0   p p p p a a a        beginning 0: p p p p           segments   p p p p | a a a | b | c c c
+    row 1   p p p p b c c c      beginning 1: p p p p b                    row 0 = 0, 1    row 1 = 0, 2, 3
+    row 2   p p p p b            (row 2 has nothing of its own)            row 2 = 0, 2
+
+A DP head finds the beginnings of a group when it arrives (``shared_beginnings``). Their numbers are metadata of the
+rows, so every rank makes the same tree of any set of rows without their tokens. Pure: no tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from realsys.algorithm.balance import CostFunction
+from realsys.types import I32, SequenceRef
+
+#: (number of the beginning in its group, its tokens), the shortest first
+Beginnings = list[tuple[int, int]]
+
+#: A row in a tree costs its attention the gathering of all its keys, which take the memory of a token divided by this.
+KEYS_PER_TOKEN = 8
+
+
+def shared_beginnings(rows: Sequence[I32]) -> list[Beginnings]:
+    """Return for each row of a group the beginnings that it shares with others. Tokens are compared, not hashes."""
+    found: list[Beginnings] = [[] for _ in rows]
+    if len(rows) < 2:
+        return found
+    order = sorted(range(len(rows)), key=lambda k: rows[k].tobytes())  # any order in which like rows are neighbours
+    common = [_common(rows[a], rows[b]) for a, b in pairwise(order)]
+    number = 0
+    for length in sorted(set(common) - {0}):
+        first = 0
+        while first < len(common):
+            last = first
+            while last < len(common) and common[last] >= length:
+                last += 1
+            # Rows first..last share ``length`` tokens; a beginning of its own only if some do not share more.
+            if last > first and min(common[first:last]) == length:
+                for k in order[first : last + 1]:
+                    found[k].append((number, length))
+                number += 1
+            first = max(last, first + 1)
+    return found
+
+
+def _common(a: I32, b: I32) -> int:
+    """Return the number of tokens with which both rows begin."""
+    size = min(len(a), len(b))
+    different = np.flatnonzero(a[:size] != b[:size])
+    return int(different[0]) if len(different) else size
+
+
+class Segment(NamedTuple):
+    """Tokens ``begin`` to before ``end`` of row ``row``. ``parents``: the segments before it in the row, in order."""
+
+    row: int
+    begin: int
+    end: int
+    parents: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+
+class RowTree(NamedTuple):
+    """Rows as segments, each of which is computed once. Segments without parents come first, the longest first.
+
+    ``chains``: for each row its segments, from its start on.
+    """
+
+    segments: list[Segment]
+    chains: list[tuple[int, ...]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(segment.size for segment in self.segments)
+
+
+def row_tree(refs: Sequence[SequenceRef]) -> RowTree:
+    """Return the tree of ``refs``. A row of a group that does not pay is one segment (``unit_size``).
+
+    The same refs give the same tree on every rank.
+    """
+    groups: dict[int, list[SequenceRef]] = defaultdict(list)
+    for ref in refs:
+        groups[ref.group].append(ref)
+    pay = {group for group, rows in groups.items() if _Room().plus(rows).pays}
+    members = Counter((ref.group, node) for ref in refs if ref.group in pay for node, _ in ref.shared)
+    places: dict[tuple[int, int], tuple[int, int, int]] = {}  # (group, beginning) -> row, begin, end of its segment
+    paths: list[list[tuple[int, int, int]]] = []  # of each row
+    for row, ref in enumerate(refs):
+        path, begin = [], 0
+        for (node, end), (deeper, _) in zip(ref.shared, [*ref.shared[1:], (-1, 0)], strict=False):
+            count = members[ref.group, node]
+            if count > 1 and count > members[ref.group, deeper]:  # else the deeper one has the same rows
+                path.append(places.setdefault((ref.group, node), (row, begin, end)))
+                begin = end
+        if begin < ref.length:
+            path.append((row, begin, ref.length))
+        paths.append(path)
+    return _ordered(paths)
+
+
+def _ordered(paths: list[list[tuple[int, int, int]]]) -> RowTree:
+    before = {place: path[:k] for path in paths for k, place in enumerate(path)}
+
+    def size(place: tuple[int, int, int]) -> int:
+        return place[2] - place[1]
+
+    # Neighbours of similar size share a bucket of the attention, also if they have the same or similar parents.
+    roots = sorted((place for place, above in before.items() if not above), key=lambda p: (-size(p), p))
+    others = sorted((place for place, above in before.items() if above), key=lambda p: (-p[1], before[p], -size(p), p))
+    number = {place: k for k, place in enumerate([*roots, *others])}
+    segments = [Segment(*place, tuple(number[above] for above in before[place])) for place in number]
+    return RowTree(segments, [tuple(number[place] for place in path) for path in paths])
+
+
+class _Room:
+    """What a tree takes of a micro-batch as rows are added.
+
+    rows  tokens of the rows
+    size  tokens of the tree, and a share of the keys that attention gathers for its rows
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, int], int] = {}
+        self.rows = 0
+        self.size = 0
+
+    def plus(self, unit: Iterable[SequenceRef]) -> _Room:
+        """Return the room with the rows of ``unit`` added."""
+        room = _Room()
+        room._ends, room.rows, room.size = self._ends.copy(), self.rows, self.size
+        for ref in unit:
+            nodes = {(ref.group, node): end for node, end in ref.shared}
+            saved = max((end for node, end in nodes.items() if node in room._ends), default=0)
+            room._ends |= nodes
+            room.rows += ref.length
+            room.size += ref.length - saved + (-(-ref.length // KEYS_PER_TOKEN) if nodes else 0)
+        return room
+
+    @property
+    def pays(self) -> bool:
+        return self.size < self.rows
+
+
+def unit_size(unit: Sequence[SequenceRef]) -> int:
+    """Return the tokens that a unit takes of a micro-batch: those of its tree if that pays, else those of its rows."""
+    room = _Room().plus(unit)
+    return min(room.size, room.rows)
+
+
+def tree_units(units: Sequence[list[SequenceRef]], capacity: int = 0) -> list[list[SequenceRef]]:
+    """Join the units of each group whose tree pays into units that fit into ``capacity`` tokens (0: no limit).
+
+    A unit of ``row_units`` stays whole. What does not pay stays in its order, before the others.
+    """
+    groups: dict[int, list[list[SequenceRef]]] = defaultdict(list)
+    for unit in units:
+        groups[unit[0].group].append(unit)
+    trees = {group for group, own in groups.items() if _Room().plus(ref for unit in own for ref in unit).pays}
+    joined = [unit for unit in units if unit[0].group not in trees]
+    for group in sorted(trees):
+        # Branches of one beginning are neighbours.
+        own = sorted(groups[group], key=lambda unit: ([node for node, _ in unit[0].shared], unit[0].sample_id))
+        room = _Room()
+        for number, unit in enumerate(own):
+            grown = room.plus(unit)
+            if number and (not capacity or min(grown.size, grown.rows) <= capacity):
+                joined[-1] = joined[-1] + unit
+                room = grown
+            else:
+                joined.append(unit)
+                room = _Room().plus(unit)
+    return joined
+
+
+def tree_cost(unit: Sequence[SequenceRef], cost: CostFunction) -> float:
+    """Return the cost of a unit, whose beginnings are computed once."""
+    segments = row_tree(unit).segments
+    return sum(cost([segment.end for segment in segments])) - sum(cost([segment.begin for segment in segments]))
