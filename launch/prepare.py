@@ -55,6 +55,7 @@ def resolve(config: Config, *, now: datetime) -> Config:
 
     Raises ConfigError if ``resume`` names no checkpoint, or if ``recover=resume`` and there is no trial.
     """
+    config = read_rubric(config)
     fileroot = Path(_absolute(config.fileroot))
     update: dict[str, object] = {"fileroot": str(fileroot)}
     if config.trial == DEFAULT_TRIAL:
@@ -74,7 +75,6 @@ def resolve(config: Config, *, now: datetime) -> Config:
     update["generation"] = config.generation.model_copy(update={"sglang": sglang})
     store = store.model_copy(update={"root": _absolute(store.root)})
     update["cluster"] = config.cluster.model_copy(update={"name_store": store})
-    update["rollout"] = read_rubric(config.rollout)
     resolved = config.model_copy(update=update)
     return resolved.model_copy(update={"resume": _resume(resolved)})
 

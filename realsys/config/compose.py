@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from realsys.config.fields import CONSTANT, PATTERNS, RENAMED
+from realsys.config.fields import did_you_mean, present_name, problem_of
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
@@ -200,9 +200,7 @@ def _read(text: str, groups: dict[str, list[str]]) -> tuple[str, Any]:
         if parsed.is_delete():
             raise ConfigError(key, "~", f"cannot be left out: use one of {', '.join(groups[key])}")
         if not isinstance(value, str) or value not in groups[key]:
-            raise ConfigError(
-                key, value, f"unknown; known: {', '.join(groups[key])}{_did_you_mean(value, groups[key])}"
-            )
+            raise ConfigError(key, value, f"unknown; known: {', '.join(groups[key])}{did_you_mean(value, groups[key])}")
         return key, value
     if parsed.is_delete():
         raise ConfigError(key, "~", "a field cannot be deleted: set it to the value you want")
@@ -276,24 +274,10 @@ def _explain(error: ErrorDetails) -> tuple[str, object, str]:
     """Return (field, value, problem) of a pydantic error."""
     path, value = _path(error), error["input"]
     if error["type"] == "extra_forbidden":
-        if path in RENAMED:
-            return path, value, f"is {RENAMED[path]} now"
-        if path in CONSTANT:
-            return path, value, f"is no setting any more: it is always {CONSTANT[path]}"
-        return path, value, f"unknown field{_did_you_mean_field(path)}"
+        return path, value, present_name(path) or f"unknown field{_did_you_mean_field(path)}"
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return path, value, f"is a section: set one of its fields, e.g. {path}.{_first_field(path)}"
-    if error["type"] == "string_type" and isinstance(value, bool | int | float):
-        return path, value, f"must be text: write {path}=\"'{value}'\""
-    if error["type"] == "string_pattern_mismatch":
-        return path, value, f"must be {PATTERNS[error['ctx']['pattern']]}"
-    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return path, value, message + _did_you_mean(value, literal_choices(path))
-
-
-def _did_you_mean(value: object, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(value), known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return path, value, problem_of(path, error)
 
 
 def _did_you_mean_field(path: str) -> str:

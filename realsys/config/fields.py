@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
+import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from realsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +31,12 @@ Temperature = Annotated[float, Field(ge=1e-6, le=10)]
 Offload = Literal["none", "optimizer", "all"]
 
 
-#: fields of earlier builds -> their name now. An override with the old name is refused; a stored trial is read.
-RENAMED: Mapping[str, str] = {"asynchronous.max_head_offpolicyness": "asynchronous.max_staleness"}
+#: fields and sections of earlier builds -> their name now. An override with the old name is refused; a stored trial is
+#: read.
+RENAMED: Mapping[str, str] = {
+    "asynchronous.max_head_offpolicyness": "asynchronous.max_staleness",
+    "rollout.reward.judge": "data.verifier_args",
+}
 #: fields of earlier builds that are constants now, in the module of the part that uses them
 CONSTANT: Mapping[str, object] = {
     "cluster.stop_progress_s": 20.0,
@@ -36,6 +47,15 @@ CONSTANT: Mapping[str, object] = {
     "rollout.reward.service_items": 4096,
     "telemetry.span_mib": 32,
 }
+_JUDGE = "rollout.reward.judge"
+
+
+def present_name(path: str) -> str | None:
+    """Return what became of a field of an earlier build, for the error; None if there was no such field."""
+    for old, new in RENAMED.items():
+        if f"{path}.".startswith(f"{old}."):
+            return f"is {new}{path.removeprefix(old)} now"
+    return f"is no setting any more: it is always {CONSTANT[path]}" if path in CONSTANT else None
 
 
 def with_present_names(tree: object) -> object:
@@ -44,17 +64,34 @@ def with_present_names(tree: object) -> object:
     A value that was set, and that this build would not use, is named in a warning.
     """
     for field in (*RENAMED, *CONSTANT):
-        *sections, name = field.split(".")
-        place = tree
-        for section in sections:
-            place = place.get(section) if isinstance(place, dict) else None
-        if isinstance(place, dict) and name in place:
-            value = place.pop(name)
-            if field in RENAMED:
-                place.setdefault(RENAMED[field].rpartition(".")[2], value)
-            elif value != CONSTANT[field]:
-                log.warning("config.json: %s=%r has no effect: it is always %r now", field, value, CONSTANT[field])
+        place, name = _place(tree, field)
+        if name not in place:
+            continue
+        value = place.pop(name)
+        if field == _JUDGE:
+            _give_to_judges(tree, value)
+        elif field in RENAMED:
+            new, name = _place(tree, RENAMED[field])
+            new.setdefault(name, value)
+        elif value != CONSTANT[field]:
+            log.warning("config.json: %s=%r has no effect: it is always %r now", field, value, CONSTANT[field])
     return tree
+
+
+def _place(tree: object, field: str) -> tuple[dict[str, Any], str]:
+    """Return the section of a field, an empty one if the tree has none, and the name of the field in it."""
+    *sections, name = field.split(".")
+    for section in sections:
+        tree = tree.get(section) if isinstance(tree, dict) else None
+    return (tree if isinstance(tree, dict) else {}), name
+
+
+def _give_to_judges(tree: object, arguments: object) -> None:
+    """Make the settings of the judge the arguments of each verifier that is the judge."""
+    sets, name = _place(tree, "evaluation.sets")
+    for user in (_place(tree, "data.verifier")[0], *(sets.get(name) or {}).values()):
+        if user.get("verifier") == "judge":
+            user["verifier_args"] = arguments
 
 
 #: regular expression of a field -> what its text must be, for the error
@@ -89,3 +126,33 @@ def replaced(section: _Section, path: Sequence[str], value: Any) -> _Section:
     """Return a copy of a section in which the field at ``path`` has ``value``."""
     name, *rest = path
     return section.model_copy(update={name: replaced(getattr(section, name), rest, value) if rest else value})
+
+
+def arguments_of(section: type[_Section], values: Mapping[str, Any], field: str) -> _Section:
+    """Return the arguments of a part, which the mapping ``field`` has. Raises ConfigError, which names the argument."""
+    try:
+        return section.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path, value = ".".join(map(str, (field, *first["loc"]))), first["input"]
+        if first["type"] == "extra_forbidden":
+            problem = f"unknown{did_you_mean(first['loc'][-1], list(section.model_fields))}"
+            raise ConfigError(path, value, problem) from None
+        raise ConfigError(path, value, problem_of(path, first)) from None
+
+
+def problem_of(path: str, error: ErrorDetails) -> str:
+    """Return what is wrong with the value of a known field."""
+    value = error["input"]
+    if error["type"] == "string_type" and isinstance(value, bool | int | float):
+        return f"must be text: write {path}=\"'{value}'\""
+    if error["type"] == "string_pattern_mismatch":
+        return f"must be {PATTERNS[error['ctx']['pattern']]}"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    choices = re.findall("'([^']*)'", error["ctx"]["expected"]) if error["type"] == "literal_error" else []
+    return message + did_you_mean(value, choices)
+
+
+def did_you_mean(value: object, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(value), known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

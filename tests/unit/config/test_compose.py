@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import operator
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -244,17 +244,38 @@ def test_field_of_an_earlier_build_is_refused_and_a_stored_one_is_read(
         compose(["experiment=arith", f"+{field}=7"])
     told = f"is {RENAMED[field]} now" if field in RENAMED else f"it is always {CONSTANT[field]}"
     assert f"{field}=7: " in str(caught.value) and told in str(caught.value) and caught.value.exit_code == 2
+    value, present, warning = STORED.get(field, (7, [], f"{field}=7 has no effect"))
+    config = read_config(stored(tmp_path, {field: value}))
+    assert config == with_overrides(Config(), present)
+    assert warning in caplog.text and bool(warning) == bool(caplog.text)
 
+
+#: field of an earlier build -> a value of a stored trial, what it is now, and the warning
+STORED = {
+    "asynchronous.max_head_offpolicyness": (7, ["asynchronous.max_staleness=7"], ""),
+    "rollout.reward.judge": ({"model": "m"}, [], ""),
+}
+
+
+def stored(folder: Path, values: Mapping[str, object]) -> Path:
+    """Write the file of a trial with fields of an earlier build, and without those that replaced them."""
     tree = Config().model_dump(mode="json")
-    *sections, name = field.split(".")
-    place = functools.reduce(operator.getitem, sections, tree)
-    if field in RENAMED:
-        del place[RENAMED[field].rpartition(".")[2]]
-    place[name] = 7
-    (tmp_path / "config.json").write_text(json.dumps(tree))
-    config = read_config(tmp_path / "config.json")
-    assert (f"{field}=7 has no effect" in caplog.text) == (field in CONSTANT)
-    assert config == (Config() if field in CONSTANT else with_overrides(Config(), [f"{RENAMED[field]}=7"]))
+    for field, value in values.items():
+        *sections, name = field.split(".")
+        place = functools.reduce(lambda inner, section: inner.setdefault(section, {}), sections, tree)
+        place.pop(RENAMED.get(field, "").rpartition(".")[2], None)
+        place[name] = value
+    path = folder / "config.json"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def test_stored_settings_of_the_judge_are_arguments_of_each_judge(tmp_path: Path) -> None:
+    sets = {"open": {"verifier": "judge"}, "math": {"verifier": "math"}}
+    given = {"data.verifier": "judge", "evaluation.sets": sets, "rollout.reward.judge": {"model": "m"}}
+    config = read_config(stored(tmp_path, given))
+    users = (config.data, config.evaluation.sets["open"], config.evaluation.sets["math"])
+    assert [user.verifier_args for user in users] == [{"model": "m"}, {"model": "m"}, {}]
 
 
 def test_dump_is_replaced_whole(tmp_path: Path) -> None:
@@ -284,9 +305,13 @@ def test_stored_configuration_takes_overrides() -> None:
 
 
 def test_override_keeps_the_rest_of_its_section() -> None:
-    config = Config.model_validate({"rollout": {"reward": {"judge": {"rubric": "Is ${x}$ right?"}, "wrong": -2.0}}})
-    reward = with_overrides(config, ["rollout.reward={correct: 3.0}"]).rollout.reward
-    assert (reward.correct, reward.wrong, reward.judge.rubric) == (3.0, -2.0, "Is ${x}$ right?")
+    config = Config.model_validate({"data": {"verifier_args": {"rubric": "Is ${x}$ right?"}, "eval_fraction": 0.5}})
+    data = with_overrides(config, ["data={verifier_args: {a: 1}, verifier: judge}"]).data
+    assert (data.verifier_args, data.verifier, data.eval_fraction) == (
+        {"rubric": "Is ${x}$ right?", "a": 1},
+        "judge",
+        0.5,
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from realsys.config.compose import fields
 from realsys.config.fields import Section
 from realsys.config.reference import reference, rewrite
 from realsys.config.schema import Config
-from realsys.config.schema_data import EvalSetConfig
-from realsys.config.schema_rollout import Criterion
+from realsys.config.schema_data import EvalSetConfig, MixtureSource
 from realsys.config.schema_train import RoleConfig
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "configuration.md").read_text("utf-8")
@@ -47,7 +46,7 @@ def test_page_has_the_fields_of_the_schema() -> None:
     ("entry", "section"),
     [
         ("evaluation.sets.NAME.", EvalSetConfig),
-        ("rollout.reward.judge.criteria[].", Criterion),
+        ("data.mixture[].", MixtureSource),
         ("roles.custom.NAME.", RoleConfig),
     ],
 )
@@ -61,8 +60,8 @@ def test_entries_have_rows_with_their_meaning(entry: str, section: type[Section]
 def test_rows_of_entries_say_values_and_default() -> None:
     assert ROWS["evaluation.sets.NAME.problems"].startswith("int ≥ 0 or null | `null` |")
     assert ROWS["evaluation.sets.NAME.k"].startswith("list of int > 0 or null | `null` |")
-    assert ROWS["rollout.reward.judge.criteria[].name"].startswith("text |  |")
-    assert ROWS["rollout.reward.judge.criteria"].startswith("list | `[]` |")
+    assert ROWS["data.mixture[].path"].startswith("text |  |")
+    assert ROWS["data.mixture"].startswith("list | `[]` |")
 
 
 def test_every_field_has_a_description() -> None:
