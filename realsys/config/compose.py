@@ -273,8 +273,10 @@ def _path(error: ErrorDetails) -> str:
 def _explain(error: ErrorDetails) -> tuple[str, object, str]:
     """Return (field, value, problem) of a pydantic error."""
     path, value = _path(error), error["input"]
+    if now := present_name(path):
+        return path, value, now
     if error["type"] == "extra_forbidden":
-        return path, value, present_name(path) or f"unknown field{_did_you_mean_field(path)}"
+        return path, value, f"unknown field{_did_you_mean_field(path)}"
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return path, value, f"is a section: set one of its fields, e.g. {path}.{_first_field(path)}"
     return path, value, problem_of(path, error)
@@ -315,7 +317,7 @@ def _description(path: str) -> str:
 def _first_field(path: str) -> str:
     info = _field_info(path)
     section = _section_of(info.annotation) if info else None
-    return next(iter((section or Config).model_fields))
+    return next(iter(section.model_fields)) if section else "NAME"
 
 
 def literal_choices(path: str) -> list[str]:

@@ -35,6 +35,7 @@ Offload = Literal["none", "optimizer", "all"]
 #: read.
 RENAMED: Mapping[str, str] = {
     "asynchronous.max_head_offpolicyness": "asynchronous.max_staleness",
+    "roles.custom": "roles",
     "rollout.reward.judge": "data.verifier_args",
 }
 #: fields of earlier builds that are constants now, in the module of the part that uses them
@@ -71,8 +72,10 @@ def with_present_names(tree: object) -> object:
         if field == _JUDGE:
             _give_to_judges(tree, value)
         elif field in RENAMED:
-            new, name = _place(tree, RENAMED[field])
-            new.setdefault(name, value)
+            place, name = _place(tree, RENAMED[field])
+            present = place.setdefault(name, value)
+            if present is not value and isinstance(present, dict) and isinstance(value, dict):
+                place[name] = value | present
         elif value != CONSTANT[field]:
             log.warning("config.json: %s=%r has no effect: it is always %r now", field, value, CONSTANT[field])
     return tree
@@ -124,7 +127,10 @@ _Section = TypeVar("_Section", bound=BaseModel)
 
 def replaced(section: _Section, path: Sequence[str], value: Any) -> _Section:
     """Return a copy of a section in which the field at ``path`` has ``value``."""
+    tree: Any = section
     name, *rest = path
+    if isinstance(tree, dict):
+        return tree | {name: replaced(tree[name], rest, value) if rest else value}  # type: ignore[return-value]
     return section.model_copy(update={name: replaced(getattr(section, name), rest, value) if rest else value})
 
 

@@ -30,6 +30,7 @@ from realsys.config.schema import Config, SamplingConfig
 from realsys.config.schema_cluster import NameStoreConfig
 from realsys.config.schema_data import AUTO_LAYOUT, HELD_OUT, DataConfig, source_problem
 from realsys.config.schema_rollout import RolloutConfig
+from realsys.config.schema_train import BUILT_IN_ROLES
 from realsys.config.training_rules import check_training
 from realsys.config.trial_sizes import lengths_that_fit, longest_sequence
 from realsys.errors import MALFORMED, ConfigError, ModelError
@@ -63,6 +64,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
     check_calls(flow)
     allocation.check_roles(flow.roles, config.allocation)
+    _check_roles(config, flow)
     backend = backend_rules(config)
     _check_generation(config, allocation, backend)
     place = _check_machine(config, allocation, machine, backend)
@@ -80,6 +82,14 @@ def check(config: Config, machine: Machine) -> Allocation:
     check_models(config, allocation, flow)
     check_memory(config, place)
     return allocation
+
+
+def _check_roles(config: Config, flow: Dataflow) -> None:
+    for role, settings in config.roles.items():
+        if role not in (*BUILT_IN_ROLES, *flow.roles) or role == ACTOR:
+            called = ", ".join(name for name in flow.roles if name != ACTOR) or "none but the actor"
+            problem = f"is no role that the dataflow calls; it calls {called}"
+            raise ConfigError(role_field(role), settings.model_dump(exclude_defaults=True), problem)
 
 
 # ---- processes and machine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from realsys.config.fields import (
     Name,
@@ -26,7 +26,14 @@ from realsys.config.schema_data import DataConfig as DataConfig
 from realsys.config.schema_data import EvalConfig as EvalConfig
 from realsys.config.schema_rollout import AgentLimitsConfig as AgentLimitsConfig
 from realsys.config.schema_rollout import RolloutConfig
-from realsys.config.schema_train import CheckpointConfig, OptimizerConfig, RecordConfig, RolesConfig, TrainConfig
+from realsys.config.schema_train import (
+    CheckpointConfig,
+    OptimizerConfig,
+    RecordConfig,
+    RoleConfig,
+    TrainConfig,
+    with_built_in_roles,
+)
 
 
 class TinyModelConfig(Section):
@@ -285,7 +292,11 @@ class Config(Section):
     agreement: AgreementConfig = AgreementConfig()
     train: TrainConfig = TrainConfig()
     weights: WeightsConfig = WeightsConfig()
-    roles: RolesConfig = RolesConfig()
+    roles: Annotated[dict[Name, RoleConfig], AfterValidator(with_built_in_roles)] = Field(
+        default_factory=lambda: with_built_in_roles({}),
+        description="models other than the actor by the names of their roles: ref, critic, reward, and those that your"
+        " dataflow calls",
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
     warmup: WarmupConfig = WarmupConfig()

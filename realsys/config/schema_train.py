@@ -9,7 +9,6 @@ from pydantic import Field, ValidationError, field_validator
 from realsys.config.fields import (
     Decay,
     LearningRate,
-    Name,
     NonNegative,
     NonNegativeFloat,
     Offload,
@@ -197,10 +196,13 @@ class LoraConfig(Section):
 
 
 class RoleConfig(Section):
-    """A model other than the actor."""
+    """A model other than the actor. A role exists if the dataflow calls it; ``allocation`` places it."""
 
     path: str = Field("", description="HF directory; empty: the actor's model as it is after its warm-up")
-    head: Literal["lm", "value"] = Field("lm", description="logits over the vocabulary, or one number per token")
+    head: Literal["auto", "lm", "value"] = Field(
+        "auto",
+        description="logits over the vocabulary, or one number per token; auto: value for critic and reward, else lm",
+    )
     offload: Offload = Field("none", description="move this to host memory between calls")
     optimizer: dict[str, Any] = Field({}, description="fields that differ from train.optimizer, if it is trained")
 
@@ -216,19 +218,13 @@ class RoleConfig(Section):
         return value
 
 
-class ValueRoleConfig(RoleConfig):
-    """A model other than the actor that returns numbers instead of tokens."""
-
-    head: Literal["lm", "value"] = Field("value", description="logits over the vocabulary, or one number per token")
+#: roles of built-in dataflows, and what their models return
+BUILT_IN_ROLES: dict[str, Literal["lm", "value"]] = {"ref": "lm", "critic": "value", "reward": "value"}
 
 
-class RolesConfig(Section):
-    """Models other than the actor. A role exists if the algorithm's dataflow calls it; ``allocation`` places it."""
-
-    ref: RoleConfig = RoleConfig()
-    critic: ValueRoleConfig = ValueRoleConfig()
-    reward: ValueRoleConfig = ValueRoleConfig()
-    custom: dict[Name, RoleConfig] = Field({}, description="further roles that your dataflow calls, by name")
+def with_built_in_roles(roles: dict[str, RoleConfig]) -> dict[str, RoleConfig]:
+    """Return the settings of all roles: those of a built-in dataflow need none."""
+    return {name: RoleConfig() for name in BUILT_IN_ROLES} | roles
 
 
 # ---- checkpoints and records

@@ -87,7 +87,7 @@ def _check_rewards(config: Config) -> None:
         raise ConfigError(
             "train.ppo.overlong.buffer", ppo.overlong.buffer, f"must not exceed max_new_tokens ({longest})"
         )
-    if ppo.reward_model.enabled and not config.roles.reward.path:
+    if ppo.reward_model.enabled and not config.roles["reward"].path:
         problem = "train.ppo.reward_model.enabled needs a reward model: set an HF *ForSequenceClassification directory"
         raise ConfigError("roles.reward.path", "", problem)
 

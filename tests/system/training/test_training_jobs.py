@@ -101,7 +101,7 @@ def test_examples_of_algorithm_and_loss_run(tmp_path: Path, monkeypatch: pytest.
         "train.ppo.loss=loss:spo",
         "train.ppo.loss_args.eps=0.3",
         "train.ppo.skip_zero_advantage=false",
-        f"roles.custom.teacher.path={tmp_path / 'teacher'}",
+        f"roles.teacher.path={tmp_path / 'teacher'}",
         "allocation=sglang.d1+actor.d1+teacher.d1",
         *QUICK,
     ).completed()

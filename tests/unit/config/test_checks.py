@@ -337,10 +337,10 @@ def test_only_own_handlers_read_other_tokens(tmp_path: Path, seed: int, refused:
     """A handler of the user knows what it does; a built-in one feeds the actor's token ids to every role."""
     (tmp_path / "beside").mkdir()
     actor, other = hf_model(tmp_path), hf_model(tmp_path / "beside", vocab_size=148)
-    settings = [f"model.path={actor}", f"roles.custom.judge={{path: {other}}}", f"train.ppo.algorithm={HERE}:judged"]
+    settings = [f"model.path={actor}", f"roles.judge={{path: {other}}}", f"train.ppo.algorithm={HERE}:judged"]
     config = changed(*settings, "allocation=sglang.d1+d1", f"seed={seed}")
     allocation = parse_allocation(config.allocation)
-    with pytest.raises(ConfigError, match="roles.custom.judge.path") if refused else contextlib.nullcontext():
+    with pytest.raises(ConfigError, match="roles.judge.path") if refused else contextlib.nullcontext():
         check_models(config, allocation, dataflow_of(config))
 
 

@@ -253,6 +253,7 @@ def test_field_of_an_earlier_build_is_refused_and_a_stored_one_is_read(
 #: field of an earlier build -> a value of a stored trial, what it is now, and the warning
 STORED = {
     "asynchronous.max_head_offpolicyness": (7, ["asynchronous.max_staleness=7"], ""),
+    "roles.custom": ({"teacher": {"path": "/t"}}, ["roles.teacher.path=/t"], ""),
     "rollout.reward.judge": ({"model": "m"}, [], ""),
 }
 

@@ -47,7 +47,7 @@ def test_page_has_the_fields_of_the_schema() -> None:
     [
         ("evaluation.sets.NAME.", EvalSetConfig),
         ("data.mixture[].", MixtureSource),
-        ("roles.custom.NAME.", RoleConfig),
+        ("roles.NAME.", RoleConfig),
     ],
 )
 def test_entries_have_rows_with_their_meaning(entry: str, section: type[Section]) -> None:

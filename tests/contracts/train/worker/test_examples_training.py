@@ -89,5 +89,5 @@ def test_distillation_trains_on_the_teachers_advantages(folders: dict[str, Path]
 def test_launcher_takes_the_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["train.ppo.algorithm=distill:distill", "train.ppo.skip_zero_advantage=false"]
-    arguments += ["roles.custom.teacher={}", "allocation=sglang.d1+actor.d1+teacher.d1"]
+    arguments += ["roles.teacher={}", "allocation=sglang.d1+actor.d1+teacher.d1"]
     assert main(["run", "experiment=arith", *FEW_ROWS, *arguments, "--dry-run"]) == 0
