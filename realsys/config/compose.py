@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from realsys.config.fields import did_you_mean, present_name, problem_of
+from realsys.config.fields import did_you_mean, is_arguments, present_name, problem_of
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
@@ -86,14 +86,14 @@ def validate(tree: object) -> Config:
         raise ConfigError(field, value, problem) from None
 
 
-def fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all leaf fields of the schema."""
+def fields(section: type[BaseModel] = Config, prefix: str = "", *, arguments: bool = False) -> Iterator[str]:
+    """Yield the dotted paths of all fields of the schema. The arguments of a part are one field, or each of them."""
     for name, info in section.model_fields.items():
         nested = _section_of(info.annotation)
-        if nested is None:
+        if nested is None or (is_arguments(info) and not arguments):
             yield prefix + name
         else:
-            yield from fields(nested, f"{prefix}{name}.")
+            yield from fields(nested, f"{prefix}{name}.", arguments=arguments)
 
 
 def _section_of(annotation: object) -> type[BaseModel] | None:
@@ -284,7 +284,7 @@ def _explain(error: ErrorDetails) -> tuple[str, object, str]:
 
 def _did_you_mean_field(path: str) -> str:
     """Suggest a field: the same name in another section, one described by that word, or a similar one."""
-    known = list(fields())
+    known = list(fields(arguments=True))
     known += sorted({section for field in known if (section := field.rpartition(".")[0])})
     name = path.rpartition(".")[2]
     close = [k for k in known if name in (k.rpartition(".")[2], _description(k).partition(":")[0])]

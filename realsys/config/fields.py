@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from realsys.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
 log = logging.getLogger(__name__)
@@ -120,6 +121,14 @@ class Section(BaseModel):
     """Base of all sections. Unknown keys, lossy conversions, NaN and infinity are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def is_arguments(info: FieldInfo) -> bool:
+    """Return True if a section is the arguments of one part: one setting, which alone among sections has a description.
+
+    The page that the description names has the arguments.
+    """
+    return bool(info.description)
 
 
 _Section = TypeVar("_Section", bound=BaseModel)

@@ -37,7 +37,7 @@ from realsys.config.schema_train import (
 
 
 class TinyModelConfig(Section):
-    """A random Qwen2 with a character tokenizer, made at the start when ``model.path`` is empty."""
+    """Arguments of the tiny model, a random Qwen2 with a character tokenizer."""
 
     hidden_size: Positive = Field(128, description="width of the residual stream")
     num_hidden_layers: Positive = Field(2, description="number of layers")
@@ -54,7 +54,9 @@ class ModelConfig(Section):
     """The model that is trained."""
 
     path: str = Field("", description="HF directory (Qwen2, Qwen3, Llama, Mistral); empty: make the tiny model")
-    tiny: TinyModelConfig = TinyModelConfig()
+    tiny: TinyModelConfig = Field(
+        TinyModelConfig(), description="sizes of the model that is made if path is empty (docs/data.md)"
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the parameters of every role")
     float32_on_gpu: bool = Field(
         False,
@@ -258,8 +260,11 @@ class WarmupConfig(Section):
 
     steps: NonNegative = Field(0, description="supervised steps; 0: no warm-up")
     batch: Positive = Field(64, description="demonstrations per step")
-    optimizer: OptimizerConfig = OptimizerConfig(
-        lr=3e-3, beta2=0.98, eps=1e-8, weight_decay=0.01, schedule="linear", min_lr_ratio=0.05, warmup_fraction=0.12
+    optimizer: OptimizerConfig = Field(
+        OptimizerConfig(
+            lr=3e-3, beta2=0.98, eps=1e-8, weight_decay=0.01, schedule="linear", min_lr_ratio=0.05, warmup_fraction=0.12
+        ),
+        description="optimizer of the warm-up: the fields of train.optimizer, with other defaults",
     )
 
 

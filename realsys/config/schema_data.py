@@ -49,7 +49,7 @@ class ArithForm(Section):
 
 
 class ArithConfig(Section):
-    """Running sums written out step by step; completion lengths have a heavy tail (P(n) ~ n^-alpha)."""
+    """Arguments of the arith task: running sums, whose numbers of operands have a heavy tail (P(n) ~ n^-alpha)."""
 
     min_operands: Annotated[int, Field(ge=2, le=26)] = Field(2, description="fewest numbers in one sum")
     max_operands: Annotated[int, Field(ge=2, le=26)] = Field(20, description="most numbers in one sum")
@@ -122,7 +122,7 @@ class DataConfig(Section):
     verifier: str = Field("math", description="built-in name (docs/data.md) or package.module:function")
     verifier_args: dict[str, Any] = Field({}, description="keyword arguments of the verifier")
     curriculum: CurriculumConfig = CurriculumConfig()
-    arith: ArithConfig = ArithConfig()
+    arith: ArithConfig = Field(ArithConfig(), description="arguments of the arith task (docs/data.md)")
 
 
 # ---- names of sources
