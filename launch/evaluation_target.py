@@ -105,8 +105,7 @@ def _without_training(config: Config, target: Target, overridden: Collection[str
     tokens = max(TrainConfig().microbatch_tokens, longest_sequence(config))
     update = {
         **_OF_TRAINING,
-        "agreement": config.agreement.model_copy(update={"sample_tokens": 0}),
-        "train": TrainConfig(microbatch_tokens=tokens),
+        "train": TrainConfig(microbatch_tokens=tokens, engine_check=0.0),
         "model": config.model.model_copy(update={"path": str(target.model)}),
         **_held_out_only(config),
         "fileroot": fileroot,

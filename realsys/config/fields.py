@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -36,11 +36,23 @@ Offload = Literal["none", "optimizer", "all"]
 #: read.
 RENAMED: Mapping[str, str] = {
     "asynchronous.max_head_offpolicyness": "asynchronous.max_staleness",
+    "agreement.max_difference": "train.engine_check",
     "roles.custom": "roles",
     "rollout.reward.judge": "data.verifier_args",
+    "train.ppo.reward_model.weight": "train.ppo.reward_model_weight",
+}
+#: fields of earlier builds that another field expresses now -> that field, and its value from a stored one, if not None
+EXPRESSED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "agreement.sample_tokens": ("train.engine_check", lambda tokens: None if tokens else 0.0),
+    "train.ppo.critic.loss": ("train.ppo.critic.huber_delta", lambda loss: 0.0 if loss == "mse" else None),
+    "train.ppo.kl.adaptive": ("train.ppo.kl.target", lambda adaptive: None if adaptive else 0.0),
+    "train.ppo.reward_model.enabled": ("train.ppo.reward_model_weight", lambda enabled: None if enabled else 0.0),
 }
 #: fields of earlier builds that are constants now, in the module of the part that uses them
 CONSTANT: Mapping[str, object] = {
+    "agreement.floor": 1e-4,
+    "agreement.max_growth": 4.0,
+    "agreement.window": 8,
     "cluster.stop_progress_s": 20.0,
     "evaluation.hold_share": 0.25,
     "manager.blame_reporters": 2,
@@ -48,13 +60,16 @@ CONSTANT: Mapping[str, object] = {
     "manager.blame_wrong_reports": 3,
     "rollout.reward.service_items": 4096,
     "telemetry.span_mib": 32,
+    "train.max_skipped_steps": 5,
+    "train.ppo.advantage.eps": 1e-6,
+    "train.ppo.critic.value_norm_beta": 0.995,
 }
 _JUDGE = "rollout.reward.judge"
 
 
 def present_name(path: str) -> str | None:
     """Return what became of a field of an earlier build, for the error; None if there was no such field."""
-    for old, new in RENAMED.items():
+    for old, new in (*RENAMED.items(), *((old, new) for old, (new, _) in EXPRESSED.items())):
         if f"{path}.".startswith(f"{old}."):
             return f"is {new}{path.removeprefix(old)} now"
     return f"is no setting any more: it is always {CONSTANT[path]}" if path in CONSTANT else None
@@ -65,7 +80,7 @@ def with_present_names(tree: object) -> object:
 
     A value that was set, and that this build would not use, is named in a warning.
     """
-    for field in (*RENAMED, *CONSTANT):
+    for field in (*RENAMED, *EXPRESSED, *CONSTANT):
         place, name = _place(tree, field)
         if name not in place:
             continue
@@ -77,8 +92,17 @@ def with_present_names(tree: object) -> object:
             present = place.setdefault(name, value)
             if present is not value and isinstance(present, dict) and isinstance(value, dict):
                 place[name] = value | present
+        elif field in EXPRESSED:
+            new, expressed = EXPRESSED[field]
+            place, name = _place(tree, new)
+            if (value := expressed(value)) is not None:
+                place[name] = value
         elif value != CONSTANT[field]:
             log.warning("config.json: %s=%r has no effect: it is always %r now", field, value, CONSTANT[field])
+    for section in {field.rpartition(".")[0] for field in (*RENAMED, *EXPRESSED, *CONSTANT)} - {""}:
+        place, name = _place(tree, section)
+        if place.get(name) == {}:  # all of its fields are of earlier builds
+            del place[name]
     return tree
 
 

@@ -191,24 +191,6 @@ class AsyncConfig(Section):
     )
 
 
-class AgreementConfig(Section):
-    """Warnings when generation engine and trainer disagree about log-probs of the same weights."""
-
-    max_difference: PositiveFloat = Field(
-        0.05, description="mean absolute difference per token, in nats, above which a step warns"
-    )
-    max_growth: Annotated[float, Field(gt=1)] = Field(
-        4.0, description="a step warns when the mean of the last ``window`` steps is this many times that of the first"
-    )
-    window: Positive = Field(8, description="steps in one mean for max_growth")
-    sample_tokens: NonNegative = Field(
-        2048,
-        description="completion tokens that are scored with the version that sampled them, if the batch has none of the"
-        " current one; costs a copy of the weights in host memory. 0: never",
-    )
-    floor: PositiveFloat = Field(1e-4, description="nats per token below which growth counts as numerical noise")
-
-
 class ManagerConfig(Section):
     """The GserverManager: admission, routing, weight updates and ledger."""
 
@@ -294,7 +276,6 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     asynchronous: AsyncConfig = AsyncConfig()
     manager: ManagerConfig = ManagerConfig()
-    agreement: AgreementConfig = AgreementConfig()
     train: TrainConfig = TrainConfig()
     weights: WeightsConfig = WeightsConfig()
     roles: Annotated[dict[Name, RoleConfig], AfterValidator(with_built_in_roles)] = Field(

@@ -33,7 +33,6 @@ class NormalisationConfig(Section):
         "batch", description="divide by the standard deviation over a prompt, over the batch, or not at all"
     )
     leave_one_out: bool = Field(False, description="mean of the other episodes of the prompt (RLOO); needs mean=group")
-    eps: PositiveFloat = Field(1e-6, description="added to the standard deviation")
 
 
 class KLConfig(Section):
@@ -44,9 +43,10 @@ class KLConfig(Section):
         "loss", description="add it to the loss, or subtract it from the reward of each token"
     )
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator per token (docs/algorithms.md)")
-    adaptive: bool = Field(False, description="adapt coef so that the KL approaches target")
-    target: PositiveFloat = Field(0.1, description="KL in nats per token that the adaptive coefficient aims at")
-    horizon: Positive = Field(10000, description="completions over which the adaptive coefficient reacts")
+    target: NonNegativeFloat = Field(
+        0.0, description="adapt coef so that the KL approaches this, in nats per token; 0: coef is fixed"
+    )
+    horizon: Positive = Field(10000, description="completions over which an adaptive coef reacts")
 
 
 class CriticConfig(Section):
@@ -54,21 +54,14 @@ class CriticConfig(Section):
 
     enabled: bool = Field(False, description="train a critic")
     eps_clip: NonNegativeFloat = Field(0.2, description="clip range of the value around its old prediction; 0: off")
-    loss: Literal["mse", "huber"] = Field("mse", description="squared error, or Huber loss")
-    huber_delta: PositiveFloat = Field(10.0, description="error above which the Huber loss is linear")
+    huber_delta: NonNegativeFloat = Field(
+        0.0, description="Huber loss, linear above this error, in place of the squared error; 0: off"
+    )
     value_norm: Literal["none", "exponential", "moving"] = Field(
         "none", description="predict returns in units of their running mean and standard deviation"
     )
-    value_norm_beta: OpenProbability = Field(0.995, description="decay of the exponential statistics at each update")
     minibatches: Positive = Field(4, description="optimizer steps of the critic per train step")
     warmup_steps: NonNegative = Field(0, description="first train steps in which only the critic learns")
-
-
-class RewardModelConfig(Section):
-    """A reward model (role reward) scores whole episodes. weight * score is added to the verifier's reward."""
-
-    enabled: bool = Field(False, description="use a reward model")
-    weight: float = Field(1.0, description="factor of the score")
 
 
 class OverlongConfig(Section):
@@ -156,7 +149,9 @@ class PPOConfig(Section):
     entropy_coef: SmallFloat = Field(0.0, description="entropy bonus: subtract coef * mean entropy from the loss")
     kl: KLConfig = KLConfig()
     critic: CriticConfig = CriticConfig()
-    reward_model: RewardModelConfig = RewardModelConfig()
+    reward_model_weight: float = Field(
+        0.0, description="add this times the score of a reward model (role reward) to the verifier's reward; 0: none"
+    )
     early_stop_ratio: NonNegativeFloat = Field(
         0.0, description="skip the remaining minibatches of a step when the mean ratio u exceeds this; 0: off"
     )
@@ -316,6 +311,8 @@ class TrainConfig(Section):
         "none", description="move this of the actor to host memory between calls; other roles: roles.*.offload"
     )
     lora: LoraConfig = LoraConfig()
-    max_skipped_steps: Positive = Field(
-        5, description="optimizer steps skipped in a row for NaN or inf before the run ends and names the samples"
+    engine_check: NonNegativeFloat = Field(
+        0.05,
+        description="warn when the log-probs of generation engine and trainer differ by more than this for the same"
+        " weights, in nats per token (docs/manager.md); costs a copy of the weights in host memory. 0: no check",
     )

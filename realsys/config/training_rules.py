@@ -87,8 +87,8 @@ def _check_rewards(config: Config) -> None:
         raise ConfigError(
             "train.ppo.overlong.buffer", ppo.overlong.buffer, f"must not exceed max_new_tokens ({longest})"
         )
-    if ppo.reward_model.enabled and not config.roles["reward"].path:
-        problem = "train.ppo.reward_model.enabled needs a reward model: set an HF *ForSequenceClassification directory"
+    if ppo.reward_model_weight and not config.roles["reward"].path:
+        problem = "train.ppo.reward_model_weight needs a reward model: set an HF *ForSequenceClassification directory"
         raise ConfigError("roles.reward.path", "", problem)
 
 
@@ -132,8 +132,8 @@ def _check_loss(config: Config) -> None:
     if 0 < ppo.early_stop_ratio <= 1:
         problem = "must be above 1, the mean of u before the first update, or 0 for off"
         raise ConfigError("train.ppo.early_stop_ratio", ppo.early_stop_ratio, problem)
-    if ppo.kl.adaptive and not ppo.kl.coef:
-        raise ConfigError("train.ppo.kl.coef", 0.0, "must be above 0 if train.ppo.kl.adaptive is true")
+    if ppo.kl.target and not ppo.kl.coef:
+        raise ConfigError("train.ppo.kl.coef", 0.0, "must be above 0 to approach train.ppo.kl.target")
 
 
 def _check_advantages(config: Config) -> None:

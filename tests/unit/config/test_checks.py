@@ -95,7 +95,7 @@ WRONG = [
     (["train.ppo.kl.coef=0.1", "allocation=sglang.d1+d1,ref.p4"], "allocation", "fewer than p4 of role ref"),
     (["train.ppo.early_stop_ratio=1.0"], "train.ppo.early_stop_ratio", "must be above 1"),
     (["train.ppo.kl.coef=0.1", "roles.ref.offload=optimizer"], "roles.ref.offload", "must be none or all"),
-    (["train.ppo.reward_model.enabled=true"], "roles.reward.path", "ForSequenceClassification"),
+    (["train.ppo.reward_model_weight=1"], "roles.reward.path", "ForSequenceClassification"),
     # settings of the algorithm that exclude each other
     (["train.ppo.algorithm=my_ppo"], "train.ppo.algorithm", "unknown algorithm: use one of ppo, or package.module:"),
     (["train.ppo.algorithm=no_such_module:f"], "train.ppo.algorithm", "no module named 'no_such_module'"),
@@ -107,7 +107,7 @@ WRONG = [
     (["train.ppo.loss_args={eps: 0.2}"], "train.ppo.loss_args", "must be empty for loss=ppo"),
     (["train.ppo.loss=gspo", "train.ppo.c_clip=3"], "train.ppo.c_clip", "loss=gspo"),
     ([*TRUNCATE, "train.ppo.behav_imp_weight_cap=0"], "train.ppo.behav_imp_weight_mode", "needs a cap: set"),
-    (["train.ppo.kl.adaptive=true"], "train.ppo.kl.coef", "must be above 0"),
+    (["train.ppo.kl.target=0.1"], "train.ppo.kl.coef", "must be above 0"),
     (["train.ppo.filter.min=0.9", "train.ppo.filter.max=0.1"], "train.ppo.filter.min", "filter.max (0.1)"),
     (["rollout.group_size=1", "train.ppo.filter.equal_rewards=true"], "rollout.group_size", "at least 2 episodes"),
     (["rollout.group_size=4", "rollout.keep.episodes=4"], "rollout.keep.episodes", "below rollout.group_size (4)"),

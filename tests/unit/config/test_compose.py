@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from realsys.config.compose import compose, fields, with_overrides
 from realsys.config.dataflow import dataflow_of, role_settings
-from realsys.config.fields import CONSTANT, RENAMED
+from realsys.config.fields import CONSTANT, EXPRESSED, RENAMED
 from realsys.config.machine import Machine
 from realsys.config.paths import read_config, write_config
 from realsys.config.rules import check
@@ -149,7 +150,7 @@ WRONG_VALUES = [
     ("train.ppo.eps_clip_higher=28", "less than or equal to 10"),
     ("generation.sampling.temperature=100", "less than or equal to 10"),
     ("rollout.reward.correct=.nan", "finite number"),
-    ("train.ppo.reward_model.weight=.inf", "finite number"),
+    ("train.ppo.reward_model_weight=.inf", "finite number"),
     ("manager.routing=stiky", "did you mean sticky?"),
     ("trial=7", "must be text"),
     ("trial=a/b", "letters, digits"),
@@ -236,13 +237,14 @@ def test_dump_that_is_not_ours_is_named(tmp_path: Path, text: str | None) -> Non
         read_config(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("field", [*RENAMED, *CONSTANT])
+@pytest.mark.parametrize("field", [*RENAMED, *EXPRESSED, *CONSTANT])
 def test_field_of_an_earlier_build_is_refused_and_a_stored_one_is_read(
     tmp_path: Path, field: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(["experiment=arith", f"+{field}=7"])
-    told = f"is {RENAMED[field]} now" if field in RENAMED else f"it is always {CONSTANT[field]}"
+    new = RENAMED.get(field) or EXPRESSED.get(field, ("",))[0]
+    told = f"is {new} now" if new else f"it is always {CONSTANT[field]}"
     assert f"{field}=7: " in str(caught.value) and told in str(caught.value) and caught.value.exit_code == 2
     value, present, warning = STORED.get(field, (7, [], f"{field}=7 has no effect"))
     config = read_config(stored(tmp_path, {field: value}))
@@ -253,6 +255,12 @@ def test_field_of_an_earlier_build_is_refused_and_a_stored_one_is_read(
 #: field of an earlier build -> a value of a stored trial, what it is now, and the warning
 STORED = {
     "asynchronous.max_head_offpolicyness": (7, ["asynchronous.max_staleness=7"], ""),
+    "agreement.max_difference": (0.5, ["train.engine_check=0.5"], ""),
+    "agreement.sample_tokens": (0, ["train.engine_check=0"], ""),
+    "train.ppo.critic.loss": ("mse", ["train.ppo.critic.huber_delta=0"], ""),
+    "train.ppo.kl.adaptive": (False, ["train.ppo.kl.target=0"], ""),
+    "train.ppo.reward_model.enabled": (False, ["train.ppo.reward_model_weight=0"], ""),
+    "train.ppo.reward_model.weight": (0.5, ["train.ppo.reward_model_weight=0.5"], ""),
     "roles.custom": ({"teacher": {"path": "/t"}}, ["roles.teacher.path=/t"], ""),
     "rollout.reward.judge": ({"model": "m"}, [], ""),
 }
@@ -262,10 +270,11 @@ def stored(folder: Path, values: Mapping[str, object]) -> Path:
     """Write the file of a trial with fields of an earlier build, and without those that replaced them."""
     tree = Config().model_dump(mode="json")
     for field, value in values.items():
+        if field in RENAMED:
+            *sections, name = RENAMED[field].split(".")
+            functools.reduce(operator.getitem, sections, tree).pop(name)
         *sections, name = field.split(".")
-        place = functools.reduce(lambda inner, section: inner.setdefault(section, {}), sections, tree)
-        place.pop(RENAMED.get(field, "").rpartition(".")[2], None)
-        place[name] = value
+        functools.reduce(lambda inner, section: inner.setdefault(section, {}), sections, tree)[name] = value
     path = folder / "config.json"
     path.write_text(json.dumps(tree))
     return path
