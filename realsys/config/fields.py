@@ -44,6 +44,7 @@ RENAMED: Mapping[str, str] = {
 #: fields of earlier builds that another field expresses now -> that field, and its value from a stored one, if not None
 EXPRESSED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "agreement.sample_tokens": ("train.engine_check", lambda tokens: None if tokens else 0.0),
+    "rollout.agent_limits.tool_s": ("rollout.agent_args.tool_s", lambda seconds: None if seconds == 30.0 else seconds),
     "train.ppo.critic.loss": ("train.ppo.critic.huber_delta", lambda loss: 0.0 if loss == "mse" else None),
     "train.ppo.kl.adaptive": ("train.ppo.kl.target", lambda adaptive: None if adaptive else 0.0),
     "train.ppo.reward_model.enabled": ("train.ppo.reward_model_weight", lambda enabled: None if enabled else 0.0),
@@ -58,6 +59,11 @@ CONSTANT: Mapping[str, object] = {
     "manager.blame_reporters": 2,
     "manager.blame_window_s": 30.0,
     "manager.blame_wrong_reports": 3,
+    "rollout.agent_limits.blocking_s": 10.0,
+    "rollout.agent_limits.processes": 64,
+    "rollout.gateway.max_body": 32 << 20,
+    "rollout.gateway.max_in_flight": 32,
+    "rollout.gateway.retry_window_s": 60.0,
     "rollout.reward.service_items": 4096,
     "telemetry.span_mib": 32,
     "train.max_skipped_steps": 5,

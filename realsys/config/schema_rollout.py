@@ -23,14 +23,9 @@ class AgentLimitsConfig(Section):
         description="tokens of the longest row of an agent that does not tell it: the prompt and all that follows; 0:"
         " data.max_prompt_tokens + max_new_tokens",
     )
-    blocking_s: PositiveFloat = Field(
-        10.0, description="seconds for which an async run in the RolloutWorker may block it; longer: the episode fails"
-    )
-    tool_s: PositiveFloat = Field(30.0, description="seconds that the built-in tools of one episode may take together")
     memory_mb: Positive = Field(
         2048, description="MiB that an episode in a process may allocate; all of its processes together twice as much"
     )
-    processes: Positive = Field(64, description="processes that an episode in a process may start at a time")
 
 
 class GatewayConfig(Section):
@@ -51,12 +46,7 @@ class GatewayConfig(Section):
     reasoning_format: Literal["auto", "none", "think"] = Field(
         "auto", description="how the model marks its reasoning: auto (by its chat template), none, or <think> tags"
     )
-    max_body: Positive = Field(32 << 20, description="bytes of the body of one request")
-    max_in_flight: Positive = Field(32, description="completions of one episode that are sampled at a time")
     max_sampled_tokens: NonNegative = Field(0, description="tokens that one episode may sample; 0: no bound")
-    retry_window_s: PositiveFloat = Field(
-        60.0, description="seconds in which an agent that lost its connection gets the same completion again"
-    )
 
 
 # ---- rewards

@@ -26,9 +26,7 @@ from realsys.types import SampleMeta
 log = logging.getLogger(__name__)
 
 PREFIX = "agreement/"  # prefix of the statistics
-SAMPLE_TOKENS = (
-    2048  # that are scored with kept weights: their mean is exact to a few percent, and no step notices them
-)
+SAMPLE_TOKENS = 2048  # scored with kept weights: the mean is exact to a few percent, and takes no time to speak of
 _WINDOW = 8  # steps in one mean: single batches differ by a factor of two
 _GROWTH = 4.0  # of a mean since the first steps, above which it drifts
 _FLOOR = 1e-4  # nats per token below which growth is numerical noise

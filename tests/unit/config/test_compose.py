@@ -261,6 +261,7 @@ STORED = {
     "train.ppo.kl.adaptive": (False, ["train.ppo.kl.target=0"], ""),
     "train.ppo.reward_model.enabled": (False, ["train.ppo.reward_model_weight=0"], ""),
     "train.ppo.reward_model.weight": (0.5, ["train.ppo.reward_model_weight=0.5"], ""),
+    "rollout.agent_limits.tool_s": (7.0, ["rollout.agent_args.tool_s=7.0"], ""),
     "roles.custom": ({"teacher": {"path": "/t"}}, ["roles.teacher.path=/t"], ""),
     "rollout.reward.judge": ({"model": "m"}, [], ""),
 }

@@ -20,6 +20,7 @@ from realsys.model_calls import MfcRequest
 from realsys.train.megatron.device import Device
 from realsys.train.step_gate import SettleRequest, StepAbandoned, StepGate
 from realsys.train.worker.call_handlers import CallOutcome, Role, find_handler, find_hook
+from realsys.train.worker.optimizer_steps import MAX_SKIPPED_STEPS
 from realsys.types import SequenceRef
 from tests.support.training.ppo_batch import Worker, make_batch, whole
 from tests.support.training.train_ranks import run_ranks
