@@ -37,8 +37,10 @@ Offload = Literal["none", "optimizer", "all"]
 RENAMED: Mapping[str, str] = {
     "asynchronous.max_head_offpolicyness": "asynchronous.max_staleness",
     "agreement.max_difference": "train.engine_check",
+    "generation.threads": "cluster.threads",
     "roles.custom": "roles",
     "rollout.reward.judge": "data.verifier_args",
+    "train.threads": "cluster.threads",
     "train.ppo.reward_model.weight": "train.ppo.reward_model_weight",
 }
 #: fields of earlier builds that another field expresses now -> that field, and its value from a stored one, if not None
@@ -54,11 +56,18 @@ CONSTANT: Mapping[str, object] = {
     "agreement.floor": 1e-4,
     "agreement.max_growth": 4.0,
     "agreement.window": 8,
+    "asynchronous.max_reissues": 2,
     "cluster.stop_progress_s": 20.0,
+    "data.curriculum.floor": 0.1,
     "evaluation.hold_share": 0.25,
+    "generation.embedded.prefill_tokens": 1024,
+    "generation.progress_timeout_s": 600.0,
+    "generation.sglang.max_restarts": 5,
     "manager.blame_reporters": 2,
     "manager.blame_window_s": 30.0,
     "manager.blame_wrong_reports": 3,
+    "manager.rolling_fraction": 0.5,
+    "manager.rolling_retry_timeout_s": 30.0,
     "rollout.agent_limits.blocking_s": 10.0,
     "rollout.agent_limits.processes": 64,
     "rollout.gateway.max_body": 32 << 20,
@@ -69,6 +78,7 @@ CONSTANT: Mapping[str, object] = {
     "train.max_skipped_steps": 5,
     "train.ppo.advantage.eps": 1e-6,
     "train.ppo.critic.value_norm_beta": 0.995,
+    "weights.full_every": 8,
 }
 _JUDGE = "rollout.reward.judge"
 

@@ -111,9 +111,6 @@ class EmbeddedConfig(Section):
     context_length: NonNegative = Field(
         0, description="tokens per sequence; 0: the longest sequence that the agent can make"
     )
-    prefill_tokens: Annotated[int, Field(ge=64)] = Field(
-        1024, description="prompt tokens computed between two decoding steps: bounds how long running sequences wait"
-    )
     cache_rows: NonNegative = Field(
         0,
         description="sequences that have room in the KV cache in addition to max_running. Rows of sequences that have "
@@ -136,7 +133,6 @@ class SglangConfig(Section):
     start_timeout_s: PositiveFloat = Field(
         600.0, description="seconds that SGLang may take to start and load the model"
     )
-    max_restarts: NonNegative = Field(5, description="restarts in a row of an SGLang that died or hung")
     silence_timeout_s: float = Field(
         180.0, ge=30, description="seconds without a token, while requests wait, after which SGLang is restarted"
     )
@@ -150,16 +146,9 @@ class GenerationConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SglangConfig = SglangConfig()
-    progress_timeout_s: float = Field(
-        600.0,
-        ge=30,
-        description="seconds without a new token, and without progress of the queue before it, after which a request"
-        " moves to another server",
-    )
     progress_s: PositiveFloat = Field(
         2.0, description="seconds of sampling that the death of a server can cost: it sends new tokens this often"
     )
-    threads: Positive = Field(1, description="torch threads of one server on CPU")
 
 
 class AsyncConfig(Section):
@@ -172,9 +161,6 @@ class AsyncConfig(Section):
         "train",
         description="tokens older than max_staleness versions: train them, mask them out of the loss, or drop their "
         "group and issue its prompt again",
-    )
-    max_reissues: Annotated[int, Field(ge=0, le=100)] = Field(
-        2, description="stale_policy=drop: times that a prompt is issued again; after them its old tokens are masked"
     )
     interruptible: bool = Field(
         True, description="update weights in the middle of completions; false: wait until they have ended"
@@ -199,13 +185,7 @@ class ManagerConfig(Section):
         "sticky", description="strategy that chooses the server of a request (docs/manager.md)"
     )
     weight_update_mode: Literal["all_at_once", "rolling"] = Field(
-        "all_at_once", description="update all servers together, or a part of them at a time"
-    )
-    rolling_fraction: OpenProbability = Field(
-        0.5, description="share of the serving servers that update together in rolling mode; at least one server"
-    )
-    rolling_retry_timeout_s: PositiveFloat = Field(
-        30.0, description="seconds after which the next servers no longer wait for a server that still updates"
+        "all_at_once", description="update all servers together, or half of them at a time"
     )
     update_timeout_s: PositiveFloat = Field(600.0, description="seconds that one server may take for one weight update")
     rollout_lease_s: PositiveFloat = Field(
@@ -229,7 +209,6 @@ class WeightsConfig(Section):
         description="auto: store only the changed elements of a tensor if that is smaller;"
         " trainer ranks then hold a copy of their share in host memory",
     )
-    full_every: Positive = Field(8, description="with delta: versions after which a changing tensor is stored whole")
     storage_readers: NonNegative = Field(
         0,
         description="hosts that read a version from the shared storage at a time; the others read it over HTTP"

@@ -149,6 +149,7 @@ class ClusterConfig(Section):
         "ranks",
         description="bind processes with a GPU to the cores of its NUMA node: none, training ranks, or also servers",
     )
+    threads: Positive = Field(1, description="torch threads of a training rank, or of a generation server, on CPU")
     share_gpus: bool = Field(
         False, description="let servers use GPUs that training ranks or other servers have, if there are too few"
     )

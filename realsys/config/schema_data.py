@@ -83,9 +83,6 @@ class CurriculumConfig(Section):
 
     min: Probability = Field(0.0, description="a prompt with a lower success rate is shown less often")
     max: Probability = Field(1.0, description="a prompt with a higher success rate is shown less often")
-    floor: Annotated[float, Field(ge=0.01, le=1)] = Field(
-        0.1, description="probability that such a prompt is shown all the same when it is its turn"
-    )
 
     @property
     def enabled(self) -> bool:

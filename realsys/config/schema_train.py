@@ -278,7 +278,6 @@ class TrainConfig(Section):
         description="fewest micro-batches per minibatch and rank, if it has as many sequences;"
         " 0: 4 per pipeline stage, or 1 without a pipeline",
     )
-    threads: Positive = Field(1, description="torch threads of one rank on CPU")
     optimizer: OptimizerConfig = OptimizerConfig()
     ppo: PPOConfig = PPOConfig()
     balance: Literal["tokens", "flops"] = Field(

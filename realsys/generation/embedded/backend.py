@@ -68,7 +68,7 @@ class EmbeddedBackend(Backend):
         from realsys.generation.embedded.prefix_cache import KvPolicy
 
         config, updates = self.config, self.config.asynchronous
-        torch.set_num_threads(config.generation.threads)
+        torch.set_num_threads(config.cluster.threads)
         engine = build_engine(
             parts.model_path,
             config.generation,

@@ -262,6 +262,8 @@ STORED = {
     "train.ppo.reward_model.enabled": (False, ["train.ppo.reward_model_weight=0"], ""),
     "train.ppo.reward_model.weight": (0.5, ["train.ppo.reward_model_weight=0.5"], ""),
     "rollout.agent_limits.tool_s": (7.0, ["rollout.agent_args.tool_s=7.0"], ""),
+    "generation.threads": (7, ["cluster.threads=7"], ""),
+    "train.threads": (7, ["cluster.threads=7"], ""),
     "roles.custom": ({"teacher": {"path": "/t"}}, ["roles.teacher.path=/t"], ""),
     "rollout.reward.judge": ({"model": "m"}, [], ""),
 }
