@@ -43,8 +43,17 @@ RENAMED: Mapping[str, str] = {
     "train.threads": "cluster.threads",
     "train.ppo.reward_model.weight": "train.ppo.reward_model_weight",
 }
+
+
+def _option(name: str) -> tuple[str, Callable[[Any], Any]]:
+    return "cluster.slurm.options", lambda value: [f"--{name}={value}"] if value else None
+
+
 #: fields of earlier builds that another field expresses now -> that field, and its value from a stored one, if not None
 EXPRESSED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "cluster.slurm.constraint": _option("constraint"),
+    "cluster.slurm.qos": _option("qos"),
+    "cluster.slurm.reservation": _option("reservation"),
     "agreement.sample_tokens": ("train.engine_check", lambda tokens: None if tokens else 0.0),
     "rollout.agent_limits.tool_s": ("rollout.agent_args.tool_s", lambda seconds: None if seconds == 30.0 else seconds),
     "train.ppo.critic.loss": ("train.ppo.critic.huber_delta", lambda loss: 0.0 if loss == "mse" else None),
@@ -112,7 +121,7 @@ def with_present_names(tree: object) -> object:
             new, expressed = EXPRESSED[field]
             place, name = _place(tree, new)
             if (value := expressed(value)) is not None:
-                place[name] = value
+                place[name] = value + place.get(name, []) if isinstance(value, list) else value
         elif value != CONSTANT[field]:
             log.warning("config.json: %s=%r has no effect: it is always %r now", field, value, CONSTANT[field])
     for section in {field.rpartition(".")[0] for field in (*RENAMED, *EXPRESSED, *CONSTANT)} - {""}:

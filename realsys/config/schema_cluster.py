@@ -82,9 +82,6 @@ class SlurmConfig(Section):
 
     partition: str = Field("", description="partition; empty: the default of the cluster, as in all fields below")
     account: str = Field("", description="account to charge")
-    qos: str = Field("", description="quality of service")
-    reservation: str = Field("", description="reservation")
-    constraint: str = Field("", description="features that the nodes must have")
     time: str = Field(
         "",
         description='time limit, as `D-HH:MM:SS`, `HH:MM:SS` (in a file in quotes: `"24:00:00"`), minutes below 3600',
@@ -95,10 +92,14 @@ class SlurmConfig(Section):
         300, description="seconds before the time limit at which the run takes a checkpoint and is queued again"
     )
     requeue: bool = Field(True, description="queue the job again at its time limit, and if it loses its first node")
-    options: list[str] = Field([], description="further options of sbatch (`--mail-type=END`), one per entry")
+    options: list[str] = Field(
+        [], description="further options of sbatch (`--qos=high`, `--constraint=ib`), one per entry"
+    )
     setup: list[str] = Field([], description="lines of the batch script before the run (`module load cuda/12.4`)")
     cpu_partition: str = Field("", description="partition of the nodes without GPUs (cluster.cpu_nodes)")
-    cpu_options: list[str] = Field([], description="further options of sbatch for them (`--constraint=amd`)")
+    cpu_options: list[str] = Field(
+        [], description="options of sbatch for them, in place of options (`--constraint=amd`)"
+    )
     srun: list[str] = Field([], description="further options of the srun that starts the agents")
     container: ContainerConfig = ContainerConfig()
 

@@ -63,8 +63,8 @@ NO_VERSION = -1
 UNSEEN_GRACE_S = 10.0
 
 
-#: stale_policy=drop: times that a prompt is issued again before its old tokens are masked. A group that is too old three
-#: times takes longer than max_staleness steps every time.
+#: stale_policy=drop: times that a prompt is issued again before its old tokens are masked. A third try would be
+#: too old, too, because its completions take longer than max_staleness steps.
 MAX_REISSUES = 2
 CURRICULUM_FLOOR = 0.1  # probability of a prompt outside of the curriculum: it is measured again every tenth epoch
 ROLLING_SHARE = 0.5  # of the serving servers, at least one, that update together in rolling mode

@@ -264,6 +264,10 @@ STORED = {
     "rollout.agent_limits.tool_s": (7.0, ["rollout.agent_args.tool_s=7.0"], ""),
     "generation.threads": (7, ["cluster.threads=7"], ""),
     "train.threads": (7, ["cluster.threads=7"], ""),
+    **{
+        f"cluster.slurm.{name}": ("x", [f"cluster.slurm.options=['--{name}=x']"], "")
+        for name in ("constraint", "qos", "reservation")
+    },
     "roles.custom": ({"teacher": {"path": "/t"}}, ["roles.teacher.path=/t"], ""),
     "rollout.reward.judge": ({"model": "m"}, [], ""),
 }
