@@ -33,7 +33,7 @@ _OF_TRAINING = {
     "roles": with_built_in_roles({}),
     "warmup": WarmupConfig(),
     "checkpoint": CheckpointConfig(every_steps=0, at_end=False, on_stop=False),
-    "record": RecordConfig(samples=False),
+    "record": RecordConfig(keep_steps=0),
     "asynchronous": AsyncConfig(),
     "weights": WeightsConfig(),
 }

@@ -276,6 +276,9 @@ def _explain(error: ErrorDetails) -> tuple[str, object, str]:
     if now := present_name(path):
         return path, value, now
     if error["type"] == "extra_forbidden":
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            if now := present_name(f"{path}.{name}"):  # its section is of an earlier build, too
+                return f"{path}.{name}", inner, now
         return path, value, f"unknown field{_did_you_mean_field(path)}"
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return path, value, f"is a section: set one of its fields, e.g. {path}.{_first_field(path)}"

@@ -37,10 +37,11 @@ Offload = Literal["none", "optimizer", "all"]
 RENAMED: Mapping[str, str] = {
     "asynchronous.max_head_offpolicyness": "asynchronous.max_staleness",
     "agreement.max_difference": "train.engine_check",
-    "generation.threads": "cluster.threads",
+    "generation.sampling.frequency_penalty": "generation.sampling.penalties.frequency",
+    "generation.sampling.presence_penalty": "generation.sampling.penalties.presence",
+    "generation.sampling.repetition_penalty": "generation.sampling.penalties.repetition",
     "roles.custom": "roles",
     "rollout.reward.judge": "data.verifier_args",
-    "train.threads": "cluster.threads",
     "train.ppo.reward_model.weight": "train.ppo.reward_model_weight",
 }
 
@@ -51,14 +52,21 @@ def _option(name: str) -> tuple[str, Callable[[Any], Any]]:
 
 #: fields of earlier builds that another field expresses now -> that field, and its value from a stored one, if not None
 EXPRESSED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "agreement.sample_tokens": ("train.engine_check", lambda tokens: None if tokens else 0.0),
     "cluster.slurm.constraint": _option("constraint"),
     "cluster.slurm.qos": _option("qos"),
     "cluster.slurm.reservation": _option("reservation"),
-    "agreement.sample_tokens": ("train.engine_check", lambda tokens: None if tokens else 0.0),
+    "generation.embedded.on_gpu": ("model.small_on_gpu", lambda allowed: allowed or None),
+    "generation.threads": ("cluster.threads", lambda threads: None if threads == 1 else threads),
+    "model.float32_on_gpu": ("model.small_on_gpu", lambda allowed: allowed or None),
+    "record.samples": ("record.keep_steps", lambda samples: None if samples else 0),
     "rollout.agent_limits.tool_s": ("rollout.agent_args.tool_s", lambda seconds: None if seconds == 30.0 else seconds),
+    "train.optimizer.momentum": ("train.optimizer.beta1", lambda momentum: None),
     "train.ppo.critic.loss": ("train.ppo.critic.huber_delta", lambda loss: 0.0 if loss == "mse" else None),
     "train.ppo.kl.adaptive": ("train.ppo.kl.target", lambda adaptive: None if adaptive else 0.0),
     "train.ppo.reward_model.enabled": ("train.ppo.reward_model_weight", lambda enabled: None if enabled else 0.0),
+    "train.threads": ("cluster.threads", lambda threads: None if threads == 1 else threads),
+    "warmup.optimizer.momentum": ("warmup.optimizer.beta1", lambda momentum: None),
 }
 #: fields of earlier builds that are constants now, in the module of the part that uses them
 CONSTANT: Mapping[str, object] = {
@@ -66,11 +74,14 @@ CONSTANT: Mapping[str, object] = {
     "agreement.max_growth": 4.0,
     "agreement.window": 8,
     "asynchronous.max_reissues": 2,
+    "cluster.ray.namespace": "",
     "cluster.stop_progress_s": 20.0,
     "data.curriculum.floor": 0.1,
+    "evaluation.hold_s": 600.0,
     "evaluation.hold_share": 0.25,
     "generation.embedded.prefill_tokens": 1024,
     "generation.progress_timeout_s": 600.0,
+    "generation.sglang.max_answers": 8192,
     "generation.sglang.max_restarts": 5,
     "manager.blame_reporters": 2,
     "manager.blame_window_s": 30.0,
@@ -84,9 +95,12 @@ CONSTANT: Mapping[str, object] = {
     "rollout.gateway.retry_window_s": 60.0,
     "rollout.reward.service_items": 4096,
     "telemetry.span_mib": 32,
+    "telemetry.tracker_finish_s": 10,
     "train.max_skipped_steps": 5,
+    "train.optimizer.decoupled_weight_decay": True,
     "train.ppo.advantage.eps": 1e-6,
     "train.ppo.critic.value_norm_beta": 0.995,
+    "warmup.optimizer.decoupled_weight_decay": True,
     "weights.full_every": 8,
 }
 _JUDGE = "rollout.reward.judge"
@@ -97,7 +111,7 @@ def present_name(path: str) -> str | None:
     for old, new in (*RENAMED.items(), *((old, new) for old, (new, _) in EXPRESSED.items())):
         if f"{path}.".startswith(f"{old}."):
             return f"is {new}{path.removeprefix(old)} now"
-    return f"is no setting any more: it is always {CONSTANT[path]}" if path in CONSTANT else None
+    return f"is no setting any more: it is always {CONSTANT[path]!r}" if path in CONSTANT else None
 
 
 def with_present_names(tree: object) -> object:
@@ -111,40 +125,46 @@ def with_present_names(tree: object) -> object:
             continue
         value = place.pop(name)
         if field == _JUDGE:
-            _give_to_judges(tree, value)
+            for user in (_place(tree, "data.verifier")[0], *_entries(tree, "evaluation.sets")):
+                if user.get("verifier") == "judge":
+                    user["verifier_args"] = value
         elif field in RENAMED:
-            place, name = _place(tree, RENAMED[field])
+            place, name = _place(tree, RENAMED[field], make=True)
             present = place.setdefault(name, value)
             if present is not value and isinstance(present, dict) and isinstance(value, dict):
                 place[name] = value | present
         elif field in EXPRESSED:
             new, expressed = EXPRESSED[field]
-            place, name = _place(tree, new)
             if (value := expressed(value)) is not None:
-                place[name] = value + place.get(name, []) if isinstance(value, list) else value
+                place, name = _place(tree, new, make=True)
+                place[name] = [*value, *place.get(name, [])] if isinstance(value, list) else value
         elif value != CONSTANT[field]:
             log.warning("config.json: %s=%r has no effect: it is always %r now", field, value, CONSTANT[field])
-    for section in {field.rpartition(".")[0] for field in (*RENAMED, *EXPRESSED, *CONSTANT)} - {""}:
+    for role in _entries(tree, "roles"):
+        for name in ("decoupled_weight_decay", "momentum"):  # as in train.optimizer
+            role.get("optimizer", {}).pop(name, None)
+    for section in {field.rpartition(".")[0] for field in (*RENAMED, *EXPRESSED, *CONSTANT)}:
         place, name = _place(tree, section)
         if place.get(name) == {}:  # all of its fields are of earlier builds
             del place[name]
     return tree
 
 
-def _place(tree: object, field: str) -> tuple[dict[str, Any], str]:
-    """Return the section of a field, an empty one if the tree has none, and the name of the field in it."""
+def _place(tree: object, field: str, *, make: bool = False) -> tuple[dict[str, Any], str]:
+    """Return the section of a field, and the field's name in it. A section that is missing is made, or empty."""
     *sections, name = field.split(".")
     for section in sections:
+        if make and isinstance(tree, dict):
+            tree.setdefault(section, {})
         tree = tree.get(section) if isinstance(tree, dict) else None
     return (tree if isinstance(tree, dict) else {}), name
 
 
-def _give_to_judges(tree: object, arguments: object) -> None:
-    """Make the settings of the judge the arguments of each verifier that is the judge."""
-    sets, name = _place(tree, "evaluation.sets")
-    for user in (_place(tree, "data.verifier")[0], *(sets.get(name) or {}).values()):
-        if user.get("verifier") == "judge":
-            user["verifier_args"] = arguments
+def _entries(tree: object, field: str) -> list[dict[str, Any]]:
+    """Return the sections in a mapping."""
+    place, name = _place(tree, field)
+    entries = place.get(name)
+    return [entry for entry in entries.values() if isinstance(entry, dict)] if isinstance(entries, dict) else []
 
 
 #: regular expression of a field -> what its text must be, for the error

@@ -58,14 +58,26 @@ class ModelConfig(Section):
         TinyModelConfig(), description="sizes of the model that is made if path is empty (docs/data.md)"
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the parameters of every role")
-    float32_on_gpu: bool = Field(
+    small_on_gpu: bool = Field(
         False,
-        description="allow float32 on GPUs, for small models: without the attention kernel memory grows with the square"
-        " of the length",
+        description="the model is small: allow float32 on GPUs, whose attention takes memory with the square of the"
+        " length, and the embedded engine, which has neither CUDA graphs nor a paged KV cache",
     )
     head_dtype: Literal["model", "float32"] = Field(
         "model",
         description="dtype of the logits, in training and on the servers: model.dtype, or float32 (docs/models.md)",
+    )
+
+
+class PenaltyConfig(Section):
+    """Penalties of tokens that the completion contains."""
+
+    repetition: Annotated[float, Field(ge=1e-3, le=2)] = Field(
+        1.0, description="divides positive, multiplies negative logits; 1: off"
+    )
+    presence: Annotated[float, Field(ge=-2, le=2)] = Field(0.0, description="subtracted from the logit; 0: off")
+    frequency: Annotated[float, Field(ge=-2, le=2)] = Field(
+        0.0, description="subtracted from the logit once per occurrence; 0: off"
     )
 
 
@@ -81,14 +93,10 @@ class SamplingConfig(Section):
     min_p: Probability = Field(
         0.0, description="cut tokens less probable than this share of the most probable one; 0: off"
     )
-    repetition_penalty: Annotated[float, Field(ge=1e-3, le=2)] = Field(
-        1.0, description="divides positive, multiplies negative logits of tokens that the completion contains; 1: off"
-    )
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = Field(
-        0.0, description="subtracted from the logit of each token that the completion contains; 0: off"
-    )
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = Field(
-        0.0, description="subtracted from the logit of a token once per occurrence in the completion; 0: off"
+    penalties: PenaltyConfig = Field(
+        PenaltyConfig(),
+        description="repetition (1: off), presence and frequency (0: off) penalties of tokens that the completion"
+        " contains (docs/generation.md)",
     )
     stop: list[Annotated[str, Field(min_length=1)]] = Field([], description="texts that end a completion")
     stop_token_ids: list[NonNegative] = Field([], description="token ids that end a completion, besides end of text")
@@ -102,10 +110,6 @@ class SamplingConfig(Section):
 class EmbeddedConfig(Section):
     """The embedded engine: continuous batching in torch."""
 
-    on_gpu: bool = Field(
-        False,
-        description="allow this engine on GPUs, for small models: it has neither CUDA graphs nor a paged KV cache",
-    )
     max_running: Positive = Field(64, description="sequences that are decoded together")
     max_queued: Positive = Field(8192, description="sequences that wait in one server; more are refused")
     context_length: NonNegative = Field(
@@ -129,7 +133,6 @@ class SglangConfig(Section):
     args: dict[str, Any] = Field(
         {}, description="options of SGLang's command line; true: the flag without a value, false: leave the flag out"
     )
-    max_answers: Positive = Field(8192, description="completions that run and wait in one server; more are refused")
     start_timeout_s: PositiveFloat = Field(
         600.0, description="seconds that SGLang may take to start and load the model"
     )

@@ -48,7 +48,6 @@ class RayConfig(Section):
     address: str = Field(
         "auto", description="host:port of its head node; auto: `RAY_ADDRESS`, or the cluster of this host"
     )
-    namespace: str = Field("", description="Ray namespace of the actors; empty: one of their own")
     resources: dict[str, PositiveFloat] = Field(
         {}, description="custom resources of each node, beyond the CPUs, GPUs and memory of cluster.*_per_node"
     )
@@ -213,9 +212,6 @@ class TelemetryConfig(Section):
         " or package.module:Class",
     )
     tracker_args: dict[str, dict[str, Any]] = Field({}, description="name of a tracker -> its keyword arguments")
-    tracker_finish_s: Positive = Field(
-        10, description="seconds that the trackers have at the end of a run to deliver what is left"
-    )
     curves_every_s: NonNegativeFloat = Field(
         300.0,
         description="seconds between two drawings of curves.png while the run lasts, in a process of the lowest"

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from realsys.config.fields import (
     NonNegative,
-    NonNegativeFloat,
     Positive,
     PositiveFloat,
     Probability,
@@ -195,9 +194,4 @@ class EvalConfig(Section):
     )
     max_failed: NonNegative = Field(
         0, description="completions of an evaluation that may fail; with more it is incomplete and has no numbers"
-    )
-    hold_s: NonNegativeFloat = Field(
-        600.0,
-        description="seconds for which an evaluation may delay weight updates, less than"
-        " cluster.request_timeout_s; after them it is incomplete",
     )

@@ -166,14 +166,12 @@ class PPOConfig(Section):
 class OptimizerConfig(Section):
     """Optimizer and learning rate."""
 
-    name: Literal["adam", "sgd"] = Field("adam", description="Adam or SGD with momentum")
+    name: Literal["adam", "sgd"] = Field("adam", description="AdamW, or SGD with momentum")
     lr: LearningRate = Field(2e-5, description="learning rate after its warm-up")
-    beta1: Decay = Field(0.9, description="Adam: decay of the gradient's running mean")
+    beta1: Decay = Field(0.9, description="decay of the gradient's running mean; momentum of sgd")
     beta2: Decay = Field(0.95, description="Adam: decay of the squared gradient's running mean")
     eps: OpenProbability = Field(1e-5, description="Adam: added to the root of the squared gradient's mean")
     weight_decay: SmallFloat = Field(0.05, description="weight decay per step, in units of lr")
-    decoupled_weight_decay: bool = Field(True, description="AdamW; false: add L2 to the gradient")
-    momentum: Decay = Field(0.9, description="momentum of sgd")
     clip_grad: NonNegativeFloat = Field(1.0, description="largest norm of the gradient; 0: no clipping")
     warmup_fraction: Probability = Field(0.001, description="share of all steps over which lr rises linearly")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="lr after its warm-up")
@@ -242,9 +240,10 @@ class CheckpointConfig(Section):
 class RecordConfig(Section):
     """Records of train steps on disk, to read (`realsys samples`) and to repeat (`realsys replay`)."""
 
-    samples: bool = Field(True, description="record every train step (docs/replay.md)")
-    keep_steps: Positive = Field(
-        50, description="newest steps whose records are kept; those after the oldest kept checkpoint always are"
+    keep_steps: NonNegative = Field(
+        50,
+        description="newest train steps whose records are kept (docs/replay.md); those after the oldest kept checkpoint"
+        " always are. 0: no records",
     )
     dropped_groups: NonNegative = Field(
         64,

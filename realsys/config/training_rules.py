@@ -41,7 +41,7 @@ def _check_batch(config: Config, allocation: Allocation, flow: Dataflow) -> None
 
 def can_shard_optimizers(config: Config, flow: Dataflow) -> bool:
     """Return True if ``train.distributed_optimizer`` is possible: Megatron shards AdamW only."""
-    return all(each.name == "adam" and each.decoupled_weight_decay for _, each in _optimizers(config, flow))
+    return all(each.name == "adam" for _, each in _optimizers(config, flow))
 
 
 def _optimizers(config: Config, flow: Dataflow) -> Iterator[tuple[str, OptimizerConfig]]:
@@ -69,11 +69,8 @@ def _check_parallel(config: Config, flow: Dataflow) -> None:
 def _check_sharded(field: str, optimizer: OptimizerConfig) -> None:
     """Refuse other optimizers than AdamW, whose state is to be sharded."""
     if optimizer.name != "adam":
-        problem = "must be adam with train.distributed_optimizer, which cannot shard other optimizers"
+        problem = "must be adam with train.distributed_optimizer, which shards the state of AdamW only"
         raise ConfigError(f"{field}.name", optimizer.name, problem)
-    if not optimizer.decoupled_weight_decay:
-        problem = "must be true with train.distributed_optimizer, which shards the state of AdamW only"
-        raise ConfigError(f"{field}.decoupled_weight_decay", False, problem)
 
 
 def _check_rewards(config: Config) -> None:

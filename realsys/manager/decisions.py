@@ -38,7 +38,7 @@ from realsys.manager.ledger.tickets import OpenTicket, Repeats
 from realsys.manager.messages import BadCall, NoServer, NotRunning, OlderTrainer, RefusalReason
 from realsys.manager.routing.fan_out import FanOut
 from realsys.manager.routing.health import BlameRules
-from realsys.manager.routing.pinned_servers import HoldRules, Holds
+from realsys.manager.routing.pinned_servers import HOLD_S, HoldRules, Holds
 from realsys.manager.routing.placement import Demand, Exactly, Reservations, Router, make_strategy
 from realsys.manager.routing.rollout_workers import (
     HeldAttempt,
@@ -120,7 +120,8 @@ class ManagerSettings:
             interruptible=interruptible,
             pace=Pace(ROLLING_SHARE, TURN_S if interruptible else manager.update_timeout_s) if rolling else Pace(),
             fan_out=FanOut(config.weights.storage_readers),
-            holds=HoldRules(seconds=config.evaluation.hold_s),
+            # A trainer that waits for a batch gives up after request_timeout_s.
+            holds=HoldRules(seconds=min(HOLD_S, config.cluster.request_timeout_s / 2)),
         )
 
 

@@ -30,6 +30,7 @@ from realsys.generation.sglang.process import Launch, needs_tokenizer, run_part
 from realsys.generation.sglang.supervisor import Settings
 from realsys.model_files.config_json import read_model
 
+MAX_ANSWERS = 8192  # completions that run and wait in one server: more are refused, and another server takes them
 MAX_RESTARTS = 5  # in a row, of an SGLang that died or hung, within half a minute; then the launcher's restarts begin
 _CPU_BYTES = 2560 << 20  # SGLang's processes, of one server on a CPU with a small model
 
@@ -37,7 +38,6 @@ _CPU_BYTES = 2560 << 20  # SGLang's processes, of one server on a CPU with a sma
 class SglangBackend(Backend):
     """Rules of SGLang. It has its own interpreter and torch, so it may use GPUs that the trainer cannot."""
 
-    capacity_field = "generation.sglang.max_answers"
     own_torch = True
     fused_copies = 0  # it loads the files
 
@@ -51,7 +51,7 @@ class SglangBackend(Backend):
         check_sglang_interpreter(self.config.generation.sglang, gpus=bool(machine.gpus))
 
     def capacity(self) -> int:
-        return self.config.generation.sglang.max_answers
+        return MAX_ANSWERS
 
     def start_timeout_s(self) -> float:
         return self.config.generation.sglang.start_timeout_s
@@ -106,7 +106,7 @@ def build_sglang_engine(
         vocabulary=arch.vocab,
         eos=arch.eos,
         context=launch.context,
-        capacity=generation.sglang.max_answers,
+        capacity=MAX_ANSWERS,
         tokenizer=tokenizer is not None,
         model_path=str(model_path),
     )

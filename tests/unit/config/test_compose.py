@@ -244,24 +244,34 @@ def test_field_of_an_earlier_build_is_refused_and_a_stored_one_is_read(
     with pytest.raises(ConfigError) as caught:
         compose(["experiment=arith", f"+{field}=7"])
     new = RENAMED.get(field) or EXPRESSED.get(field, ("",))[0]
-    told = f"is {new} now" if new else f"it is always {CONSTANT[field]}"
+    told = f"is {new} now" if new else f"it is always {CONSTANT[field]!r}"
     assert f"{field}=7: " in str(caught.value) and told in str(caught.value) and caught.value.exit_code == 2
     value, present, warning = STORED.get(field, (7, [], f"{field}=7 has no effect"))
     config = read_config(stored(tmp_path, {field: value}))
-    assert config == with_overrides(Config(), present)
+    assert config == with_overrides(EARLIER, present)
     assert warning in caplog.text and bool(warning) == bool(caplog.text)
 
 
+#: what the defaults of an earlier build are now
+EARLIER = with_overrides(Config(), ["roles.ref.head=lm", "roles.critic.head=value", "roles.reward.head=value"])
 #: field of an earlier build -> a value of a stored trial, what it is now, and the warning
 STORED = {
     "asynchronous.max_head_offpolicyness": (7, ["asynchronous.max_staleness=7"], ""),
     "agreement.max_difference": (0.5, ["train.engine_check=0.5"], ""),
     "agreement.sample_tokens": (0, ["train.engine_check=0"], ""),
-    "train.ppo.critic.loss": ("mse", ["train.ppo.critic.huber_delta=0"], ""),
-    "train.ppo.kl.adaptive": (False, ["train.ppo.kl.target=0"], ""),
-    "train.ppo.reward_model.enabled": (False, ["train.ppo.reward_model_weight=0"], ""),
-    "train.ppo.reward_model.weight": (0.5, ["train.ppo.reward_model_weight=0.5"], ""),
+    "train.ppo.critic.loss": ("huber", ["train.ppo.critic.huber_delta=10.0"], ""),
+    "train.ppo.kl.adaptive": (True, ["train.ppo.kl.target=0.1"], ""),
+    "train.ppo.reward_model.enabled": (True, ["train.ppo.reward_model_weight=1"], ""),
+    "train.ppo.reward_model.weight": (0.5, [], ""),
     "rollout.agent_limits.tool_s": (7.0, ["rollout.agent_args.tool_s=7.0"], ""),
+    "generation.embedded.on_gpu": (True, ["model.small_on_gpu=true"], ""),
+    "model.float32_on_gpu": (True, ["model.small_on_gpu=true"], ""),
+    **{
+        f"generation.sampling.{name}_penalty": (0.5, [f"generation.sampling.penalties.{name}=0.5"], "")
+        for name in ("repetition", "presence", "frequency")
+    },
+    "record.samples": (False, ["record.keep_steps=0"], ""),
+    **{f"{phase}.optimizer.momentum": (0.8, [], "") for phase in ("train", "warmup")},
     "generation.threads": (7, ["cluster.threads=7"], ""),
     "train.threads": (7, ["cluster.threads=7"], ""),
     **{
@@ -274,17 +284,20 @@ STORED = {
 
 
 def stored(folder: Path, values: Mapping[str, object]) -> Path:
-    """Write the file of a trial with fields of an earlier build, and without those that replaced them."""
-    tree = Config().model_dump(mode="json")
+    """Write the file of a trial of an earlier build with these values."""
+    tree = json.loads((Path(__file__).parent / "earlier_config.json").read_text())
     for field, value in values.items():
-        if field in RENAMED:
-            *sections, name = RENAMED[field].split(".")
-            functools.reduce(operator.getitem, sections, tree).pop(name)
+        if field == "asynchronous.max_head_offpolicyness":
+            del tree["asynchronous"]["max_staleness"]
         *sections, name = field.split(".")
-        functools.reduce(lambda inner, section: inner.setdefault(section, {}), sections, tree)[name] = value
+        functools.reduce(operator.getitem, sections, tree)[name] = value
     path = folder / "config.json"
     path.write_text(json.dumps(tree))
     return path
+
+
+def test_trial_of_an_earlier_build_has_the_same_settings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_config(stored(tmp_path, {})) == EARLIER and not caplog.text
 
 
 def test_stored_settings_of_the_judge_are_arguments_of_each_judge(tmp_path: Path) -> None:
