@@ -165,7 +165,7 @@ class LlmJudge:
             is_over = asking.failed > self._config.retries or not trouble.again
         # An endpoint that has never answered is a mistake in the settings, whatever the completion is.
         if trouble.fatal or (is_over and trouble.cause == ENDPOINT and not self._accepted):
-            self._refused = StuckError(f"{described}: correct rollout.reward.judge, or the endpoint")
+            self._refused = StuckError(f"{described}: correct the verifier_args of the judge, or the endpoint")
             return self._refused
         return RewardError(described, trouble.cause) if is_over else None
 

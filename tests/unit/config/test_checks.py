@@ -203,8 +203,8 @@ PAIRS = [
         "backend='embedded': is slow on GPUs.*set generation=sglang",
     ),
     (
-        (CPU, ONE, SHARE, "model.small_on_gpu=false"),
-        (GPU1, ONE, SHARE, "model.small_on_gpu=false"),
+        (CPU, ONE, SHARE, *SGLANG, "model.small_on_gpu=false"),
+        (GPU1, ONE, SHARE, *SGLANG, "model.small_on_gpu=false"),
         "dtype='float32': has no fast attention.*set model.dtype=bfloat16",
     ),
 ]
