@@ -29,7 +29,7 @@ from realsys.config.doors import AGENT, ALGORITHM, CALL_HANDLER, HOOK
 from realsys.config.fields import Offload
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.schema_train import BUILT_IN_ROLES, LoraConfig, OptimizerConfig
+from realsys.config.schema_train import LoraConfig, OptimizerConfig
 from realsys.errors import ConfigError
 
 #: arrays of every row that arrives at a DP head
@@ -260,9 +260,8 @@ def role_settings(config: Config, role: str) -> RoleSettings:
         problem = f"is called by the dataflow but not configured; add {role_field(role)}.head=lm|value"
         raise ConfigError("roles", role, problem)
     own = config.roles[role]
-    head = BUILT_IN_ROLES.get(role, "lm") if own.head == "auto" else own.head
     optimizer = OptimizerConfig.model_validate({**train.optimizer.model_dump(), **own.optimizer})
-    return RoleSettings(role, own.path or path, head, own.offload, optimizer, as_actor=not own.path)
+    return RoleSettings(role, own.path or path, own.head, own.offload, optimizer, as_actor=not own.path)
 
 
 def role_field(role: str) -> str:

@@ -192,9 +192,8 @@ class RoleConfig(Section):
     """A model other than the actor. A role exists if the dataflow calls it; ``allocation`` places it."""
 
     path: str = Field("", description="HF directory; empty: the actor's model as it is after its warm-up")
-    head: Literal["auto", "lm", "value"] = Field(
-        "auto",
-        description="logits over the vocabulary, or one number per token; auto: value for critic and reward, else lm",
+    head: Literal["lm", "value"] = Field(
+        "lm", description="logits over the vocabulary, or one number per token, which critic and reward have by default"
     )
     offload: Offload = Field("none", description="move this to host memory between calls")
     optimizer: dict[str, Any] = Field({}, description="fields that differ from train.optimizer, if it is trained")
@@ -216,8 +215,12 @@ BUILT_IN_ROLES: dict[str, Literal["lm", "value"]] = {"ref": "lm", "critic": "val
 
 
 def with_built_in_roles(roles: dict[str, RoleConfig]) -> dict[str, RoleConfig]:
-    """Return the settings of all roles: those of a built-in dataflow need none."""
-    return {name: RoleConfig() for name in BUILT_IN_ROLES} | roles
+    """Return the settings of all roles: those of built-in dataflows need none, and have a head of their own."""
+    for name, head in BUILT_IN_ROLES.items():
+        role = roles.get(name, RoleConfig())
+        if "head" not in role.model_fields_set:
+            roles = roles | {name: role.model_copy(update={"head": head})}
+    return roles
 
 
 # ---- checkpoints and records
