@@ -33,7 +33,7 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def make_config(**ppo: Any) -> Config:
     train = {"microbatch_tokens": 48, "ppo": ppo}
-    return Config.model_validate({"train": train, "roles": {"custom": {"teacher": {}}}})
+    return Config.model_validate({"train": train, "roles": {"teacher": {}}})
 
 
 def weights(worker: Worker) -> dict[str, torch.Tensor]:
