@@ -151,8 +151,8 @@ def test_what_is_off_is_not_sent():
     msgspec.convert(sent, SamplingParams)  # every name is known, and no field of the chunking is sent
 
 
-#: of one request, not of a trial
 PENALTIES = {f"{name}_penalty": name for name in PenaltyConfig.model_fields}
+#: of one request, not of a trial
 PER_REQUEST = {"n", "sampling_seed", "answer_prefix", "top_logprobs_num"}
 
 
