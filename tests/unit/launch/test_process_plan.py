@@ -108,7 +108,8 @@ def test_reward_services_judge_for_rollout_workers() -> None:
 def test_threads_are_those_of_the_kind() -> None:
     specs = planned(cluster={"threads": 3})
     assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["generation_server/0"] == "3"
-    assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["model_worker/0"] == "1"
+    assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["model_worker/0"] == "3"
+    assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["master_worker/0"] == "1"
 
 
 def test_ranks_get_one_gpu_each_servers_the_rest() -> None:
