@@ -47,7 +47,7 @@ PIP_ARGS ?=
 # All but gpu_* (they need a GPU) and before_after (it needs a second checkout).
 BENCHES ?= agent_processes microbatch dp_balance train_step step_parts train_throughput memory streams weights weights_fan_out publication host_staging \
 	router manager_load held_allocations heartbeats join control_plane reward_service generation prefill prefix_cache interruption simulate \
-	async_vs_sync agreement algorithms slow_prompts staleness fuzz ledger_cost spans telemetry soak code_reward code_neighbours retokenise gateway gateway_neighbours published planner trackers
+	async_vs_sync agreement algorithms slow_prompts staleness fuzz ledger_cost round_trip spans telemetry soak code_reward code_neighbours retokenise gateway gateway_neighbours published planner trackers
 
 # One thread per process: the processes are the parallelism, in tests as in a run.
 export OMP_NUM_THREADS ?= 1
@@ -202,11 +202,10 @@ format: setup  ## rewrite the code in the project's format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-docs: setup  ## rewrite the generated parts of the pages (fields, metrics, figures, memory), and run the tests of the pages
+docs: setup  ## rewrite the generated parts of the pages (fields, metrics, figures), and run the tests of the pages
 	$(PY) -m realsys.config.reference
 	$(PY) -m realsys.observe.step_fields
 	$(PY) -m tests.support.docs.figures
-	$(PY) -m tests.support.docs.memory_settings
 	$(PY) -m pytest tests/docs $(COMPUTE) $(ARGS)
 
 site: $(DOCS_VENV)/.installed  ## make a site with a search from the pages in .site; a link without a target fails

@@ -47,8 +47,8 @@ import realsys.train.master.executor as executor_module
 from benchmarks._bare_sockets import Clocks, Times, round_trips
 from benchmarks._processes import helper_processes
 from benchmarks._table import report
-from realsys.algorithm.batch.minibatches import plan_minibatches, sequence_refs
-from realsys.algorithm.batch.sequence_buffer import owners_of
+from realsys.algorithm.minibatches import plan_minibatches, sequence_refs
+from realsys.algorithm.sequence_buffer import owners_of
 from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
 from realsys.cluster.stream.security import CurveKeys
 from realsys.cluster.stream.worker_endpoint import WorkerEndpoint

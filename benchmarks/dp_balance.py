@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks._table import report
-from realsys.algorithm.batch.balance import flop_costs, heaviest_sum, lower_bound_of_sum, split_balanced, training_flops
+from realsys.algorithm.balance import flop_costs, heaviest_sum, lower_bound_of_sum, split_balanced, training_flops
 from realsys.model_files.architecture import ModelSizes
 from tests.support.training.lengths import LIMIT, Array, bimodal, heavy
 

@@ -33,7 +33,8 @@ from benchmarks._table import report
 from realsys.config.schema import EmbeddedConfig, GenerationConfig, TinyModelConfig
 from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
-from realsys.generation.client import Generated, GenerationClient, SamplingSpec
+from realsys.generation.client import GenerationClient, SamplingSpec
+from realsys.generation.completion import Completion
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.rollout.episode_session import Calls, EpisodeSession
 from realsys.rollout.gateway.capture import Shared
@@ -58,9 +59,9 @@ class Instant:
     def __init__(self, tokens: list[int]) -> None:
         ids = np.array(tokens, np.int32)
         ones = np.ones(len(ids), np.int32)
-        self._completion = Generated(ids, -ones.astype(np.float32), ones, "stop", (("a", len(ids)),))
+        self._completion = Completion(ids, -ones.astype(np.float32), ones, "stop", (("a", len(ids)),))
 
-    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Completion]:
         completions = [self._completion] * call.spec.n
         for number, completion in enumerate(completions):
             deliver(number, completion)

@@ -8,7 +8,7 @@ requested tokens count.
 Speeds are tokens per second of CPU time, of this process and of the SGLang it has started: on a free core that is wall
 time, and what else the machine does disturbs it little. ``http_wall`` is by the clock, waits included.
 
-With ``--sglang PYTHON``, an interpreter that has sglang (docs/sglang.md), the same requests go to its own server.
+With ``--sglang PYTHON``, an interpreter that has sglang (docs/generation.md), the same requests go to its own server.
 
     python -m benchmarks.generation [--repeats 3] [--concurrent 1 8 32 64] [--lengths equal heavy] [--sglang PYTHON]
 """

@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks._gpu import SIZES, STAND_IN, default_models, fail, random_model, require_gpu, write_rows
 from benchmarks._training import RAW_ADVANTAGES, make_batch, request, single_rank, timed
-from realsys.algorithm.batch.balance import model_flops
+from realsys.algorithm.balance import model_flops
 from realsys.cluster.gpu_devices import peak_flops
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of

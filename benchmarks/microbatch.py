@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._table import report
-from realsys.algorithm.batch.microbatch import pack
+from realsys.algorithm.microbatch import pack
 from tests.support.training.lengths import Array, bimodal, heavy, lognormal, uniform
 from tests.support.training.packers import CAPACITY, PACKERS, measure
 

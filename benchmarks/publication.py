@@ -28,11 +28,11 @@ import torch
 from benchmarks._table import report
 from benchmarks.weights import Tensors, make_model
 from realsys.train.megatron.device import Device
+from realsys.train.requests import CopyWeightsRequest, SaveWeightsRequest
 from realsys.train.worker.weight_saver import WeightSaver, checksums_of
 from realsys.weights.contract import Share
 from realsys.weights.disk.manifest import DiskPlan
 from realsys.weights.disk.writer import DiskWriter, ShardWriter
-from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsRequest
 
 STEP_S = 2.5  # seconds of a step, about
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks._table import report
 from realsys.data.tokenizer import TextTokenizer
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.rollout.conversation import Conversation
 from tests.support.conversations.play import TOOLS
 from tests.support.conversations.template_models import TEMPLATES, model_with, published_templates
@@ -36,9 +36,9 @@ OWN = ("chatml", "strips_thinking", "merges_tools", "numbers_turns")
 FIRST_TURNS = 200
 
 
-def completion(tokenizer: TextTokenizer, text: str) -> Generated:
+def completion(tokenizer: TextTokenizer, text: str) -> Completion:
     tokens = np.array([*tokenizer.encode_text(text), tokenizer.eos_token_id], np.int32)
-    return Generated(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
+    return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
 
 
 def words(tokenizer: TextTokenizer, tokens: int) -> str:

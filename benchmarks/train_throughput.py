@@ -19,7 +19,7 @@ On CPU speeds are by CPU time (one thread), on a GPU by the clock.
 ``mfu_%`` is model FLOPs per second over --peak-tflops, or over the fastest matrix product of this device, measured in
 the same run. Model FLOPs are 6 * N * tokens + 6 * layers * heads * head_dim * s^2 per sequence of s tokens (causal
 attention, forward and backward), N being the weights of the layers' matrix products, and those of the head for answer
-tokens only (realsys.algorithm.batch.balance.training_flops). --profile prints where a dynamic step spends its time.
+tokens only (realsys.algorithm.balance.training_flops). --profile prints where a dynamic step spends its time.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from benchmarks._training import (
     single_rank,
     timed,
 )
-from realsys.algorithm.batch.balance import model_flops
-from realsys.algorithm.batch.microbatch import Packer, fewest_sequences, pack
+from realsys.algorithm.balance import model_flops
+from realsys.algorithm.microbatch import Packer, fewest_sequences, pack
 from realsys.config.schema import Config
 from realsys.model_files.architecture import ModelSizes
 from realsys.train.megatron.device import Device, prepare_device

@@ -11,13 +11,20 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
+
+import grpc
+from rich.console import Console
+from rich.table import Table
 
 from realsys.cluster.aio import full_disk, run_beside
 from realsys.cluster.failure import read_errors
+from realsys.cluster.http_client import attempts
+from realsys.cluster.names.etcd_members import EtcdAccess, import_etcd3
 from realsys.cluster.network import HOST, PORTS, interfaces, is_loopback, join_host_port, own_addresses
 from realsys.cluster.process import RUN_ID, STORE_ADDRESS
 from realsys.config.allocation import parse_allocation
@@ -28,19 +35,27 @@ from realsys.config.device_memory import GIB
 from realsys.config.device_plan import Needs, as_lines, nodes_of, seats_of
 from realsys.config.doors import LOSS
 from realsys.config.machine import Machine
-from realsys.config.memory_check import place_of, smallest_gpu_for_ranks
+from realsys.config.memory_check import Place, device_lines, host_line, place_of, smallest_gpu_for_ranks
 from realsys.config.paths import TrialPaths
 from realsys.config.rules import check, sampling_warnings
 from realsys.config.schema import Config
-from realsys.config.trial_sizes import step_bytes
+from realsys.config.trial_sizes import batch_tokens, disk_bytes, longest_sequence, model_of, record_bytes, step_bytes
+from realsys.errors import NameStoreError, WaitTimeout
 from realsys.launch.conclude import conclude, draw, newest_step
-from realsys.launch.dry_run import print_dry_run
 from realsys.launch.fit import fit
 from realsys.launch.launchers.contract import Launcher, check_launcher, check_start, make_launcher
 from realsys.launch.nodes.coordinator import Terms, open_nodes
-from realsys.launch.preflight import check_gpus_are_given, disk_warnings
-from realsys.launch.prepare import Ready, examine, prepare, resolve
-from realsys.launch.process_plan import ProcessSpec, agent_command, needs_of, on_this_machine, plan
+from realsys.launch.preflight import check_gpus_are_given, disk_warnings, free_bytes
+from realsys.launch.prepare import Examined, Ready, examine, prepare, resolve
+from realsys.launch.process_plan import (
+    ProcessSpec,
+    agent_command,
+    as_commands,
+    as_rows,
+    needs_of,
+    on_this_machine,
+    plan,
+)
 from realsys.launch.supervise.failures import no_room
 from realsys.launch.supervise.restart_policy import TrialOutcome
 from realsys.launch.supervise.run_hooks import Bounds, Hooks, Say
@@ -53,8 +68,10 @@ from realsys.observe.events import EventKind, EventLog
 from realsys.observe.screen.display import View, make_view
 from realsys.observe.screen.progress import Monitor, TrialProgress
 from realsys.observe.screen.terminal import Terminal, reported, tell
+from realsys.observe.screen.text_figures import size_text
 from realsys.observe.step_log import StepTail
 from realsys.observe.trackers.link import Trackers, check_trackers
+from realsys.train.master.loop import planned_steps
 from realsys.train.master.stopping import STOP_PROGRESS_S
 from realsys.train.master.stopping import progress as progress_of_stop
 from realsys.weights.host_places import sweep
@@ -293,9 +310,117 @@ async def _own_store_answers(config: Config, paths: TrialPaths, spec: ProcessSpe
         address = join_host_port(host, at.port)
     # Imported here: grpc takes time to load and is needed for etcd only.
     from realsys.cluster.names.etcd_members import EtcdAccess
-    from realsys.launch.supervise.own_etcd import etcd_answers
 
     access = EtcdAccess.by_one_file(paths.etcd_certificate)
     await etcd_answers(address, access, spec.env[RUN_ID], config.cluster.connect_timeout_s)
     if at:
         paths.store_address.write_text(address, "utf-8")
+
+
+# ---- `realsys run --dry-run`: engine, model, batch, steps, memory, disk and processes
+
+
+def print_dry_run(
+    console: Console,
+    config: Config,
+    paths: TrialPaths,
+    specs: Sequence[ProcessSpec],
+    placement: Sequence[str],
+    examined: Examined,
+    place: Place,
+) -> None:
+    """Print facts, notes, memory, and the processes: a table and their commands, which can be copied to a shell.
+
+    ``placement``: lines to print instead of table and commands, for a plan of other machines.
+    """
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    say(f"{config.experiment}/{config.trial}: {len(specs)} processes, folder {paths.root}")
+    for name, text in _facts(config, examined.sizes, place):
+        say(f"{name:<10}  {text}")
+    for line in [*examined.lines, *device_lines(config, place)]:
+        say(line)
+    for line in placement:
+        say(line)
+    if not placement:
+        console.print(process_table(specs))
+        say("commands:")
+        for command in as_commands(specs):
+            say(f"  {command}")
+    say("dry run: everything is checked; nothing was written or started")
+
+
+def process_table(specs: Sequence[ProcessSpec]) -> Table:
+    """Return a table of the processes. On a narrow terminal the shards that a process holds take several lines."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("process", "holds", "threads", "device", "when it dies"):
+        justify: Literal["left", "right"] = "right" if column == "threads" else "left"
+        table.add_column(column, no_wrap=column != "holds", overflow="fold", justify=justify)
+    for row in as_rows(specs):
+        table.add_row(*row)
+    return table
+
+
+def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[tuple[str, str]]:
+    allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
+    servers, width = allocation.inference.data, allocation.inference.tensor
+    layout = f"servers: {servers}" + (f" of {width} devices each" if width > 1 else "")
+    yield "engine", f"{config.generation.backend}, {layout}, training ranks: {allocation.workers}"
+    name = config.model.path or "made on the spot"
+    yield "model", f"{_count(model_of(config).parameters)} parameters in {config.model.dtype}, {name}"
+    groups, size = config.train.batch_groups, config.rollout.trained_episodes
+    episodes = f"{groups} prompts x {size} episodes of at most {longest_sequence(config):,} tokens"
+    yield "batch", f"{episodes}: at most {batch_tokens(config):,} tokens"
+    ppo = config.train.ppo
+    loss = f"loss {ppo.loss}, clip -{ppo.eps_clip:g} +{ppo.eps_clip_higher or ppo.eps_clip:g}"
+    advantage = f"advantages: mean of {ppo.advantage.mean}, deviation of {ppo.advantage.std}"
+    yield "training", f"{loss}, lr {config.train.optimizer.lr:g}, {ppo.minibatches} minibatches; {advantage}"
+    steps, per_epoch = planned_steps(config, sizes["train"]), sizes["train"] / groups
+    yield "steps", f"{steps:,}, which are {steps / per_epoch:.2f} epochs; one epoch is {per_epoch:,.1f} steps"
+    yield "host", f"memory {host_line(config, place)}"
+    records = f", records of the kept steps up to {size_text(record_bytes(config))}" if config.record.keep_steps else ""
+    yield "disk", f"about {size_text(disk_bytes(config, flow))}{records}; {size_text(free_bytes(config))} are free"
+
+
+def _count(number: int) -> str:
+    for size, unit in ((10**9, " billion"), (10**6, " million"), (10**3, " thousand")):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+# ---- the etcd that a run starts for itself (``realsys.workers.name_store``), seen from here
+
+
+_PERIOD_S = 0.05
+_ATTEMPT_S = 2.0
+
+
+async def etcd_answers(address: str, access: EtcdAccess, member: str, timeout_s: float) -> None:
+    """Return when etcd at ``address`` lists ``member``, which takes a leader. Raises WaitTimeout.
+
+    The etcd of another run may have taken the port. It is not used.
+    """
+    problem = ""
+    async for _ in attempts(timeout_s, _PERIOD_S, _PERIOD_S):
+        problem = await asyncio.to_thread(_problem, address, access, member, min(_ATTEMPT_S, timeout_s))
+        if not problem:
+            return
+    limit = f"{timeout_s:g} s (cluster.connect_timeout_s)"
+    raise WaitTimeout(f"etcd at {address} did not answer within {limit}: {problem}")
+
+
+def _problem(address: str, access: EtcdAccess, member: str, timeout_s: float) -> str:
+    """Return why etcd at ``address`` cannot be used yet; "" if it lists ``member``."""
+    rpc = import_etcd3().etcdrpc
+    try:
+        with access.channel(address) as channel:
+            members = rpc.ClusterStub(channel).MemberList(rpc.MemberListRequest(), timeout=timeout_s).members
+    except grpc.RpcError as error:
+        return str(error.details())
+    except NameStoreError as error:
+        return str(error)
+    names = [each.name for each in members]
+    return "" if member in names else f"it is the etcd of another run ({', '.join(names)})"

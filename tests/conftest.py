@@ -24,7 +24,7 @@ import pytest
 
 from realsys.errors import NameStoreError, WaitTimeout
 from tests.support.needs import need_package, need_program
-from tests.support.polling import poll
+from tests.support.polling import poll, suspend
 from tests.support.processes.ports import lasting_ports
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the Makefile: processes share the cores
@@ -224,6 +224,10 @@ class EtcdServer:
     def send(self, number: signal.Signals) -> None:
         assert self._process is not None, "etcd does not run"
         self._process.send_signal(number)
+
+    def suspend(self) -> None:
+        assert self._process is not None, "etcd does not run"
+        suspend(self._process)
 
 
 @pytest.fixture(scope="session")

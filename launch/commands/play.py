@@ -30,9 +30,10 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.data.prompts import Prompt, PromptDataset
 from realsys.data.tokenizer import TextTokenizer
-from realsys.errors import ConfigError, RealsysError, WeightsError
+from realsys.errors import ConfigError, GenerationError, RealsysError, WeightsError
 from realsys.generation.backend import EngineParts, make_backend
-from realsys.generation.client import Generated, GenerationClient
+from realsys.generation.client import GenerationClient
+from realsys.generation.completion import Completion
 from realsys.launch.commands.evaluate import planned_evaluation
 from realsys.launch.commands.options import add_config_dir, count
 from realsys.launch.commands.samples import printable
@@ -64,6 +65,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "overrides", nargs="+", metavar="WORD", help="folder of a model or trial, or model.path=DIR; and overrides"
     )
     parser.add_argument("--tasks", type=count, metavar="N", default=4, help="held-out tasks (default: %(default)s)")
+    parser.add_argument(
+        "--server",
+        metavar="URL",
+        help="sample from this server, realsys's or SGLang's, which serves the model; start none",
+    )
     parser.add_argument("--step", type=int, metavar="N", help="weights of this step of the trial (default: the last)")
     add_config_dir(parser, "your configuration files, as for run")
 
@@ -87,7 +93,7 @@ def run(args: Namespace) -> int:
         paths = TrialPaths(Path(scratch))
         paths.data.mkdir()
         make_inputs(planned.config, paths)
-        return asyncio.run(_play_tasks(planned.config, paths, tasks, say))
+        return asyncio.run(_play_tasks(planned.config, paths, tasks, args.server, say))
 
 
 def _target(words: list[str]) -> tuple[str, list[str]]:
@@ -100,13 +106,13 @@ def _target(words: list[str]) -> tuple[str, list[str]]:
     return named[-1].removeprefix(_MODEL), [text for text in words if text not in named]
 
 
-async def _play_tasks(config: Config, paths: TrialPaths, tasks: int, say: Say) -> int:
+async def _play_tasks(config: Config, paths: TrialPaths, tasks: int, server: str | None, say: Say) -> int:
     tokenizer = TextTokenizer(paths.base_model(config))
     agents.check(config, tokenizer)
     check_gateway(config, tokenizer)
     prompts = PromptDataset(config, paths, tokenizer)
     rewards, count = list[float](), min(tasks, prompts.size(_SPLIT))
-    async with _player(config, paths, tokenizer, say) as player:
+    async with _player(config, paths, tokenizer, server, say) as player:
         for number in range(count):
             prompt = prompts.prompt(_SPLIT, number)
             say(Text(f"\ntask {number}", style="bold"))
@@ -165,7 +171,7 @@ class Shown:
         self._ticket = ""
         self._seen: list[list[int]] = []  # histories of the ticket, with their completions
 
-    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Completion]:
         completions = await self._engine.generate(call, deliver)
         if call.ticket.unit != self._ticket:
             self._ticket, self._seen = call.ticket.unit, []
@@ -183,9 +189,9 @@ class Shown:
 
 
 class _Client(GenerationClient):
-    """A client of a server whose weights were never updated: its tokens get version 0, so that rows can be made."""
+    """A client of a server whose weights have no version here: its tokens get 0, so that rows can be made."""
 
-    async def generate(self, *args: Any, **named: Any) -> list[Generated]:
+    async def generate(self, *args: Any, **named: Any) -> list[Completion]:
         made = await super().generate(*args, **named)
         return [replace(each, versions=np.zeros_like(each.versions), kv_versions=None) for each in made]
 
@@ -201,30 +207,48 @@ class _OneServer:
 
 
 @contextlib.asynccontextmanager
-async def _player(config: Config, paths: TrialPaths, tokenizer: TextTokenizer, say: Say) -> AsyncIterator[GroupPlayer]:
-    """Start a server, the agent, its gateway and the verifiers in this process; close them at the end."""
-    from realsys.generation.server import build_app
-
+async def _player(
+    config: Config, paths: TrialPaths, tokenizer: TextTokenizer, server: str | None, say: Say
+) -> AsyncIterator[GroupPlayer]:
+    """Start the agent, its gateway, the verifiers and without ``server`` an engine in this process; close them."""
     async with contextlib.AsyncExitStack() as stack:
-        stops: list[Callable[[], None]] = []
-        parts = EngineParts(config, paths.base_model(config), 0, _no_update, _no_update, lambda _: None, stops.append)
-        engine = make_backend(config).build(parts)
-        stack.callback(engine.close)
-        await asyncio.to_thread(engine.start)
-        token = secrets.token_hex(16)
-        http = HttpServer(build_app(engine, token=token))
-        http.start(_START_S)
-        stack.callback(http.close)
+        url, token = (server.rstrip("/"), None) if server else await _started(config, paths, stack)
         client = _Client.of(config.generation, token, lambda: None)
         stack.push_async_callback(client.close)
+        if server:
+            await _check(client, url)
         verifiers = own_verifiers(config, processes=1)
         stack.push_async_callback(verifiers.close)
         gateway = gateway_of(config, tokenizer)
         stack.push_async_callback(gateway.close)
         agent = agents.build(config, tokenizer, environments.build(config, tokenizer, verifiers))
         stack.push_async_callback(agent.close)
-        calls = Shown(ResumableEngine(_OneServer(http.url), client), tokenizer, say)
+        calls = Shown(ResumableEngine(_OneServer(url), client), tokenizer, say)
         yield group_player(config, agent, calls, tokenizer.eos_token_ids, gateway)
+
+
+async def _started(config: Config, paths: TrialPaths, stack: contextlib.AsyncExitStack) -> tuple[str, str]:
+    """Start a server in this process. Return its address and token."""
+    from realsys.generation.server import build_app
+
+    stops: list[Callable[[], None]] = []
+    parts = EngineParts(config, paths.base_model(config), 0, _no_update, _no_update, lambda _: None, stops.append)
+    engine = make_backend(config).build(parts)
+    stack.callback(engine.close)
+    await asyncio.to_thread(engine.start)
+    token = secrets.token_hex(16)
+    http = HttpServer(build_app(engine, token=token))
+    http.start(_START_S)
+    stack.callback(http.close)
+    return http.url, token
+
+
+async def _check(client: GenerationClient, url: str) -> None:
+    """Raise ConfigError if no server answers at ``url``."""
+    try:
+        await client.model_info(url, _START_S)
+    except GenerationError as error:
+        raise ConfigError("--server", url, f"does not answer as a generation server: {error}") from None
 
 
 def _no_update(locator: str, *_: object, **__: object) -> NoReturn:

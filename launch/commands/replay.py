@@ -34,9 +34,9 @@ from realsys.launch.start import changes
 from realsys.launch.supervise.failures import first_failure
 from realsys.launch.supervise.run_hooks import Bounds, Hooks
 from realsys.launch.supervise.supervisor import Supervisor
+from realsys.train import record_files as files
 from realsys.train.checkpoint.checkpoint_files import STATE, verify
 from realsys.train.master.replay import ReplayJob, ReplayResult, replay_job
-from realsys.train.records import record_files as files
 
 _NOT_EQUAL = 1  # exit code
 #: relative or absolute: a few units in the last place of bf16, which reach log-probs and statistics

@@ -38,7 +38,7 @@ _LOOK_S = 1.0  # seconds between two checks for events and for the end of the tr
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_newest_trial(parser)
-    add_json(parser, "print one JSON object (docs/cli.md)")
+    add_json(parser, "print one JSON object (docs/observe.md)")
     parser.add_argument(
         "--watch",
         nargs="?",
@@ -185,7 +185,7 @@ class TrialSnapshot:
         return list(itertools.islice(train, max(0, len(train) - SHOWN_STEPS), None))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the state as plain values (docs/cli.md)."""
+        """Return the state as plain values (docs/observe.md)."""
         config, progress = self.config, self.progress
         done, total = progress.step
         return {

@@ -60,9 +60,7 @@ class SlurmLauncher(Launcher):
         parts, cluster = _components(), config.cluster
         wanted = cluster.machines
         if not parts:
-            problem = (
-                "starts agents in an allocation, and this is none: use realsys submit with the same words, or salloc"
-            )
+            problem = "needs a SLURM allocation: run it inside salloc or sbatch, or use realsys submit"
             raise ConfigError("cluster.launcher", "slurm", problem)
         if (there := sum(len(part.hosts) for part in parts)) < wanted:
             problem = f"and {cluster.spare_nodes} spare nodes do not fit job {parts[0].job}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -98,9 +98,8 @@ def outcome_rewards(refs: Sequence[SequenceRef], cfg: PPOConfig, max_new_tokens:
     such a mean or std. The batch level is applied to advantages of tokens later (``normalise_tokens``).
     ``refs``: all rows of the train step.
     """
-    level = cfg.advantage.model_copy(
-        update={name: "none" for name in ("mean", "std") if getattr(cfg.advantage, name) == "batch"}
-    )
+    update: dict[str, Any] = {name: "none" for name in ("mean", "std") if getattr(cfg.advantage, name) == "batch"}
+    level = cfg.advantage.model_copy(update=update | {"recentre": False})
     first, of_row = _episodes(refs)
     return normalise(shape_rewards(first, cfg, max_new_tokens), _groups(first), np.ones(len(first)), level)[of_row]
 
@@ -214,7 +213,7 @@ def normalise_tokens(advantages: npt.ArrayLike, batch: Moments, cfg: Normalisati
     becomes 0: it must not be divided by eps.
     """
     x = np.asarray(advantages, np.float64)
-    if cfg.mean == "batch":
+    if cfg.mean == "batch" or cfg.recentre:
         x = x - batch.mean
     if cfg.std == "batch":
         x = x / (batch.std + eps) if batch.has_spread else np.zeros_like(x)
@@ -233,6 +232,8 @@ def normalise(
     The std is that of the population about the plain mean of its level. It is that of the centred values if
     the mean is subtracted per group and the std is over the batch, as in REINFORCE++-baseline, and that of
     the unchanged ``values`` otherwise. With ``leave_one_out``, the mean of a value excludes the value itself.
+    With ``recentre``, the mean of the group-centred values over the batch is subtracted too: an episode
+    weighs as its tokens do in it, so it is not 0.
 
     If all values of a level are equal, the result is exactly 0, for the level of the mean and for that of the
     std: rounding noise, or a reward, must not be divided by eps. This includes a level of one value.
@@ -248,6 +249,8 @@ def normalise(
     centred = x
     if cfg.mean != "none":
         centred = x - _level_mean(x, *levels[cfg.mean], leave_one_out=cfg.leave_one_out)
+    if cfg.recentre:
+        centred = centred - _level_mean(centred, *levels["batch"], leave_one_out=False)
     if cfg.std == "none":
         return centred
     members, of_level = levels[cfg.std]

@@ -20,10 +20,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from realsys.algorithm.batch.minibatches import counts_in_loss
 from realsys.algorithm.kl import MAX_LOG_RATIO, kl_estimate
 from realsys.algorithm.loss_tokens import Segments, blank, check_shapes, count, masked_max, masked_sum
 from realsys.algorithm.losses import ConfiguredLoss, LossInputs, Surrogate, load_loss
+from realsys.algorithm.minibatches import counts_in_loss
 from realsys.config.doors import LOSS
 from realsys.config.schema_train import PPOConfig
 from realsys.errors import ConfigError

@@ -1,6 +1,6 @@
 """Bytes of one training rank: its parameters and their states, and the micro-batches that it computes.
 
-No torch: every number is computed from the sizes. docs/memory.md has the formulas in one table.
+No torch: every number is computed from the sizes. docs/allocation.md has the formulas in one table.
 
 Sources: ``realsys.train.megatron.heads.build_model`` (what a rank has), ``realsys.train.megatron.layers`` (own parts of
 the layer); of Megatron-Core ``DistributedDataParallel`` (gradient buffer), ``Float16OptimizerWithFloat16Params``,

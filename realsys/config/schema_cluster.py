@@ -123,7 +123,7 @@ class ClusterConfig(Section):
     name_store: NameStoreConfig = NameStoreConfig()
     launcher: str = Field(
         "local",
-        description="with nodes: who starts an agent on each machine (docs/launching.md), or the import string"
+        description="with nodes: who starts an agent on each machine (docs/cluster.md), or the import string"
         " `package.module:class` of your own",
     )
     nodes: NonNegative = Field(
@@ -155,7 +155,7 @@ class ClusterConfig(Section):
     )
     gpu_memory_gb: NonNegativeFloat = Field(
         0.0,
-        description="memory of one GPU in GiB, to plan for another machine (docs/memory.md); 0: that of the GPUs here",
+        description="memory of one GPU in GiB, to plan for another machine (docs/allocation.md); 0: as here",
     )
     host: str = Field("127.0.0.1", description="address that the workers bind to and advertise, on one machine")
     interface: str = Field(
@@ -200,7 +200,7 @@ class ClusterConfig(Section):
         return self.nodes + self.spare_nodes if self.nodes else 0
 
 
-# ---- the section telemetry: trackers and timeline (docs/trackers.md, docs/timeline.md)
+# ---- the section telemetry: trackers and timeline (docs/metrics.md#trackers, docs/observe.md)
 
 
 class TelemetryConfig(Section):

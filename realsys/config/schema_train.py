@@ -33,6 +33,9 @@ class NormalisationConfig(Section):
         "batch", description="divide by the standard deviation over a prompt, over the batch, or not at all"
     )
     leave_one_out: bool = Field(False, description="mean of the other episodes of the prompt (RLOO); needs mean=group")
+    recentre: bool = Field(
+        False, description="with mean=group: subtract the mean over the batch afterwards (REINFORCE++ with a baseline)"
+    )
 
 
 class KLConfig(Section):

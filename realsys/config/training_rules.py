@@ -137,6 +137,10 @@ def _check_advantages(config: Config) -> None:
     ppo = config.train.ppo
     if ppo.advantage.leave_one_out and ppo.advantage.mean != "group":
         raise ConfigError("train.ppo.advantage.leave_one_out", True, "needs train.ppo.advantage.mean=group")
+    if ppo.advantage.recentre and (ppo.advantage.mean != "group" or ppo.advantage.std == "group"):
+        raise ConfigError(
+            "train.ppo.advantage.recentre", True, "needs advantage.mean=group, and a std that is not of it"
+        )
     if config.rollout.group_size == 1 and "group" in (ppo.advantage.mean, ppo.advantage.std):
         raise ConfigError("rollout.group_size", 1, "group normalisation needs at least 2 episodes per prompt")
     if ppo.turn_gamma != 1.0 and not ppo.turn_rewards:

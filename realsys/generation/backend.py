@@ -23,32 +23,11 @@ from realsys.cluster.process import INIT_ADDRESS, NODE_RANK, NODES
 from realsys.config.backend_rules import BackendRules, backend_rules
 from realsys.config.schema import Config
 from realsys.errors import GenerationError
+from realsys.generation.completion import Completion
 from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
-from realsys.types import F32, I32, FinishReason, TopLogprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(slots=True)
-class Completion:
-    """A finished completion.
-
-    tokens    int32 [T]; a stop token is the last of them
-    logprobs  float32 [T], natural, of softmax(logits / temperature): the distribution that is trained
-    segments  (weight version, token count) runs, in order; the counts add up to T
-    matched   stop token or stop string that ended it
-    kv_segments  (version, token count) runs of the oldest keys that each token attended to; None: as ``segments``
-    top       most probable tokens at each token, in the distribution of ``logprobs``; None if not requested
-    """
-
-    tokens: I32
-    logprobs: F32
-    segments: list[tuple[int, int]]
-    finish_reason: FinishReason
-    matched: int | str | None = None
-    kv_segments: list[tuple[int, int]] | None = None
-    top: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 import msgspec
-import numpy as np
 
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.config.schema import GenerationConfig
 from realsys.errors import MALFORMED, GenerationError, ServerBusy, ServerFailed, ServerSilent
+from realsys.generation.completion import EMPTY, Completion, Runs
 from realsys.generation.protocol import (
+    UNNAMED,
+    UNSYNCED,
     Acknowledged,
     CompletionReply,
     ModelInfo,
@@ -37,7 +38,6 @@ from realsys.generation.protocol import (
     UpdateResult,
     not_default,
 )
-from realsys.types import F32, I32, FinishReason, TopLogprobs
 
 T = TypeVar("T")
 
@@ -58,41 +58,6 @@ class SamplingSpec(SamplingParams, frozen=True):
         changed = not_default(self)
         changed.pop("new_tokens_per_chunk", None)
         return {**changed, "max_new_tokens": self.max_new_tokens, "sampling_seed": seed}
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """A completion of T tokens.
-
-    tokens       int32 [T]; a stop token is the last of them
-    logprobs     float32 [T], natural, of softmax(logits / temperature), before top-k and top-p
-    versions     int32 [T]: weights that sampled each token
-    route        (server, token count) runs, in order
-    kv_versions  int32 [T]: weights that computed the oldest key that each token attended to; None: as ``versions``
-    top          most probable tokens at each token; None if not requested (``top_logprobs_num``)
-    temperature  that of the request if it is not the trial's; None: the trial's; 0: the request was greedy
-    """
-
-    tokens: I32
-    logprobs: F32
-    versions: I32
-    finish_reason: FinishReason
-    route: tuple[tuple[str, int], ...] = ()
-    kv_versions: I32 | None = None
-    top: TopLogprobs | None = None
-    temperature: float | None = None
-
-    @property
-    def greedy(self) -> bool:
-        """Return True if the tokens are no samples: no policy can be trained on them."""
-        return self.temperature == 0
-
-
-def joined_kv_versions(completions: Sequence[Generated]) -> I32 | None:
-    """Return the ``kv_versions`` of completions one after another; None if no completion has them."""
-    if all(completion.kv_versions is None for completion in completions):
-        return None
-    return np.concatenate([c.versions if c.kv_versions is None else c.kv_versions for c in completions])
 
 
 #: seconds without a new token, and without progress of the queue before it, after which a request moves to another
@@ -137,7 +102,7 @@ class GenerationClient:
         rid: str,
         seed: int,
         received: Received | None = None,
-    ) -> list[Generated]:
+    ) -> list[Completion]:
         """Sample ``spec.n`` completions. Completion k of a seed does not depend on the load of the server.
 
         ``received`` collects tokens that arrive before the reply; with ``on_tokens`` they arrive as they are sampled,
@@ -166,7 +131,7 @@ class GenerationClient:
             raise GenerationError(
                 f"{url}/generate: {len(completions)} completions came back, requested were n={spec.n}"
             )
-        return [_generated(url, completion) for completion in completions]
+        return [_completion(url, completion) for completion in completions]
 
     async def update_weights(
         self, url: str, path: str, version: int, timeout_s: float, sources: Sequence[str] = ()
@@ -250,68 +215,32 @@ def decode_reply(where: str, payload: bytes, kind: type[T]) -> T:
         raise ServerFailed(f"{where}: reply cannot be read: {error}") from error
 
 
-def generated_so_far(received: Received) -> list[Generated]:
-    """Return the completions of a request whose reply did not come, with the tokens that had arrived."""
-    return [
-        Generated(
-            np.asarray(one.tokens, np.int32),
-            np.asarray(one.logprobs, np.float32),
-            np.asarray(one.versions, np.int32),
-            one.finish,
-            kv_versions=None if one.kv_versions == one.versions else np.asarray(one.kv_versions, np.int32),
-            top=one.top if one.top and len(one.top) == len(one.tokens) else None,
-        )
-        for one in received.completions
-    ]
-
-
-def _generated(url: str, completion: CompletionReply) -> Generated:
-    """Return the arrays of one completion. The counts of tokens, log-probs and versions must agree."""
-    meta = completion.meta_info
-    entries, segments = meta.output_token_logprobs or [], meta.weight_versions or []
-    kv_segments = segments if meta.kv_versions is None else meta.kv_versions
-    counts, kv_counts = [count for _, count in segments], [count for _, count in kv_segments]
-    top = meta.output_top_logprobs
-    lengths = {len(completion.output_ids), len(entries), sum(counts), sum(kv_counts)}
-    if min(counts + kv_counts, default=0) < 0 or len(lengths if top is None else lengths | {len(top)}) > 1:
-        raise GenerationError(
-            f"{url}/generate: {len(completion.output_ids)} tokens but {len(entries)} log-probs and versions of {counts}"
-            + (f", of keys {kv_counts}" if meta.kv_versions else "")
-            + (f", {len(top)} lists of top log-probs" if top is not None else "")
-        )
+def _completion(url: str, reply: CompletionReply) -> Completion:
+    meta = reply.meta_info
+    tops = meta.output_top_logprobs
+    versions = meta.weight_versions or [(meta.weight_version, len(reply.output_ids))]
     try:
-        tokens = np.asarray(completion.output_ids, np.int32)
-        logprobs = np.asarray([entry[0] for entry in entries], np.float32)
-        versions = np.repeat(np.asarray([int(version) for version, _ in segments], np.int32), counts)
-        kv_versions = np.repeat(np.asarray([int(version) for version, _ in kv_segments], np.int32), kv_counts)
-    except (ValueError, OverflowError) as error:  # not a number, or out of the range of tokens or versions
+        return Completion.of(
+            reply.output_ids,
+            [entry[0] for entry in meta.output_token_logprobs or []],
+            _runs(versions),
+            meta.finish_reason.type,
+            kv_versions=_runs(versions if meta.kv_versions is None else meta.kv_versions),
+            top=None if tops is None else [[(token, logprob) for logprob, token, _ in entry] for entry in tops],
+        )
+    except (ValueError, OverflowError) as error:
         raise ServerFailed(f"{url}/generate: completion cannot be read: {error}") from error
-    return Generated(
-        tokens,
-        logprobs,
-        versions,
-        meta.finish_reason.type,
-        kv_versions=None if meta.kv_versions is None else kv_versions,
-        top=None if top is None else [[(token, logprob) for logprob, token, _ in entry] for entry in top],
-    )
+
+
+def _runs(runs: list[tuple[str, int]]) -> Runs:
+    """Return (version, tokens) runs from their wire form."""
+    return [(UNSYNCED if version == UNNAMED else int(version), count) for version, count in runs]
 
 
 # ---- tokens that arrive before the reply
 
 
 _LINE = msgspec.json.Decoder(ProgressLine)
-
-
-@dataclass(slots=True)
-class PartsOfOne:
-    """Tokens of one completion that have arrived. ``finish`` is abort while it runs, ``top`` empty if not requested."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    kv_versions: list[int] = field(default_factory=list)
-    top: TopLogprobs = field(default_factory=list)
-    finish: FinishReason = "abort"
 
 
 class Received:
@@ -329,37 +258,32 @@ class Received:
     ) -> None:
         self._on_end = on_end
         self.on_tokens = on_tokens
-        self.completions = [PartsOfOne() for _ in range(n)]
+        self.completions = [EMPTY] * n
         self.error: tuple[int, str] | None = None
 
     def take(self, line: bytes) -> None:
         """Add a line. Raises what ``MALFORMED`` lists, and changes nothing, if it cannot be read."""
         progress = _LINE.decode(line)
-        versions = [_expanded(part.weight_versions) for part in progress.parts]
-        kv_versions = [_expanded(part.kv_versions or part.weight_versions) for part in progress.parts]
-        for part, sampled, kv in zip(progress.parts, versions, kv_versions, strict=True):
-            if not len(part.output_ids) == len(part.logprobs) == len(sampled) == len(kv):
-                raise ValueError(f"completion {part.index} has not as many log-probs and versions as tokens")
-            if part.top is not None and len(part.top) != len(part.output_ids):
-                raise ValueError(f"completion {part.index} has not as many lists of top log-probs as tokens")
+        for part in progress.parts:
             if not 0 <= part.index < len(self.completions) or part.begin > len(self.completions[part.index].tokens):
                 raise ValueError(f"completion {part.index} from token {part.begin} on is not expected")
-        for part, sampled, kv in zip(progress.parts, versions, kv_versions, strict=True):
-            one = self.completions[part.index]
-            one.tokens[part.begin :] = part.output_ids
-            one.logprobs[part.begin :] = part.logprobs
-            one.versions[part.begin :] = sampled
-            one.kv_versions[part.begin :] = kv
-            one.top[part.begin :] = part.top or []
-            one.finish = part.finish or "abort"
+        added = [
+            Completion.of(
+                part.output_ids,
+                part.logprobs,
+                _runs(part.weight_versions),
+                part.finish or "abort",
+                kv_versions=_runs(part.kv_versions or part.weight_versions),
+                top=part.top,
+            )
+            for part in progress.parts
+        ]
+        for part, news in zip(progress.parts, added, strict=True):
+            before = self.completions[part.index].part(0, part.begin)
+            self.completions[part.index] = Completion.joined([before, news])
             if self.on_tokens is not None:
                 self.on_tokens(part.index)
-            if one.finish != "abort":
+            if news.finish_reason != "abort":
                 self._on_end(part.index)
         if progress.status:
             self.error = progress.status, progress.message
-
-
-def _expanded(runs: list[tuple[str, int]]) -> list[int]:
-    """Return one version per token from (version, tokens) runs in wire form."""
-    return [int(version) for version, count in runs for _ in range(count)]

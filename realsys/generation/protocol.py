@@ -25,6 +25,7 @@ LOWEST_PENALTY = 1e-3
 MOST_TOP_LOGPROBS = 20
 #: version of a server that has not loaded published weights yet
 UNSYNCED = -1
+UNNAMED = "default"  # SGLang's name for the weights that it started with
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -302,5 +303,5 @@ def parse_version(text: str) -> int:
 
 
 def segments_of(versions: Sequence[tuple[int, int]]) -> list[tuple[str, int]]:
-    """Convert (version, count) segments to their wire form, without empty ones."""
-    return [(str(version), count) for version, count in versions if count]
+    """Convert (version, count) segments to their wire form."""
+    return [(str(version), count) for version, count in versions]

@@ -40,7 +40,8 @@ from realsys.cluster.process import gpu_peak_bytes, resident_bytes
 from realsys.cluster.worker import WorkerContext
 from realsys.errors import MALFORMED, GenerationError, ServerBusy
 from realsys.generation import protocol as p
-from realsys.generation.backend import Change, Completion, GenerationEngine, RequestSnapshot
+from realsys.generation.backend import Change, GenerationEngine, RequestSnapshot
+from realsys.generation.completion import Completion
 from realsys.types import ServerAddress
 
 log = logging.getLogger(__name__)
@@ -241,8 +242,8 @@ def _completion(engine: GenerationEngine, rid: str, body: p.GenerateRequest, res
         finish_reason=finish,
         prompt_tokens=len(body.input_ids),
         completion_tokens=len(tokens),
-        weight_version=str(result.segments[-1][0] if result.segments else engine.version),
-        weight_versions=p.segments_of(result.segments),
+        weight_version=str(segments[-1][0] if (segments := result.segments) else engine.version),
+        weight_versions=p.segments_of(segments),
         kv_versions=None if result.kv_segments is None else p.segments_of(result.kv_segments),
         output_token_logprobs=logprobs,
         output_top_logprobs=None if result.top is None else [[(v, t, None) for t, v in best] for best in result.top],
@@ -303,27 +304,17 @@ class Delta:
         self._sent[index] = len(completion.tokens)
         if not running:
             self._ended.add(index)
-        kv_segments = completion.kv_segments
+        new = completion.part(begin)
         return p.ProgressPart(
             index,
             begin,
-            completion.tokens[begin:].tolist(),
-            completion.logprobs[begin:].tolist(),
-            p.segments_of(_after(completion.segments, begin)),
-            None if running else completion.finish_reason,
-            None if kv_segments is None else p.segments_of(_after(kv_segments, begin)),
-            None if completion.top is None else completion.top[begin:],
+            new.tokens.tolist(),
+            new.logprobs.tolist(),
+            p.segments_of(new.segments),
+            None if running else new.finish_reason,
+            None if new.kv_segments is None else p.segments_of(new.kv_segments),
+            new.top,
         )
-
-
-def _after(segments: list[tuple[int, int]], begin: int) -> list[tuple[int, int]]:
-    """Return the (version, tokens) runs without their first ``begin`` tokens."""
-    rest = []
-    for version, count in segments:
-        skipped = min(begin, count)
-        begin -= skipped
-        rest.append((version, count - skipped))
-    return rest
 
 
 # ---- registration of a server that serves

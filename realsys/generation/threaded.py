@@ -29,7 +29,8 @@ import numpy as np
 from realsys.config.backend_rules import DEFAULT_CAPACITY
 from realsys.config.trial_sizes import longest_sequence
 from realsys.errors import GenerationError, RealsysError, ServerBusy, WaitTimeout
-from realsys.generation.backend import Change, Completion, EngineParts, RequestSnapshot
+from realsys.generation.backend import Change, EngineParts, RequestSnapshot
+from realsys.generation.completion import EMPTY, Completion
 from realsys.generation.protocol import UNSYNCED, PauseMode, SamplingParams, ServerInfo, UpdateResult
 from realsys.generation.sampling_rules import Limits, completion_seed, find_stop, read_tokenizer, window
 from realsys.model_files.config_json import read_model
@@ -408,13 +409,7 @@ class SimpleEngine(ThreadedEngine):
             problem = f"complete() returned a token outside the vocabulary of {self._limits.vocabulary}"
             raise GenerationError(f"{problem}: return token ids of the model's tokenizer")
         length, reason, matched = self._end_of(request, tokens)
-        return Completion(
-            np.asarray(tokens[:length], np.int32),
-            np.asarray(logprobs[:length], np.float32),
-            [(self._version, length)],
-            reason,
-            matched,
-        )
+        return Completion.of(tokens[:length], logprobs[:length], [(self._version, length)], reason, matched=matched)
 
     def _end_of(self, request: _Request, tokens: list[int]) -> tuple[int, FinishReason, int | str | None]:
         """Find where a completion ends: its length, the reason, and the stop token or string."""
@@ -436,7 +431,7 @@ class SimpleEngine(ThreadedEngine):
         if request is None:
             return None
         waiting = frozenset(range(len(request.results), request.params.n))
-        return RequestSnapshot(request.results + [_empty() for _ in waiting], waiting, self._completions)
+        return RequestSnapshot(request.results + [EMPTY] * len(waiting), waiting, self._completions)
 
     def _end_requests(self, rid: str | None) -> bool:
         """End one request, or all, with the completions they have; the missing ones are empty."""
@@ -444,7 +439,7 @@ class SimpleEngine(ThreadedEngine):
         for request in ended:
             self._queue.remove(request)
             self._queued -= request.waiting
-            request.done.set_result(request.results + [_empty() for _ in range(request.waiting)])
+            request.done.set_result(request.results + [EMPTY] * request.waiting)
         return bool(ended)
 
     def _update(self, path: str, version: int, abort_all: bool) -> UpdateResult:
@@ -468,11 +463,6 @@ class SimpleEngine(ThreadedEngine):
         timings = {name: float(seconds) for name, seconds in staged.timings.items()}
         timings |= {"stage_s": loading - start, "pause_s": loaded - start, "load_s": loaded - loading}
         return UpdateResult(True, f"serving version {version}", timings, dict(staged.counts))
-
-
-def _empty() -> Completion:
-    """Return the result of a completion that has not begun."""
-    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "abort")
 
 
 def join(thread: threading.Thread, timeout_s: float) -> None:

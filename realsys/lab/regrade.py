@@ -39,8 +39,8 @@ from realsys.reward.open_verifiers import own_verifiers
 from realsys.rollout import environments
 from realsys.rollout.agent_errors import explain
 from realsys.rollout.environments import Environment, Judgement, Response, Task
-from realsys.train.records import record_files as files
-from realsys.train.records.record_files import Arrays
+from realsys.train import record_files as files
+from realsys.train.record_files import Arrays
 from realsys.train.worker.data_manager import Array
 from realsys.types import GroupOrigin, SampleMeta
 

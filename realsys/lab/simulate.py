@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from realsys.algorithm.batch.token_losses import ks_distance
+from realsys.algorithm.token_losses import ks_distance
 from realsys.lab.simulation.clock import spread
 from realsys.lab.simulation.invariants import Broken
 from realsys.lab.simulation.scenarios import plan

@@ -169,7 +169,7 @@ class EvaluationOutcome(msgspec.Struct, frozen=True):
 
 
 def record(eval_id: str, step: int, made: EvaluationSet, outcome: EvaluationOutcome, seconds: float) -> dict[str, Any]:
-    """Return the record without a majority vote: see ``docs/evaluation.md`` for its fields."""
+    """Return the record without a majority vote: ``docs/metrics.md`` has its fields."""
     statistics = summarize(outcome.tallies, made.k)
     result: dict[str, Any] = {
         "kind": "eval",

@@ -127,7 +127,7 @@ _OPTIMIZER: list[_Row] = [
     ("optimizer_steps", "steps", "optimizer steps that were taken, one per minibatch"),
     ("zero_gradient_steps", "steps", "minibatches whose gradient was 0"),
     ("skipped_steps", "steps", "minibatches that were left out for a loss or gradient that is not finite"),
-    ("skipped_steps_total", "steps", "the same since the start of the training side"),
+    ("skipped_steps_total", "steps", "the same since the start of the trainer"),
     ("tokens", "tokens", "loss tokens that were computed"),
     ("answer_tokens", "tokens", "loss tokens of the minibatches that count in the loss"),
     ("clip_fraction", "share", "share of the tokens at which the clip decides the loss"),
@@ -240,7 +240,7 @@ _WASTE: list[_Row] = [
     ("length_ks", "", "KS distance between lengths of sampled and of trained completions, last 20 steps"),
     ("dropped_stale", "groups", "groups since the step before that were discarded as too old"),
     ("dropped_filtered", "groups", "groups since the step before that a filter refused"),
-    ("refused", "rows", "rows since the step before that another training side had been granted"),
+    ("refused", "rows", "rows since the step before that another trainer had been granted"),
 ]
 
 _TIME: list[_Row] = [
@@ -377,7 +377,7 @@ FIELDS: Mapping[str, Mapping[str, Field]] = {
             [
                 *_KIND,
                 ("step", "", "last step that still holds; -1: none. It undoes the records of later steps"),
-                ("incarnation", "", "incarnation of the training side that continues"),
+                ("incarnation", "", "incarnation of the trainer that continues"),
             ],
             tracked=False,
         )
@@ -430,13 +430,11 @@ def _kind(kind: str) -> Iterator[str]:
         own = [field for field in FIELDS[kind].values() if field.group == group]
         if own and len({field.group for field in FIELDS[kind].values()}) > 1:
             yield f"| **{group}** | | |"
-        yield from map(_row, own)
+        names: dict[tuple[str, str], list[str]] = {}  # numbers of the same meaning have one row
+        for field in own:
+            names.setdefault((field.unit, field.meaning.replace("|", "\\|")), []).append(f"`{field.name}`")
+        yield from (f"| {', '.join(same)} | {unit} | {meaning} |" for (unit, meaning), same in names.items())
     yield ""
-
-
-def _row(field: Field) -> str:
-    escaped = field.meaning.replace("|", "\\|")
-    return f"| `{field.name}` | {field.unit} | {escaped} |"
 
 
 if __name__ == "__main__":

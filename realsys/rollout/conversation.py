@@ -1,6 +1,6 @@
 """Token identity of an agent that speaks messages or text: its requests become rows of recorded tokens.
 
-    plan(messages) ──tokens──> engine ──Generated──> record() ──CompletionNode──> reply to the agent ──> deliver()
+    plan(messages) ──tokens──> engine ──Completion──> record() ──CompletionNode──> reply to the agent ──> deliver()
                                                                                    rows() ──> one Row per leaf
 
 A request extends the longest recorded conversation that it begins with. Only the tail after that is tokenised, so
@@ -26,7 +26,7 @@ import numpy as np
 from realsys.data.chat import NO_OPTIONS, Tools, text_of
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import MALFORMED, DataError
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.rollout.episodes import RowBuilder
 from realsys.types import I32, Row
 
@@ -114,7 +114,7 @@ class Conversation:
         return self._extend(node, tokens[size:].tolist(), True)
 
     def record(
-        self, plan: RequestPlan, completion: Generated, reply: Mapping[str, Any] | None = None, stop: str | None = None
+        self, plan: RequestPlan, completion: Completion, reply: Mapping[str, Any] | None = None, stop: str | None = None
     ) -> CompletionNode:
         """Record what the engine returned for a plan.
 
@@ -275,7 +275,7 @@ class CompletionNode:
         self,
         parent: CompletionNode | None = None,
         context: Sequence[int] = (),
-        completion: Generated | None = None,
+        completion: Completion | None = None,
         drift: Drift = "first",
     ) -> None:
         self.parent = parent

@@ -21,7 +21,8 @@ from typing import Any, Protocol, TypeVar
 from msgspec.structs import replace
 
 from realsys.errors import AgentError
-from realsys.generation.client import Generated, SamplingSpec
+from realsys.generation.client import SamplingSpec
+from realsys.generation.completion import Completion
 from realsys.manager.client import RolloutSuperseded
 from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.observe.spans import span
@@ -38,7 +39,7 @@ Tokens = Callable[[Sequence[int]], None]
 class CompletionEngine(Protocol):
     """The part of ResumableEngine that this module needs."""
 
-    async def generate(self, call: EngineCall, deliver: Deliver = ...) -> list[Generated]: ...
+    async def generate(self, call: EngineCall, deliver: Deliver = ...) -> list[Completion]: ...
 
     def discard(self, ticket: Ticket) -> None: ...
 
@@ -50,7 +51,7 @@ class _First:
     episode: int
     token_ids: tuple[int, ...]
     spec: SamplingSpec
-    completion: asyncio.Future[Generated]
+    completion: asyncio.Future[Completion]
     on_tokens: Tokens | None
 
 
@@ -75,7 +76,7 @@ class Calls:
         spec: SamplingSpec,
         previous: tuple[str, int] | None,
         on_tokens: Tokens | None = None,
-    ) -> Generated:
+    ) -> Completion:
         """Sample one completion for call ``number`` of ``episode``; raise the errors of the engine."""
         if self._closed:
             raise AgentError("generate() was called after the end of the episode: run() must wait for all its calls")
@@ -109,7 +110,7 @@ class Calls:
 
     async def _first(
         self, episode: int, token_ids: Sequence[int], spec: SamplingSpec, on_tokens: Tokens | None
-    ) -> Generated:
+    ) -> Completion:
         loop = asyncio.get_running_loop()
         if not self._waiting:
             # call_soon runs after all tasks that are ready now, so siblings that call in this turn of the
@@ -132,7 +133,7 @@ class Calls:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _cut(self, episode: int, _: int, completion: Generated) -> None:
+    def _cut(self, episode: int, _: int, completion: Completion) -> None:
         """Count the tokens of a call that was cancelled."""
         if completion.finish_reason == "abort":
             self.cut_tokens[episode] += len(completion.tokens)
@@ -140,7 +141,7 @@ class Calls:
     async def _send(self, run: list[_First]) -> None:
         """Send one request for all of ``run``. Each gets its completion; if it fails, the others get the error."""
 
-        def deliver(number: int, completion: Generated) -> None:
+        def deliver(number: int, completion: Completion) -> None:
             if run[number].completion.done():
                 self.cut_tokens[run[number].episode] += len(completion.tokens)
             else:
@@ -181,7 +182,7 @@ def _runs(waiting: Sequence[_First]) -> list[list[_First]]:
     return runs
 
 
-def _cancel_unwanted(run: Sequence[_First], task: asyncio.Task[Any], _: asyncio.Future[Generated]) -> None:
+def _cancel_unwanted(run: Sequence[_First], task: asyncio.Task[Any], _: asyncio.Future[Completion]) -> None:
     if all(first.completion.cancelled() for first in run):
         task.cancel()
 
@@ -202,7 +203,7 @@ class EpisodeSession:
         self._number = 0  # number of the next call
         self._previous: tuple[str, int] | None = None
         self.sampled = 0  # tokens that the engine returned
-        self.last: tuple[Sequence[int], Generated] | None = None  # the last call that returned: its prompt, its result
+        self.last: tuple[Sequence[int], Completion] | None = None  # the last call that returned: its prompt, its result
         self.seconds = 0.0  # sum over its calls
 
     @property
@@ -231,7 +232,7 @@ class EpisodeSession:
 
     async def generate(
         self, token_ids: Sequence[int], spec: SamplingSpec | None = None, on_tokens: Tokens | None = None
-    ) -> Generated:
+    ) -> Completion:
         """Sample one completion after ``token_ids``; ``spec``: with other settings than those of the trial, n 1.
 
         ``on_tokens`` receives its tokens as they are sampled; the last ones may come with the result only.

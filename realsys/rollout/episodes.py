@@ -18,12 +18,12 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from realsys.algorithm.batch.token_losses import EQUAL_REWARDS, SUCCESS_RATE
+from realsys.algorithm.token_losses import EQUAL_REWARDS, SUCCESS_RATE
 from realsys.cluster.stream.codec import BOOL, FINISH_REASONS, FLOAT, INT, LOGPROB_SLACK
 from realsys.config.schema_rollout import KeepConfig
 from realsys.config.schema_train import FilterConfig
 from realsys.errors import AgentError
-from realsys.generation.client import Generated, joined_kv_versions
+from realsys.generation.completion import Completion, joined_kv_versions
 from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.manager.messages import MOST_METRICS
 from realsys.reward.verifiers.contract import MAX_METRIC_NAME, is_metric_name
@@ -36,7 +36,7 @@ class RowBuilder:
     """Builder of one row. ``tokens`` is the input of the next call of the engine."""
 
     def __init__(self, token_ids: Sequence[int] | I32 = ()) -> None:
-        self._parts: list[tuple[I32, Generated | None]] = []
+        self._parts: list[tuple[I32, Completion | None]] = []
         self._rewards: list[tuple[int, float]] = []
         self._length = 0
         self.context(token_ids)
@@ -53,7 +53,7 @@ class RowBuilder:
         """Append tokens that the policy did not sample: a prompt, feedback, or the result of a tool."""
         self._add(np.array(token_ids, np.int32), None)
 
-    def completion(self, completion: Generated) -> None:
+    def completion(self, completion: Completion) -> None:
         """Append a completion that was sampled after exactly the tokens so far. Its tokens are trained.
 
         Those of a greedy completion are context: they are no samples of the policy.
@@ -78,7 +78,7 @@ class RowBuilder:
 
     def row(self) -> Row:
         """Build the row. The builder stays usable: more can be appended afterwards."""
-        sampled: list[Generated] = []
+        sampled: list[Completion] = []
         mask, begin = np.zeros(self._length, np.bool_), 0
         for tokens, completion in self._parts:
             end = begin + len(tokens)
@@ -99,7 +99,7 @@ class RowBuilder:
             temperatures=_temperatures(sampled),
         )
 
-    def _add(self, tokens: I32, completion: Generated | None) -> None:
+    def _add(self, tokens: I32, completion: Completion | None) -> None:
         if len(tokens) or completion is not None:
             self._parts.append((tokens, completion))
             self._length += len(tokens)
@@ -111,14 +111,14 @@ def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDA
     return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
 
-def _route(sampled: Sequence[Generated]) -> tuple[tuple[str, int], ...]:
+def _route(sampled: Sequence[Completion]) -> tuple[tuple[str, int], ...]:
     """Join the routes of all completions, neighbours on one server as one run; empty if one is not known."""
     if any(len(completion.tokens) and not completion.route for completion in sampled):
         return ()
     return _joined_runs(run for completion in sampled for run in completion.route)
 
 
-def _temperatures(sampled: Sequence[Generated]) -> tuple[tuple[float, int], ...]:
+def _temperatures(sampled: Sequence[Completion]) -> tuple[tuple[float, int], ...]:
     """Return the temperatures of all completions; empty if all have that of the trial."""
     if all(completion.temperature is None for completion in sampled):
         return ()

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from realsys.algorithm.batch.token_losses import FAILED, NOT_IN_ROWS, NOT_KEPT, OVER_SAMPLED
+from realsys.algorithm.token_losses import FAILED, NOT_IN_ROWS, NOT_KEPT, OVER_SAMPLED
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.schema import Config, SamplingConfig
 from realsys.config.schema_rollout import KeepConfig

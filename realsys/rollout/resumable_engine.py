@@ -28,18 +28,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 from msgspec.structs import replace
 
 from realsys.errors import GenerationError, ServerBusy, ServerSilent
-from realsys.generation.client import (
-    Generated,
-    GenerationClient,
-    Received,
-    SamplingSpec,
-    generated_so_far,
-    joined_kv_versions,
-)
+from realsys.generation.client import GenerationClient, Received, SamplingSpec
+from realsys.generation.completion import Completion
 from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.manager.messages import MOST_RELEASED, ScheduleReply, ScheduleRequest
 from realsys.manager.routing.placement import prefix_hashes
@@ -90,10 +83,10 @@ class EngineCall:
 
 
 #: Receives the number of a completion in its call, and the completion.
-Deliver = Callable[[int, Generated], None]
+Deliver = Callable[[int, Completion], None]
 
 
-def _ignore(number: int, completion: Generated) -> None:
+def _ignore(number: int, completion: Completion) -> None:
     """Do nothing with a completion: the caller waits for all of them."""
 
 
@@ -115,7 +108,7 @@ class _PartialCompletion:
     deliver: Deliver
     on_tokens: OnTokens | None = None
     told: int = 0  # tokens that ``on_tokens`` has
-    segments: list[Generated] = field(default_factory=list)
+    segments: list[Completion] = field(default_factory=list)
     finish_reason: FinishReason = "abort"
     pending: bool = True
     route: list[tuple[str, int]] = field(default_factory=list)  # (server, tokens) of the segments
@@ -134,7 +127,7 @@ class _PartialCompletion:
         self.told += len(fresh)
         self.on_tokens(self.index, fresh)
 
-    def extend(self, segment: Generated, limit: int, server: str) -> None:
+    def extend(self, segment: Completion, limit: int, server: str) -> None:
         """Append the result of a request to ``server`` for at most ``limit`` tokens."""
         self.tell(segment.tokens)
         if len(segment.tokens) or segment.finish_reason != "abort":
@@ -157,18 +150,9 @@ class _PartialCompletion:
             self.finish_reason = "abort"
             self.deliver(self.index, self.join())
 
-    def join(self) -> Generated:
-        if len(self.segments) == 1:
-            return dataclasses.replace(self.segments[0], finish_reason=self.finish_reason, route=tuple(self.route))
-        tops = [segment.top for segment in self.segments if len(segment.tokens)]
-        return Generated(
-            np.concatenate([segment.tokens for segment in self.segments]),
-            np.concatenate([segment.logprobs for segment in self.segments]),
-            np.concatenate([segment.versions for segment in self.segments]),
-            self.finish_reason,
-            tuple(self.route),
-            joined_kv_versions(self.segments),
-            None if None in tops else [best for top in tops for best in top or []],
+    def join(self) -> Completion:
+        return dataclasses.replace(
+            Completion.joined(self.segments), finish_reason=self.finish_reason, route=tuple(self.route)
         )
 
 
@@ -182,7 +166,7 @@ class ResumableEngine:
         self.continued = 0  # completions that got another segment, since the start
         self.failures = 0  # requests that failed at a server
 
-    async def generate(self, call: EngineCall, deliver: Deliver = _ignore) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver = _ignore) -> list[Completion]:
         """Sample ``call.spec.n`` completions, with the tokens of all segments and the last finish reason.
 
         ``deliver`` receives each completion when it has ended, while others continue; if this call is cancelled, the
@@ -205,7 +189,7 @@ class ResumableEngine:
         """Discard the ended calls of an attempt that is over: its end releases all its reservations."""
         self._ended.pop((ticket.ticket_id, ticket.attempt), None)
 
-    async def _generate(self, call: EngineCall, completions: list[_PartialCompletion]) -> list[Generated]:
+    async def _generate(self, call: EngineCall, completions: list[_PartialCompletion]) -> list[Completion]:
         prefix = prefix_hashes(call.token_ids)
         trouble: _Trouble | None = None  # trouble of the last trip
         trip = failures = stalled = busy = 0
@@ -300,7 +284,7 @@ class ResumableEngine:
         ended: set[int] = set()
         streams = any(completion.on_tokens is not None for completion in completions)
 
-        def extend(number: int, segment: Generated) -> None:
+        def extend(number: int, segment: Completion) -> None:
             if number not in ended:
                 ended.add(number)
                 completions[number].extend(segment, spec.max_new_tokens, place.server)
@@ -308,20 +292,20 @@ class ResumableEngine:
         # A completion that has ended does not wait for the others of its request.
         received = Received(
             spec.n,
-            lambda number: extend(number, generated_so_far(received)[number]),
+            lambda number: extend(number, received.completions[number]),
             (lambda number: completions[number].tell(received.completions[number].tokens)) if streams else None,
         )
         trouble = None
         try:
             segments = await self._generator.generate(place.url, input_ids, spec, rid=rid, seed=seed, received=received)
         except asyncio.CancelledError:
-            for number, segment in enumerate(generated_so_far(received)):
+            for number, segment in enumerate(received.completions):
                 extend(number, segment)
             raise
         except GenerationError as error:
             if not error.retryable:
                 raise
-            segments = generated_so_far(received)
+            segments = received.completions
             trouble = _Trouble(place.server, str(error), await self._blames(error, place))
             self.failures += trouble.failed
             kept = sum(len(segment.tokens) for segment in segments)

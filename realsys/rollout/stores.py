@@ -14,7 +14,7 @@ import numpy as np
 
 from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.observe.dropped_groups import MOST_TEXT, DroppedEpisode, DroppedGroup, DroppedWriter, Room
 from realsys.observe.evaluation_records import EvalSample, append_sample
 from realsys.types import Episode, Row, Ticket
@@ -68,7 +68,7 @@ class EvaluationStore:
 
 
 #: error of an episode, and its last call of the engine: the tokens before it, and the completion
-Failure = tuple[str, tuple[Sequence[int], Generated] | None]
+Failure = tuple[str, tuple[Sequence[int], Completion] | None]
 
 
 class DroppedStore:
@@ -112,7 +112,7 @@ def _episodes(episodes: Mapping[int, Episode], failed: Mapping[int, Failure]) ->
     return made
 
 
-def _row_of(before: Sequence[int], completion: Generated) -> Row:
+def _row_of(before: Sequence[int], completion: Completion) -> Row:
     """Return a call of the engine as a row."""
     tokens = np.concatenate([np.asarray(before, np.int32), completion.tokens])
     mask = np.zeros(len(tokens), np.bool_)

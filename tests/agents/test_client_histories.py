@@ -13,7 +13,7 @@ import pytest
 
 from realsys.data.arith import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.rollout.resumable_engine import EngineCall
 from tests.support.agents import one_conversation
 from tests.support.agents.one_conversation import CONVERSATIONS
@@ -34,7 +34,7 @@ TEXTS = {
 class Stopping(Scripted):
     """A scripted engine that obeys stop strings."""
 
-    def _completion(self, call: EngineCall) -> Generated:
+    def _completion(self, call: EngineCall) -> Completion:
         whole = super()._completion(call)
         text = self.tokenizer.decode(whole.tokens.tolist())
         ends = [place + len(stop) for stop in call.spec.stop if (place := text.find(stop)) >= 0]
@@ -42,7 +42,7 @@ class Stopping(Scripted):
             return whole
         tokens = np.array(self.tokenizer.encode_text(text[: min(ends)]), np.int32)
         n = len(tokens)
-        return Generated(tokens, whole.logprobs[:n], whole.versions[:n], "stop", (("only", n),))
+        return Completion(tokens, whole.logprobs[:n], whole.versions[:n], "stop", (("only", n),))
 
 
 async def converse(framework: str, tokenizer: TextTokenizer):

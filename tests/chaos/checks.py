@@ -22,7 +22,7 @@ from realsys.launch.commands.audit import audit_trial
 from realsys.manager.ledger.events import RolledBack, Trained
 from realsys.manager.ledger.journal import read_journal
 from realsys.reward.verifiers.contract import Item, verdict_of
-from realsys.train.records.record_files import read_arrays, read_record, recorded_steps
+from realsys.train.record_files import read_arrays, read_record, recorded_steps
 from realsys.weights.host_places import MEMBERS, folder_name
 from tests.chaos.live import ChaosRun
 from tests.support.jobs.jobs import Job, processes_of

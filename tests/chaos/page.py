@@ -40,10 +40,10 @@ def section(outcome: Mapping[str, Any]) -> str:
     rest = [row for row in rows if id(row) not in shown]
     parts = [HEAD, summary(outcome) + " Recovery in seconds, re-issued tickets in brackets.\n"]
     parts += [_matrix_table(name, cells) for name, cells in signals.items()]
-    head = ("fault", "phase", "outcome", "recovery s", "re-issued")
-    parts.append(
-        _table(head, [(r["fault"], r["phase"], _outcome(r), _number(r["recovery_s"]), _reissued(r)) for r in rest])
-    )
+    phases: dict[str, list[str]] = {}
+    for row in rest:
+        phases.setdefault(row["fault"], []).append(f"{row['phase']}: {_cell(row)}")
+    parts.append(_table(("fault", "phase"), [(fault, "; ".join(cells)) for fault, cells in phases.items()]))
     return "\n".join(parts)
 
 
@@ -65,7 +65,7 @@ def summary(outcome: Mapping[str, Any]) -> str:
     changed = sum("sample" in problem for case in cases for problem in case["problems"])
     return (
         f"{where}, {outcome['seconds'] / 60:.1f} minutes: {len(rows)} faults in {len(cases)} runs, "
-        f"{', '.join(faults)}, {lost} lost, {twice} twice; {judged:,} trained answers judged again, "
+        f"{', '.join(faults)}, {lost} lost, {twice} twice; {judged:,} trained completions judged again, "
         f"{changed or 'none'} of them otherwise."
     )
 
@@ -83,12 +83,14 @@ def _matrix(rows: Iterable[Row], signal: str) -> dict[tuple[str, str], Row]:
 def _matrix_table(signal: str, cells: Mapping[tuple[str, str], Row]) -> str:
     def cell(phase: str, victim: str) -> str:
         row = cells.get((phase, victim))
-        if row is None:
-            return "-"
-        return f"{_number(row['recovery_s'])} ({_reissued(row)})" if row["outcome"] == "survived" else _outcome(row)
+        return "-" if row is None else _cell(row)
 
     head = (f"{signal} of", *_VICTIMS)
     return _table(head, [(phase, *(cell(phase, victim) for victim in _VICTIMS)) for phase in PHASES])
+
+
+def _cell(row: Row) -> str:
+    return f"{_number(row['recovery_s'])} ({_reissued(row)})" if row["outcome"] == "survived" else _outcome(row)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -13,6 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+SOURCES = [
+    path
+    for folder in ("realsys", "launch", "workers", "configs", "slurm", "tests", "benchmarks")
+    for pattern in ("*.py", "*.yaml", "*.sh")
+    for path in sorted((ROOT / folder).rglob(pattern))
+]
+
+
 @cache
 def anchors(page: Path) -> frozenset[str]:
     """Return the anchors of a page's headings: lower case, without punctuation, spaces as hyphens."""
@@ -34,6 +42,17 @@ def broken(page: Path) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_headings(page: Path) -> None:
     assert list(broken(page)) == []
+
+
+def test_pages_that_the_code_names_are_there() -> None:
+    named = {
+        (path.name, page, anchor)
+        for path in SOURCES
+        for page, anchor in re.findall(r"\bdocs/(\w+\.md)(?:#([\w-]+))?", path.read_text("utf-8"))
+    }
+    pages = {page.name: anchors(page) | {""} for page in PAGES}
+    assert [name for name in sorted(named) if name[2] not in pages.get(name[1], ())] == []
+    assert len(named) > 30
 
 
 def test_missing_heading_is_found(tmp_path: Path) -> None:

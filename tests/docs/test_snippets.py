@@ -14,7 +14,7 @@ import pytest
 
 from realsys.algorithm.losses import LossInputs, Surrogate
 from realsys.data.prompts import Prompt
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.reward.verifiers.contract import Item, Verdict
 from realsys.rollout.agents.contract import AgentParts
 from realsys.rollout.environments import EnvironmentParts, Judgement, Response, Task
@@ -28,7 +28,7 @@ READ = {
     "A loss": (LossInputs, Surrogate),
     "A verifier": (Item, Verdict),
     "An environment": (EnvironmentParts, Response, Judgement),
-    "An agent": (AgentParts, Task, Prompt, Generated, Episode),
+    "An agent": (AgentParts, Task, Prompt, Completion, Episode),
 }
 
 

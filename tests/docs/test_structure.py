@@ -1,9 +1,8 @@
-"""docs/structure.md names every package of the tree, and nothing else; the drawing of layers is that of `make lint`."""
+"""docs/structure.md names every package of the tree, and nothing else."""
 
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,10 +37,3 @@ def test_every_package_is_on_the_page() -> None:
 def test_every_line_names_a_folder() -> None:
     assert [name for name in LISTED if not (ROOT / name).is_dir()] == []
     assert sorted(set(LISTED) - tree()) == ["benchmarks/results", "docs", "tests"]
-
-
-def test_drawing_of_layers_is_the_import_rule() -> None:
-    rules = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
-    layers = [layer.replace("realsys.", "") for layer in rules[0]["layers"]]
-    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    assert page.partition("## Layers")[2].split("```")[1].split("\n")[1:-1] == layers

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -37,3 +39,9 @@ def ended(pid: int) -> bool:
         return bool(select.select([pidfd], [], [], _ENDED_S)[0])
     finally:
         os.close(pidfd)
+
+
+def suspend(process: subprocess.Popen[Any]) -> None:
+    """Send SIGSTOP to a child, and return when it has stopped: on a busy machine it may go on for a while."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)

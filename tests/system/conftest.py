@@ -15,7 +15,7 @@ import pytest
 from transformers.utils import logging
 
 from realsys.config.paths import TrialPaths
-from realsys.train.records.record_files import recorded_steps
+from realsys.train.record_files import recorded_steps
 from tests.support.jobs.jobs import Job, arith, processes_of, realsys, run_arith, running
 
 STEPS = 5

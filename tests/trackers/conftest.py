@@ -10,7 +10,7 @@ import pytest
 
 from realsys.config.doors import TRACKER
 from realsys.observe.trackers.contract import Run
-from realsys.observe.trackers.feed import Feed
+from realsys.observe.trackers.process import Feed
 from tests.support.telemetry.step_logs import append
 
 

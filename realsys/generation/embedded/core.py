@@ -27,7 +27,8 @@ import torch
 from tokenizers import Tokenizer
 
 from realsys.errors import GenerationError
-from realsys.generation.backend import Completion, RequestSnapshot
+from realsys.generation.backend import RequestSnapshot
+from realsys.generation.completion import EMPTY, Completion
 from realsys.generation.embedded.batch import DecodeBatch, PrefillBatch, TokenStore
 from realsys.generation.embedded.decoder import CacheShape, Decoder, KVCache, ModelWeights
 from realsys.generation.embedded.prefix_cache import CacheRows, KvPolicy, PrefillPart, plan_pass
@@ -43,7 +44,6 @@ log = logging.getLogger(__name__)
 #: upper bound on the entries of the attention mask of a prefill pass
 _MASK_ENTRIES = 1 << 24
 #: result of a completion without a token
-_EMPTY = Completion(np.empty(0, np.int32), np.empty(0, np.float32), [], "abort")
 #: bytes of KV cache that can be read in the time that one more group of rows costs per layer
 _GROUP_COST = {"cpu": 200_000, "cuda": 64_000_000}
 
@@ -142,7 +142,7 @@ class EngineCore:
 
     def abort(self, request: Request) -> None:
         """End a request now; its completions keep the tokens they have."""
-        _deliver(self.scheduler.drop_waiting(request, _EMPTY))
+        _deliver(self.scheduler.drop_waiting(request, EMPTY))
         self._finish([EndedCompletion(completion, "abort") for completion in request.running])
 
     def snapshot(self, request: Request) -> RequestSnapshot | None:
@@ -158,7 +158,7 @@ class EngineCore:
             return None
         work = self.counters.tokens + self.counters.prefilled
         indices = range(request.params.n)
-        completions = [request.results.get(index) or running.get(index, _EMPTY) for index in indices]
+        completions = [request.results.get(index) or running.get(index, EMPTY) for index in indices]
         moved = work if self.scheduler.holds_back(request) else 0
         return RequestSnapshot(completions, frozenset(indices).difference(request.results), moved)
 
@@ -362,16 +362,14 @@ class EngineCore:
             )
             log.error("%s", request.failure)
         runs = completion.runs(self.version, len(tokens))
-        segments = [(sampled_by, count) for sampled_by, _, count in runs]
-        oldest_keys = [(kv_version, count) for _, kv_version, count in runs]
-        return Completion(
+        return Completion.of(
             tokens,
             logprobs,
-            segments,
+            [(sampled_by, count) for sampled_by, _, count in runs],
             end.reason,
-            end.matched,
-            None if oldest_keys == segments else oldest_keys,
-            completion.top[: len(tokens)] if request.params.top_logprobs_num else None,
+            kv_versions=[(kv_version, count) for _, kv_version, count in runs],
+            top=completion.top[: len(tokens)] if request.params.top_logprobs_num else None,
+            matched=end.matched,
         )
 
 

@@ -28,7 +28,8 @@ from realsys.cluster.failpoint import failpoint
 from realsys.cluster.gpu_devices import choose_device
 from realsys.config.schema import GenerationConfig
 from realsys.errors import GenerationError, RealsysError
-from realsys.generation.backend import Completion, LoadVersion, RequestSnapshot, Staged
+from realsys.generation.backend import LoadVersion, RequestSnapshot, Staged
+from realsys.generation.completion import Completion
 from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.decoder import ModelWeights, fuse, read_tensors
 from realsys.generation.embedded.prefix_cache import KvPolicy

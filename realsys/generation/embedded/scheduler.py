@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from realsys.errors import GenerationError, ServerBusy
-from realsys.generation.backend import Completion
+from realsys.generation.completion import Completion
 from realsys.generation.protocol import UNSYNCED, SamplingParams
 from realsys.observe.spans import Phases, now
 from realsys.types import I32, TopLogprobs
@@ -139,7 +139,8 @@ class LiveCompletion:
     def end_spans(self, result: Completion) -> None:
         """Record the last phase of a completion that has ended with ``result``."""
         tokens = len(result.tokens) - sum(count for *_, count in self.segments)
-        facts = {"version": result.segments[-1][0], "tokens": tokens} if self.spans.name == "decode" and tokens else {}
+        decoded = tokens if self.spans.name == "decode" else 0
+        facts = {"version": int(result.versions[-1]), "tokens": decoded} if decoded else {}
         self.spans.enter("", end=result.finish_reason, **facts)
 
 

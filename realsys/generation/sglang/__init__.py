@@ -1,1 +1,1 @@
-"""Backend that runs SGLang's own server in a child process: docs/sglang.md."""
+"""Backend that runs SGLang's own server in a child process: docs/generation.md#sglang."""

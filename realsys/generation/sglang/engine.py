@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from realsys.errors import GenerationError, WaitTimeout
-from realsys.generation.backend import Change, Completion, Materialise, RequestSnapshot
+from realsys.generation.backend import Change, Materialise, RequestSnapshot
+from realsys.generation.completion import Completion
 from realsys.generation.protocol import PauseMode, SamplingParams, ServerInfo, UpdateResult
 from realsys.generation.sampling_rules import Limits
 from realsys.generation.sglang.api import RankLoad

@@ -14,20 +14,20 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from realsys.errors import GenerationError, ServerBusy
-from realsys.generation.backend import Completion, RequestSnapshot
-from realsys.generation.protocol import UNSYNCED, SamplingParams, not_default
+from realsys.generation.backend import RequestSnapshot
+from realsys.generation.completion import EMPTY, Completion
+from realsys.generation.protocol import UNNAMED, UNSYNCED, SamplingParams, not_default
 from realsys.generation.sampling_rules import completion_seed, find_stop, window
 from realsys.generation.sglang.api import Reply, SglangPiece
 from realsys.generation.sglang.supervisor import SglangRun
 from realsys.observe import spans
-from realsys.types import I32, FinishReason, TopLogprobs
+from realsys.types import I32, FinishReason
 
 #: A trip waits in SGLang's queue, too. The supervisor ends it much earlier, when SGLang samples nothing.
 _TRIP_TIMEOUT_S = 86400.0
@@ -36,7 +36,6 @@ _RECALL_TIMEOUT_S = 60.0
 #: A longer completion is sampled in pieces, so that its client has its first tokens before its last. SGLang keeps the
 #: cache of a piece, so the next one computes hardly anything again.
 PIECE_TOKENS = 4096
-_UNNAMED = "default"  # SGLang's name for the weights that it started with
 #: parameters that SGLang gets in another form; all others go to it under their own name
 _ADAPTED = {
     "max_new_tokens",
@@ -141,7 +140,7 @@ class Traffic:
         pieces = request.pieces(self._serials)
         if not self.under_way():
             self._busy_since = time.perf_counter()
-        begin, open_now = spans.now(), [k for k, c in enumerate(request.completions) if c.finish is None]
+        begin, open_now = spans.now(), [k for k, one in enumerate(request.sampled) if one.running]
         request.trip = asyncio.ensure_future(run.api.generate(pieces, _TRIP_TIMEOUT_S))
         try:
             replies = await request.trip
@@ -257,17 +256,20 @@ def _record_phases(unit: str, begin: int, reply: Reply, version: int) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class PartialCompletion:
-    """One completion so far."""
+class _Sampled:
+    """One completion of a request, so far."""
 
     seed: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    segments: list[tuple[int, int]] = field(default_factory=list)
-    kv_segments: list[tuple[int, int]] = field(default_factory=list)  # (version of the oldest keys, tokens) runs
-    top: TopLogprobs = field(default_factory=list)
-    finish: FinishReason | None = None
-    matched: int | str | None = None
+    completion: Completion = EMPTY
+    running: bool = True
+
+    @property
+    def tokens(self) -> I32:
+        return self.completion.tokens
+
+    def end(self, reason: FinishReason, matched: int | str | None = None) -> None:
+        self.completion = replace(self.completion, finish_reason=reason, matched=matched)
+        self.running = False
 
 
 @dataclass(slots=True, eq=False)
@@ -283,7 +285,7 @@ class SglangRequest:
     prompt: I32
     params: SamplingParams
     stops: tuple[int, ...]
-    completions: list[PartialCompletion]
+    sampled: list[_Sampled]
     tokenizer: Tokenizer | None = None
     limit: int = PIECE_TOKENS
     aborted: bool = False  # ends with the tokens so far
@@ -309,7 +311,7 @@ class SglangRequest:
             prompt,
             params,
             stops,
-            [PartialCompletion(completion_seed(seed, k)) for k in range(params.n)],
+            [_Sampled(completion_seed(seed, k)) for k in range(params.n)],
             tokenizer,
         )
 
@@ -319,8 +321,8 @@ class SglangRequest:
             self.go.set_result(None) if error is None else self.go.set_exception(error)
 
     @property
-    def open(self) -> list[PartialCompletion]:
-        return [completion for completion in self.completions if completion.finish is None]
+    def open(self) -> list[_Sampled]:
+        return [one for one in self.sampled if one.running]
 
     def pieces(self, serials: Iterator[int]) -> list[SglangPiece]:
         """Return the rest of the work, in SGLang's form."""
@@ -330,12 +332,12 @@ class SglangRequest:
         pieces = [
             SglangPiece(
                 f"{next(serials):012d}",
-                prompt + completion.tokens,
-                self._sampling(completion),
+                prompt + one.tokens.tolist(),
+                self._sampling(one),
                 self.params.top_logprobs_num,
                 namespace,
             )
-            for completion in self.open
+            for one in self.open
         ]
         self.rids = [piece.rid for piece in pieces]
         return pieces
@@ -345,45 +347,30 @@ class SglangRequest:
 
         Raises GenerationError if the numbers of tokens, log-probs and versions differ.
         """
-        for completion, reply in zip(self.open, replies, strict=True):
-            count = len(reply.output_ids)
-            segments = [(version, count)] if version is not None else _segments(reply)
-            logprobs, top = reply.logprobs, reply.top
-            if not count == len(logprobs) == sum(length for _, length in segments):
-                raise GenerationError(
-                    f"SGLang gave {count} tokens with {len(logprobs)} log-probs and versions {segments}", retryable=True
+        for one, reply in zip(self.open, replies, strict=True):
+            segments = [(version, len(reply.output_ids))] if version is not None else _segments(reply)
+            try:
+                piece = Completion.of(
+                    reply.output_ids,
+                    reply.logprobs,
+                    segments,
+                    kv_versions=self._oldest_keys(reply, segments),
+                    top=reply.top if self.params.top_logprobs_num else None,
                 )
-            if self.params.top_logprobs_num and len(top) != count:
-                raise GenerationError(
-                    f"SGLang gave {count} tokens with {len(top)} lists of top log-probs", retryable=True
-                )
-            begin = len(completion.tokens)
-            completion.tokens += reply.output_ids
-            completion.logprobs += logprobs
-            completion.top += top
-            completion.segments = _joined(completion.segments + segments)
-            completion.kv_segments = _joined(completion.kv_segments + self._oldest_keys(reply, segments))
-            self._finish(completion, reply)
-            self._cut(completion, begin)
+            except ValueError as error:
+                raise GenerationError(f"SGLang gave {error}", retryable=True) from error
+            begin = len(one.tokens)
+            one.completion = Completion.joined([one.completion, piece])
+            self._finish(one, reply)
+            self._cut(one, begin)
 
     def snapshot(self, moved: int) -> RequestSnapshot:
         """Return its results as an abort would give them now."""
-        running = frozenset(k for k, completion in enumerate(self.completions) if completion.finish is None)
+        running = frozenset(k for k, one in enumerate(self.sampled) if one.running)
         return RequestSnapshot(self.results(), running, moved)
 
     def results(self) -> list[Completion]:
-        return [
-            Completion(
-                np.asarray(completion.tokens, np.int32),
-                np.asarray(completion.logprobs, np.float32),
-                completion.segments,
-                completion.finish or "abort",
-                completion.matched,
-                None if completion.kv_segments == completion.segments else completion.kv_segments,
-                top=list(completion.top) if self.params.top_logprobs_num else None,
-            )
-            for completion in self.completions
-        ]
+        return [one.completion for one in self.sampled]
 
     def _oldest_keys(self, reply: Reply, segments: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the oldest version of the keys that the tokens of a piece may have attended to, as runs.
@@ -396,38 +383,35 @@ class SglangRequest:
         oldest = self.keys.oldest if reply.meta_info.cached_tokens else self.sent_at
         return [(min(oldest, version), count) for version, count in segments]
 
-    def _finish(self, completion: PartialCompletion, reply: Reply) -> None:
+    def _finish(self, one: _Sampled, reply: Reply) -> None:
         finish = reply.meta_info.finish_reason
         full = finish.type == "length" and len(reply.output_ids) >= self.limit  # else SGLang's context is full
-        if full and len(completion.tokens) < self.params.max_new_tokens:
+        if full and len(one.tokens) < self.params.max_new_tokens:
             return
         if finish.type != "abort":
-            completion.finish = finish.type
             # A list is for stop tokens that match only together. realsys sends none, so the last token names it.
-            completion.matched = completion.tokens[-1] if isinstance(finish.matched, list) else finish.matched
-        elif len(completion.tokens) >= self.params.max_new_tokens:
-            completion.finish = "length"
+            one.end(finish.type, int(one.tokens[-1]) if isinstance(finish.matched, list) else finish.matched)
+        elif len(one.tokens) >= self.params.max_new_tokens:
+            one.end("length")
         elif self.aborted or not self.recalled:
-            completion.finish = "abort"
+            one.end("abort")
 
-    def _cut(self, completion: PartialCompletion, begin: int) -> None:
+    def _cut(self, one: _Sampled, begin: int) -> None:
         """Cut the completion after a stop string that began before ``begin``, the first token of this piece."""
         earlier: list[int] = self.prompt[len(self.prompt) - self.params.answer_prefix :].tolist()
         if self.tokenizer is None or not self.params.stop or not begin + len(earlier):
             return
-        text, reach = earlier + completion.tokens, window(self.params.stop)
+        text, reach = earlier + one.tokens.tolist(), window(self.params.stop)
         first = max(begin + 1, self.params.min_new_tokens)
-        for count in range(first, min(len(completion.tokens), begin + reach) + 1):
+        for count in range(first, min(len(one.tokens), begin + reach) + 1):
             end = len(earlier) + count
             if (match := find_stop(self.tokenizer, text[max(0, end - reach) : end], self.params.stop)) is not None:
-                del completion.tokens[count:], completion.logprobs[count:], completion.top[count:]
-                completion.segments = _first(completion.segments, count)
-                completion.kv_segments = _first(completion.kv_segments, count)
-                completion.finish, completion.matched = "stop", match
+                one.completion = one.completion.part(0, count)
+                one.end("stop", match)
                 return
 
-    def _sampling(self, completion: PartialCompletion) -> dict[str, Any]:
-        done = len(completion.tokens)
+    def _sampling(self, one: _Sampled) -> dict[str, Any]:
+        done = len(one.tokens)
         sampling = {name: value for name, value in not_default(self.params).items() if name not in _ADAPTED}
         sampling["max_new_tokens"] = min(self.limit, self.params.max_new_tokens - done)
         if self.params.min_new_tokens > done:
@@ -436,7 +420,7 @@ class SglangRequest:
             sampling["stop"] = list(self.params.stop)
         if self.stops:
             sampling["stop_token_ids"] = list(self.stops)
-        return {**sampling, "sampling_seed": completion.seed, "no_stop_trim": True}
+        return {**sampling, "sampling_seed": one.seed, "no_stop_trim": True}
 
 
 def _segments(reply: Reply) -> list[tuple[int, int]]:
@@ -446,31 +430,10 @@ def _segments(reply: Reply) -> list[tuple[int, int]]:
             "SGLang gave a completion without weight_versions, although it reports them", retryable=True
         )
     return [
-        (UNSYNCED if span.version == _UNNAMED else int(span.version), span.end - span.start)
+        (UNSYNCED if span.version == UNNAMED else int(span.version), span.end - span.start)
         for span in spans
         if span.end > span.start
     ]
-
-
-def _first(segments: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """Return the segments of the first ``count`` tokens."""
-    kept: list[tuple[int, int]] = []
-    for version, length in segments:
-        kept.append((version, min(length, count)))
-        count -= kept[-1][1]
-    return _joined(kept)
-
-
-def _joined(segments: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge neighbours of the same version and drop empty segments."""
-    joined: list[tuple[int, int]] = []
-    for version, count in segments:
-        if not count:
-            continue
-        if joined and joined[-1][0] == version:
-            count += joined.pop()[1]
-        joined.append((version, count))
-    return joined
 
 
 # ---- which cached keys a request may use

@@ -29,7 +29,7 @@ from realsys.observe.timeline.clocked_spans import (
     read_timeline,
     ticket_of,
 )
-from realsys.train.records.record_files import read_record, recorded_steps
+from realsys.train.record_files import read_record, recorded_steps
 
 _KIND = "generation_server"
 _STEPS = (50, 20, 5, 1)  # last steps whose spans are read: the first number whose spans are not too many

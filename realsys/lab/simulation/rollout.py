@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from realsys.algorithm.batch.token_losses import NOT_KEPT, OVER_SAMPLED
+from realsys.algorithm.token_losses import NOT_KEPT, OVER_SAMPLED
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
@@ -36,7 +36,7 @@ from realsys.manager.messages import (
 from realsys.manager.operations import ALLOCATE, FINISH, SCHEDULE, TOUCH
 from realsys.rollout.episodes import kept_episodes, reason_to_drop
 from realsys.rollout.resumable_engine import LAST_DELAY_S, MAX_FAILURES
-from realsys.train.records.record_files import read_record, recorded_steps
+from realsys.train.record_files import read_record, recorded_steps
 from realsys.types import SampleMeta, Ticket
 
 NO_SERVER_TIMEOUT_S = 600.0

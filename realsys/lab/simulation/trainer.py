@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from realsys.algorithm.batch.token_losses import STALE
+from realsys.algorithm.token_losses import STALE
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets, id_of_set
 from realsys.config.schema import Config
 from realsys.config.schema_data import HELD_OUT

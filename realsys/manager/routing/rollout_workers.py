@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from realsys.algorithm.batch.token_losses import FAILED, rounded_length
+from realsys.algorithm.token_losses import FAILED, rounded_length
 from realsys.errors import MALFORMED
 from realsys.manager.ledger.ticket_history import bounded
 from realsys.manager.messages import FinishRequest

@@ -26,7 +26,7 @@ from realsys.observe.samples.eval_samples import EvalSource
 from realsys.observe.samples.filters import SampleSource
 from realsys.observe.samples.step_samples import StepSource
 from realsys.observe.samples.turns import References
-from realsys.train.records.record_files import BATCH, record_of_step, recorded_steps
+from realsys.train.record_files import BATCH, record_of_step, recorded_steps
 
 DROPPED = "dropped"
 _MOST_DIGITS = 12  # digits of the number of a step

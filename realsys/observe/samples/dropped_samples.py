@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from realsys.algorithm.batch.token_losses import MASKED, STALE
+from realsys.algorithm.token_losses import MASKED, STALE
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError
 from realsys.observe.dropped_groups import DroppedEpisode, DroppedGroup, GroupFile, group_files, read_group

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from realsys.algorithm.advantages import advantages_by_id
-from realsys.algorithm.batch.minibatches import sequence_refs
+from realsys.algorithm.minibatches import sequence_refs
 from realsys.config.dataflow import token_level_advantages
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -17,9 +17,9 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError
 from realsys.observe.samples.filters import SampleRow, SampleView
 from realsys.observe.samples.turns import CONTEXT, References, VersionSpan, token_versions, turns, version_spans
+from realsys.train import record_files as files
 from realsys.train.master.executor import add_scores
-from realsys.train.records import record_files as files
-from realsys.train.records.record_files import RowReader, StepRecord
+from realsys.train.record_files import RowReader, StepRecord
 from realsys.train.worker.data_manager import Array
 from realsys.types import RowOrigin, SampleMeta
 

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
-from realsys.algorithm.batch.token_losses import WARN_SHARE
+from realsys.algorithm.token_losses import WARN_SHARE
 from realsys.config.allocation import parse_allocation
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config

@@ -1,4 +1,4 @@
-"""The verifier ``math``: the final answer of a completion equals the reference (docs/math_verifier.md)."""
+"""The verifier ``math``: the final answer of a completion equals the reference (docs/rewards.md#the-verifier-math)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ from typing import Any, Protocol, TypeVar
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import AgentError
-from realsys.generation.client import Generated, SamplingSpec
+from realsys.generation.client import SamplingSpec
+from realsys.generation.completion import Completion
 from realsys.rollout.environments import Environment, Response, Task
 from realsys.types import Episode, Row
 
@@ -62,7 +63,7 @@ class Session(Protocol):
         """Sampling settings of the trial, or of the evaluation's data set."""
         ...
 
-    async def generate(self, token_ids: Sequence[int], spec: SamplingSpec | None = None) -> Generated:
+    async def generate(self, token_ids: Sequence[int], spec: SamplingSpec | None = None) -> Completion:
         """Sample one completion after ``token_ids``, with the session's settings unless others are given.
 
         An episode may have several calls in progress. A weight update or the failure of a server does not end
@@ -94,7 +95,7 @@ class AgentParts:
     tokenizer: TextTokenizer
     environment: Environment
 
-    def response(self, completion: Generated, turn: int = 0) -> Response:
+    def response(self, completion: Completion, turn: int = 0) -> Response:
         """Build the Response that the environment judges. ``turn``: number of the completion, from 0."""
         text = self.tokenizer.completion_text(completion.tokens.tolist())
         return Response(text, completion.finish_reason, len(completion.tokens), turn)

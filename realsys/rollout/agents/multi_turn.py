@@ -13,7 +13,7 @@ from realsys.config.schema import Config
 from realsys.config.trial_sizes import longest_sequence
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError, DataError
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.rollout.agents.contract import AgentParts, Session
 from realsys.rollout.environments import Judgement, Task
 from realsys.rollout.episodes import RowBuilder
@@ -94,11 +94,11 @@ class MultiTurn:
         metrics = _metrics(judgement, verdicts)
         return Episode([row.row()], judgement.reward, judgement.correct, metrics, judgement.answer)
 
-    def _ends(self, judgement: Judgement, completion: Generated, turns: int) -> bool:
+    def _ends(self, judgement: Judgement, completion: Completion, turns: int) -> bool:
         done = judgement.done or judgement.correct is True
         return done or completion.finish_reason != "stop" or turns == self._max_turns
 
-    def _tail(self, task: Task, judgement: Judgement, completion: Generated) -> list[int]:
+    def _tail(self, task: Task, judgement: Judgement, completion: Completion) -> list[int]:
         """Tokens of the feedback turn. A completion that ended with an end-of-text token needs no second one."""
         text = judgement.feedback or self._feedback.replace(PROMPT, task.prompt.text)
         tail = self._parts.tokenizer.encode_user_turn(text, chat=self._parts.config.data.chat_template)

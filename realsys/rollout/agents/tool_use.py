@@ -24,7 +24,7 @@ from realsys.config.schema import Config
 from realsys.config.trial_sizes import longest_sequence
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import AgentError, ConfigError, DataError
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.observe.spans import span
 from realsys.rollout.agents import tools as tools_door
 from realsys.rollout.agents.contract import AgentParts, Session
@@ -60,7 +60,7 @@ class _Talk:
     conversation: Conversation
     messages: list[dict[str, Any]]
     use: _Use
-    completions: list[Generated] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
 
 
 class ToolUse:

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from realsys.data.chat import text_of
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import MALFORMED, AgentError, DataError
-from realsys.generation.client import Generated, SamplingSpec
+from realsys.generation.client import SamplingSpec
+from realsys.generation.completion import Completion
 from realsys.manager.client import RolloutSuperseded
 from realsys.reward.verifiers.contract import is_metric_name
 from realsys.rollout.conversation import CompletionNode, Conversation, RequestPlan
@@ -65,7 +66,7 @@ class CaptureSession(Protocol):
         token_ids: list[int],
         spec: SamplingSpec | None = None,
         on_tokens: Callable[[Sequence[int]], None] | None = None,
-    ) -> Generated: ...
+    ) -> Completion: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +350,7 @@ class Capture:
             # Failures beyond the limit share one entry, which no repeat removes.
             self._failures[entry.digest if known else b""] = error
 
-    def _record(self, exchange: Exchange, plan: RequestPlan, completion: Generated) -> Choice:
+    def _record(self, exchange: Exchange, plan: RequestPlan, completion: Completion) -> Choice:
         shared, name = self._shared, f"{exchange.head.id}.{len(exchange.nodes)}"
         choice = read_choice(shared.tokenizer, shared.parser(), exchange.call, plan.tokens, completion, name)
         self._malformed += choice.malformed
@@ -389,7 +390,7 @@ class Capture:
                 exchange.task.cancel()  # no effect if it is done
 
 
-async def _all(calls: Iterable[Coroutine[Any, Any, Generated]]) -> list[Generated]:
+async def _all(calls: Iterable[Coroutine[Any, Any, Completion]]) -> list[Completion]:
     """Await all calls; the first failure cancels the others."""
     first, *others = calls
     if not others:

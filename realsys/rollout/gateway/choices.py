@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from realsys.data.tokenizer import TextTokenizer
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.model_files.config_json import read_vocabulary
 from realsys.rollout.gateway.dialect import Choice, ChoiceEnd, GatewayCall, call_id
 
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 
 def read_choice(
-    tokenizer: TextTokenizer, parser: Parser, call: GatewayCall, prompt: Sequence[int], completion: Generated, name: str
+    tokenizer: TextTokenizer,
+    parser: Parser,
+    call: GatewayCall,
+    prompt: Sequence[int],
+    completion: Completion,
+    name: str,
 ) -> Choice:
     """Read one completion.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from realsys.errors import RealsysError
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 
 #: input of the engine: messages for the chat template, a text, or token ids
 CallKind = Literal["chat", "text", "tokens"]
@@ -100,7 +100,7 @@ class Choice:
     malformed   number of malformed tool calls, which stay in the text
     """
 
-    completion: Generated
+    completion: Completion
     text: str
     reasoning: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from realsys.algorithm.batch.balance import CostFunction, cost_function
-from realsys.algorithm.batch.minibatches import plan_minibatches, rows_left_out
+from realsys.algorithm.balance import CostFunction, cost_function
 from realsys.algorithm.kl import AdaptiveKL
+from realsys.algorithm.minibatches import plan_minibatches, rows_left_out
 from realsys.algorithm.schedule import learning_rate
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR

@@ -34,7 +34,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from realsys.algorithm.batch.redistribute import Holders, TransferPlan, holders_of_outputs, plan_call
+from realsys.algorithm.redistribute import Holders, TransferPlan, holders_of_outputs, plan_call
 from realsys.cluster.aio import first_completed
 from realsys.cluster.stream.codec import encode_message
 from realsys.cluster.topology import Mesh

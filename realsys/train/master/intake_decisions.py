@@ -1,7 +1,7 @@
 """Decisions of the intake: what becomes of each group that arrives, until it is in a batch. Pure: no I/O, no clock.
 
     samples ──add──> buffer ──propose──> batch ──conclude──> TrainBatch
-       │ another training side's, copies,  │ all tokens        │ ticket has ended
+       │ another trainer's, copies,        │ all tokens        │ ticket has ended
        │ too old                           │ masked                └──> freed; the rest is ready again
        └──────────── depart <──────────────┘
                        └──> the shell reports the drops and frees the samples ──reported──> forgotten
@@ -27,8 +27,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from realsys.algorithm.batch.sequence_buffer import Batch, SequenceBuffer, StalePolicy
-from realsys.algorithm.batch.token_losses import COPY, MASKED, STALE, TOO_OLD, StepLosses, TokenLosses
+from realsys.algorithm.sequence_buffer import Batch, SequenceBuffer, StalePolicy
+from realsys.algorithm.token_losses import COPY, MASKED, STALE, TOO_OLD, StepLosses, TokenLosses
 from realsys.config.schema import Config
 from realsys.errors import PromptsUsedUp, StuckError, WaitTimeout
 from realsys.manager.decisions import MAX_REISSUES
@@ -70,7 +70,7 @@ class TrainBatch:
     """The groups of a step, without the rows and tokens that are too old to be trained.
 
     dropped_stale     groups since the batch before whose tokens were all too old, or that were issued again
-    refused           samples since then that were granted under another training side
+    refused           samples since then that were granted under another trainer
     masked            rows of which some tokens are too old: the workers must take these out of the loss
     oldest_trained    version of the oldest token that may be trained; None: any
     losses            sampled tokens that were not trained
@@ -122,7 +122,7 @@ class Departures:
 class IntakeState:
     """The groups between the stream and the steps, and the decisions about them.
 
-    ``trainer_incarnation``: incarnation of this training side. Groups that were granted under another
+    ``trainer_incarnation``: incarnation of this trainer. Groups that were granted under another
     one are reissued, so they are neither trained nor reported as dropped. ``version`` is the one that
     the next batch is trained on top of.
     """
@@ -144,7 +144,7 @@ class IntakeState:
     # -- arrivals and departures -------------------------------------------------------------------
 
     def add(self, samples: Sequence[SampleMeta]) -> None:
-        """Take samples that have arrived. Copies of a group, and groups of another training side, are refused."""
+        """Take samples that have arrived. Copies of a group, and groups of another trainer, are refused."""
         samples = self._select_current(samples)
         added = self.buffer.add(samples)
         if added.rejected:
@@ -201,7 +201,7 @@ class IntakeState:
                 self.departures.kept[owner] = KeepDroppedRequest(reason, self.version, held)
 
     def _select_current(self, samples: Sequence[SampleMeta]) -> list[SampleMeta]:
-        """Return the samples granted under this training side, and count the others; the DP heads
+        """Return the samples granted under this trainer, and count the others; the DP heads
         usually refuse those.
         """
         current = [sample for sample in samples if sample.trainer_incarnation == self.trainer_incarnation]

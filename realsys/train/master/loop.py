@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from realsys.algorithm.batch.token_losses import StepLosses
+from realsys.algorithm.token_losses import StepLosses
 from realsys.cluster.aio import run_beside, unless
 from realsys.cluster.failpoint import failpoint
 from realsys.config.evaluation_sets import evaluation_sets, id_of_set, set_of_id
@@ -158,7 +158,7 @@ class TrainLoop:
         """Train from step ``done`` until a stop condition holds or ``stop`` is set; return the
         steps done.
 
-        Raises Fenced when another training side has taken over.
+        Raises Fenced when another trainer has taken over.
         """
         if recorder := self._parts.runner.recorder:
             await recorder.rewind(done)

@@ -24,6 +24,8 @@ from realsys.model_calls import (
     TransferReply,
 )
 from realsys.train.requests import (
+    CopyWeightsRequest,
+    DigestWeightsRequest,
     FinishCheckpointRequest,
     HoldRequest,
     LoadCheckpointRequest,
@@ -31,14 +33,10 @@ from realsys.train.requests import (
     RecordReply,
     RecordRequest,
     SaveCheckpointRequest,
-)
-from realsys.train.step_gate import GateState, PauseStepRequest, SettleRequest
-from realsys.weights.weight_messages import (
-    CopyWeightsRequest,
-    DigestWeightsRequest,
     SaveWeightsReply,
     SaveWeightsRequest,
 )
+from realsys.train.step_gate import GateState, PauseStepRequest, SettleRequest
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 

@@ -32,9 +32,9 @@ from realsys.config.allocation import ACTOR
 from realsys.errors import NameStoreError, WeightsError
 from realsys.model_calls import Empty
 from realsys.observe.spans import span
+from realsys.train.requests import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest
 from realsys.types import PublishedVersion
 from realsys.weights.contract import Committed, WeightPublisher
-from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@
     notice ``recorded`` of every worker with arrays or checksums ──> a thread commits batch.json and prunes
 
 Consumes: the end of a train step. Waits for: the two requests only; the rest happens while the
-next step trains. Produces: a folder as in ``realsys.train.records.record_files``. A record that cannot
+next step trains. Produces: a folder as in ``realsys.train.record_files``. A record that cannot
 be written is an error in the log, and that step cannot be replayed; the run continues without it.
 """
 
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import msgspec
 import xxhash
 
-from realsys.algorithm.batch.redistribute import last_stage
+from realsys.algorithm.redistribute import last_stage
 from realsys.cluster.commit_folder import Removed
 from realsys.cluster.files import FileInfo
 from realsys.cluster.lease import CheckAlive, unleased
@@ -35,13 +35,19 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import NotFiniteError, RecordError
 from realsys.model_calls import Empty
+from realsys.train import record_files as files
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints, directory_name
 from realsys.train.master.executor import CallResult, Minibatches
-from realsys.train.records import record_files as files
-from realsys.train.records.record_files import RECORD, StepRecord, number
-from realsys.train.requests import Recorded, RecordReply, RecordRequest
+from realsys.train.record_files import RECORD, StepRecord, number
+from realsys.train.requests import (
+    CopyWeightsRequest,
+    DigestWeightsRequest,
+    Recorded,
+    RecordReply,
+    RecordRequest,
+    SaveWeightsReply,
+)
 from realsys.types import METADATA_KEYS, SampleMeta
-from realsys.weights.weight_messages import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsReply
 
 log = logging.getLogger(__name__)
 

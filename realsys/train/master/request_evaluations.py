@@ -89,7 +89,7 @@ class EvaluationRequests:
     """Requests evaluations from the manager and waits for them: for some alone, or while training
     continues.
 
-    ``trainer_incarnation``: incarnation of this training side. A request of one that was replaced
+    ``trainer_incarnation``: incarnation of this trainer. A request of one that was replaced
     raises Fenced.
     """
 

@@ -3,7 +3,7 @@
     find start ─> roll the ledger back ─> connect ─> load, or warm up ─> publish ─> evaluate ─> train
         ─> evaluate ─> export
 
-Every start takes this way: the first one, the restart of a training side that died, and a finished
+Every start takes this way: the first one, the restart of a trainer that died, and a finished
 or stopped run that is started again (``realsys.train.master.recovery``).
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realsys.algorithm import dataflows
-from realsys.algorithm.batch.balance import CostFunction
+from realsys.algorithm.balance import CostFunction
 from realsys.cluster.aio import on_disk, unless
 from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
 from realsys.cluster.topology import Mesh, place, routing_table
@@ -84,7 +84,7 @@ class MasterRun:
     async def run(self) -> None:
         """Run all phases, or until ``stop`` is set and the trained steps are saved.
 
-        Raises Fenced when another training side has taken over.
+        Raises Fenced when another trainer has taken over.
         """
         done = await unless(self._stop, self._start())
         if done is None:
@@ -197,7 +197,7 @@ class MasterRun:
 
     async def _repeat_evaluations(self, requested: Iterable[str], done: int) -> None:
         """Request the evaluations again whose results were lost with the predecessor of this
-        training side.
+        trainer.
         """
         for eval_id, step in unanswered(self._records(), requested, done, self._sets, self._parts.total_steps):
             await self._loop.start_evaluation(eval_id, step, requested_at=done)

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from realsys.algorithm.batch.balance import CostFunction
-from realsys.algorithm.batch.minibatches import plan_minibatches, sequence_refs
-from realsys.algorithm.batch.sequence_buffer import owners_of
+from realsys.algorithm.balance import CostFunction
+from realsys.algorithm.minibatches import plan_minibatches, sequence_refs
 from realsys.algorithm.schedule import learning_rate
+from realsys.algorithm.sequence_buffer import owners_of
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import Dataflow, comparing_call

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.algorithm.batch.token_losses import StepLosses
+from realsys.algorithm.token_losses import StepLosses
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.process import resident_bytes
 from realsys.cluster.worker import WorkerContext

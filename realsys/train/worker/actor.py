@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from realsys.algorithm.batch.minibatches import counts_in_loss
 from realsys.algorithm.loss import actor_loss, loss_denominator, sft_loss, should_stop
 from realsys.algorithm.loss_tokens import Segments
 from realsys.algorithm.losses import ConfiguredLoss, load_loss
+from realsys.algorithm.minibatches import counts_in_loss
 from realsys.model_calls import SNAPSHOT, MfcRequest
 from realsys.train.megatron.heads import Outputs
 from realsys.train.megatron.train_engine import LossFunction, Stats

@@ -22,8 +22,8 @@ from realsys.algorithm.advantages import (
     token_rewards,
     turn_discounts,
 )
-from realsys.algorithm.batch.minibatches import rows_left_out
 from realsys.algorithm.kl import kl_estimate
+from realsys.algorithm.minibatches import rows_left_out
 from realsys.config.dataflow import TOKEN_REWARDS, advantages_by_token
 from realsys.config.schema import Config
 from realsys.model_calls import MfcRequest

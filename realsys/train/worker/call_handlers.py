@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from realsys.algorithm.batch.balance import cost_function, model_flops
-from realsys.algorithm.batch.microbatch import pack_equal
-from realsys.algorithm.batch.minibatches import row_units
+from realsys.algorithm.balance import cost_function, model_flops
+from realsys.algorithm.microbatch import pack_equal
+from realsys.algorithm.minibatches import row_units
 from realsys.algorithm.value import RunningMoments
 from realsys.config.dataflow import FunctionCall, RoleSettings, dataflow_of
 from realsys.config.doors import CALL_HANDLER, HOOK

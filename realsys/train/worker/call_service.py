@@ -79,14 +79,17 @@ from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import MeshGroups
 from realsys.train.megatron.train_engine import MegatronEngine
-from realsys.train.records.recording import SampleRecorder, TooOldGroups
+from realsys.train.recording import SampleRecorder, TooOldGroups
 from realsys.train.requests import (
+    CopyWeightsRequest,
+    DigestWeightsRequest,
     FinishCheckpointRequest,
     HoldRequest,
     LoadCheckpointRequest,
     LoadRecordRequest,
     RecordRequest,
     SaveCheckpointRequest,
+    SaveWeightsRequest,
 )
 from realsys.train.step_gate import StepAbandoned, StepGate
 from realsys.train.worker.call_handlers import Role, find_handler, find_hook
@@ -96,7 +99,6 @@ from realsys.train.worker.transfer import execute, whole_request
 from realsys.train.worker.weight_saver import WeightSaver
 from realsys.types import SampleMeta
 from realsys.weights.contract import WeightWriter
-from realsys.weights.weight_messages import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsRequest
 
 log = logging.getLogger(__name__)
 

@@ -23,15 +23,10 @@ from realsys.cluster.commit_folder import checksum_of
 from realsys.errors import WeightsError
 from realsys.model_calls import Empty
 from realsys.train.megatron.offload import OffloadCopies
+from realsys.train.requests import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsReply, SaveWeightsRequest
 from realsys.train.worker.call_handlers import Role, onloaded
 from realsys.weights.contract import Share, WeightWriter
 from realsys.weights.disk.dtypes import as_bytes
-from realsys.weights.weight_messages import (
-    CopyWeightsRequest,
-    DigestWeightsRequest,
-    SaveWeightsReply,
-    SaveWeightsRequest,
-)
 
 log = logging.getLogger(__name__)
 

@@ -135,7 +135,7 @@ def test_renewal_does_not_wait_for_hanging_etcd(own_etcd):
     store = EtcdNameStore(own_etcd.address, call_timeout_s=0.5, retry_timeout_s=BOUND_S)
     try:
         lease = store.lease(BOUND_S)
-        own_etcd.send(signal.SIGSTOP)
+        own_etcd.suspend()
         with ThreadPoolExecutor(1) as pool:
             adding = pool.submit(store.add, "k", "v", replace=True)
             for _ in range(3):  # longer than one try lasts

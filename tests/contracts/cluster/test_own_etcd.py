@@ -22,7 +22,7 @@ from realsys.cluster.process import RUN_ID, SHIELDED
 from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
 from realsys.errors import NameStoreError, WaitTimeout
-from realsys.launch.supervise.own_etcd import etcd_answers
+from realsys.launch.run import etcd_answers
 from realsys.launch.trial_folder import tidy
 from realsys.workers.name_store import ensure_certificate
 from tests.support.processes.ports import lasting_ports

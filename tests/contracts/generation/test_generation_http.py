@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from realsys.errors import GenerationError, ServerBusy, ServerFailed, ServerSilent
-from realsys.generation.client import GenerationClient, Received, SamplingSpec, generated_so_far
+from realsys.generation.client import GenerationClient, Received, SamplingSpec
 from realsys.generation.embedded.engine import EmbeddedEngine
 from tests.support.serving.generation_models import VOCAB, chosen, reference_logprobs
 from tests.support.serving.generation_servers import (
@@ -177,7 +177,7 @@ class Watched(Received):
     def take(self, line: bytes) -> None:
         super().take(line)
         self.grown.set()
-        self.empty_lines += not any(one.tokens for one in self.completions)
+        self.empty_lines += not any(len(one.tokens) for one in self.completions)
 
 
 def with_progress(test):
@@ -204,10 +204,10 @@ def test_tokens_arrive_before_the_reply(server):
         request = asyncio.create_task(client.generate(server.url, PROMPT, spec, rid="a", seed=5, received=received))
         while not request.done():
             received.grown.clear()
-            seen.append([one.tokens.tolist() for one in generated_so_far(received)])
+            seen.append([one.tokens.tolist() for one in received.completions])
             await asyncio.wait((request, asyncio.create_task(received.grown.wait())), return_when="FIRST_COMPLETED")
         answers = await request
-        for so_far, answer in zip(generated_so_far(received), answers, strict=True):
+        for so_far, answer in zip(received.completions, answers, strict=True):
             count = len(so_far.tokens)
             assert so_far.tokens.tolist() == answer.tokens[:count].tolist()
             assert so_far.logprobs.tolist() == answer.logprobs[:count].tolist()
@@ -269,7 +269,7 @@ def test_aborted_stream_returns_its_tokens(server):
         (completion,) = await request
         count = len(received.completions[0].tokens)
         assert completion.finish_reason == "abort"
-        assert received.completions[0].tokens == completion.tokens[:count].tolist()
+        assert received.completions[0].tokens.tolist() == completion.tokens[:count].tolist()
 
     with_progress(test)
 

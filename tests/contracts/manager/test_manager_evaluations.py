@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from realsys.errors import RealsysError
-from realsys.generation.client import Generated, GenerationClient, SamplingSpec
+from realsys.generation.client import GenerationClient, SamplingSpec
+from realsys.generation.completion import Completion
 from realsys.manager import decisions
 from realsys.manager.client import ManagerClient
 from realsys.manager.messages import AllocateRequest, Answer, EvaluateRequest, EvaluationReply, FinishRequest
@@ -48,12 +49,12 @@ class Evaluated:
         value = msgspec.json.encode(published).decode()
         self.trial.store.add(self.trial.names.model_version(), value, replace=True)
 
-    async def begin(self, problems: int) -> list[tuple[Ticket, asyncio.Task[list[Generated]]]]:
+    async def begin(self, problems: int) -> list[tuple[Ticket, asyncio.Task[list[Completion]]]]:
         """Request an evaluation, and sample all of it; returns when a server samples."""
         await self.client.evaluate(EvaluateRequest("e", "eval", problems))
         return await self.sample(problems)
 
-    async def sample(self, problems: int) -> list[tuple[Ticket, asyncio.Task[list[Generated]]]]:
+    async def sample(self, problems: int) -> list[tuple[Ticket, asyncio.Task[list[Completion]]]]:
         tickets = (await self.client.allocate(AllocateRequest(WORKER, problems, BOUND_S))).tickets
         assert [ticket.kind for ticket in tickets] == ["eval"] * problems
         calls = [EngineCall(ticket, "0.0", PROMPT, LONG, ticket.seed) for ticket in tickets]
@@ -64,7 +65,7 @@ class Evaluated:
                 pass
         return begun
 
-    async def finish(self, ticket: Ticket, generated: Generated) -> None:
+    async def finish(self, ticket: Ticket, generated: Completion) -> None:
         low, high = int(generated.versions.min()), int(generated.versions.max())
         answer = Answer(1.0, True, len(generated.tokens), "length", low, high)
         await self.client.finish(FinishRequest(ticket.ticket_id, ticket.attempt, WORKER, "accepted", "", [answer]))

@@ -14,9 +14,9 @@ from realsys.config.allocation import ParallelLayout
 from realsys.errors import ModelError
 from realsys.model_calls import MfcRequest
 from realsys.train.megatron.device import Device
+from realsys.train.requests import CopyWeightsRequest, SaveWeightsRequest
 from realsys.train.worker.call_handlers import CallOutcome, Role
 from realsys.weights.disk.manifest import DiskPlan
-from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsRequest
 from tests.support.training.played_master import REFS, PlayedWorker, Script, call, load, make_config
 from tests.support.training.train_ranks import run_ranks
 

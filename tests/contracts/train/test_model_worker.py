@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realsys.algorithm.batch.balance import model_flops
+from realsys.algorithm.balance import model_flops
 from realsys.cluster.topology import place, whole_mesh
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.errors import ConfigError, ModelError
@@ -31,9 +31,15 @@ from realsys.model_files.config_json import read_model
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
 from realsys.train.master.checkpoints import commit
 from realsys.train.megatron.device import Device
-from realsys.train.requests import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
+from realsys.train.requests import (
+    CopyWeightsRequest,
+    FinishCheckpointRequest,
+    LoadCheckpointRequest,
+    SaveCheckpointRequest,
+    SaveWeightsReply,
+    SaveWeightsRequest,
+)
 from realsys.weights.disk.manifest import DiskPlan
-from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest
 from tests.support.training.played_master import REFS, PlayedWorker, Script, call, load, make_config
 from tests.support.training.train_ranks import run_ranks
 

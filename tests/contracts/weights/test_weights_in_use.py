@@ -17,12 +17,12 @@ from realsys.manager.decisions import ManagerState
 from realsys.manager.messages import TrainedRequest
 from realsys.manager.routing.servers import UpdateOrder
 from realsys.train.master.publish import Publisher, VersionKey
+from realsys.train.requests import SaveWeightsReply, SaveWeightsRequest
 from realsys.weights.contract import Committed, PublisherParts, Share
 from realsys.weights.disk import manifest
 from realsys.weights.disk.reader import VersionReader
 from realsys.weights.disk.transport import DiskPublisher
 from realsys.weights.disk.writer import DiskWriter, ShardWriter
-from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
 from tests.support.ledger.manager_states import SETTINGS, address, answer
 from tests.support.streams.weight_ranks import WeightRanks
 

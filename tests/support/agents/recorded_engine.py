@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from realsys.config.schema import Config
-from realsys.generation.backend import Completion, EngineParts
+from realsys.generation.backend import EngineParts
+from realsys.generation.completion import Completion
 from realsys.generation.embedded.backend import EmbeddedBackend
 from realsys.generation.protocol import SamplingParams
 

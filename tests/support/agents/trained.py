@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from realsys.data.tokenizer import TextTokenizer
-from realsys.train.records import record_files
+from realsys.train import record_files
 from realsys.types import SampleMeta
 from tests.support.jobs.jobs import Job, command, run
 from tests.support.needs import lacks

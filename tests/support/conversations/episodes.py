@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from realsys.data.tokenizer import TextTokenizer
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.rollout.conversation import CompletionNode, Conversation, RequestPlan
 
 USER = {"role": "user", "content": "one two"}
@@ -29,10 +29,10 @@ def result(text: str, number: str = "c1") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": number, "content": text}
 
 
-def generated(tokens: list[int], reason: str = "stop", version: int = 0) -> Generated:
+def generated(tokens: list[int], reason: str = "stop", version: int = 0) -> Completion:
     count = len(tokens)
     logprobs = -np.arange(1, count + 1, dtype=np.float32)
-    return Generated(np.array(tokens, np.int32), logprobs, np.full(count, version, np.int32), reason)
+    return Completion(np.array(tokens, np.int32), logprobs, np.full(count, version, np.int32), reason)
 
 
 class Turns:
@@ -42,7 +42,7 @@ class Turns:
         self.tokenizer = tokenizer
         self.conversation = Conversation(tokenizer)
 
-    def ended(self, text: str, version: int = 0) -> Generated:
+    def ended(self, text: str, version: int = 0) -> Completion:
         """Return a completion that ends with the tokenizer's stop token."""
         return generated([*self.tokenizer.encode_text(text), self.tokenizer.eos_token_id], version=version)
 

@@ -1,4 +1,4 @@
-"""Generated conversations through the gateway: an agent over HTTP, and a scripted engine with its habits."""
+"""Completion conversations through the gateway: an agent over HTTP, and a scripted engine with its habits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ServerBusy
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.rollout.episode_session import EpisodeSession
 from realsys.rollout.resumable_engine import Deliver, EngineCall
 from realsys.types import Ticket
@@ -33,7 +33,7 @@ class Sampled:
     """One completion. ``asked``: what the agent had sent for it; ``shown``: what the agent reads of it."""
 
     sent: list[int]
-    completion: Generated
+    completion: Completion
     text: str
     delivered: bool = False
     asked: Any = None
@@ -52,7 +52,7 @@ class Engine:
     busy: bool = False
     began: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Completion]:
         self.began.set()
         await self.gate.wait()
         if self.busy:
@@ -66,7 +66,7 @@ class Engine:
         first, number = sum(len(each.completion.tokens) for each in self.sampled), len(self.sampled)
         logprobs = -np.arange(first, first + len(ids), dtype=np.float32)
         versions = np.full(len(ids), number, np.int32)
-        completion = Generated(np.array(ids, np.int32), logprobs, versions, reason, (("only", len(ids)),))
+        completion = Completion(np.array(ids, np.int32), logprobs, versions, reason, (("only", len(ids)),))
         self.sampled.append(Sampled(call.token_ids, completion, text))
         deliver(0, completion)
         return [completion]

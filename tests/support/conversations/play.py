@@ -1,4 +1,4 @@
-"""Generated conversations: an agent with random habits, and an engine that returns random tokens.
+"""Completion conversations: an agent with random habits, and an engine that returns random tokens.
 
 The engine knows nothing of conversations. It notes what it was sent and what it returned; each sampled token has a
 log-prob of its own, which identifies it in the rows.
@@ -16,7 +16,7 @@ import numpy as np
 
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.rollout.conversation import CompletionNode, Conversation, RequestPlan
 from realsys.types import Row
 
@@ -54,7 +54,7 @@ class Sampled:
     """One call of the engine."""
 
     sent: list[int]
-    completion: Generated
+    completion: Completion
     node: CompletionNode
     delivered: bool = False
 
@@ -135,7 +135,7 @@ class Player:
         else:
             self.played.odd_tails.append(tail)
 
-    def sample(self) -> Generated:
+    def sample(self) -> Completion:
         """Return random tokens: some end with a stop token, some are cut off, some hold special tokens."""
         count = self.random.randint(0 if self.random.random() < 0.02 else 1, 8)
         tokens = [self.random.randrange(self.tokenizer.vocab_size) for _ in range(count)]
@@ -146,9 +146,9 @@ class Player:
         self._serial += len(tokens)
         number = np.full(len(tokens), len(self.played.calls), np.int32)
         reason = "stop" if ended else "length"
-        return Generated(np.array(tokens, np.int32), -serials, number, reason)
+        return Completion(np.array(tokens, np.int32), -serials, number, reason)
 
-    def reply(self, completion: Generated) -> dict[str, Any]:
+    def reply(self, completion: Completion) -> dict[str, Any]:
         """Return the message that a parser might have read in the completion."""
         unique = "" if self.random.random() < 0.3 else f" {self.content()} {self._serial}"  # equal replies occur too
         reply: dict[str, Any] = {"role": "assistant", "content": f"the sum is 12{unique}"}
@@ -264,7 +264,7 @@ def follow_template(tokenizer: TextTokenizer, kind: str) -> str:
         end = next((at for at, token in enumerate(rest) if token in tokenizer.eos_token_ids), len(rest))
         sampled = rest[: end + 1]
         zeros = np.zeros(len(sampled))
-        completion = Generated(np.array(sampled, np.int32), zeros.astype(np.float32), zeros.astype(np.int32), "stop")
+        completion = Completion(np.array(sampled, np.int32), zeros.astype(np.float32), zeros.astype(np.int32), "stop")
         conversation.deliver(conversation.record(plan, completion, reply))
         plan = conversation.plan(messages, tools)
         if plan.tokens != whole or plan.drift != "clean":

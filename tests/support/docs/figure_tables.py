@@ -1,11 +1,14 @@
-"""All tables of measured figures: one function per table, by the name in its mark (figures.py)."""
+"""What the marks `<!-- figures: NAME -->` of the pages stand for: tables of results, of the code, and of its layers."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 
+from realsys.observe.spans import SPANS
 from tests.support.docs import policy_tables, serving_tables, training_tables, verifier_tables
-from tests.support.docs.figures import load, row_of, rows_of
+from tests.support.docs.figures import ROOT, load, row_of, rows_of
+from tests.support.docs.memory_settings import memory_settings
 from tests.support.docs.table_layout import table
 
 
@@ -68,10 +71,27 @@ def readme_results() -> str:
     )
 
 
+def layers() -> str:
+    """Drawing of the import rule: the layers of import-linter, the highest first."""
+    rules = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
+    lines = [layer.replace("realsys.", "") for layer in rules[0]["layers"]]
+    return "\n".join(["```", *lines, "```"])
+
+
+def spans() -> str:
+    """Table of all spans: who records each of them, and what it means."""
+    return table(
+        ("span", "recorded by", "meaning"), [(f"`{name}`", *text.split(": ", 1)) for name, text in SPANS.items()]
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         readme_results,
+        layers,
+        memory_settings,
+        spans,
         training_tables.arith,
         training_tables.smol,
         training_tables.step_parts,
@@ -82,7 +102,6 @@ TABLES: dict[str, Callable[[], str]] = {
         training_tables.async_vs_sync,
         training_tables.memory,
         training_tables.control_plane,
-        training_tables.before_after,
         training_tables.soak,
         serving_tables.generation,
         serving_tables.interruption,
@@ -92,6 +111,7 @@ TABLES: dict[str, Callable[[], str]] = {
         serving_tables.router,
         serving_tables.streams,
         serving_tables.targets,
+        training_tables.round_trip,
         policy_tables.ledger_cost,
         policy_tables.agreement,
         policy_tables.simulate,
@@ -100,7 +120,6 @@ TABLES: dict[str, Callable[[], str]] = {
         policy_tables.staleness,
         policy_tables.slow_prompts,
         verifier_tables.math_verifier,
-        verifier_tables.math_disagreements,
         verifier_tables.reward_service,
         verifier_tables.code_reward,
         verifier_tables.code_neighbours,

@@ -1,11 +1,15 @@
 """Measured figures of the pages, written from benchmarks/results/*.json.
 
-    <!-- figures: NAME -->       a table: TABLES[NAME] of figure_tables.py writes the lines up to the end mark
+    <!-- figures: NAME -->              TABLES[NAME] of figure_tables.py writes the lines up to the end mark
     <!-- end of figures -->
-    1.8<!--= EXPRESSION -->      a number in a sentence or cell
 
-    EXPRESSION   [min|max|sum] FILE[key=value; key=value].FIELD*SCALE:FORMAT
-                 FILE.meta.FIELD for a setting, FILE.FIELD for a file with one row or with min, max or sum
+    <!-- figures of these rows:         the rows up to --> are written there, with their figures
+    | staging | {weights[what=stage].GB/s:.1f} GB/s |
+    -->
+    <!-- end of figures -->
+
+    {EXPRESSION}   [min|max|sum] FILE[key=value; key=value].FIELD*SCALE:FORMAT
+                   FILE.meta.FIELD for a setting, FILE.FIELD for a file with one row or with min, max or sum
 
 ``python -m tests.support.docs.figures`` (`make docs`) rewrites all pages. A test fails if a page differs from that.
 """
@@ -24,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 END = "<!-- end of figures -->"
 
 _TABLE = re.compile(rf"(<!-- figures: (\w+) -->\n)(.*?)({END})", re.DOTALL)
-NUMBER = re.compile(r"([+-]?\d[\d,.]*\d|[+-]?\d)(<!--= (.*?) -->)")
+_ROWS = re.compile(rf"(<!-- figures of these rows:\n(.*?)\n-->\n)(.*?)({END})", re.DOTALL)
 _EXPRESSION = re.compile(r"(?:(min|max|sum) )?(\w+)(?:\[(.*?)\])?\.(meta\.)?(.+?)(?:\*([\d.e-]+))?:([^:]*)$")
 _COMBINE: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max, "sum": sum}
 
@@ -92,16 +96,20 @@ def _walk(mapping: Any, path: str) -> Any:
 
 
 def rewrite(page: str) -> str:
-    """Return ``page`` with all tables and numbers as the results have them."""
+    """Return ``page`` with all tables as the results have them."""
     from tests.support.docs.figure_tables import TABLES
 
     page = _TABLE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[4]}", page)
-    return NUMBER.sub(lambda match: figure(match[3]) + match[2], page)
+    return _ROWS.sub(lambda match: f"{match[1]}\n{_filled(match[2])}\n\n{match[4]}", page)
+
+
+def _filled(rows: str) -> str:
+    return re.sub(r"\{(.+?)\}", lambda match: figure(match[1]), rows)
 
 
 def without_figures(page: str) -> str:
-    """Return ``page`` without its tables and numbers from results, code, links and comments."""
-    page = NUMBER.sub("", _TABLE.sub("", page))
+    """Return ``page`` without its tables from results, code, links and comments."""
+    page = _ROWS.sub("", _TABLE.sub("", page))
     page = re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
     page = re.sub(r"^ {4}.*$", "", page, flags=re.MULTILINE)
     page = re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL)
@@ -111,7 +119,7 @@ def without_figures(page: str) -> str:
 def pages() -> Iterator[Path]:
     """Yield the pages that quote results."""
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        if "<!-- figures: " in (text := path.read_text("utf-8")) or "<!--= " in text:
+        if "<!-- figures" in path.read_text("utf-8"):
             yield path
 
 

@@ -1,4 +1,4 @@
-"""The table of settings in docs/memory.md, made by the predictor. `make docs` writes it; a test compares it."""
+"""The table of settings in docs/allocation.md, made by the predictor."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from realsys.config.trial_sizes import model_of
 from tests.support.processes.config_trees import changed
 from tests.support.serving.qwen_models import QWEN, write_qwen
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "memory.md"
-BEGIN, END = "<!-- settings: written by `make docs` -->", "<!-- end of settings -->"
 GPU = 79 * GIB  # what a GPU that is sold with 80 GB has
 COUNTS = (8, 16, 64)
 _LORA = "train.lora.rank=16"
@@ -24,14 +22,7 @@ _COLUMNS = ("model", "GPUs", "`allocation`", "besides", "peak of a training GPU"
 _HEAD = f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|"
 
 
-def rewrite(page: str) -> str:
-    """Return ``page`` with a new table between the marks."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, foot = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{table()}\n\n{END}{foot}"
-
-
-def table() -> str:
+def memory_settings() -> str:
     with tempfile.TemporaryDirectory() as folder:
         return "\n".join([_HEAD, *(row for name in QWEN for row in _rows(name, write_qwen(Path(folder), name)))])
 
@@ -65,7 +56,3 @@ def _cached_tokens(config: Config, allocation: Allocation) -> int:
     use, tensor = server_use(config, allocation, on_gpu=True), allocation.inference.tensor
     room = usable_bytes(config, GPU, server=True) - use.total + use.cache
     return room * tensor // cache_bytes(config, model_of(config)) // 1000 * 1000
-
-
-if __name__ == "__main__":
-    PAGE.write_text(rewrite(PAGE.read_text("utf-8")), "utf-8")

@@ -67,7 +67,9 @@ def planner() -> str:
         }
         for row in load("planner")["rows"]
     ]
-    return listing(columns, rows)
+    meta = load("planner")["meta"]
+    total = f"median {meta['median_error_%']:.0f} % | {meta['inside']} of {meta['others']}"
+    return f"{listing(columns, rows)}\n| all but the first | | | | | {total} |"
 
 
 def published() -> str:
@@ -80,7 +82,9 @@ def published() -> str:
         "predicted": "{predicted:.2f}",
         "error": "{error_%:+.0f} %",
     }
-    return listing(columns, load("published")["rows"])
+    medians = load("published")["meta"]["median_error_%"]
+    lines = [f"| {name} | median | | | | {error:.0f} % |" for name, error in medians.items()]
+    return "\n".join([listing(columns, load("published")["rows"]), *lines])
 
 
 def staleness() -> str:

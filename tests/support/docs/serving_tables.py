@@ -67,6 +67,7 @@ def prefix_cache() -> str:
 def weights() -> str:
     copy, stage, pause = (row_of("weights", what=what) for what in ("file copy", "stage", "pause"))
     rows = [
+        ("size of the version, in bf16", f"{load('weights')['meta']['GB']:.2f} GB", ""),
         ("file copy", f"{copy['GB/s']:.1f} GB/s", ""),
         ("staging with verification", f"{stage['GB/s']:.1f} GB/s", f"{stage['ratio']:.1f} x the file copy"),
         ("pause", f"{1e3 * pause['seconds']:.0f} ms", f"{pause['ratio']:.2f} x a copy in memory"),
@@ -94,7 +95,8 @@ def router() -> str:
         "of bare FastAPI": "{of fastapi:.2f}",
         "of a bare msgspec handler": "{of fastapi, msgspec:.2f}",
     }
-    return listing(columns, load("router")["rows"])
+    updating = f"{row_of('router_updates', time='during an update')['p99 ms']:.1f} ms"
+    return f"{listing(columns, load('router')['rows'])}\n| manager, during a weight update | | | {updating} | | |"
 
 
 def streams() -> str:

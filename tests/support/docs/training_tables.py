@@ -6,19 +6,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.support.docs.figures import load, row_of, rows_of
-from tests.support.docs.table_layout import listing, ratios, table
+from tests.support.docs.table_layout import listing, table
 
 
 def arith() -> str:
     columns = {
-        "seed": "{seed}",
+        "run": "{run}",
         "before": "{before:.1f} %",
         "after": "{after:.1f} %",
-        "minutes": "{minutes}:{rest:02d}",
-        "staleness mean / max": "{staleness_mean:.2f} / {staleness_max}",
+        "minutes": "{minutes}",
+        "staleness mean / max": "{staleness}",
     }
-    rows = load("arith")["rows"]
-    return listing(columns, [row | {"minutes": row["seconds"] // 60, "rest": row["seconds"] % 60} for row in rows])
+    rows = [
+        {
+            **row,
+            "run": f"seed {row['seed']}",
+            "minutes": f"{row['seconds'] // 60}:{row['seconds'] % 60:02d}",
+            "staleness": f"{row['staleness_mean']:.2f} / {row['staleness_max']}",
+        }
+        for row in load("arith")["rows"]
+    ]
+    turns = {name: 100 * row_of("arith_multi_turn", eval_id=name)["accuracy"] for name in ("before", "after")}
+    return listing(columns, [*rows, {**turns, "run": "two tries, 30 steps", "minutes": "", "staleness": ""}])
 
 
 def smol() -> str:
@@ -89,6 +98,7 @@ def dp_balance() -> str:
         "`balance=tokens`": "{tokens:.3f}",
         "`balance=flops`": "{flops:.3f}",
         "bound": "{bound:.3f}",
+        "time of a split by FLOPs": "{flops_ms:.1f} ms",
     }
     return listing(columns, rows_of("dp_balance", lengths="heavy"))
 
@@ -176,12 +186,6 @@ def _rounded(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.1f}"
 
 
-def before_after() -> str:
-    meta = load("before_after")["meta"]["now_over_before"]
-    rows = {"tokens/s trained": meta["tokens_per_s"], "CPU seconds per token": meta["cpu_s_per_1k"]}
-    return ratios("now over before", 2, rows)
-
-
 def soak() -> str:
     names = {
         "launcher": "launcher",
@@ -204,3 +208,10 @@ def soak() -> str:
     figures = ("rss_mib", "fds", "threads")
     rows = [{figure: row_of("soak", what=what, figure=figure) for figure in figures} for what in names]
     return listing(columns, [row | {"name": name} for row, name in zip(rows, names.values(), strict=True)])
+
+
+def round_trip() -> str:
+    *rows, total = load("round_trip")["rows"]
+    lines = [(f"{row['process']} ({row['count']})", row["modules"]) for row in rows]
+    everything = f"{total['records']} types of records (dataclasses)"
+    return table(("process", "modules that run"), [*lines, (f"all together ({total['count']})", everything)])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from realsys.reward.mathematics.final_answers import boxes
-from tests.support.docs.figures import load, row_of
+from tests.support.docs.figures import load
 from tests.support.docs.table_layout import listing
 from tests.support.sandbox.attacks import read_attacks
 
@@ -25,28 +24,6 @@ def reward_service() -> str:
     return listing(columns, load("reward_service")["rows"])
 
 
-def math_disagreements() -> str:
-    columns = {
-        "line": "{line}",
-        "reference": "`{gold}`",
-        "last box": "`{box}`",
-        "grade": "{grade}",
-        "verdict": "{verdict}",
-    }
-    words = {True: "right", False: "wrong"}
-    found = row_of("math_verifier", source="all")["disagreements"]
-    rows = [
-        {
-            **case,
-            "box": boxes(case["pred"])[-1].content,
-            "grade": words[case["expected"]],
-            "verdict": words[case["given"]],
-        }
-        for case in found
-    ]
-    return listing(columns, rows)
-
-
 def code_reward() -> str:
     columns = {
         "tests": "`{tests}`",
@@ -62,19 +39,35 @@ def code_reward() -> str:
 
 
 def code_neighbours() -> str:
-    """Table of the attacks with a row each, and of the folders."""
+    """Table of the folders of attacks: how much slower a neighbour is, least and greatest."""
+    folders: dict[str, list[dict[str, float]]] = {}
+    for row in load("code_neighbours")["rows"]:
+        folders.setdefault(row["attack"].removeprefix("all of ").partition("/")[0], []).append(row)
     columns = {
-        "attack": "{attack}",
-        "verdicts/s beside an idle core": "{idle:.1f}",
-        "beside a harmless program": "{busy:.1f}",
-        "beside the attack": "{beside:.1f}",
-        "slower than idle": "{slower:.1f} %",
-        "slower than harmless": "{slower_than_busy:.1f} %",
+        "attacks": "`{folder}`",
+        "slower than beside an idle core": "{slower}",
+        "than beside a harmless program": "{slower_than_busy}",
     }
-    return listing(columns, load("code_neighbours")["rows"])
+    rows = [
+        {"folder": folder, **{name: _span([row[name] for row in rows]) for name in ("slower", "slower_than_busy")}}
+        for folder, rows in folders.items()
+    ]
+    return listing(columns, rows)
+
+
+def _span(percents: list[float]) -> str:
+    low, high = min(percents), max(percents)
+    return f"{low:.1f} %" if low == high else f"{low:.1f} to {high:.1f} %"
 
 
 def attacks() -> str:
-    columns = {"attack": "`{name}`", "the program": "{sentence}", "tests": "{tests}"}
-    rows = [{"name": each.name, "sentence": each.sentence, "tests": ", ".join(each.kinds)} for each in read_attacks()]
-    return listing(columns, rows)
+    """Table of the folders of attacks, with the names of the programs in each."""
+    folders: dict[str, list[str]] = {}
+    for attack in read_attacks():
+        folder, _, name = attack.name.partition("/")
+        folders.setdefault(folder, []).append(name.replace("_", " "))
+    columns = {"folder": "`{folder}`", "attacks": "{attacks}", "programs": "{programs}"}
+    return listing(
+        columns,
+        [{"folder": folder, "attacks": len(names), "programs": ", ".join(names)} for folder, names in folders.items()],
+    )

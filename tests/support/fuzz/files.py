@@ -39,8 +39,8 @@ from realsys.manager.process import decode_value
 from realsys.manager.routing import rollout_workers as workers
 from realsys.observe.screen.progress import TrialProgress
 from realsys.observe.step_log import read_steps
+from realsys.train import record_files as record
 from realsys.train.checkpoint import checkpoint_files as checkpoint
-from realsys.train.records import record_files as record
 from realsys.types import PublishedVersion, ServerAddress
 from realsys.weights.disk import delta, manifest
 from realsys.weights.disk.manifest import ShardInfo, StoredPiece, TensorInfo

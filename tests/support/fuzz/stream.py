@@ -30,7 +30,6 @@ from realsys.manager.routes import ManagerApp
 from realsys.manager.routing.servers import UpdateOrder
 from realsys.train import requests
 from realsys.types import PublishedVersion, ServerAddress, Ticket
-from realsys.weights import weight_messages
 from tests.support.fuzz.mutations import Spoiler, example, examples
 from tests.support.fuzz.targets import Target
 from tests.support.training.sample_records import group_of, single_turn
@@ -95,7 +94,7 @@ def messages() -> Iterator[Target]:
         calls.MfcShare,
         calls.MfcReply,
         calls.TransferRequest,
-        weight_messages.SaveWeightsReply,
+        requests.SaveWeightsReply,
     )
     for kind in large:
         yield Target(
@@ -106,7 +105,7 @@ def messages() -> Iterator[Target]:
             "msgpack",
         )
     names = re.compile(r".*(Request|Reply)|Recorded|Empty")
-    sources = (types, model_calls, requests, weight_messages)
+    sources = (types, model_calls, requests, requests)
     declared = {name: kind for source in sources for name, kind in vars(source).items()}
     others = [kind for name, kind in declared.items() if names.fullmatch(name) and kind not in large]
     others += ORDERS
@@ -138,7 +137,7 @@ def replies() -> Iterator[Target]:
         }
         return spoiler.spoil(spoiler.encode(value))
 
-    yield Target("reply: /generate", answer, _generated, (GenerationError,), weight=2)
+    yield Target("reply: /generate", answer, _completion, (GenerationError,), weight=2)
     yield Target(
         "reply: SGLang",
         examples(list[sglang_api.Reply]),
@@ -156,8 +155,10 @@ def replies() -> Iterator[Target]:
     yield Target("reply: error body", examples(p.ErrorReply), reason_of, ())
 
 
-def _generated(data: bytes) -> object:
-    return generation_client._generated("http://x", generation_client.decode_reply("http://x", data, p.CompletionReply))
+def _completion(data: bytes) -> object:
+    return generation_client._completion(
+        "http://x", generation_client.decode_reply("http://x", data, p.CompletionReply)
+    )
 
 
 class Calls:

@@ -11,7 +11,7 @@ import httpx2
 import numpy as np
 import openai
 
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.rollout.gateway.chat import ChatDialect
 from realsys.rollout.gateway.completions import CompletionsDialect
 from realsys.rollout.gateway.dialect import BadRequest, Choice, Dialect, GatewayCall, GatewayReply, Sent
@@ -41,11 +41,11 @@ class AsciiVocabulary:
         return bytes([token])
 
 
-def generated(text: str = "ok", finish_reason: str = "stop", version: int = 3) -> Generated:
+def generated(text: str = "ok", finish_reason: str = "stop", version: int = 3) -> Completion:
     """Return a completion of ASCII characters, each with the log-prob -0.5."""
     tokens = np.array([ord(character) for character in text], np.int32)
     versions = np.full(len(tokens), version, np.int32)
-    return Generated(tokens, np.full(len(tokens), -0.5, np.float32), versions, finish_reason)  # type: ignore[arg-type]
+    return Completion(tokens, np.full(len(tokens), -0.5, np.float32), versions, finish_reason)  # type: ignore[arg-type]
 
 
 def tool_call(number: str = "abcdefg00", **arguments: Any) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from realsys.config.paths import TrialPaths, write_config
 from realsys.data.arith import write_char_tokenizer, write_dataset
 from realsys.data.prompts import PromptDataset
 from realsys.data.tokenizer import TextTokenizer
-from realsys.train.records import record_files as files
+from realsys.train import record_files as files
 from realsys.types import FinishReason, GroupOrigin, RowOrigin, SampleMeta, Ticket
 from tests.support.processes.config_trees import changed
-from tests.unit.train.records.test_record_files import record
+from tests.unit.train.test_record_files import record
 
 CORRECT, WRONG = 5.0, -5.0
 

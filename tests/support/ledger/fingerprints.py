@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from realsys.algorithm.batch.sequence_buffer import SequenceBuffer
+from realsys.algorithm.sequence_buffer import SequenceBuffer
 from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.pinned_evaluations import Evaluations

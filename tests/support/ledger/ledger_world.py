@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from realsys.algorithm.batch.sequence_buffer import StalePolicy
+from realsys.algorithm.sequence_buffer import StalePolicy
 from realsys.manager.audit import Auditor
 from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.events import EvalEvent, Event, Resumed, Snapshot

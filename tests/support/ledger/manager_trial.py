@@ -99,6 +99,7 @@ class Trial:
         self.changed = WakeUp()
         self.manager: Manager
         self.task: asyncio.Task[None]
+        self.beats: dict[str, str] = {}  # incarnations of the workers' heartbeats
 
     async def start(self) -> None:
         loop, registered = asyncio.get_running_loop(), asyncio.Event()
@@ -195,6 +196,7 @@ class Trial:
     def heartbeat(self, worker: str, incarnation: str) -> None:
         value = json.dumps({"kind": "rollout_worker", "index": 0, "host": "h", "pid": 1, "incarnation": incarnation})
         self.store.add(self.names.heartbeat(worker), value, replace=True)
+        self.beats[worker] = incarnation
 
     def serves(self, index: int, version: int) -> Callable[[], bool]:
         def holds() -> bool:
@@ -230,6 +232,12 @@ class Trial:
         self.publish(version)
         for index in range(servers):
             await self.until(f"server {index} serves {version}", self.serves(index, version))
+        for worker in self.beats:
+            await self.until(f"{worker} is known", lambda worker=worker: self.knows(worker))
+
+    def knows(self, worker: str) -> bool:
+        seen = self.state.workers.get(worker)
+        return seen is not None and seen.incarnation == self.beats[worker]
 
     async def call(self, path: str, body: Any, *, token: str = TOKEN) -> tuple[int, Any]:
         data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())

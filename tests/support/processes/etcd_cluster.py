@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from realsys.cluster.names.etcd_members import EtcdAccess, import_etcd3
+from tests.support.polling import suspend
 from tests.support.processes.ports import lasting_ports
 
 START_S = 60.0
@@ -89,7 +90,7 @@ class EtcdCluster:
 
     def suspend(self, number: int) -> None:
         """Let a member hang; its connections stay."""
-        self._processes[number].send_signal(signal.SIGSTOP)
+        suspend(self._processes[number])
 
     def resume(self, number: int) -> None:
         self._processes[number].send_signal(signal.SIGCONT)

@@ -51,11 +51,11 @@ def go() -> None:
 def publishes(ctx: WorkerContext) -> None:
     """A MasterWorker whose ModelWorkers have written their shards."""
     from realsys.train.master.publish import Publisher, VersionKey
+    from realsys.train.requests import SaveWeightsReply, SaveWeightsRequest
     from realsys.weights.contract import PublisherParts
     from realsys.weights.disk.manifest import ShardInfo, StoredPiece, TensorInfo
     from realsys.weights.disk.plain_folders import write_safetensors
     from realsys.weights.disk.transport import DiskPublisher
-    from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
     from tests.support.streams.weight_ranks import WeightRanks
 
     async def save(request: SaveWeightsRequest) -> list[SaveWeightsReply]:

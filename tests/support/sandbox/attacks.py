@@ -53,7 +53,6 @@ class Attack:
     """One attack. ``name``: folder and file, without suffix."""
 
     name: str
-    sentence: str
     source: str
     settings: dict[str, str]
 
@@ -100,7 +99,7 @@ def _read(path: Path) -> Attack:
     settings = dict(line.split(": ", 1) for line in rest.strip().splitlines())
     if not sentence.endswith(".") or not settings.keys() <= SETTINGS or "tests" not in settings:
         raise ValueError(f"attack {name}: its docstring must be a sentence and settings")
-    return Attack(name, sentence, source, settings)
+    return Attack(name, source, settings)
 
 
 def item_of(program: str, kind: str, task: str = "double", preamble: str = "") -> Item:

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from realsys.config.schema import EmbeddedConfig, GenerationConfig, TinyModelConfig
 from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
-from realsys.generation.client import Generated, GenerationClient
+from realsys.generation.client import GenerationClient
+from realsys.generation.completion import Completion
 from realsys.generation.threaded import ThreadedEngine
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.rollout.episode_session import Calls, CompletionEngine, EpisodeSession
@@ -134,10 +135,10 @@ class Recorded:
     def __init__(self, engine: CompletionEngine) -> None:
         self._engine = engine
         self.calls: list[EngineCall] = []
-        self.returned: list[tuple[list[int], Generated]] = []  # (input, completion)
+        self.returned: list[tuple[list[int], Completion]] = []  # (input, completion)
         self.began = asyncio.Event()
 
-    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Completion]:
         self.calls.append(call)
         self.began.set()
         completions = await self._engine.generate(call, deliver)
@@ -159,7 +160,7 @@ class Scripted:
     cancelled: int = 0
     answered: int = 0
 
-    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Completion]:
         try:
             if self.gate is not None:
                 await self.gate.wait()
@@ -176,13 +177,13 @@ class Scripted:
     def discard(self, ticket: Ticket) -> None:
         pass
 
-    def _completion(self, call: EngineCall) -> Generated:
+    def _completion(self, call: EngineCall) -> Completion:
         text = self.texts[self.answered % len(self.texts)]
         self.answered += 1
         ids = [*self.tokenizer.encode_text(text), self.tokenizer.eos_token_id][: call.spec.max_new_tokens]
         ones = np.ones(len(ids), np.int32)
         reason = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
-        return Generated(np.array(ids, np.int32), -ones.astype(np.float32), 7 * ones, reason, (("only", len(ids)),))
+        return Completion(np.array(ids, np.int32), -ones.astype(np.float32), 7 * ones, reason, (("only", len(ids)),))
 
 
 @dataclass

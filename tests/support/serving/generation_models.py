@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from realsys.generation.backend import Completion
+from realsys.generation.completion import Completion
 from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.decoder import ModelWeights, fuse, read_tensors
 from realsys.generation.embedded.prefix_cache import KvPolicy

@@ -24,7 +24,8 @@ from realsys.cluster.http_server import HttpServer
 from realsys.config.schema import Config, EmbeddedConfig, GenerationConfig
 from realsys.errors import GenerationError
 from realsys.generation.backend import EngineParts, GenerationEngine, Materialised, make_backend
-from realsys.generation.client import Generated, GenerationClient, SamplingSpec
+from realsys.generation.client import GenerationClient, SamplingSpec
+from realsys.generation.completion import Completion
 from realsys.generation.embedded.decoder import read_tensors
 from realsys.generation.embedded.engine import EmbeddedEngine, build_engine
 from realsys.generation.embedded.prefix_cache import KvPolicy
@@ -246,7 +247,7 @@ class Crowd:
     """
 
     def __init__(self, client: GenerationClient, url: str, busy: int = BUSY) -> None:
-        self.answers: list[Generated] = []
+        self.answers: list[Completion] = []
         self._client, self._url = client, url
         self._last = False
         self._slots = [asyncio.create_task(self._keep(slot)) for slot in range(busy)]
@@ -262,7 +263,7 @@ class Crowd:
         """No further request begins."""
         self._last = True
 
-    async def finish(self) -> list[Generated]:
+    async def finish(self) -> list[Completion]:
         """All answers, once those under way have ended."""
         self.dismiss()
         await asyncio.gather(*self._slots)

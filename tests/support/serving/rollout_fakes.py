@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.rollout.agents.contract import Session
 from realsys.rollout.environments import Task
 from realsys.rollout.episodes import RowBuilder
@@ -30,7 +30,7 @@ class FakeEngine:
     cancelled: list[str] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
-    async def generate(self, call: EngineCall, deliver: Deliver | None = None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver | None = None) -> list[Completion]:
         self.calls.append(call)
         try:
             await (self.gate.wait() if call.name in self.held else asyncio.sleep(0))
@@ -45,10 +45,10 @@ class FakeEngine:
                 deliver(k, completion)
         return completions
 
-    def completion(self, seed: int) -> Generated:
+    def completion(self, seed: int) -> Completion:
         tokens = (seed + np.arange(self.length) * 1000).astype(np.int32)
         ones = np.ones(self.length, np.int32)
-        return Generated(tokens, -ones.astype(np.float32), 7 * ones, "stop", (("a", self.length),))
+        return Completion(tokens, -ones.astype(np.float32), 7 * ones, "stop", (("a", self.length),))
 
     def discard(self, ticket: Ticket) -> None:
         self.forgotten.append(ticket.ticket_id)

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from realsys.errors import WeightsError
-from realsys.generation.backend import Change, Completion, Materialised
+from realsys.generation.backend import Change, Materialised
+from realsys.generation.completion import Completion
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.sampling_rules import Limits
 from realsys.generation.sglang.engine import Model, SglangEngine

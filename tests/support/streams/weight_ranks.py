@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from realsys.model_calls import Empty
-from realsys.weights.weight_messages import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest
+from realsys.train.requests import CopyWeightsRequest, SaveWeightsReply, SaveWeightsRequest
 
 
 @dataclass

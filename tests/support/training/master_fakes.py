@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realsys.algorithm.batch.balance import token_costs
+from realsys.algorithm.balance import token_costs
 from realsys.cluster.topology import place
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import SOURCE_KEYS, dataflow_of

@@ -14,9 +14,9 @@ import numpy as np
 import psutil
 import torch
 
-from realsys.algorithm.batch.minibatches import plan_minibatches, sequence_refs
-from realsys.algorithm.batch.redistribute import plan_call
-from realsys.algorithm.batch.sequence_buffer import owners_of
+from realsys.algorithm.minibatches import plan_minibatches, sequence_refs
+from realsys.algorithm.redistribute import plan_call
+from realsys.algorithm.sequence_buffer import owners_of
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.paths import TrialPaths

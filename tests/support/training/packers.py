@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from realsys.algorithm.batch.microbatch import Lengths, Packer, balanced, fewest_sequences, first_fit
+from realsys.algorithm.microbatch import Lengths, Packer, balanced, fewest_sequences, first_fit
 from tests.support.training.lengths import Array
 
 CAPACITY = 32_768  # tokens of a micro-batch

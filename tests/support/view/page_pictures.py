@@ -11,7 +11,7 @@ from pathlib import Path
 
 from realsys.config.paths import TrialPaths
 from realsys.observe.page.app import ViewServer
-from realsys.train.records.record_files import recorded_steps
+from realsys.train.record_files import recorded_steps
 from tests.support.view.chromium import chromium
 
 WIDTH, PHONE, HEIGHT = 1280, 390, 844

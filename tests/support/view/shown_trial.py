@@ -17,8 +17,8 @@ from realsys.data.arith import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.observe.dropped_groups import DroppedGroup, Room, write_group
 from realsys.observe.evaluation_records import EvalSample, write_result
-from realsys.train.records import record_files as files
-from realsys.train.records.record_files import StepRecord
+from realsys.train import record_files as files
+from realsys.train.record_files import StepRecord
 from realsys.types import GroupOrigin, Row, RowOrigin, SampleMeta, Ticket
 from tests.support.processes.config_trees import changed
 

@@ -9,7 +9,9 @@ import pytest
 
 from realsys.config.compose import compose
 from realsys.data.arith import make_tiny_model, write_char_tokenizer
+from realsys.generation.backend import make_backend
 from tests.support.jobs.jobs import realsys
+from tests.support.serving.generation_servers import engine_parts, serving
 
 pytestmark = pytest.mark.system
 
@@ -45,6 +47,18 @@ def test_agent_is_played_with_its_rows_and_reward(model: Path) -> None:
     assert done.stdout.count("\n  sampled    ") == done.stdout.count("\n  row 0      ") == 2
     assert "  reward     0.5, " in done.stdout and "calls 1" in done.stdout
     assert done.stdout.endswith("2 played, 0 failed, mean reward 0.5\n")
+
+
+def test_server_of_the_user_is_asked(model: Path) -> None:
+    words = ["experiment=arith_chat", f"model.path={model}", "rollout.agent=played:run", "--tasks", 1, "--server"]
+    config = compose(["experiment=arith_chat", f"model.path={model}"])
+    with serving(make_backend(config).build(engine_parts(config, model))) as url:
+        done = realsys("play", *words, url)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\n  sampled    " in done.stdout and done.stdout.endswith("1 played, 0 failed, mean reward 0.5\n")
+    refused = realsys("play", *words, url)
+    assert refused.returncode == 2
+    assert f"--server='{url}': does not answer as a generation server: " in refused.stderr
 
 
 def test_error_of_an_agent_has_its_line(model: Path) -> None:

@@ -13,8 +13,8 @@ import xxhash
 
 from realsys.cluster.files import FileInfo
 from realsys.config.paths import TrialPaths
+from realsys.train import record_files as files
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
-from realsys.train.records import record_files as files
 from tests.support.jobs.jobs import realsys
 
 pytestmark = pytest.mark.system

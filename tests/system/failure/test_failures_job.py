@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from realsys.train.records.record_files import recorded_steps
+from realsys.train.record_files import recorded_steps
 from tests.support.jobs.jobs import arith, processes_of, realsys, run_arith, running
 from tests.support.polling import poll
 from tests.system.conftest import ENDLESS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.train.records.record_files import read_record, recorded_steps
+from realsys.train.record_files import read_record, recorded_steps
 from tests.support.jobs.jobs import arith, processes_of, realsys, run_arith, running
 from tests.support.jobs.ledgers import check_ledger
 from tests.support.rewards.judge_endpoint import KEY, judge_endpoint

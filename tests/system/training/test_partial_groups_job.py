@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.train.records.record_files import read_arrays, read_record, recorded_steps
+from realsys.train.record_files import read_arrays, read_record, recorded_steps
 from tests.support.jobs.jobs import arith, running
 from tests.support.jobs.ledgers import check_ledger
 

@@ -92,10 +92,17 @@ def test_batch_std_is_of_group_centred_rewards() -> None:
     assert found.tolist() == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], rel=1e-5)
 
 
-@pytest.mark.parametrize("std", ["group", "batch"])
-def test_episode_and_token_advantages_agree(std: Literal["group", "batch"]) -> None:
+def test_recentred_advantages_are_whitened_over_the_tokens_of_the_batch() -> None:
+    """REINFORCE++ with a baseline: group-centred rewards 1/2 on 3 tokens, -1/2 on 1 have mean 1/4, variance 3/16."""
+    cfg = NormalisationConfig(mean="group", std="batch", recentre=True)
+    found = outcome([ref(1.0, answer=3), ref(0.0, answer=1)], ppo(cfg))
+    assert found.tolist() == pytest.approx([3**-0.5, -(3**0.5)], rel=1e-5)
+
+
+@pytest.mark.parametrize(("std", "recentre"), [("group", False), ("batch", False), ("batch", True), ("none", True)])
+def test_episode_and_token_advantages_agree(std: Literal["none", "group", "batch"], recentre: bool) -> None:
     """One setting is one algorithm, whether advantages are those of episodes or of tokens."""
-    cfg = ppo(NormalisationConfig(mean="group", std=std))
+    cfg = ppo(NormalisationConfig(mean="group", std=std, recentre=recentre))
     refs = [ref(1.0, answer=3), ref(0.0, answer=5), ref(2.0, group=1, answer=2), ref(1.5, group=1, answer=7)]
     lengths = np.array([r.loss_tokens for r in refs])
     rewards = token_rewards(outcome_rewards(refs, cfg, 100), lengths)

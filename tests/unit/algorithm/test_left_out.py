@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from realsys.algorithm.batch.minibatches import rows_left_out
+from realsys.algorithm.minibatches import rows_left_out
 from realsys.config.schema_train import PPOConfig
 from tests.support.training.sample_records import make_ref
 

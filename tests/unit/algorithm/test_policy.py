@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realsys.algorithm.batch.minibatches import counts_in_loss
 from realsys.algorithm.loss import (
     actor_loss,
     loss_denominator,
     merge_stats,
 )
 from realsys.algorithm.loss_tokens import Segments
+from realsys.algorithm.minibatches import counts_in_loss
 from realsys.config.schema_train import PPOConfig
 from realsys.types import SequenceRef
 from tests.support.training.sample_records import make_ref

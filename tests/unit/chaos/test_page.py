@@ -30,6 +30,7 @@ def test_signals_make_a_matrix_other_faults_a_table():
             row("SIGKILL model_worker"),
             row(f"{SUSPENDED} rollout_worker", recovery_s=8.0),
             row("SIGKILL model_worker", case="between", phase="manifest"),
+            row("SIGKILL model_worker", case="between", phase="checkpoint", recovery_s=2.0),
             row("disk full", "weight write", "ended: model_worker/0: no | space", "enospc", recovery_s=None),
         )
     )
@@ -38,8 +39,8 @@ def test_signals_make_a_matrix_other_faults_a_table():
     assert "| push | - | - | - | 1.2 (4) | - |" in lines
     assert "| push | 8.0 (4) | - | - | - | - |" in lines
     assert sum(line.startswith("| load |") for line in lines) == 2 and len(PHASES) == 10
-    assert "| SIGKILL model_worker | manifest | survived | 1.2 | 4 |" in lines
-    assert "| disk full | weight write | ended: model_worker/0: no \\| space | - | 4 |" in lines
+    assert "| SIGKILL model_worker | manifest: 1.2 (4); checkpoint: 2.0 (4) |" in lines
+    assert "| disk full | weight write: ended: model_worker/0: no \\| space |" in lines
 
 
 def test_summary_counts_and_hides_nothing():
@@ -54,7 +55,7 @@ def test_summary_counts_and_hides_nothing():
     )
     assert found == (
         "Seed 7, 2 runs at a time on 2 cores, 1.5 minutes: 4 faults in 1 runs, 1 survived, 1 ended with the error that "
-        "they should, 1 neither, 1 skipped (needs etcd), 2 lost, 1 twice; 1,200 trained answers judged again, 1 of "
+        "they should, 1 neither, 1 skipped (needs etcd), 2 lost, 1 twice; 1,200 trained completions judged again, 1 of "
         "them otherwise."
     )
 

@@ -34,13 +34,13 @@ from realsys.train.master.checkpoints import Checkpoints, CheckpointSources, com
 from realsys.train.master.publish import Publisher, VersionKey
 from realsys.train.master.recorder import StepRecorder
 from realsys.train.master.step_statistics import StepLog
+from realsys.train.requests import SaveWeightsReply, SaveWeightsRequest
 from realsys.types import PublishedVersion
 from realsys.weights.contract import PublisherParts
 from realsys.weights.disk import manifest
 from realsys.weights.disk.manifest import ShardInfo, StoredPiece, TensorInfo
 from realsys.weights.disk.plain_folders import write_safetensors
 from realsys.weights.disk.transport import DiskPublisher
-from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
 from tests.support.streams.stream_parts import BOUND_S, make_group, pulling
 from tests.support.streams.weight_ranks import WeightRanks
 

@@ -52,6 +52,7 @@ WRONG = [
     (["rollout.group_size=1"], "rollout.group_size", "at least 2 episodes"),
     (["train.ppo.c_clip=0.5"], "train.ppo.c_clip", "above 1"),
     (["train.ppo.advantage.leave_one_out=true", "train.ppo.advantage.mean=batch"], "leave_one_out", "mean=group"),
+    (["train.ppo.advantage.recentre=true", "train.ppo.advantage.mean=batch"], "recentre", "advantage.mean=group"),
     (["rollout.reward.correct=0"], "rollout.reward.correct", "above rollout.reward.wrong"),
     (["data.arith.max_operands=3", "data.arith.min_operands=5"], "data.arith.max_operands", "min_operands (5)"),
     (["evaluation.problems=2000"], "evaluation.problems", "eval_size=1024"),

@@ -4,17 +4,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from realsys.generation.backend import Completion, RequestSnapshot
-from realsys.generation.client import Received, generated_so_far
+from realsys.generation.backend import RequestSnapshot
+from realsys.generation.client import Received
+from realsys.generation.completion import Completion
 from realsys.generation.server import Delta
 
 TOKENS = np.arange(10, 20, dtype=np.int32)
 LOGPROBS = -np.arange(10, dtype=np.float32) / 8
 
 
-def completion(segments, reason="abort"):
+def completion(segments, reason="abort", **more):
     count = sum(tokens for _, tokens in segments)
-    return Completion(TOKENS[:count], LOGPROBS[:count], segments, reason)
+    return Completion.of(TOKENS[:count], LOGPROBS[:count], segments, reason, **more)
 
 
 def snapshot(*completions, moved=0):
@@ -35,9 +36,9 @@ def test_lines_add_up_to_the_snapshot():
     ):
         received.take(encode(delta.next(state)))
     first, second = received.completions
-    assert (first.tokens, first.logprobs) == (TOKENS[:8].tolist(), LOGPROBS[:8].tolist())
-    assert (first.versions, first.finish) == ([1] * 4 + [2] * 4, "stop")
-    assert (second.tokens, second.versions, second.finish) == ([10], [2], "abort")
+    assert (first.tokens.tolist(), first.logprobs.tolist()) == (TOKENS[:8].tolist(), LOGPROBS[:8].tolist())
+    assert (first.segments, first.finish_reason) == ([(1, 4), (2, 4)], "stop")
+    assert (second.tokens.tolist(), second.segments, second.finish_reason) == ([10], [(2, 1)], "abort")
 
 
 def test_lines_carry_versions_of_keys_and_top_logprobs():
@@ -45,15 +46,14 @@ def test_lines_carry_versions_of_keys_and_top_logprobs():
     delta, received = Delta(), Received(1)
     top = [[(token, -0.5), (token + 1, -1.5)] for token in range(5)]
     for count, kv_segments in ((2, None), (4, [(1, 3), (0, 1)]), (5, [(1, 3), (0, 2)])):
-        one = completion([(1, count)])
-        one.kv_segments, one.top = kv_segments, top[:count]
+        one = completion([(1, count)], kv_versions=kv_segments, top=top[:count])
         received.take(encode(delta.next(snapshot(one))))
-    [result] = generated_so_far(received)
+    [result] = received.completions
     assert result.kv_versions.tolist() == [1, 1, 1, 0, 0]
     assert [list(map(tuple, best)) for best in result.top] == top
     plain = Received(1)
     plain.take(encode(Delta().next(snapshot(completion([(1, 3)])))))
-    [result] = generated_so_far(plain)
+    [result] = plain.completions
     assert result.kv_versions is None and result.top is None
 
 
@@ -75,7 +75,7 @@ def test_lines_of_a_repeated_request_count_once():
     received = Received(1)
     for _ in range(2):
         received.take(encode(Delta().next(snapshot(completion([(1, 3)])))))
-    assert received.completions[0].tokens == TOKENS[:3].tolist()
+    assert received.completions[0].tokens.tolist() == TOKENS[:3].tolist()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_line_that_does_not_fit_changes_nothing(line):
     received = Received(1)
     with pytest.raises((ValueError, msgspec.MsgspecError)):
         received.take(line)
-    assert received.completions[0].tokens == []
+    assert not len(received.completions[0].tokens)
 
 
 def test_error_instead_of_the_reply_is_kept():

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future
 
-import numpy as np
 import pytest
 
 from realsys.cluster.http_server import HttpServer
 from realsys.errors import GenerationError, ServerBusy, ServerFailed
-from realsys.generation.backend import Completion, RequestSnapshot
+from realsys.generation.backend import RequestSnapshot
 from realsys.generation.client import GenerationClient, Received, SamplingSpec
+from realsys.generation.completion import Completion
 from realsys.generation.protocol import ServerInfo
 from realsys.generation.server import build_app
 
-TWO = Completion(np.asarray([5, 6], np.int32), np.asarray([-0.5, -1], np.float32), [(3, 2)], "abort")
+TWO = Completion.of([5, 6], [-0.5, -1], [(3, 2)])
 
 
 class FailsLater:
@@ -79,7 +79,7 @@ def test_error_after_progress_keeps_its_kind(error, kind, status):
         finally:
             await client.close()
         assert type(caught.value) is kind
-        assert received.completions[0].tokens == [5, 6]
+        assert received.completions[0].tokens.tolist() == [5, 6]
 
     http = HttpServer(build_app(FailsLater(error)))
     http.start()

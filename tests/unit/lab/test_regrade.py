@@ -21,7 +21,7 @@ from realsys.lab.regrade import (
     regrade_config,
 )
 from realsys.launch.cli import main
-from realsys.train.records.record_files import recorded_steps
+from realsys.train.record_files import recorded_steps
 from tests.support.jobs.recorded_trials import Trained, make_trial
 from tests.support.processes.config_trees import changed
 from tests.support.serving.reward_pools import BEHAVE

@@ -51,7 +51,7 @@ def test_unknown_word_is_named_with_the_likely_one(
 
 
 def test_every_command_is_on_its_page() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text("utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "run.md").read_text("utf-8")
     named = {name for line in page.splitlines() if line.startswith("| `") for name in re.findall("`([^`]+)`", line)}
     assert COMMANDS.keys() <= named
 

@@ -8,8 +8,8 @@ import realsys
 from realsys.manager.operations import EVALUATION, OPERATIONS
 
 
-def test_every_operation_is_in_the_protocols() -> None:
-    page = (Path(realsys.__file__).parents[1] / "docs" / "protocols.md").read_text(encoding="utf-8")
+def test_every_operation_is_on_the_page_of_the_manager() -> None:
+    page = (Path(realsys.__file__).parents[1] / "docs" / "manager.md").read_text(encoding="utf-8")
     table = page[page.index("| call | effect |") :].split("\n\n", 1)[0]
     assert [o.path for o in OPERATIONS if f"{o.path.partition('{')[0]}" not in table] == []
 

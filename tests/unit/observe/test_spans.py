@@ -159,10 +159,3 @@ def test_recorded_names_are_described() -> None:
                 used |= set(pattern.findall(path.read_text(encoding="utf-8")))
     requests = {"call", "copy", "write", "save", "transfer"}  # to ModelWorkers
     assert used | requests | {LOST} == set(SPANS), used ^ set(SPANS)
-
-
-def test_page_lists_every_span() -> None:
-    page = (ROOT / "docs" / "timeline.md").read_text(encoding="utf-8")
-    table = page.partition("<!-- spans:")[2].partition("<!-- end of spans -->")[0]
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", table, re.MULTILINE)
-    assert {name: f"{who}: {meaning}" for name, who, meaning in rows} == SPANS

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from realsys.data.prompts import Prompt
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.observe.dropped_groups import DroppedGroup, DroppedWriter, group_files, read_group
 from realsys.rollout.stores import DroppedStore
 from realsys.types import Episode, Ticket
 from tests.support.training.sample_records import make_row
 
 PROMPT = Prompt("1+2=", "3", [1, 2])
-CALL = ([1, 2], Generated(np.array([8, 8], np.int32), -np.ones(2, np.float32), np.array([5, 6], np.int32), "length"))
+CALL = ([1, 2], Completion(np.array([8, 8], np.int32), -np.ones(2, np.float32), np.array([5, 6], np.int32), "length"))
 
 
 def stored(tmp_path: Path, reason: str, **parts: object) -> DroppedGroup:

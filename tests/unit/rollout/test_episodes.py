@@ -7,7 +7,7 @@ import pytest
 
 from realsys.cluster.stream.codec import encode_group
 from realsys.errors import AgentError
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.rollout.episodes import RowBuilder, check_episode
 from realsys.types import Episode, Group, Ticket
 
@@ -16,7 +16,7 @@ LONGEST = 8
 
 def completion(count=3):
     tokens = np.arange(count, dtype=np.int32)
-    return Generated(tokens, np.zeros(count, np.float32), tokens, "stop", (("a", count),) if count else ())
+    return Completion(tokens, np.zeros(count, np.float32), tokens, "stop", (("a", count),) if count else ())
 
 
 def row(**changes):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from realsys.errors import GenerationError, ServerBusy, ServerFailed, ServerSilent
-from realsys.generation.client import Generated, PartsOfOne, Received, SamplingSpec
+from realsys.generation.client import Received, SamplingSpec
+from realsys.generation.completion import Completion
 from realsys.generation.protocol import ProgressLine, ProgressPart
 from realsys.manager.client import RolloutSuperseded
 from realsys.manager.messages import (
@@ -24,10 +25,10 @@ from realsys.types import FinishReason, Ticket
 STEP = 1000  # a fake server's k-th token after ``length`` input tokens is STEP + length + k
 
 
-def generated(input_len: int, count: int, version: int, reason: FinishReason) -> Generated:
+def generated(input_len: int, count: int, version: int, reason: FinishReason) -> Completion:
     """Tokens that say where in the sequence they were sampled, log-probs that say by which version."""
     tokens = np.arange(STEP + input_len, STEP + input_len + count, dtype=np.int32)
-    return Generated(tokens, np.full(count, -0.5 - version, np.float32), np.full(count, version, np.int32), reason)
+    return Completion(tokens, np.full(count, -0.5 - version, np.float32), np.full(count, version, np.int32), reason)
 
 
 @dataclass
@@ -67,20 +68,16 @@ class FakeServers:
         rid: str,
         seed: int,
         received: Received | None = None,
-    ) -> list[Generated]:
+    ) -> list[Completion]:
         self.calls.append(Request(url, list(input_ids), spec, rid, seed))
         await asyncio.sleep(0)
         step = self.script.pop(0)
         if isinstance(step, Exception):
             if received is not None:
-                tokens = [generated(len(input_ids), self.arrived, 0, "abort") for _ in range(spec.n)]
-                received.completions = [
-                    PartsOfOne(one.tokens.tolist(), one.logprobs.tolist(), *[one.versions.tolist()] * 2)
-                    for one in tokens
-                ]
+                received.completions = [generated(len(input_ids), self.arrived, 0, "abort") for _ in range(spec.n)]
             raise step
         assert isinstance(step, list)
-        return [answer if isinstance(answer, Generated) else generated(len(input_ids), *answer) for answer in step]
+        return [answer if isinstance(answer, Completion) else generated(len(input_ids), *answer) for answer in step]
 
 
 @dataclass

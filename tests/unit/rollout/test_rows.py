@@ -10,7 +10,8 @@ import pytest
 
 from realsys.data.prompts import Prompt
 from realsys.errors import GenerationError
-from realsys.generation.client import Generated, SamplingSpec
+from realsys.generation.client import SamplingSpec
+from realsys.generation.completion import Completion
 from realsys.manager.messages import ScheduleReply
 from realsys.rollout import resumable_engine
 from realsys.rollout.episodes import RowBuilder
@@ -42,7 +43,7 @@ class Engine:
             tokens = np.array([self.rng.randrange(1000) for _ in range(count)], np.int32)
             logprobs = np.array([-self.rng.random() for _ in range(count)], np.float32)
             versions = np.full(count, self.rng.randrange(5), np.int32)
-            segments.append(Generated(tokens, logprobs, versions, "abort" if cut else "stop"))
+            segments.append(Completion(tokens, logprobs, versions, "abort" if cut else "stop"))
             self.log.append((rid, number, list(input_ids), segments[-1]))
         return segments
 
@@ -115,7 +116,7 @@ def check_row(row, sent, returned):
 def generated(*tokens, reason="stop", route=(("a", 2),)):
     count = len(tokens)
     array = np.array(tokens, np.int32)
-    return Generated(array, np.full(count, -0.5, np.float32), np.full(count, 3, np.int32), reason, route)
+    return Completion(array, np.full(count, -0.5, np.float32), np.full(count, 3, np.int32), reason, route)
 
 
 def test_row_holds_context_and_completions_in_order():

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from realsys.algorithm.batch.sequence_buffer import SequenceBuffer
+from realsys.algorithm.sequence_buffer import SequenceBuffer
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError

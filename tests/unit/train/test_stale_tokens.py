@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realsys.algorithm.batch.token_losses import mask_group
+from realsys.algorithm.token_losses import mask_group
 from realsys.train.worker.data_manager import DataManager, version_tokens, without_older
 from realsys.types import SampleMeta
 

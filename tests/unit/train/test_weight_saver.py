@@ -16,6 +16,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import WeightsError
 from realsys.train.megatron.device import Device
+from realsys.train.requests import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsRequest
 from realsys.train.step_gate import StepGate
 from realsys.train.worker.call_service import ModelWorkerService, WorkerParts
 from realsys.train.worker.data_manager import DataManager
@@ -24,7 +25,6 @@ from realsys.weights.contract import PublisherParts, Share
 from realsys.weights.disk.stage import HeldWeights, stage
 from realsys.weights.disk.transport import DiskPublisher
 from realsys.weights.disk.writer import DiskWriter, ShardWriter
-from realsys.weights.weight_messages import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsRequest
 
 CPU = Device(torch.device("cpu"), "gloo")
 BOUND_S = 60.0

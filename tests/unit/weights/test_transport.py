@@ -24,6 +24,7 @@ from realsys.generation.embedded.engine import EmbeddedEngine, build_engine
 from realsys.generation.weight_folder import FolderWriter
 from realsys.launch.cli import main
 from realsys.train.master.publish import Publisher, VersionKey
+from realsys.train.requests import SaveWeightsReply, SaveWeightsRequest
 from realsys.types import PublishedVersion
 from realsys.weights.contract import (
     Committed,
@@ -36,7 +37,6 @@ from realsys.weights.contract import (
 )
 from realsys.weights.disk.stage import DiskReader
 from realsys.weights.disk.transport import DiskPublisher
-from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
 from tests.support.data.few_rows import FEW_ROWS
 from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_models import make_model

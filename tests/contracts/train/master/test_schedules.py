@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realsys.algorithm.batch.minibatches import plan_minibatches
+from realsys.algorithm.minibatches import plan_minibatches
 from realsys.cluster.stream.master_stream import MasterStream, RoutedStream
 from realsys.cluster.stream.worker_endpoint import WorkerEndpoint
 from realsys.cluster.topology import Mesh, routing_table

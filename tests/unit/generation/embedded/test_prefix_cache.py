@@ -353,7 +353,7 @@ def test_kept_keys_serve_the_running_completion(two_models):
     finish(core)
     [result] = request.done.result(0)
     assert core.counters.prefilled == before
-    assert result.segments == [(3, 9), (4, 11)] and result.kv_segments == [(3, 9), (3, 11)]
+    assert result.segments == [(3, 9), (4, 11)] and result.kv_segments == [(3, 20)]
     tokens = PROMPT + result.tokens.tolist()
     # The ninth token was sampled by the old weights, and is fed to the new ones.
     expected = on_kept_keys([(old, len(PROMPT) + 8), (new, 12)], tokens, 20)
@@ -443,7 +443,7 @@ def test_same_weights_under_lower_number_drop_keys(two_models):
     core.relabel(2)
     finish(core)
     [result] = running.done.result(0)
-    assert result.segments == [(3, 5), (4, 1), (2, 14)] and result.kv_segments == [(3, 5), (3, 1), (2, 14)]
+    assert result.segments == [(3, 5), (4, 1), (2, 14)] and result.kv_segments == [(3, 6), (2, 14)]
     prompt = PROMPT + first + TAIL
     _, result, _ = turn(core, prompt, seed=2)
     assert result.segments == [(2, 10)] and result.kv_segments is None

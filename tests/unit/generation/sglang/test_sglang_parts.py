@@ -187,14 +187,18 @@ def test_long_completion_is_sampled_in_pieces():
     for piece in one.pieces(itertools.count()):
         assert (piece.sampling_params["max_new_tokens"], piece.sampling_params["min_new_tokens"]) == (4, 4)
     one.take([reply([5, 6, 7, 8]), reply([5, 6])], 3)  # the second has filled SGLang's context
-    assert [completion.finish for completion in one.completions] == [None, "length"]
+    assert [(each.running, each.completion.finish_reason) for each in one.sampled] == [
+        (True, "abort"),
+        (False, "length"),
+    ]
     so_far = one.snapshot(moved=1)
     assert so_far.running == {0} and so_far.completions[0].tokens.tolist() == [5, 6, 7, 8]
     [rest] = one.pieces(itertools.count())
     assert rest.input_ids == [1, 2, 5, 6, 7, 8]
     assert (rest.sampling_params["max_new_tokens"], rest.sampling_params["min_new_tokens"]) == (2, 1)
     one.take([reply([9, 10])], 4)
-    assert one.completions[0].finish == "length" and one.completions[0].segments == [(3, 4), (4, 2)]
+    whole = one.results()[0]
+    assert whole.finish_reason == "length" and whole.segments == [(3, 4), (4, 2)]
 
 
 def test_seeds_of_answers_differ_and_fit_sglang():
@@ -286,7 +290,7 @@ def test_tokens_without_their_versions_are_an_error():
     with pytest.raises(GenerationError, match="without weight_versions") as error:
         request().take([reply([3, 4])], None)
     assert error.value.retryable
-    with pytest.raises(GenerationError, match=r"2 tokens with 2 log-probs and versions \[\(1, 1\)\]"):
+    with pytest.raises(GenerationError, match=r"2 tokens but 2 log-probs and versions of \[1\]"):
         request().take([reply([3, 4], "length", [("1", 0, 1)])], None)
 
 

@@ -21,7 +21,7 @@ def test_sign_is_right_in_every_pair(found: list[Comparison]) -> None:
 
 
 def test_errors_are_those_of_the_page(found: list[Comparison]) -> None:
-    """Medians in percent, as docs/planner.md reports them."""
+    """Medians in percent, as docs/planning.md reports them."""
     errors = {name: [abs(each.error) for each in found if each.table == name] for name in ("verl", "NeMo-RL", "AReaL")}
     assert {name: round(100 * median(values)) for name, values in errors.items()} == {
         "verl": 41,

@@ -29,9 +29,9 @@ from realsys.config.schema import Config
 from realsys.launch.cli import main
 from realsys.launch.commands import gc
 from realsys.launch.commands.gc import EndedTrial, Finder, Leftover, remove
+from realsys.launch.run import etcd_answers
 from realsys.launch.slurm.client import JobState, SlurmError
 from realsys.launch.slurm.trial_job import TrialJob
-from realsys.launch.supervise.own_etcd import etcd_answers
 from realsys.launch.trial_folder import TrialLock, claim_keys, remove_keys
 from realsys.workers.name_store import ensure_certificate
 from tests.support.processes.ports import lasting_ports

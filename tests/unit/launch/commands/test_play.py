@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from rich.text import Text
 
-from realsys.generation.client import Generated, SamplingSpec
+from realsys.generation.client import SamplingSpec
+from realsys.generation.completion import Completion
 from realsys.launch.cli import main
 from realsys.launch.commands.play import Shown, episode_lines
 from realsys.rollout.resumable_engine import Deliver, EngineCall
@@ -28,9 +29,9 @@ class _Answers:
     def __init__(self, *texts: str) -> None:
         self._texts = iter(texts)
 
-    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Generated]:
+    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Completion]:
         tokens = np.array([ord(letter) for letter in next(self._texts)], np.int32)
-        return [Generated(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")]
+        return [Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")]
 
     def discard(self, ticket: Ticket) -> None: ...
 

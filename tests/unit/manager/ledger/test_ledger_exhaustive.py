@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from realsys.algorithm.batch.sequence_buffer import SequenceBuffer
+from realsys.algorithm.sequence_buffer import SequenceBuffer
 from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.ledger import Ledger
 from realsys.manager.ledger.staleness import StalenessBound

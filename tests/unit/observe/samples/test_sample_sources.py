@@ -13,7 +13,7 @@ from realsys.observe.dropped_groups import DroppedGroup, read_group
 from realsys.observe.evaluation_records import read_result, read_samples, write_result
 from realsys.observe.samples import dropped_samples
 from realsys.observe.samples.catalogue import Catalogue
-from realsys.train.records.record_files import worker_file
+from realsys.train.record_files import worker_file
 from tests.support.processes.config_trees import changed
 from tests.support.view.shown_trial import HOSTILE, STEPS, sample_trial, write_dropped, write_step
 

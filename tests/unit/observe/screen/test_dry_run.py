@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from realsys.launch.dry_run import process_table
 from realsys.launch.process_plan import ProcessSpec
+from realsys.launch.run import process_table
 
 SHARDS = ("actor@d0t0p0", "ref@d0t0p0", "critic@d0t0p0", "reward@d0t0p0")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import io
 import json
-import re
 import sys
 import urllib.request
 from pathlib import Path
@@ -37,9 +36,3 @@ def test_example_posts_each_evaluation(tmp_path: Path, monkeypatch: pytest.Monke
     tracker.close("done")
     assert posted == ["sums/t: step 50: eval/eval/accuracy 50.0%", "sums/t: the run ended: done"]
     sys.modules.pop("tracker")
-
-
-def test_code_of_the_page_is_the_example() -> None:
-    example = {line.strip() for line in (DOCS / "examples" / "tracker.py").read_text().splitlines()}
-    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / "trackers.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert [line for block in blocks for line in block.splitlines() if line.strip() not in example] == []

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from realsys.observe.trackers import feed
+from realsys.observe.trackers import process
 from realsys.observe.trackers.contract import Point, Run, Tracker
-from realsys.observe.trackers.feed import Feed
 from realsys.observe.trackers.file import FileTracker
+from realsys.observe.trackers.process import Feed
 from tests.support.telemetry.step_logs import append, evaluation, recovered, train, warmup
 
 
@@ -125,7 +125,7 @@ def test_roll_back_to_the_start_undoes_the_warm_up(trial: Trial) -> None:
 
 
 def test_long_log_is_delivered_in_batches(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "BATCH", 2)
+    monkeypatch.setattr(process, "RECORDS_AT_ONCE", 2)
     append(trial.steps, train(1), train(2), train(3))
     made = trial.feed()
     assert [made.deliver(), made.deliver(), made.deliver()] == [2, 1, 0]
@@ -180,7 +180,7 @@ def test_file_survives_a_crash_after_a_roll_back(trial: Trial, monkeypatch: pyte
     made = trial.file_feed()
     made.deliver()
     append(trial.steps, recovered(1), *(train(step) for step in range(2, 9)))
-    monkeypatch.setattr(feed, "BATCH", 3)
+    monkeypatch.setattr(process, "RECORDS_AT_ONCE", 3)
     made.deliver()
     with monkeypatch.context() as patch:
         patch.setattr(Feed, "_save", lambda self: 1 / 0)

@@ -12,8 +12,7 @@ import pytest
 
 from realsys.errors import ConfigError
 from realsys.observe.trackers.contract import Point, Run, Tracker
-from realsys.observe.trackers.feed import Feed
-from realsys.observe.trackers.process import HANGING_S, Follower
+from realsys.observe.trackers.process import HANGING_S, Feed, Follower
 from tests.support.telemetry.step_logs import append, train
 
 BOUND_S = 30.0

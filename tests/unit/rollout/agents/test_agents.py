@@ -16,7 +16,7 @@ from realsys.data.arith import write_char_tokenizer
 from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.model_files.architecture import EOS_ID
 from realsys.rollout import agents
 from realsys.rollout.environments import Judgement, Task
@@ -48,7 +48,7 @@ class Texts:
         ends = number in self.cut
         tokens = np.array(self.tokenizer.encode_text(self.texts[number]) + [EOS_ID] * (not ends), np.int32)
         ones = np.ones(len(tokens), np.int32)
-        return Generated(tokens, -ones.astype(np.float32), ones, "length" if ends else "stop")
+        return Completion(tokens, -ones.astype(np.float32), ones, "length" if ends else "stop")
 
 
 class Exact:

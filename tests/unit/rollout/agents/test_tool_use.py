@@ -15,7 +15,8 @@ from realsys.data.arith import write_char_tokenizer
 from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError
-from realsys.generation.client import Generated, SamplingSpec
+from realsys.generation.client import SamplingSpec
+from realsys.generation.completion import Completion
 from realsys.model_files.architecture import END_OF_TURN_ID
 from realsys.reward.sandbox.settings import Output, RunEnded
 from realsys.rollout import agents
@@ -80,7 +81,7 @@ class Texts:
         text = self.texts.pop(0)
         tokens = self.tokenizer.encode_text(text) + [END_OF_TURN_ID] * (text not in self.cut)
         ones = np.ones(len(tokens), np.int32)
-        return Generated(
+        return Completion(
             np.array(tokens, np.int32), -ones.astype(np.float32), ones, "length" if text in self.cut else "stop"
         )
 

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from realsys.data.tokenizer import TextTokenizer
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.rollout.gateway.choices import Vocabulary, read_choice
 from realsys.rollout.gateway.dialect import GatewayCall
 from realsys.rollout.gateway.parser import parser_of
@@ -27,7 +27,7 @@ def tokenizer(tmp_path):
 def read(tokenizer, text, call, finish_reason="stop", name="c1", fmt="qwen3"):
     tokens = np.array(tokenizer.encode_text(text), np.int32)
     zeros = np.zeros(len(tokens), np.float32)
-    completion = Generated(tokens, zeros, np.zeros(len(tokens), np.int32), finish_reason)
+    completion = Completion(tokens, zeros, np.zeros(len(tokens), np.int32), finish_reason)
     return read_choice(tokenizer, parser_of(tokenizer, fmt), call, [], completion, name)
 
 

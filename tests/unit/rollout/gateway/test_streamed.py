@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from realsys.generation.client import Generated
+from realsys.generation.completion import Completion
 from realsys.rollout.gateway import choices
 from realsys.rollout.gateway.choices import StreamedChoice, read_choice
 from realsys.rollout.gateway.dialect import GatewayCall
@@ -46,7 +46,7 @@ def stream(tokenizer, parser, call, tokens, sizes):
 
 def whole(tokenizer, parser, call, tokens, reason="stop"):
     zeros = np.zeros(len(tokens), np.float32)
-    completion = Generated(np.array(tokens, np.int32), zeros, np.zeros(len(tokens), np.int32), reason)
+    completion = Completion(np.array(tokens, np.int32), zeros, np.zeros(len(tokens), np.int32), reason)
     return read_choice(tokenizer, parser, call, [], completion, "c1")
 
 

@@ -14,7 +14,7 @@ from realsys.config.machine import Machine
 from realsys.config.schema import Config
 from realsys.launch.commands.replay import tolerance_of
 from realsys.train.master.replay import StepComparison, compare
-from realsys.train.records.record_files import StepRecord
+from realsys.train.record_files import StepRecord
 
 GPU = Machine(cpus=1, memory_bytes=0, gpus=("0",), torch_has_cuda=True)
 

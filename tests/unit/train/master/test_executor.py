@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from realsys.algorithm import dataflows
-from realsys.algorithm.batch.redistribute import TransferPlan
+from realsys.algorithm.redistribute import TransferPlan
 from realsys.cluster.topology import Mesh, place, whole_mesh
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.dataflow import Dataflow, FunctionCall

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realsys.algorithm.batch.sequence_buffer import StalePolicy
+from realsys.algorithm.sequence_buffer import StalePolicy
 from realsys.errors import StuckError, WaitTimeout
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
 from realsys.types import SampleMeta

@@ -11,7 +11,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from realsys.algorithm.batch.token_losses import StepLosses
+from realsys.algorithm.token_losses import StepLosses
 from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
 from realsys.errors import NotFiniteError, StuckError
 from realsys.manager.messages import TrainedReply, TrainedRequest

@@ -15,9 +15,9 @@ from realsys.cluster.names.contract import KeyMissing
 from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import WeightsError
 from realsys.train.master.publish import Publisher, VersionKey
+from realsys.train.requests import SaveWeightsReply, SaveWeightsRequest
 from realsys.types import PublishedVersion
 from realsys.weights.contract import Committed
-from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
 from tests.support.streams.weight_ranks import WeightRanks
 
 FAILED = {"version": 0, "servers": [{"failures": 1, "version": None}]}

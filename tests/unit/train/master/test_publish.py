@@ -19,6 +19,7 @@ from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import Fenced, NameStoreError, WeightsError
 from realsys.train.master import publish
 from realsys.train.master.publish import Publisher, VersionKey, set_key
+from realsys.train.requests import SaveWeightsReply, SaveWeightsRequest
 from realsys.weights.contract import PublisherParts, Share
 from realsys.weights.disk import manifest as m
 from realsys.weights.disk import transport
@@ -26,7 +27,6 @@ from realsys.weights.disk.manifest import DiskPlan
 from realsys.weights.disk.stage import stage
 from realsys.weights.disk.transport import DiskPublisher
 from realsys.weights.disk.writer import DiskWriter, ShardWriter
-from realsys.weights.weight_messages import SaveWeightsReply, SaveWeightsRequest
 from tests.support.streams.weight_ranks import WeightRanks
 
 

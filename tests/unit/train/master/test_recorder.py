@@ -16,12 +16,19 @@ from realsys.config.dataflow import dataflow_of
 from realsys.config.paths import TrialPaths
 from realsys.errors import NotFiniteError
 from realsys.model_calls import Empty
+from realsys.train import record_files as files
 from realsys.train.master.executor import CallResult, Minibatches
 from realsys.train.master.recorder import StepRecorder, array_holders, check_finite
-from realsys.train.records import record_files as files
-from realsys.train.requests import HoldRequest, Recorded, RecordReply, RecordRequest
+from realsys.train.requests import (
+    CopyWeightsRequest,
+    DigestWeightsRequest,
+    HoldRequest,
+    Recorded,
+    RecordReply,
+    RecordRequest,
+    SaveWeightsReply,
+)
 from realsys.types import SampleMeta
-from realsys.weights.weight_messages import CopyWeightsRequest, DigestWeightsRequest, SaveWeightsReply
 from tests.support.processes.config_trees import changed
 from tests.support.training.sample_records import make_ref
 

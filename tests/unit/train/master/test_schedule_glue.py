@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from realsys.algorithm import dataflows
-from realsys.algorithm.batch.balance import token_costs
-from realsys.algorithm.batch.token_losses import mask_group
+from realsys.algorithm.balance import token_costs
+from realsys.algorithm.token_losses import mask_group
 from realsys.cluster.topology import place, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.model_calls import MfcRequest, SamplesArrived

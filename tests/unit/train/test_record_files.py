@@ -1,0 +1,234 @@
+"""Records of steps on disk: they are read back bit by bit, and damage is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+
+from realsys.cluster.commit_folder import Removed
+from realsys.cluster.files import FileInfo
+from realsys.errors import RecordError
+from realsys.train import record_files as files
+from realsys.train.master.replay import compare
+from realsys.train.record_files import Arrays, StepRecord
+from realsys.types import GroupOrigin, RowOrigin, SampleMeta, Ticket
+
+ORIGIN = GroupOrigin(
+    Ticket("00000007", 1, 12, seed=99, version=2),
+    "rollout_worker/0",
+    1.0,
+    2.5,
+    {"generate_s": 1.25},
+    [
+        [RowOrigin("stop", (("generation_server/0", 2), ("generation_server/1", 1)), ((3, 0.5),))],
+        [RowOrigin("length"), RowOrigin("stop")],
+    ],
+    ["episode 2: the tool hung"],
+)
+
+
+def arrays() -> Arrays:
+    return {
+        ("00000007/0", "tokens"): np.array([5, 6, 7, 8], np.int32),
+        ("00000007/1", "tokens"): np.array([5, 9], np.int32),
+        ("00000007/0", "loss_mask"): np.array([False, True, True, True]),
+        ("00000007/0", "behav_logprobs"): np.array([-0.5, -0.25, -1.0], np.float32),
+        ("00000007/1", "behav_logprobs"): np.zeros(1, np.float32),
+        ("00000007/1", "values"): np.zeros(0, np.float32),  # an empty array is one, too
+    }
+
+
+def record(step: int = 3, **changes: object) -> StepRecord:
+    groups = [
+        [
+            SampleMeta(f"00000007/{k}", "00000007", 1, 4, 3, 5.0, False, 1, 2, 0, episode=k, correct=k == 0)
+            for k in range(2)
+        ]
+    ]
+    whole = StepRecord(
+        step=step,
+        version=step - 1,
+        seed=1,
+        incarnation="i",
+        groups=groups,
+        calls=["actor_train"],
+        plan="p",
+        args={"actor_train": {"lr": 0.1}},
+        stats={"actor_train": {"loss": 0.1, "grad_norm": files.number(math.nan)}},
+        scores={},
+        weights={"actor": {0: {"layer.weight": "aa", "layer.bias": "bb"}}},
+        time=1.0,
+    )
+    return msgspec.structs.replace(whole, **changes)
+
+
+def write(root: Path, step: int = 3, held: Arrays | None = None) -> Path:
+    """A complete record of one worker."""
+    directory = root / f"step-{step:08d}"
+    directory.mkdir(parents=True)
+    content = files.encode_worker_file(0, step, arrays() if held is None else held, [ORIGIN])
+    (directory / files.worker_file(0)).write_bytes(content)
+    info = FileInfo(len(content), xxhash.xxh3_64_hexdigest(content))
+    whole = msgspec.structs.replace(record(step), files={files.worker_file(0): info})
+    (directory / files.BATCH).write_bytes(files.RECORD.encode(whole))
+    return directory
+
+
+def test_what_is_written_comes_back_bit_by_bit(tmp_path: Path) -> None:
+    directory = write(tmp_path)
+    found = files.read_record(directory)
+    assert msgspec.structs.replace(found, files={}) == record()
+    assert found.stats["actor_train"]["grad_norm"] == "nan"
+    back, origins = files.read_arrays(directory, found)
+    assert origins == [ORIGIN]
+    assert back.keys() == arrays().keys()
+    for item, array in arrays().items():
+        assert back[item].dtype == array.dtype
+        np.testing.assert_array_equal(back[item], array)
+
+
+def test_worker_without_arrays_has_a_file(tmp_path: Path) -> None:
+    """The file has the origins of its groups."""
+    directory = write(tmp_path, held={})
+    assert files.read_arrays(directory, files.read_record(directory)) == ({}, [ORIGIN])
+
+
+def test_any_flipped_bit_of_a_file_is_noticed(tmp_path: Path) -> None:
+    directory = write(tmp_path)
+    path, found = directory / files.worker_file(0), files.read_record(directory)
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        with pytest.raises(RecordError, match=r"worker-00000\.safetensors is corrupt") as caught:
+            files.read_arrays(directory, found)
+        assert caught.value.exit_code == 2
+
+
+def test_damaged_array_is_named_with_its_sample(tmp_path: Path) -> None:
+    directory = write(tmp_path)
+    path = directory / files.worker_file(0)
+    whole, wanted = path.read_bytes(), np.array([-0.5, -0.25, -1.0], np.float32).tobytes()
+    at = whole.index(wanted) + 5
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+    with pytest.raises(
+        RecordError,
+        match="is corrupt: behav_logprobs of sample 00000007/0 is not what was written; choose another step",
+    ):
+        files.read_worker_file(directory, 0)
+
+
+@pytest.mark.parametrize("name", [files.BATCH, files.worker_file(0)])
+def test_a_torn_or_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    directory = write(tmp_path)
+    path = directory / name
+    whole = path.read_bytes()
+
+    def read() -> None:
+        files.read_arrays(directory, files.read_record(directory))
+
+    for size in (0, 1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(RecordError, match=f"{name} is corrupt") as caught:
+            read()
+        assert "\n" not in str(caught.value)
+    path.unlink()
+    with pytest.raises(
+        RecordError, match="was never completed: it has no batch.json" if name == files.BATCH else "cannot be read"
+    ):
+        read()
+
+
+def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
+    directory = write(tmp_path)
+    other = dataclasses.replace(files.RECORD, number=4)
+    (directory / files.BATCH).write_bytes(other.encode(record()))
+    with pytest.raises(RecordError, match=r"batch\.json has format 4, this realsys reads format 5: choose another"):
+        files.read_record(directory)
+
+
+def test_missing_step_is_refused_with_the_recorded_ones(tmp_path: Path) -> None:
+    for step in (3, 4, 5, 8):
+        write(tmp_path, step)
+    (tmp_path / "step-00000009.tmp").mkdir()  # under way
+    (tmp_path / "step-00000010").mkdir()  # being removed
+    with pytest.raises(RecordError, match="step 9 is not recorded; there is 3-5, 8") as caught:
+        files.record_of_step(tmp_path, 9)
+    assert caught.value.exit_code == 2
+    assert files.record_of_step(tmp_path, 8).name == "step-00000008"
+    with pytest.raises(RecordError, match="no record of any step"):
+        files.record_of_step(tmp_path / "nowhere", 1)
+
+
+def test_recovery_deletes_later_and_unfinished_records(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    (tmp_path / "step-00000002.tmp").mkdir()
+    (tmp_path / "step-00000001" / files.BATCH).unlink()
+    removed = files.discard_after(tmp_path, 2)
+    assert [Path(name).name for name in removed.gone] == ["step-00000001", "step-00000002.tmp", "step-00000003"]
+    assert list(files.recorded_steps(tmp_path)) == [2]
+    assert files.discard_after(tmp_path / "nowhere", 2) == Removed()
+
+
+@pytest.mark.parametrize(
+    ("keep", "oldest_checkpoint", "left"),
+    [
+        (2, None, [5, 6]),  # nothing can be replayed from a checkpoint
+        (2, 3, [4, 5, 6]),  # all since the oldest checkpoint
+        (4, 5, [3, 4, 5, 6]),
+        (9, 6, [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_pruning_keeps_newest_and_replayable_records(
+    tmp_path: Path, keep: int, oldest_checkpoint: int | None, left: list[int]
+) -> None:
+    """A record is replayable if a kept checkpoint is before it."""
+    for step in range(1, 7):
+        write(tmp_path, step)
+    files.prune(tmp_path, keep, oldest_checkpoint)
+    assert list(files.recorded_steps(tmp_path)) == left
+
+
+# ---- a step compared with its replay
+
+
+def test_a_step_is_equal_to_itself() -> None:
+    found = compare(record(), record(), arrays(), arrays())
+    assert found.equal and found.sequences == 2
+    assert found.compared == {"plan": 1, "call": 1, "array": 6, "statistic": 2, "parameter": 2}
+    assert not any(found.unequal.values())
+
+
+def test_different_array_is_named_with_its_token() -> None:
+    """One bit differs."""
+    changed = arrays()
+    changed["00000007/0", "behav_logprobs"] = np.array([-0.5, -0.25, np.nextafter(np.float32(-1), 0)], np.float32)
+    found = compare(record(), record(), arrays(), changed)
+    assert not found.equal and found.unequal["array"] == 1
+    (first,) = found.first
+    assert "array behav_logprobs of sample 00000007/0: recorded np.float32(-1.0) at token 2" in str(first)
+
+
+def test_small_differences_are_differences() -> None:
+    """Negative zero, a missing statistic, a changed parameter."""
+    stats = {"actor_train": {"loss": 0.1, "zero": 0.0}}
+    again = {"actor_train": {"loss": 0.1, "zero": -0.0}}
+    (first,) = compare(record(stats=stats), record(stats=again), {}, {}).first
+    assert str(first) == "statistic actor_train/zero: recorded 0.0, replayed -0.0"
+    (first,) = compare(record(stats=stats), record(stats={}), {}, {}).first
+    assert str(first) == "statistic actor_train/loss: recorded 0.1, replayed nothing"
+    weights = {"actor": {0: {"layer.weight": "aa", "layer.bias": "cc"}}}
+    found = compare(record(), record(weights=weights), {}, {})
+    assert found.unequal["parameter"] == 1
+    assert str(found.first[0]) == "parameter actor on model_worker/0: layer.bias: recorded bb, replayed cc"
+
+
+def test_the_cause_comes_before_its_consequences() -> None:
+    found = compare(record(), record(plan="q", stats={}, weights={}), arrays(), {})
+    assert [difference.what for difference in found.first] == ["plan", "array", "statistic", "parameter"]
