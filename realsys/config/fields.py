@@ -89,6 +89,7 @@ CONSTANT: Mapping[str, object] = {
     "manager.rolling_fraction": 0.5,
     "manager.rolling_retry_timeout_s": 30.0,
     "rollout.agent_limits.blocking_s": 10.0,
+    "rollout.agent_processes": 128,
     "rollout.agent_limits.processes": 64,
     "rollout.gateway.max_body": 32 << 20,
     "rollout.gateway.max_in_flight": 32,

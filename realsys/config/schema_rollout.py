@@ -107,9 +107,6 @@ class RolloutConfig(Section):
     agent_python: str = Field(
         "", description="interpreter for an agent with base_url, which needs no realsys there; empty: that of realsys"
     )
-    agent_processes: Positive = Field(
-        128, description="episodes that one RolloutWorker runs in processes at a time; further ones wait"
-    )
     agent_limits: AgentLimitsConfig = AgentLimitsConfig()
     environment: str = Field("verifier", description="verifier, or package.module:Class")
     environment_args: dict[str, Any] = Field({}, description="keyword arguments of the environment")

@@ -26,7 +26,7 @@ from realsys.agent_runner.contract import CapturedRun
 from realsys.config.schema_rollout import RolloutConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError
-from realsys.rollout.agents.contract import AgentParts, EpisodeTime, Session
+from realsys.rollout.agents.contract import PLACES, AgentParts, EpisodeTime, Session
 from realsys.rollout.environments import Judgement, Task
 from realsys.types import Episode
 
@@ -164,7 +164,7 @@ class Inside:
         self._client: Any = None
         logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per request, with the key of the episode
         self._watch: BlockedWatch | None = None
-        self._places = asyncio.Semaphore(rollout.agent_processes)  # threads of plain functions
+        self._places = asyncio.Semaphore(PLACES)  # threads of plain functions
         self._taken = 0.0  # time at which the last place was taken
 
     async def __call__(self, data: dict[str, Any], base_url: str, api_key: str, time: EpisodeTime) -> Any:

@@ -20,7 +20,7 @@ from realsys.agent_runner.runner import LENGTH, MAX_MESSAGE
 from realsys.cluster.children.child_process import ChildProcess, how_it_ended
 from realsys.config.schema_rollout import RolloutConfig
 from realsys.errors import AgentError, ConfigError
-from realsys.rollout.agents.contract import EpisodeTime
+from realsys.rollout.agents.contract import PLACES, EpisodeTime
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class AgentProcesses:
     def __init__(self, rollout: RolloutConfig) -> None:
         self._rollout = rollout
         self._limits = {**rollout.agent_limits.model_dump(), "processes": MAX_PROCESSES}
-        self._places = asyncio.Semaphore(rollout.agent_processes)
+        self._places = asyncio.Semaphore(PLACES)
         self._starting = asyncio.Lock()
         self._zygote: _Zygote | None = None
         self._talks = 0  # episodes that printed something

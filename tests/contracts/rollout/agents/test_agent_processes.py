@@ -91,7 +91,7 @@ def test_episodes_wait_for_a_free_place(monkeypatch):
             started.put_nowait(connection.dup())
 
     async def run():
-        processes = AgentProcesses(settings("mine:run", agent_processes=1))
+        processes = AgentProcesses(settings("mine:run"))
         plays = [asyncio.create_task(call(processes, ROW)) for _ in range(2)]
         for number, episode in enumerate(plays):
             with await started.get() as connection:
@@ -101,6 +101,7 @@ def test_episodes_wait_for_a_free_place(monkeypatch):
 
     started = asyncio.Queue()
     monkeypatch.setattr(module, "_Zygote", Zygote)
+    monkeypatch.setattr(module, "PLACES", 1)
     asyncio.run(run())
 
 

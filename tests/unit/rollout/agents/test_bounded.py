@@ -150,16 +150,18 @@ def test_plain_function_inside_has_a_thread():
     assert answer["metrics"]["daemon"], "the worker's exit would wait for it"
 
 
-def test_wait_for_a_thread_takes_no_time_of_the_episode():
+def test_wait_for_a_thread_takes_no_time_of_the_episode(monkeypatch):
+    monkeypatch.setattr(captured, "PLACES", 1)
     clock = Clock()
-    agent = inside(user_agents.takes_time, episode=2.0, agent_process="never", agent_processes=1)
+    agent = inside(user_agents.takes_time, episode=2.0, agent_process="never")
     assert play_all(agent, [{"clock": clock}] * 12, 2.0, clock) == [1.0] * 12
     assert clock.now_s > 1002.0
 
 
-def test_episode_fails_when_no_thread_ends():
+def test_episode_fails_when_no_thread_ends(monkeypatch):
+    monkeypatch.setattr(captured, "PLACES", 1)
     stop = threading.Event()
-    agent = inside(user_agents.waits, agent_process="never", agent_processes=1)
+    agent = inside(user_agents.waits, agent_process="never")
     first, second = play_all(agent, [{"stop": stop}] * 2)
     stop.set()
     assert "episode_timeout_s=0.2" in str(first)
