@@ -28,8 +28,8 @@ from realsys.generation.completion import Completion
 from realsys.rollout.environments import Environment, Response, Task
 from realsys.types import Episode, Row
 
-#: episodes that one RolloutWorker runs in processes or threads at a time; further ones wait. A host has memory for them,
-#: and an episode that waits for the engine takes no core.
+#: episodes that one RolloutWorker runs in processes or threads at a time; further ones wait. A host has memory for
+#: them, and an episode that waits for the engine takes no core.
 PLACES = 128
 
 
