@@ -42,7 +42,7 @@ OFF = (
     "telemetry.spans=false",
     "telemetry.trackers=[]",
     "telemetry.curves_every_s=0",
-    "record.samples=false",
+    "record.keep_steps=0",
     "record.dropped_groups=0",
 )
 

@@ -18,7 +18,7 @@ from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import AsyncConfig, Config, WarmupConfig, WeightsConfig
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.config.schema_data import HELD_OUT, EvalSetConfig
-from realsys.config.schema_train import CheckpointConfig, RecordConfig, RolesConfig, TrainConfig
+from realsys.config.schema_train import CheckpointConfig, RecordConfig, TrainConfig, with_built_in_roles
 from realsys.config.trial_sizes import longest_sequence
 from realsys.errors import CheckpointError, ConfigError, WeightsError
 from realsys.launch.commands.finding import EVALUATIONS, RUNS
@@ -30,10 +30,10 @@ from realsys.weights.disk.plain_folders import materialise
 _EXPERIMENT = "experiment"
 #: sections that only training reads
 _OF_TRAINING = {
-    "roles": RolesConfig(),
+    "roles": with_built_in_roles({}),
     "warmup": WarmupConfig(),
     "checkpoint": CheckpointConfig(every_steps=0, at_end=False, on_stop=False),
-    "record": RecordConfig(samples=False),
+    "record": RecordConfig(keep_steps=0),
     "asynchronous": AsyncConfig(),
     "weights": WeightsConfig(),
 }
@@ -105,8 +105,7 @@ def _without_training(config: Config, target: Target, overridden: Collection[str
     tokens = max(TrainConfig().microbatch_tokens, longest_sequence(config))
     update = {
         **_OF_TRAINING,
-        "agreement": config.agreement.model_copy(update={"sample_tokens": 0}),
-        "train": TrainConfig(microbatch_tokens=tokens),
+        "train": TrainConfig(microbatch_tokens=tokens, engine_check=0.0),
         "model": config.model.model_copy(update={"path": str(target.model)}),
         **_held_out_only(config),
         "fileroot": fileroot,

@@ -96,7 +96,7 @@ def _surroundings(config: Config, given: Collection[str]) -> dict[str, tuple[Any
 
 def _backend(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
     """Choose the fast engine, unless the experiment asks for the embedded one on GPUs."""
-    if not machine.gpus or config.generation.embedded.on_gpu or not _is_open(config, given, _BACKEND):
+    if not machine.gpus or config.model.small_on_gpu or not _is_open(config, given, _BACKEND):
         return {}
     owner = "the nodes have" if config.cluster.nodes else "this machine has"
     return {_BACKEND: (_GPU_BACKEND, f"{owner} GPUs")}

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 from realsys.cluster.files import write_secret
 from realsys.config.allocation import parse_allocation
@@ -30,7 +30,6 @@ from realsys.config.paths import TrialPaths, newest_dump, read_config, write_con
 from realsys.config.rules import check_made_model
 from realsys.config.schema import Config
 from realsys.config.schema_data import HELD_OUT, absolute_source
-from realsys.config.schema_train import RoleConfig, RolesConfig
 from realsys.data.check import DataCheck
 from realsys.data.convert import check_copy, check_prompts, needs_copy, write_digest
 from realsys.errors import ConfigError
@@ -43,8 +42,6 @@ from realsys.manager.ledger.journal import Journal
 from realsys.reward.judge.rubric import read_rubric
 from realsys.train.master.recovery import TrialStart, write_start
 
-Role = TypeVar("Role", bound=RoleConfig)
-
 _SET_UP = "setting up: model, data, and a check of every row"  # may take minutes
 _KILLED_WITHIN_S = 4.0  # beyond their own time to stop: how long workers of a killed launcher need to end
 DEFAULT_TRIAL = str(Config.model_fields["trial"].default)
@@ -55,12 +52,15 @@ def resolve(config: Config, *, now: datetime) -> Config:
 
     Raises ConfigError if ``resume`` names no checkpoint, or if ``recover=resume`` and there is no trial.
     """
+    config = read_rubric(config)
     fileroot = Path(_absolute(config.fileroot))
     update: dict[str, object] = {"fileroot": str(fileroot)}
     if config.trial == DEFAULT_TRIAL:
         update["trial"] = _newest_name(config, fileroot) if config.recover == "resume" else _free_name(config, now)
     update["model"] = config.model.model_copy(update={"path": _absolute(config.model.path)})
-    update["roles"] = _absolute_roles(config.roles)
+    update["roles"] = {
+        name: role.model_copy(update={"path": _absolute(role.path)}) for name, role in config.roles.items()
+    }
     data, sglang, store = config.data, config.generation.sglang, config.cluster.name_store
     mixture = [source.model_copy(update={"path": absolute_source(source.path)}) for source in data.mixture]
     files = {"train": absolute_source(data.train), "eval": absolute_source(data.eval), "demos": _absolute(data.demos)}
@@ -74,7 +74,6 @@ def resolve(config: Config, *, now: datetime) -> Config:
     update["generation"] = config.generation.model_copy(update={"sglang": sglang})
     store = store.model_copy(update={"root": _absolute(store.root)})
     update["cluster"] = config.cluster.model_copy(update={"name_store": store})
-    update["rollout"] = read_rubric(config.rollout)
     resolved = config.model_copy(update=update)
     return resolved.model_copy(update={"resume": _resume(resolved)})
 
@@ -90,14 +89,6 @@ def _resume(config: Config) -> str:
 
 def _absolute(path: str) -> str:
     return str(Path(os.path.expanduser(path)).resolve()) if path else ""
-
-
-def _absolute_roles(roles: RolesConfig) -> RolesConfig:
-    def moved(role: Role) -> Role:
-        return role.model_copy(update={"path": _absolute(role.path)})
-
-    custom = {name: moved(role) for name, role in roles.custom.items()}
-    return RolesConfig(ref=moved(roles.ref), critic=moved(roles.critic), reward=moved(roles.reward), custom=custom)
 
 
 def _free_name(config: Config, now: datetime) -> str:

@@ -92,7 +92,7 @@ def plan(
         RUN_ID: run_id,
     }
     shards = _shards(config, parse_allocation(config.allocation))
-    threads = {SERVER: config.generation.threads, RANK: config.train.threads}
+    threads = {SERVER: config.cluster.threads, RANK: config.cluster.threads}
     store = _own_name_store(config, seats)
 
     def spec(seat: Seat) -> ProcessSpec:

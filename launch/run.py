@@ -380,7 +380,7 @@ def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[t
     steps, per_epoch = planned_steps(config, sizes["train"]), sizes["train"] / groups
     yield "steps", f"{steps:,}, which are {steps / per_epoch:.2f} epochs; one epoch is {per_epoch:,.1f} steps"
     yield "host", f"memory {host_line(config, place)}"
-    records = f", records of the kept steps up to {size_text(record_bytes(config))}" if config.record.samples else ""
+    records = f", records of the kept steps up to {size_text(record_bytes(config))}" if config.record.keep_steps else ""
     yield "disk", f"about {size_text(disk_bytes(config, flow))}{records}; {size_text(free_bytes(config))} are free"
 
 

@@ -68,7 +68,7 @@ class Trial:
         return self.steps("eval")
 
     def samples(self, step: int | None = None) -> list[Sample]:
-        """Return the samples of a train step, of the last recorded one by default (``record.samples=true``).
+        """Return the samples of a train step, of the last recorded one by default (``record.keep_steps`` above 0).
 
         Raises RecordError if the step is not recorded, or its record is damaged.
         """

@@ -216,8 +216,8 @@ class NotFiniteError(RealsysError):
         self.sample_ids = sample_ids
         more = f" and {len(sample_ids) - self.SHOWN} more" if len(sample_ids) > self.SHOWN else ""
         super().__init__(
-            f"{role}: {skipped} optimizer steps in a row skipped because loss or gradient was not finite "
-            f"(train.max_skipped_steps); samples of the last one: {', '.join(sample_ids[: self.SHOWN])}{more}"
+            f"{role}: {skipped} optimizer steps in a row skipped because loss or gradient was not finite; "
+            f"samples of the last one: {', '.join(sample_ids[: self.SHOWN])}{more}"
         )
 
 

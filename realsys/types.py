@@ -55,7 +55,7 @@ class Ticket(msgspec.Struct, frozen=True, omit_defaults=True):
     n: int = 1  # episodes to play
     seed: int = 0  # base seed of the group's sampling
     version: int = 0  # version published when granted
-    reissues: int = 0  # how often its group was discarded as too old (``asynchronous.max_reissues``)
+    reissues: int = 0  # how often its group was discarded as too old
     #: incarnation of the trainer under which the ticket was granted; the short name is the one on
     #: the wire
     trainer_incarnation: str = msgspec.field(default="", name="trainer")

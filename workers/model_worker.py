@@ -42,7 +42,7 @@ def serve(ctx: WorkerContext) -> None:
     meshes = place(allocation, [ACTOR, *flow.roles])
     heads = meshes[ACTOR].dp_heads()
     keys = keys_for(cluster.host, ctx.paths.keys)
-    device = prepare_device(worker, config.train.threads, deterministic=config.train.deterministic)
+    device = prepare_device(worker, config.cluster.threads, deterministic=config.train.deterministic)
     data = DataManager(worker)
     ctx.set_state("connecting")
     with rendezvous(_seat(ctx, allocation.workers, keys), device) as master:

@@ -1,7 +1,7 @@
 """On-policy distillation: an algorithm with a model role and a call handler of the user.
 
     PYTHONPATH=docs/examples realsys run experiment=arith train.ppo.algorithm=distill:distill \
-        train.ppo.skip_zero_advantage=false roles.custom.teacher.path=DIR \
+        train.ppo.skip_zero_advantage=false roles.teacher.path=DIR \
         allocation=serve.d1+actor.d1+teacher.d1
 """
 

@@ -44,7 +44,7 @@ def _overrides(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[s
     groups = config_groups(getattr(parsed_args, "config_dir", None))
     name, equals, text = prefix.partition("=")
     if not equals:
-        return [f"{field}=" for field in (*groups, *fields()) if field.startswith(prefix)]
+        return [f"{field}=" for field in (*groups, *fields(arguments=True)) if field.startswith(prefix)]
     head = "".join(text.rpartition(",")[:2]) if parsed_args.command == "sweep" else ""  # lists of values
     return [f"{name}={head}{value}" for value in groups.get(name) or literal_choices(name)]
 

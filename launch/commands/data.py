@@ -53,7 +53,7 @@ def run(args: Namespace) -> int:
     source, overrides = args.source, args.overrides
     named = any(text.startswith("experiment=") for text in overrides)
     config = compose([*([] if named else ["experiment=math"]), *overrides, f"data.train={quoted(source)}"])
-    config = config.model_copy(update={"rollout": read_rubric(config.rollout)})
+    config = read_rubric(config)
     data = config.data.model_copy(
         update={"train": absolute_source(config.data.train), "eval": absolute_source(config.data.eval), "kind": "jsonl"}
     )

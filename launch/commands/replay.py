@@ -95,7 +95,7 @@ def last_recorded(paths: TrialPaths) -> int:
     """Return the newest recorded step. Raises RecordError if there is none."""
     steps = files.recorded_steps(paths.records)
     if not steps:
-        raise RecordError(f"{paths.records}: no step is recorded: set record.samples=true when you train")
+        raise RecordError(f"{paths.records}: no step is recorded: set record.keep_steps above 0 when you train")
     return max(steps)
 
 

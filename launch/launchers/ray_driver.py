@@ -248,7 +248,7 @@ def _connect(task: DriverTask) -> str:
 
     cloudpickle.register_pickle_by_value(ray_actor)
     try:
-        ray.init(task.address, namespace=task.namespace or None, log_to_driver=False, logging_level="WARNING")
+        ray.init(task.address, log_to_driver=False, logging_level="WARNING")
     except (Exception, SystemExit) as exc:  # Ray raises many kinds
         return " ".join(f"{type(exc).__name__}: {exc}".split())[:500]
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -59,7 +59,7 @@ class RayLauncher(Launcher):
         if address.startswith("ray://"):
             problem = "is the address of Ray Client: start the run on a node of the cluster, or with `ray job submit`"
             raise ConfigError(_ADDRESS, address, problem)
-        found = _look(DriverTask(address, cluster.ray.namespace))
+        found = _look(DriverTask(address))
         if found.problem:
             raise ConfigError(_ADDRESS, address, found.problem)
         lack = shortage(bundle_of(cluster), cluster.machines, found.nodes)
@@ -74,7 +74,6 @@ class RayLauncher(Launcher):
         cluster = self.config.cluster
         task = DriverTask(
             address=cluster.ray.address,
-            namespace=cluster.ray.namespace,
             agent=list(agent),
             bundle=bundle_of(cluster),
             count=self.machines,
@@ -236,7 +235,6 @@ class DriverTask(msgspec.Struct, frozen=True):
     """
 
     address: str
-    namespace: str
     agent: list[str] = []
     bundle: dict[str, float] = {}
     count: int = 0

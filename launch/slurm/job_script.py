@@ -18,7 +18,7 @@ from realsys.launch.nodes.orders import EXIT_NO_MACHINE
 SECTION = "cluster.slurm"
 #: exit code of a run that SLURM stopped shortly before the time limit
 REQUEUE_CODE = 128 + signal.SIGUSR1
-_WORDS = ("partition", "cpu_partition", "account", "qos", "reservation", "constraint", "gpu_type")
+_WORDS = ("partition", "cpu_partition", "account", "gpu_type")
 _SETS_HOST = re.compile(rf"\b{HOST}=\S")
 _TIMES = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 
@@ -184,10 +184,7 @@ def _directives(config: Config, job: Job) -> Iterator[str]:
     kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
     gpus = [f"--gpus-per-node={kind}{cluster.gpus_per_node}"] if cluster.gpus_per_node else []
     sizes = _sizes(heavy, cluster.cpus_per_node, cluster.memory_gb_per_node, exclusive=slurm.exclusive)
-    places = [
-        f"--{name}={value}" for name in ("partition", "reservation", "constraint") if (value := getattr(slurm, name))
-    ]
-    own = [*sizes, *gpus, *places]
+    own = [*sizes, *gpus, *([f"--partition={slurm.partition}"] if slurm.partition else [])]
     if cluster.cpu_nodes:
         light = (cluster.cpu_nodes, cluster.cpus_per_cpu_node, cluster.memory_gb_per_cpu_node)
         yield from _sizes(*light, exclusive=slurm.exclusive)
@@ -217,7 +214,7 @@ def _common(config: Config) -> Iterator[str]:
     """Yield the options that each component has."""
     slurm = config.cluster.slurm
     yield f"--job-name={job_name(config)}"
-    for name in ("account", "qos", "time"):
+    for name in ("account", "time"):
         if value := getattr(slurm, name):
             yield f"--{name}={value}"
     yield "--no-kill"  # the loss of a node is left to the run: spare nodes take its place

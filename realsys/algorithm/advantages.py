@@ -27,6 +27,7 @@ from realsys.config.schema_train import NormalisationConfig, PPOConfig
 from realsys.errors import ConfigError
 from realsys.types import F32, SequenceRef
 
+EPS = 1e-6  # added to a standard deviation: rewards are about 1, and a level without spread is 0 in any case
 F64 = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
@@ -204,7 +205,7 @@ def moments(x: npt.ArrayLike) -> Moments:
     return Moments(float(values.size), float(values.sum()), float(np.square(values).sum()))
 
 
-def normalise_tokens(advantages: npt.ArrayLike, batch: Moments, cfg: NormalisationConfig) -> F32:
+def normalise_tokens(advantages: npt.ArrayLike, batch: Moments, cfg: NormalisationConfig, eps: float = EPS) -> F32:
     """Apply the batch level of ``cfg`` to advantages of tokens, float32 of the same shape.
 
     Mean and std are over all loss tokens of the batch (``batch``), masked episodes included. The group
@@ -215,11 +216,13 @@ def normalise_tokens(advantages: npt.ArrayLike, batch: Moments, cfg: Normalisati
     if cfg.mean == "batch" or cfg.recentre:
         x = x - batch.mean
     if cfg.std == "batch":
-        x = x / (batch.std + cfg.eps) if batch.has_spread else np.zeros_like(x)
+        x = x / (batch.std + eps) if batch.has_spread else np.zeros_like(x)
     return x.astype(np.float32)
 
 
-def normalise(values: npt.ArrayLike, groups: npt.ArrayLike, weights: npt.ArrayLike, cfg: NormalisationConfig) -> F64:
+def normalise(
+    values: npt.ArrayLike, groups: npt.ArrayLike, weights: npt.ArrayLike, cfg: NormalisationConfig, eps: float = EPS
+) -> F64:
     """Compute ``(values - mean) / (std + eps)``, mean and std each over nothing, the group or the batch.
 
     values  [n]      shaped rewards of episodes, or advantages of tokens
@@ -252,7 +255,7 @@ def normalise(values: npt.ArrayLike, groups: npt.ArrayLike, weights: npt.ArrayLi
         return centred
     members, of_level = levels[cfg.std]
     spread = centred if (cfg.mean, cfg.std) == ("group", "batch") else x
-    scaled = centred / (_level_std(spread, members, of_level) + cfg.eps)
+    scaled = centred / (_level_std(spread, members, of_level) + eps)
     return np.where(_constant(spread, members), 0.0, scaled)
 
 

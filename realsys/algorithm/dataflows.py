@@ -18,12 +18,12 @@ def ppo(config: Config) -> Dataflow:
     ppo = config.train.ppo
     in_reward = ppo.kl.coef > 0 and ppo.kl.place == "reward"
     in_loss = ppo.kl.coef > 0 and ppo.kl.place == "loss"
-    scores = frozenset({"scores"} if ppo.reward_model.enabled else ())
+    scores = frozenset({"scores"} if ppo.reward_model_weight else ())
     prox = frozenset({"prox_logprobs"} if ppo.use_decoupled_loss else ())
     source = frozenset({"tokens", "behav_logprobs"})
     tokens = frozenset({"tokens"})
     calls = []
-    if ppo.reward_model.enabled:
+    if ppo.reward_model_weight:
         calls.append(FunctionCall("reward_inf", "reward", "reward_inf", tokens, scores))
     if prox:
         # Rows with advantage 0 need no proximal log-probs, but with a reward model only the scores tell

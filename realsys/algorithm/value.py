@@ -78,7 +78,7 @@ def explained_variance(means: Mapping[str, float]) -> float:
 
 def _distance(error: Tensor, cfg: CriticConfig) -> Tensor:
     square = 0.5 * error.square()
-    if cfg.loss == "mse":
+    if not cfg.huber_delta:
         return square
     far = cfg.huber_delta * (error.abs() - 0.5 * cfg.huber_delta)
     return torch.where(error.abs() <= cfg.huber_delta, square, far)
@@ -89,6 +89,7 @@ def _distance(error: Tensor, cfg: CriticConfig) -> Tensor:
 
 #: Lower bound of the variance: after a first batch of equal returns, the next differences would be infinite.
 MIN_VARIANCE = 1e-5
+BETA = 0.995  # decay of the exponential statistics at each update: about the last 200 steps count
 
 
 class RunningMoments:
@@ -104,9 +105,9 @@ class RunningMoments:
     rescaled when the statistics change: its predictions shift, and it learns the difference.
     """
 
-    def __init__(self, cfg: CriticConfig) -> None:
+    def __init__(self, cfg: CriticConfig, beta: float = BETA) -> None:
         self._kind = cfg.value_norm
-        self._beta = cfg.value_norm_beta
+        self._beta = beta
         self._weight = 0.0
         self._total = 0.0
         self._total_of_squares = 0.0

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ _SIZES = {
     "data": ("dp-size", "data-parallel-size"),
 }
 #: settings that SGLang applies to the logits before it computes the log-probs that it returns
-_IN_LOGPROBS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_new_tokens")
+_IN_LOGPROBS = ("penalties.repetition", "penalties.presence", "penalties.frequency", "min_new_tokens")
 _SCALARS = (str, int, float, bool, type(None))
 
 
@@ -170,7 +171,7 @@ def check_sglang(settings: SglangConfig) -> None:
 def check_sglang_sampling(sampling: SamplingConfig) -> None:
     """Raise ConfigError if SGLang's log-probs would not be those of softmax(logits / temperature)."""
     for name in _IN_LOGPROBS:
-        value, off = getattr(sampling, name), SamplingConfig.model_fields[name].default
+        value, off = attrgetter(name)(sampling), attrgetter(name)(SamplingConfig())
         if value != off:
             problem = f"SGLang would include it in the log-probs: set it to {off}, or use generation=embedded"
             raise ConfigError(f"generation.sampling.{name}", value, problem)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from realsys.config.fields import CONSTANT, PATTERNS, RENAMED
+from realsys.config.fields import did_you_mean, is_arguments, present_name, problem_of
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
@@ -86,14 +86,14 @@ def validate(tree: object) -> Config:
         raise ConfigError(field, value, problem) from None
 
 
-def fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all leaf fields of the schema."""
+def fields(section: type[BaseModel] = Config, prefix: str = "", *, arguments: bool = False) -> Iterator[str]:
+    """Yield the dotted paths of all fields of the schema. The arguments of a part are one field, or each of them."""
     for name, info in section.model_fields.items():
         nested = _section_of(info.annotation)
-        if nested is None:
+        if nested is None or (is_arguments(info) and not arguments):
             yield prefix + name
         else:
-            yield from fields(nested, f"{prefix}{name}.")
+            yield from fields(nested, f"{prefix}{name}.", arguments=arguments)
 
 
 def _section_of(annotation: object) -> type[BaseModel] | None:
@@ -200,9 +200,7 @@ def _read(text: str, groups: dict[str, list[str]]) -> tuple[str, Any]:
         if parsed.is_delete():
             raise ConfigError(key, "~", f"cannot be left out: use one of {', '.join(groups[key])}")
         if not isinstance(value, str) or value not in groups[key]:
-            raise ConfigError(
-                key, value, f"unknown; known: {', '.join(groups[key])}{_did_you_mean(value, groups[key])}"
-            )
+            raise ConfigError(key, value, f"unknown; known: {', '.join(groups[key])}{did_you_mean(value, groups[key])}")
         return key, value
     if parsed.is_delete():
         raise ConfigError(key, "~", "a field cannot be deleted: set it to the value you want")
@@ -275,30 +273,21 @@ def _path(error: ErrorDetails) -> str:
 def _explain(error: ErrorDetails) -> tuple[str, object, str]:
     """Return (field, value, problem) of a pydantic error."""
     path, value = _path(error), error["input"]
+    if now := present_name(path):
+        return path, value, now
     if error["type"] == "extra_forbidden":
-        if path in RENAMED:
-            return path, value, f"is {RENAMED[path]} now"
-        if path in CONSTANT:
-            return path, value, f"is no setting any more: it is always {CONSTANT[path]}"
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            if now := present_name(f"{path}.{name}"):  # its section is of an earlier build, too
+                return f"{path}.{name}", inner, now
         return path, value, f"unknown field{_did_you_mean_field(path)}"
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return path, value, f"is a section: set one of its fields, e.g. {path}.{_first_field(path)}"
-    if error["type"] == "string_type" and isinstance(value, bool | int | float):
-        return path, value, f"must be text: write {path}=\"'{value}'\""
-    if error["type"] == "string_pattern_mismatch":
-        return path, value, f"must be {PATTERNS[error['ctx']['pattern']]}"
-    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return path, value, message + _did_you_mean(value, literal_choices(path))
-
-
-def _did_you_mean(value: object, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(value), known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return path, value, problem_of(path, error)
 
 
 def _did_you_mean_field(path: str) -> str:
     """Suggest a field: the same name in another section, one described by that word, or a similar one."""
-    known = list(fields())
+    known = list(fields(arguments=True))
     known += sorted({section for field in known if (section := field.rpartition(".")[0])})
     name = path.rpartition(".")[2]
     close = [k for k in known if name in (k.rpartition(".")[2], _description(k).partition(":")[0])]
@@ -331,7 +320,7 @@ def _description(path: str) -> str:
 def _first_field(path: str) -> str:
     info = _field_info(path)
     section = _section_of(info.annotation) if info else None
-    return next(iter((section or Config).model_fields))
+    return next(iter(section.model_fields)) if section else "NAME"
 
 
 def literal_choices(path: str) -> list[str]:

@@ -29,7 +29,7 @@ from realsys.config.doors import AGENT, ALGORITHM, CALL_HANDLER, HOOK
 from realsys.config.fields import Offload
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.schema_train import LoraConfig, OptimizerConfig, RoleConfig, RolesConfig
+from realsys.config.schema_train import LoraConfig, OptimizerConfig
 from realsys.errors import ConfigError
 
 #: arrays of every row that arrives at a DP head
@@ -256,20 +256,14 @@ def role_settings(config: Config, role: str) -> RoleSettings:
     train, path = config.train, config.model.path
     if role == ACTOR:
         return RoleSettings(ACTOR, path, "lm", train.offload, train.optimizer, train.lora)
-    sections: dict[str, RoleConfig] = {
-        "ref": config.roles.ref,
-        "critic": config.roles.critic,
-        "reward": config.roles.reward,
-        **config.roles.custom,
-    }
-    if role not in sections:
+    if role not in config.roles:
         problem = f"is called by the dataflow but not configured; add {role_field(role)}.head=lm|value"
         raise ConfigError("roles", role, problem)
-    own = sections[role]
+    own = config.roles[role]
     optimizer = OptimizerConfig.model_validate({**train.optimizer.model_dump(), **own.optimizer})
     return RoleSettings(role, own.path or path, own.head, own.offload, optimizer, as_actor=not own.path)
 
 
 def role_field(role: str) -> str:
     """Return the path of the section that configures a role other than the actor."""
-    return f"roles.{role}" if role in RolesConfig.model_fields else f"roles.custom.{role}"
+    return f"roles.{role}"

@@ -264,7 +264,7 @@ class HostUse:
     """Predicted bytes of host memory.
 
     processes   before they load a model, and the engine's own need
-    snapshot    weights of an earlier version, to compare log-probs (agreement.sample_tokens)
+    snapshot    weights of an earlier version, to compare log-probs (train.engine_check)
     offload     what roles move to the host between their calls
     checkpoint  copy of the saved roles until it is on disk
     published   the rank's share of a version that it writes
@@ -337,7 +337,7 @@ def host_use(config: Config, allocation: Allocation, flow: Dataflow, here: OnHos
 
 def _snapshot_bytes(config: Config, allocation: Allocation) -> int:
     """Return a copy of data rank 0's trained parameters. For a while the snapshot changes places with the weights."""
-    if not config.agreement.sample_tokens:
+    if not config.train.engine_check:
         return 0
     settings, layout, model = role_settings(config, ACTOR), allocation.actor, model_of(config)
     how = StateSettings(config.model.dtype, True, False, False)

@@ -150,7 +150,7 @@ def _blocks(config: Config, machine: Machine, node: NodeDevices) -> list[Block]:
     on_gpus = gpus_of_torch(config, machine) > 0
     if not config.evaluate_only:
         blocks += [
-            Block(RANK, ranks, int(on_gpus), config.train.threads, OnHost(1, 0, 0, ranks_on_gpu=on_gpus).processes)
+            Block(RANK, ranks, int(on_gpus), config.cluster.threads, OnHost(1, 0, 0, ranks_on_gpu=on_gpus).processes)
             for ranks in tensor_groups(allocation, [ACTOR, *dataflow_of(config).roles])
         ]
     backend = backend_rules(config)
@@ -173,7 +173,7 @@ def _server(
         sizes = backend.sizes(allocation)
         memory = OnHost(0, 1, 0, int(backend.memory_bytes(node)), servers_on_gpu=uses_gpus).processes
     gpus = sizes.gpus if uses_gpus else 0
-    return gpus, config.generation.threads, memory, 1 if sizes.data > 1 else sizes.pipeline
+    return gpus, config.cluster.threads, memory, 1 if sizes.data > 1 else sizes.pipeline
 
 
 def tensor_groups(allocation: Allocation, roles: Collection[str]) -> list[range]:

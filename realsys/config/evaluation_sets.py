@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
-from realsys.config.fields import SmallFloat
+from realsys.config.fields import SmallFloat, arguments_of
 from realsys.config.schema import Config, SamplingConfig
 from realsys.config.schema_data import HELD_OUT, TRAIN, EvalSetConfig
 from realsys.errors import ConfigError
@@ -138,12 +136,7 @@ def _sampling(config: Config, at: str, given: Mapping[str, Any]) -> SamplingConf
         if name not in _OWN:
             raise ConfigError(f"{at}.{name}", given[name], f"use one of {', '.join(_OWN)}")
     base = config.generation.sampling
-    try:
-        made = EvalSamplingConfig(**{**base.model_dump(), **given})
-    except ValidationError as error:
-        [first, *_] = error.errors()
-        name = str(first["loc"][0])
-        raise ConfigError(f"{at}.{name}", given.get(name), str(first["msg"])) from None
+    made = arguments_of(EvalSamplingConfig, {**base.model_dump(), **given}, at)
     if 0 < made.temperature < 1e-6:
         raise ConfigError(f"{at}.temperature", made.temperature, "must be 0 (greedy) or at least 1e-6")
     if made.max_new_tokens > base.max_new_tokens:

@@ -5,7 +5,9 @@ One mechanism for both: without GPUs the "devices" are parts of the host's memor
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -214,9 +216,7 @@ def _gpus_fit(config: Config, place: Place) -> bool:
 
 def _refusal(config: Config, problem: str, remedy: Remedy, after: int) -> ConfigError:
     name = next(iter(remedy.values))
-    value: object = config
-    for part in name.split("."):
-        value = getattr(value, part)
+    value = functools.reduce(operator.getitem, name.split("."), config.model_dump())
     return ConfigError(name, value, f"{problem}: set {remedy}, then it needs {_gib(after)}")
 
 

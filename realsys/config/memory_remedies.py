@@ -134,8 +134,8 @@ def _offloads(config: Config, flow: Dataflow) -> Iterator[Remedy]:
 
 def _host_switches(config: Config) -> Iterator[Remedy]:
     """Yield what takes host memory and can be off. Without offload the GPUs need more."""
-    if config.agreement.sample_tokens:
-        yield Remedy(1.0, {"agreement.sample_tokens": 0})
+    if config.train.engine_check:
+        yield Remedy(1.0, {"train.engine_check": 0})
     if config.weights.delta != "off":
         yield Remedy(2.0, {"weights.delta": "off"})
     for role in dataflow_of(config).roles:

@@ -1,7 +1,11 @@
-"""Table of all fields in docs/configuration.md, made from the schema. `make docs` writes it; a test compares it."""
+"""Tables of fields in the pages, made from the schema. `make docs` writes them; a test compares them.
+
+docs/configuration.md has all settings, docs/data.md the arguments of the arith task and of its model.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -12,21 +16,27 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from realsys.config.fields import is_arguments
 from realsys.config.schema import Config
 
-BEGIN, END = "<!-- fields: written by `make docs` -->", "<!-- end of fields -->"
-
-
-def reference() -> str:
-    """Return Markdown with one table per section of the schema, and per entry of its mappings and lists of sections."""
-    return "\n".join(_section(Config, "", "Trial")).strip() + "\n"
+PAGES = ("docs/configuration.md", "docs/data.md")
+_TABLES = re.compile(r"(<!-- fields(?: of (\S+))?: written by `make docs` -->\n).*?(<!-- end of fields -->)", re.DOTALL)
 
 
 def rewrite(page: str) -> str:
-    """Return ``page`` with a new table between the marks ``BEGIN`` and ``END``."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, foot = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{reference()}\n{END}{foot}"
+    """Return ``page`` with new tables between the marks: of all settings, or of the arguments of one part."""
+    return _TABLES.sub(lambda mark: f"{mark[1]}\n{reference(mark[2] or '')}\n{mark[3]}", page)
+
+
+def reference(of: str = "") -> str:
+    """Return Markdown with one table per section of the schema, and per entry of its mappings and lists of sections.
+
+    ``of``: a field with the arguments of a part, to have tables of these instead.
+    """
+    section: Any = Config
+    for name in filter(None, of.split(".")):
+        section = section.model_fields[name].annotation
+    return "\n".join(_section(section, f"{of}." if of else "", "" if of else "Trial")).strip() + "\n"
 
 
 def _section(section: type[BaseModel], prefix: str, title: str, default: object = None) -> Iterator[str]:
@@ -37,15 +47,16 @@ def _section(section: type[BaseModel], prefix: str, title: str, default: object 
         value = getattr(default, name, info.default)
         if inner := _inner(info.annotation):
             suffix, kind = inner
-            nested.append((name + suffix, kind, None if suffix else value))
-            if not suffix:
-                continue
-        shown = "" if value in ("", PydanticUndefined) else f"`{_value(value)}`"
+            if suffix or not is_arguments(info):
+                nested.append((name + suffix, kind, None if suffix else value))
+                if not suffix:
+                    continue
         text = (info.description or "").replace("|", "\\|")
-        rows.append(f"| `{prefix}{name}` | {_kind(info)} | {shown} | {text} |")
-    yield f"### {title}\n"
+        rows.append(f"| `{prefix}{name}` | {_kind(info)} | {_shown(value)} | {text} |")
+    if title:
+        yield f"### {title}\n"
     doc = section.__doc__
-    if doc and section is not Config:
+    if doc and title and section is not Config:
         yield doc.strip().splitlines()[0].replace("``", "`") + "\n"
     if rows:
         yield "| field | values | default | meaning |\n|---|---|---|---|"
@@ -79,7 +90,7 @@ def _type_name(annotation: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if get_origin(annotation) is list:
         return "list" if _inner(annotation) else f"list of {_type_name(arguments[0])}"
-    if get_origin(annotation) is dict:
+    if get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "mapping"
     names = {str: "text", bool: "true, false", NoneType: "null"}
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
@@ -101,12 +112,17 @@ def _bounds(rules: Iterable[Any]) -> list[str]:
     return bounds
 
 
-def _value(value: object) -> str:
+def _shown(value: object) -> str:
+    """Write a default. Of the arguments of a part it has those that differ from the part's own defaults."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_defaults=True) or ""
+    if value in ("", PydanticUndefined):
+        return ""
     if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        return "`null`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 if __name__ == "__main__":
-    path = Path("docs/configuration.md")
-    path.write_text(rewrite(path.read_text("utf-8")), encoding="utf-8")
+    for path in map(Path, PAGES):
+        path.write_text(rewrite(path.read_text("utf-8")), encoding="utf-8")

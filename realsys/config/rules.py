@@ -11,6 +11,7 @@ import os
 import ssl
 import tempfile
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from realsys.config.schema import Config, SamplingConfig
 from realsys.config.schema_cluster import NameStoreConfig
 from realsys.config.schema_data import AUTO_LAYOUT, HELD_OUT, DataConfig, source_problem
 from realsys.config.schema_rollout import RolloutConfig
+from realsys.config.schema_train import BUILT_IN_ROLES
 from realsys.config.training_rules import check_training
 from realsys.config.trial_sizes import lengths_that_fit, longest_sequence
 from realsys.errors import MALFORMED, ConfigError, ModelError
@@ -47,9 +49,9 @@ _NOT_IN_LOGPROBS: dict[str, tuple[float, ...]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
     "min_p": (0,),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
+    "penalties.repetition": (1,),
+    "penalties.presence": (0,),
+    "penalties.frequency": (0,),
     "min_new_tokens": (0,),
 }
 
@@ -63,6 +65,7 @@ def check(config: Config, machine: Machine) -> Allocation:
     allocation, flow = parse_allocation(config.allocation), dataflow_of(config)
     check_calls(flow)
     allocation.check_roles(flow.roles, config.allocation)
+    _check_roles(config, flow)
     backend = backend_rules(config)
     _check_generation(config, allocation, backend)
     place = _check_machine(config, allocation, machine, backend)
@@ -80,6 +83,14 @@ def check(config: Config, machine: Machine) -> Allocation:
     check_models(config, allocation, flow)
     check_memory(config, place)
     return allocation
+
+
+def _check_roles(config: Config, flow: Dataflow) -> None:
+    for role, settings in config.roles.items():
+        if role not in (*BUILT_IN_ROLES, *flow.roles) or role == ACTOR:
+            called = ", ".join(name for name in flow.roles if name != ACTOR) or "none but the actor"
+            problem = f"is no role that the dataflow calls; it calls {called}"
+            raise ConfigError(role_field(role), settings.model_dump(exclude_defaults=True), problem)
 
 
 # ---- processes and machine
@@ -114,9 +125,9 @@ def _check_gpus(config: Config, machine: Machine, backend: BackendRules) -> None
     """Refuse settings that are slow on GPUs, unless the user allows them."""
     with BACKEND.guard(config.generation.backend, "check_machine raised"):
         backend.check_machine(machine)
-    if machine.trainer_gpus and config.model.dtype == "float32" and not config.model.float32_on_gpu:
+    if machine.trainer_gpus and config.model.dtype == "float32" and not config.model.small_on_gpu:
         problem = "has no fast attention kernel on GPUs: set model.dtype=bfloat16"
-        remedy = "model.float32_on_gpu=true to use it all the same"
+        remedy = "model.small_on_gpu=true to use it all the same"
         raise ConfigError("model.dtype", config.model.dtype, f"{problem}, or {remedy}")
 
 
@@ -251,9 +262,8 @@ def _check_lengths(config: Config) -> None:
 
 def sampling_warnings(sampling: SamplingConfig) -> Iterator[str]:
     """Yield a warning if completions are drawn from another distribution than the one of the recorded log-probs."""
-    changed = [
-        f"{name}={value:g}" for name, off in _NOT_IN_LOGPROBS.items() if (value := getattr(sampling, name)) not in off
-    ]
+    values = {name: attrgetter(name)(sampling) for name in _NOT_IN_LOGPROBS}
+    changed = [f"{name}={value:g}" for name, value in values.items() if value not in _NOT_IN_LOGPROBS[name]]
     if changed:
         yield (
             f"warning: generation.sampling.{', '.join(changed)}: completions are drawn from a changed distribution, "
@@ -320,10 +330,6 @@ def check_sources(data: DataConfig, *, has_copy: bool = False, trains: bool = Tr
 
 def _check_sets(config: Config) -> None:
     """Check the data sets of evaluations. A trial with its own copy of their data needs their sources no more."""
-    hold_s, timeout_s = config.evaluation.hold_s, config.cluster.request_timeout_s
-    if hold_s >= timeout_s and not config.evaluate_only:
-        problem = f"must be less than cluster.request_timeout_s ({timeout_s:g}): a trainer gives up its wait after that"
-        raise ConfigError("evaluation.hold_s", hold_s, problem)
     has_copy = TrialPaths.of(config).config.is_file()
     for name, made in evaluation_sets(config).items():
         field = f"evaluation.sets.{name}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from realsys.config.fields import (
     Name,
@@ -26,11 +26,18 @@ from realsys.config.schema_data import DataConfig as DataConfig
 from realsys.config.schema_data import EvalConfig as EvalConfig
 from realsys.config.schema_rollout import AgentLimitsConfig as AgentLimitsConfig
 from realsys.config.schema_rollout import RolloutConfig
-from realsys.config.schema_train import CheckpointConfig, OptimizerConfig, RecordConfig, RolesConfig, TrainConfig
+from realsys.config.schema_train import (
+    CheckpointConfig,
+    OptimizerConfig,
+    RecordConfig,
+    RoleConfig,
+    TrainConfig,
+    with_built_in_roles,
+)
 
 
 class TinyModelConfig(Section):
-    """A random Qwen2 with a character tokenizer, made at the start when ``model.path`` is empty."""
+    """Arguments of the tiny model, a random Qwen2 with a character tokenizer."""
 
     hidden_size: Positive = Field(128, description="width of the residual stream")
     num_hidden_layers: Positive = Field(2, description="number of layers")
@@ -47,16 +54,30 @@ class ModelConfig(Section):
     """The model that is trained."""
 
     path: str = Field("", description="HF directory (Qwen2, Qwen3, Llama, Mistral); empty: make the tiny model")
-    tiny: TinyModelConfig = TinyModelConfig()
+    tiny: TinyModelConfig = Field(
+        TinyModelConfig(), description="sizes of the model that is made if path is empty (docs/data.md)"
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the parameters of every role")
-    float32_on_gpu: bool = Field(
+    small_on_gpu: bool = Field(
         False,
-        description="allow float32 on GPUs, for small models: without the attention kernel memory grows with the square"
-        " of the length",
+        description="the model is small: allow float32 on GPUs, whose attention takes memory with the square of the"
+        " length, and the embedded engine, which has neither CUDA graphs nor a paged KV cache",
     )
     head_dtype: Literal["model", "float32"] = Field(
         "model",
         description="dtype of the logits, in training and on the servers: model.dtype, or float32 (docs/models.md)",
+    )
+
+
+class PenaltyConfig(Section):
+    """Penalties of tokens that the completion contains."""
+
+    repetition: Annotated[float, Field(ge=1e-3, le=2)] = Field(
+        1.0, description="divides positive, multiplies negative logits; 1: off"
+    )
+    presence: Annotated[float, Field(ge=-2, le=2)] = Field(0.0, description="subtracted from the logit; 0: off")
+    frequency: Annotated[float, Field(ge=-2, le=2)] = Field(
+        0.0, description="subtracted from the logit once per occurrence; 0: off"
     )
 
 
@@ -72,14 +93,10 @@ class SamplingConfig(Section):
     min_p: Probability = Field(
         0.0, description="cut tokens less probable than this share of the most probable one; 0: off"
     )
-    repetition_penalty: Annotated[float, Field(ge=1e-3, le=2)] = Field(
-        1.0, description="divides positive, multiplies negative logits of tokens that the completion contains; 1: off"
-    )
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = Field(
-        0.0, description="subtracted from the logit of each token that the completion contains; 0: off"
-    )
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = Field(
-        0.0, description="subtracted from the logit of a token once per occurrence in the completion; 0: off"
+    penalties: PenaltyConfig = Field(
+        PenaltyConfig(),
+        description="repetition (1: off), presence and frequency (0: off) penalties of tokens that the completion"
+        " contains (docs/generation.md)",
     )
     stop: list[Annotated[str, Field(min_length=1)]] = Field([], description="texts that end a completion")
     stop_token_ids: list[NonNegative] = Field([], description="token ids that end a completion, besides end of text")
@@ -93,17 +110,10 @@ class SamplingConfig(Section):
 class EmbeddedConfig(Section):
     """The embedded engine: continuous batching in torch."""
 
-    on_gpu: bool = Field(
-        False,
-        description="allow this engine on GPUs, for small models: it has neither CUDA graphs nor a paged KV cache",
-    )
     max_running: Positive = Field(64, description="sequences that are decoded together")
     max_queued: Positive = Field(8192, description="sequences that wait in one server; more are refused")
     context_length: NonNegative = Field(
         0, description="tokens per sequence; 0: the longest sequence that the agent can make"
-    )
-    prefill_tokens: Annotated[int, Field(ge=64)] = Field(
-        1024, description="prompt tokens computed between two decoding steps: bounds how long running sequences wait"
     )
     cache_rows: NonNegative = Field(
         0,
@@ -123,11 +133,9 @@ class SglangConfig(Section):
     args: dict[str, Any] = Field(
         {}, description="options of SGLang's command line; true: the flag without a value, false: leave the flag out"
     )
-    max_answers: Positive = Field(8192, description="completions that run and wait in one server; more are refused")
     start_timeout_s: PositiveFloat = Field(
         600.0, description="seconds that SGLang may take to start and load the model"
     )
-    max_restarts: NonNegative = Field(5, description="restarts in a row of an SGLang that died or hung")
     silence_timeout_s: float = Field(
         180.0, ge=30, description="seconds without a token, while requests wait, after which SGLang is restarted"
     )
@@ -141,16 +149,9 @@ class GenerationConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SglangConfig = SglangConfig()
-    progress_timeout_s: float = Field(
-        600.0,
-        ge=30,
-        description="seconds without a new token, and without progress of the queue before it, after which a request"
-        " moves to another server",
-    )
     progress_s: PositiveFloat = Field(
         2.0, description="seconds of sampling that the death of a server can cost: it sends new tokens this often"
     )
-    threads: Positive = Field(1, description="torch threads of one server on CPU")
 
 
 class AsyncConfig(Section):
@@ -163,9 +164,6 @@ class AsyncConfig(Section):
         "train",
         description="tokens older than max_staleness versions: train them, mask them out of the loss, or drop their "
         "group and issue its prompt again",
-    )
-    max_reissues: Annotated[int, Field(ge=0, le=100)] = Field(
-        2, description="stale_policy=drop: times that a prompt is issued again; after them its old tokens are masked"
     )
     interruptible: bool = Field(
         True, description="update weights in the middle of completions; false: wait until they have ended"
@@ -182,24 +180,6 @@ class AsyncConfig(Section):
     )
 
 
-class AgreementConfig(Section):
-    """Warnings when generation engine and trainer disagree about log-probs of the same weights."""
-
-    max_difference: PositiveFloat = Field(
-        0.05, description="mean absolute difference per token, in nats, above which a step warns"
-    )
-    max_growth: Annotated[float, Field(gt=1)] = Field(
-        4.0, description="a step warns when the mean of the last ``window`` steps is this many times that of the first"
-    )
-    window: Positive = Field(8, description="steps in one mean for max_growth")
-    sample_tokens: NonNegative = Field(
-        2048,
-        description="completion tokens that are scored with the version that sampled them, if the batch has none of the"
-        " current one; costs a copy of the weights in host memory. 0: never",
-    )
-    floor: PositiveFloat = Field(1e-4, description="nats per token below which growth counts as numerical noise")
-
-
 class ManagerConfig(Section):
     """The GserverManager: admission, routing, weight updates and ledger."""
 
@@ -208,13 +188,7 @@ class ManagerConfig(Section):
         "sticky", description="strategy that chooses the server of a request (docs/manager.md)"
     )
     weight_update_mode: Literal["all_at_once", "rolling"] = Field(
-        "all_at_once", description="update all servers together, or a part of them at a time"
-    )
-    rolling_fraction: OpenProbability = Field(
-        0.5, description="share of the serving servers that update together in rolling mode; at least one server"
-    )
-    rolling_retry_timeout_s: PositiveFloat = Field(
-        30.0, description="seconds after which the next servers no longer wait for a server that still updates"
+        "all_at_once", description="update all servers together, or half of them at a time"
     )
     update_timeout_s: PositiveFloat = Field(600.0, description="seconds that one server may take for one weight update")
     rollout_lease_s: PositiveFloat = Field(
@@ -238,7 +212,6 @@ class WeightsConfig(Section):
         description="auto: store only the changed elements of a tensor if that is smaller;"
         " trainer ranks then hold a copy of their share in host memory",
     )
-    full_every: Positive = Field(8, description="with delta: versions after which a changing tensor is stored whole")
     storage_readers: NonNegative = Field(
         0,
         description="hosts that read a version from the shared storage at a time; the others read it over HTTP"
@@ -251,8 +224,11 @@ class WarmupConfig(Section):
 
     steps: NonNegative = Field(0, description="supervised steps; 0: no warm-up")
     batch: Positive = Field(64, description="demonstrations per step")
-    optimizer: OptimizerConfig = OptimizerConfig(
-        lr=3e-3, beta2=0.98, eps=1e-8, weight_decay=0.01, schedule="linear", min_lr_ratio=0.05, warmup_fraction=0.12
+    optimizer: OptimizerConfig = Field(
+        OptimizerConfig(
+            lr=3e-3, beta2=0.98, eps=1e-8, weight_decay=0.01, schedule="linear", min_lr_ratio=0.05, warmup_fraction=0.12
+        ),
+        description="optimizer of the warm-up: the fields of train.optimizer, with other defaults",
     )
 
 
@@ -282,10 +258,13 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     asynchronous: AsyncConfig = AsyncConfig()
     manager: ManagerConfig = ManagerConfig()
-    agreement: AgreementConfig = AgreementConfig()
     train: TrainConfig = TrainConfig()
     weights: WeightsConfig = WeightsConfig()
-    roles: RolesConfig = RolesConfig()
+    roles: Annotated[dict[Name, RoleConfig], AfterValidator(with_built_in_roles)] = Field(
+        default_factory=lambda: with_built_in_roles({}),
+        description="models other than the actor by the names of their roles: ref, critic, reward, and those that your"
+        " dataflow calls",
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
     warmup: WarmupConfig = WarmupConfig()

@@ -48,7 +48,6 @@ class RayConfig(Section):
     address: str = Field(
         "auto", description="host:port of its head node; auto: `RAY_ADDRESS`, or the cluster of this host"
     )
-    namespace: str = Field("", description="Ray namespace of the actors; empty: one of their own")
     resources: dict[str, PositiveFloat] = Field(
         {}, description="custom resources of each node, beyond the CPUs, GPUs and memory of cluster.*_per_node"
     )
@@ -82,9 +81,6 @@ class SlurmConfig(Section):
 
     partition: str = Field("", description="partition; empty: the default of the cluster, as in all fields below")
     account: str = Field("", description="account to charge")
-    qos: str = Field("", description="quality of service")
-    reservation: str = Field("", description="reservation")
-    constraint: str = Field("", description="features that the nodes must have")
     time: str = Field(
         "",
         description='time limit, as `D-HH:MM:SS`, `HH:MM:SS` (in a file in quotes: `"24:00:00"`), minutes below 3600',
@@ -95,10 +91,14 @@ class SlurmConfig(Section):
         300, description="seconds before the time limit at which the run takes a checkpoint and is queued again"
     )
     requeue: bool = Field(True, description="queue the job again at its time limit, and if it loses its first node")
-    options: list[str] = Field([], description="further options of sbatch (`--mail-type=END`), one per entry")
+    options: list[str] = Field(
+        [], description="further options of sbatch (`--qos=high`, `--constraint=ib`), one per entry"
+    )
     setup: list[str] = Field([], description="lines of the batch script before the run (`module load cuda/12.4`)")
     cpu_partition: str = Field("", description="partition of the nodes without GPUs (cluster.cpu_nodes)")
-    cpu_options: list[str] = Field([], description="further options of sbatch for them (`--constraint=amd`)")
+    cpu_options: list[str] = Field(
+        [], description="options of sbatch for them, in place of options (`--constraint=amd`)"
+    )
     srun: list[str] = Field([], description="further options of the srun that starts the agents")
     container: ContainerConfig = ContainerConfig()
 
@@ -149,6 +149,7 @@ class ClusterConfig(Section):
         "ranks",
         description="bind processes with a GPU to the cores of its NUMA node: none, training ranks, or also servers",
     )
+    threads: Positive = Field(1, description="torch threads of a training rank, or of a generation server, on CPU")
     share_gpus: bool = Field(
         False, description="let servers use GPUs that training ranks or other servers have, if there are too few"
     )
@@ -211,9 +212,6 @@ class TelemetryConfig(Section):
         " or package.module:Class",
     )
     tracker_args: dict[str, dict[str, Any]] = Field({}, description="name of a tracker -> its keyword arguments")
-    tracker_finish_s: Positive = Field(
-        10, description="seconds that the trackers have at the end of a run to deliver what is left"
-    )
     curves_every_s: NonNegativeFloat = Field(
         300.0,
         description="seconds between two drawings of curves.png while the run lasts, in a process of the lowest"

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from realsys.config.fields import (
     NonNegative,
-    NonNegativeFloat,
     Positive,
     PositiveFloat,
     Probability,
@@ -49,7 +48,7 @@ class ArithForm(Section):
 
 
 class ArithConfig(Section):
-    """Running sums written out step by step; completion lengths have a heavy tail (P(n) ~ n^-alpha)."""
+    """Arguments of the arith task: running sums, whose numbers of operands have a heavy tail (P(n) ~ n^-alpha)."""
 
     min_operands: Annotated[int, Field(ge=2, le=26)] = Field(2, description="fewest numbers in one sum")
     max_operands: Annotated[int, Field(ge=2, le=26)] = Field(20, description="most numbers in one sum")
@@ -83,9 +82,6 @@ class CurriculumConfig(Section):
 
     min: Probability = Field(0.0, description="a prompt with a lower success rate is shown less often")
     max: Probability = Field(1.0, description="a prompt with a higher success rate is shown less often")
-    floor: Annotated[float, Field(ge=0.01, le=1)] = Field(
-        0.1, description="probability that such a prompt is shown all the same when it is its turn"
-    )
 
     @property
     def enabled(self) -> bool:
@@ -122,7 +118,7 @@ class DataConfig(Section):
     verifier: str = Field("math", description="built-in name (docs/data.md) or package.module:function")
     verifier_args: dict[str, Any] = Field({}, description="keyword arguments of the verifier")
     curriculum: CurriculumConfig = CurriculumConfig()
-    arith: ArithConfig = ArithConfig()
+    arith: ArithConfig = Field(ArithConfig(), description="arguments of the arith task (docs/data.md)")
 
 
 # ---- names of sources
@@ -198,9 +194,4 @@ class EvalConfig(Section):
     )
     max_failed: NonNegative = Field(
         0, description="completions of an evaluation that may fail; with more it is incomplete and has no numbers"
-    )
-    hold_s: NonNegativeFloat = Field(
-        600.0,
-        description="seconds for which an evaluation may delay weight updates, less than"
-        " cluster.request_timeout_s; after them it is incomplete",
     )

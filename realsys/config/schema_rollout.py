@@ -1,4 +1,4 @@
-"""The section ``rollout`` of the configuration: agents, their endpoint, choice of episodes, rewards and the judge."""
+"""The section ``rollout`` of the configuration: agents, their endpoint, choice of episodes, and rewards."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from realsys.config.fields import NonNegative, Positive, PositiveFloat, Probability, Section, pattern
-
-MOST_CRITERIA = 24  # a verdict has a metric for each, and may have 32
-
+from realsys.config.fields import NonNegative, Positive, PositiveFloat, Section
 
 # ---- a user's agent: bounds on its episodes, and the endpoint of agents that speak HTTP (docs/agents.md)
 
@@ -26,14 +23,9 @@ class AgentLimitsConfig(Section):
         description="tokens of the longest row of an agent that does not tell it: the prompt and all that follows; 0:"
         " data.max_prompt_tokens + max_new_tokens",
     )
-    blocking_s: PositiveFloat = Field(
-        10.0, description="seconds for which an async run in the RolloutWorker may block it; longer: the episode fails"
-    )
-    tool_s: PositiveFloat = Field(30.0, description="seconds that the built-in tools of one episode may take together")
     memory_mb: Positive = Field(
         2048, description="MiB that an episode in a process may allocate; all of its processes together twice as much"
     )
-    processes: Positive = Field(64, description="processes that an episode in a process may start at a time")
 
 
 class GatewayConfig(Section):
@@ -54,72 +46,10 @@ class GatewayConfig(Section):
     reasoning_format: Literal["auto", "none", "think"] = Field(
         "auto", description="how the model marks its reasoning: auto (by its chat template), none, or <think> tags"
     )
-    max_body: Positive = Field(32 << 20, description="bytes of the body of one request")
-    max_in_flight: Positive = Field(32, description="completions of one episode that are sampled at a time")
     max_sampled_tokens: NonNegative = Field(0, description="tokens that one episode may sample; 0: no bound")
-    retry_window_s: PositiveFloat = Field(
-        60.0, description="seconds in which an agent that lost its connection gets the same completion again"
-    )
 
 
-# ---- rewards, and the judge of data.verifier=judge (docs/rewards.md)
-
-
-class Criterion(Section):
-    """One criterion of a rubric. The judge gives it a score from ``low`` to ``high``."""
-
-    name: Annotated[
-        str, pattern(r"^[A-Za-z_][A-Za-z0-9_]{0,31}$", "1 to 32 letters, digits or '_', and begin with no digit")
-    ] = Field(description="name in the verdict and in the step log: letters, digits and _")
-    description: str = Field("", description="what the judge has to look at")
-    weight: PositiveFloat = Field(1.0, description="share of this criterion in the reward, relative to the others")
-    low: float = Field(0.0, description="worst score")
-    high: float = Field(10.0, description="best score")
-
-
-class JudgeConfig(Section):
-    """A model behind an OpenAI endpoint that judges completions (docs/rewards.md). Used by `data.verifier=judge`."""
-
-    base_url: str = Field("", description="address of the endpoint, with its /v1")
-    model: str = Field("", description="name of the model at the endpoint")
-    api_key_env: str = Field(
-        "", description="environment variable that has the key of the endpoint; empty: it needs none"
-    )
-    rubric: str = Field(
-        "",
-        description="text that asks for the verdict, with {completion} or {final} (what follows the thinking part),"
-        " {prompt}, {answer}, and {KEY} of the dataset row; empty: compare the completion with the reference",
-    )
-    rubric_file: str = Field("", description="text file with the rubric, in place of rubric")
-    criteria: list[Criterion] = Field(
-        [],
-        max_length=MOST_CRITERIA,
-        description="what is scored; empty: correctness, from 0 to 1",
-    )
-    correct_from: Probability = Field(
-        0.5, description="share of the best score from which a completion counts as correct"
-    )
-    response_format: Literal["json_schema", "json_object", "none"] = Field(
-        "json_schema", description="how the endpoint is asked for JSON; none: by the text of the request only"
-    )
-    max_tokens: Positive = Field(1024, description="longest reply of the judge in tokens")
-    request: dict[str, Any] = Field(
-        {}, description="fields of the request body over those of realsys; null leaves a field out"
-    )
-    concurrency: Positive = Field(16, description="requests at a time, of all RolloutWorkers together")
-    requests_per_minute: NonNegative = Field(
-        0, description="requests in any minute, of all RolloutWorkers together; 0: no limit"
-    )
-    tokens_per_minute: NonNegative = Field(
-        0, description="tokens of requests and replies in any minute, of all RolloutWorkers together; 0: no limit"
-    )
-    timeout_s: PositiveFloat = Field(60.0, description="seconds that one request may take")
-    retries: NonNegative = Field(
-        4, description="further requests for one completion after a malformed verdict, a time-out or status 500"
-    )
-    outage_s: PositiveFloat = Field(
-        600.0, description="seconds for which a completion waits for an endpoint that is busy or cannot be reached"
-    )
+# ---- rewards
 
 
 class RewardConfig(Section):
@@ -138,7 +68,6 @@ class RewardConfig(Section):
     )
     correct: float = Field(5.0, description="reward of a correct completion if the verifier returns True")
     wrong: float = Field(-5.0, description="reward of a wrong completion if the verifier returns False")
-    judge: JudgeConfig = JudgeConfig()
 
 
 # ---- the whole section
@@ -177,9 +106,6 @@ class RolloutConfig(Section):
     )
     agent_python: str = Field(
         "", description="interpreter for an agent with base_url, which needs no realsys there; empty: that of realsys"
-    )
-    agent_processes: Positive = Field(
-        128, description="episodes that one RolloutWorker runs in processes at a time; further ones wait"
     )
     agent_limits: AgentLimitsConfig = AgentLimitsConfig()
     environment: str = Field("verifier", description="verifier, or package.module:Class")

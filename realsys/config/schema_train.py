@@ -9,7 +9,6 @@ from pydantic import Field, ValidationError, field_validator
 from realsys.config.fields import (
     Decay,
     LearningRate,
-    Name,
     NonNegative,
     NonNegativeFloat,
     Offload,
@@ -37,7 +36,6 @@ class NormalisationConfig(Section):
     recentre: bool = Field(
         False, description="with mean=group: subtract the mean over the batch afterwards (REINFORCE++ with a baseline)"
     )
-    eps: PositiveFloat = Field(1e-6, description="added to the standard deviation")
 
 
 class KLConfig(Section):
@@ -48,9 +46,10 @@ class KLConfig(Section):
         "loss", description="add it to the loss, or subtract it from the reward of each token"
     )
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator per token (docs/algorithms.md)")
-    adaptive: bool = Field(False, description="adapt coef so that the KL approaches target")
-    target: PositiveFloat = Field(0.1, description="KL in nats per token that the adaptive coefficient aims at")
-    horizon: Positive = Field(10000, description="completions over which the adaptive coefficient reacts")
+    target: NonNegativeFloat = Field(
+        0.0, description="adapt coef so that the KL approaches this, in nats per token; 0: coef is fixed"
+    )
+    horizon: Positive = Field(10000, description="completions over which an adaptive coef reacts")
 
 
 class CriticConfig(Section):
@@ -58,21 +57,14 @@ class CriticConfig(Section):
 
     enabled: bool = Field(False, description="train a critic")
     eps_clip: NonNegativeFloat = Field(0.2, description="clip range of the value around its old prediction; 0: off")
-    loss: Literal["mse", "huber"] = Field("mse", description="squared error, or Huber loss")
-    huber_delta: PositiveFloat = Field(10.0, description="error above which the Huber loss is linear")
+    huber_delta: NonNegativeFloat = Field(
+        0.0, description="Huber loss, linear above this error, in place of the squared error; 0: off"
+    )
     value_norm: Literal["none", "exponential", "moving"] = Field(
         "none", description="predict returns in units of their running mean and standard deviation"
     )
-    value_norm_beta: OpenProbability = Field(0.995, description="decay of the exponential statistics at each update")
     minibatches: Positive = Field(4, description="optimizer steps of the critic per train step")
     warmup_steps: NonNegative = Field(0, description="first train steps in which only the critic learns")
-
-
-class RewardModelConfig(Section):
-    """A reward model (role reward) scores whole episodes. weight * score is added to the verifier's reward."""
-
-    enabled: bool = Field(False, description="use a reward model")
-    weight: float = Field(1.0, description="factor of the score")
 
 
 class OverlongConfig(Section):
@@ -160,7 +152,9 @@ class PPOConfig(Section):
     entropy_coef: SmallFloat = Field(0.0, description="entropy bonus: subtract coef * mean entropy from the loss")
     kl: KLConfig = KLConfig()
     critic: CriticConfig = CriticConfig()
-    reward_model: RewardModelConfig = RewardModelConfig()
+    reward_model_weight: float = Field(
+        0.0, description="add this times the score of a reward model (role reward) to the verifier's reward; 0: none"
+    )
     early_stop_ratio: NonNegativeFloat = Field(
         0.0, description="skip the remaining minibatches of a step when the mean ratio u exceeds this; 0: off"
     )
@@ -175,14 +169,12 @@ class PPOConfig(Section):
 class OptimizerConfig(Section):
     """Optimizer and learning rate."""
 
-    name: Literal["adam", "sgd"] = Field("adam", description="Adam or SGD with momentum")
+    name: Literal["adam", "sgd"] = Field("adam", description="AdamW, or SGD with momentum")
     lr: LearningRate = Field(2e-5, description="learning rate after its warm-up")
-    beta1: Decay = Field(0.9, description="Adam: decay of the gradient's running mean")
+    beta1: Decay = Field(0.9, description="decay of the gradient's running mean; momentum of sgd")
     beta2: Decay = Field(0.95, description="Adam: decay of the squared gradient's running mean")
     eps: OpenProbability = Field(1e-5, description="Adam: added to the root of the squared gradient's mean")
     weight_decay: SmallFloat = Field(0.05, description="weight decay per step, in units of lr")
-    decoupled_weight_decay: bool = Field(True, description="AdamW; false: add L2 to the gradient")
-    momentum: Decay = Field(0.9, description="momentum of sgd")
     clip_grad: NonNegativeFloat = Field(1.0, description="largest norm of the gradient; 0: no clipping")
     warmup_fraction: Probability = Field(0.001, description="share of all steps over which lr rises linearly")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="lr after its warm-up")
@@ -200,10 +192,12 @@ class LoraConfig(Section):
 
 
 class RoleConfig(Section):
-    """A model other than the actor."""
+    """A model other than the actor. A role exists if the dataflow calls it; ``allocation`` places it."""
 
     path: str = Field("", description="HF directory; empty: the actor's model as it is after its warm-up")
-    head: Literal["lm", "value"] = Field("lm", description="logits over the vocabulary, or one number per token")
+    head: Literal["lm", "value"] = Field(
+        "lm", description="logits over the vocabulary, or one number per token, which critic and reward have by default"
+    )
     offload: Offload = Field("none", description="move this to host memory between calls")
     optimizer: dict[str, Any] = Field({}, description="fields that differ from train.optimizer, if it is trained")
 
@@ -219,19 +213,17 @@ class RoleConfig(Section):
         return value
 
 
-class ValueRoleConfig(RoleConfig):
-    """A model other than the actor that returns numbers instead of tokens."""
-
-    head: Literal["lm", "value"] = Field("value", description="logits over the vocabulary, or one number per token")
+#: roles of built-in dataflows, and what their models return
+BUILT_IN_ROLES: dict[str, Literal["lm", "value"]] = {"ref": "lm", "critic": "value", "reward": "value"}
 
 
-class RolesConfig(Section):
-    """Models other than the actor. A role exists if the algorithm's dataflow calls it; ``allocation`` places it."""
-
-    ref: RoleConfig = RoleConfig()
-    critic: ValueRoleConfig = ValueRoleConfig()
-    reward: ValueRoleConfig = ValueRoleConfig()
-    custom: dict[Name, RoleConfig] = Field({}, description="further roles that your dataflow calls, by name")
+def with_built_in_roles(roles: dict[str, RoleConfig]) -> dict[str, RoleConfig]:
+    """Return the settings of all roles: those of built-in dataflows need none, and have a head of their own."""
+    for name, head in BUILT_IN_ROLES.items():
+        role = roles.get(name, RoleConfig())
+        if "head" not in role.model_fields_set:
+            roles = roles | {name: role.model_copy(update={"head": head})}
+    return roles
 
 
 # ---- checkpoints and records
@@ -254,9 +246,10 @@ class CheckpointConfig(Section):
 class RecordConfig(Section):
     """Records of train steps on disk, to read (`realsys samples`) and to repeat (`realsys replay`)."""
 
-    samples: bool = Field(True, description="record every train step (docs/replay.md)")
-    keep_steps: Positive = Field(
-        50, description="newest steps whose records are kept; those after the oldest kept checkpoint always are"
+    keep_steps: NonNegative = Field(
+        50,
+        description="newest train steps whose records are kept (docs/replay.md); those after the oldest kept checkpoint"
+        " always are. 0: no records",
     )
     dropped_groups: NonNegative = Field(
         64,
@@ -290,7 +283,6 @@ class TrainConfig(Section):
         description="fewest micro-batches per minibatch and rank, if it has as many sequences;"
         " 0: 4 per pipeline stage, or 1 without a pipeline",
     )
-    threads: Positive = Field(1, description="torch threads of one rank on CPU")
     optimizer: OptimizerConfig = OptimizerConfig()
     ppo: PPOConfig = PPOConfig()
     balance: Literal["tokens", "flops"] = Field(
@@ -323,6 +315,8 @@ class TrainConfig(Section):
         "none", description="move this of the actor to host memory between calls; other roles: roles.*.offload"
     )
     lora: LoraConfig = LoraConfig()
-    max_skipped_steps: Positive = Field(
-        5, description="optimizer steps skipped in a row for NaN or inf before the run ends and names the samples"
+    engine_check: NonNegativeFloat = Field(
+        0.05,
+        description="warn when the log-probs of generation engine and trainer differ by more than this for the same"
+        " weights, in nats per token (docs/manager.md); costs a copy of the weights in host memory. 0: no check",
     )

@@ -41,7 +41,7 @@ def _check_batch(config: Config, allocation: Allocation, flow: Dataflow) -> None
 
 def can_shard_optimizers(config: Config, flow: Dataflow) -> bool:
     """Return True if ``train.distributed_optimizer`` is possible: Megatron shards AdamW only."""
-    return all(each.name == "adam" and each.decoupled_weight_decay for _, each in _optimizers(config, flow))
+    return all(each.name == "adam" for _, each in _optimizers(config, flow))
 
 
 def _optimizers(config: Config, flow: Dataflow) -> Iterator[tuple[str, OptimizerConfig]]:
@@ -69,11 +69,8 @@ def _check_parallel(config: Config, flow: Dataflow) -> None:
 def _check_sharded(field: str, optimizer: OptimizerConfig) -> None:
     """Refuse other optimizers than AdamW, whose state is to be sharded."""
     if optimizer.name != "adam":
-        problem = "must be adam with train.distributed_optimizer, which cannot shard other optimizers"
+        problem = "must be adam with train.distributed_optimizer, which shards the state of AdamW only"
         raise ConfigError(f"{field}.name", optimizer.name, problem)
-    if not optimizer.decoupled_weight_decay:
-        problem = "must be true with train.distributed_optimizer, which shards the state of AdamW only"
-        raise ConfigError(f"{field}.decoupled_weight_decay", False, problem)
 
 
 def _check_rewards(config: Config) -> None:
@@ -87,8 +84,8 @@ def _check_rewards(config: Config) -> None:
         raise ConfigError(
             "train.ppo.overlong.buffer", ppo.overlong.buffer, f"must not exceed max_new_tokens ({longest})"
         )
-    if ppo.reward_model.enabled and not config.roles.reward.path:
-        problem = "train.ppo.reward_model.enabled needs a reward model: set an HF *ForSequenceClassification directory"
+    if ppo.reward_model_weight and not config.roles["reward"].path:
+        problem = "train.ppo.reward_model_weight needs a reward model: set an HF *ForSequenceClassification directory"
         raise ConfigError("roles.reward.path", "", problem)
 
 
@@ -132,8 +129,8 @@ def _check_loss(config: Config) -> None:
     if 0 < ppo.early_stop_ratio <= 1:
         problem = "must be above 1, the mean of u before the first update, or 0 for off"
         raise ConfigError("train.ppo.early_stop_ratio", ppo.early_stop_ratio, problem)
-    if ppo.kl.adaptive and not ppo.kl.coef:
-        raise ConfigError("train.ppo.kl.coef", 0.0, "must be above 0 if train.ppo.kl.adaptive is true")
+    if ppo.kl.target and not ppo.kl.coef:
+        raise ConfigError("train.ppo.kl.coef", 0.0, "must be above 0 to approach train.ppo.kl.target")
 
 
 def _check_advantages(config: Config) -> None:

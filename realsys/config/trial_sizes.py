@@ -116,4 +116,4 @@ def _sizes(config: Config, flow: Dataflow) -> tuple[int, int]:
 def record_bytes(config: Config) -> int:
     """Estimate the records of the kept steps if every episode has the longest row."""
     steps = min(config.record.keep_steps, config.train.total_steps)
-    return steps * batch_tokens(config) * _RECORD_TOKEN_BYTES if config.record.samples else 0
+    return steps * batch_tokens(config) * _RECORD_TOKEN_BYTES

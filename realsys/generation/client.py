@@ -60,6 +60,11 @@ class SamplingSpec(SamplingParams, frozen=True):
         return {**changed, "max_new_tokens": self.max_new_tokens, "sampling_seed": seed}
 
 
+#: seconds without a new token, and without progress of the queue before it, after which a request moves to another
+#: server: more than a weight update of a large model or the prefill of a long queue takes
+PROGRESS_TIMEOUT_S = 600.0
+
+
 class GenerationClient:
     """Calls generation servers, within one event loop.
 
@@ -86,7 +91,7 @@ class GenerationClient:
     @classmethod
     def of(cls, config: GenerationConfig, token: str | None, check_alive: CheckAlive) -> Self:
         """Return a client with the limits of the configuration."""
-        return cls(config.progress_timeout_s, progress_s=config.progress_s, token=token, check_alive=check_alive)
+        return cls(PROGRESS_TIMEOUT_S, progress_s=config.progress_s, token=token, check_alive=check_alive)
 
     async def generate(
         self,

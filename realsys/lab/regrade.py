@@ -110,7 +110,7 @@ def regrade_config(
     # Only the verifier that judges is checked and started; those of the evaluation's sets may need what is not here.
     evaluation = config.evaluation.model_copy(update={"sets": {}})
     config = with_overrides(config.model_copy(update={"evaluation": evaluation}), overrides)
-    config = config.model_copy(update={"rollout": read_rubric(config.rollout)})
+    config = read_rubric(config)
     check_verifiers(config)
     ENVIRONMENT.check(config.rollout.environment, config.rollout.environment_args)
     return config

@@ -372,7 +372,7 @@ class Auditor:
             self._move(seen, "waiting")
             seen.stale += cause == STALE
             if cause == STALE and self.opened is not None and seen.stale > self.opened.max_reissues:
-                what = f"reissued {seen.stale} times as too old, and asynchronous.max_reissues is"
+                what = f"reissued {seen.stale} times as too old, and the bound is"
                 self._note("staleness", line, f"ticket {ticket_id} {what} {self.opened.max_reissues}")
 
     def _claimed(self, event: e.Claimed, line: int) -> None:

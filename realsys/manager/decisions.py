@@ -38,7 +38,7 @@ from realsys.manager.ledger.tickets import OpenTicket, Repeats
 from realsys.manager.messages import BadCall, NoServer, NotRunning, OlderTrainer, RefusalReason
 from realsys.manager.routing.fan_out import FanOut
 from realsys.manager.routing.health import BlameRules
-from realsys.manager.routing.pinned_servers import HoldRules, Holds
+from realsys.manager.routing.pinned_servers import HOLD_S, HoldRules, Holds
 from realsys.manager.routing.placement import Demand, Exactly, Reservations, Router, make_strategy
 from realsys.manager.routing.rollout_workers import (
     HeldAttempt,
@@ -63,6 +63,14 @@ NO_VERSION = -1
 UNSEEN_GRACE_S = 10.0
 
 
+#: stale_policy=drop: times that a prompt is issued again before its old tokens are masked. A third try would be
+#: too old, too, because its completions take longer than max_staleness steps.
+MAX_REISSUES = 2
+CURRICULUM_FLOOR = 0.1  # probability of a prompt outside of the curriculum: it is measured again every tenth epoch
+ROLLING_SHARE = 0.5  # of the serving servers, at least one, that update together in rolling mode
+TURN_S = 30.0  # after it the next servers no longer wait for one that still updates; a drained one has update_timeout_s
+
+
 @dataclass(frozen=True, slots=True)
 class ManagerSettings:
     """The part of the configuration that the manager decides by."""
@@ -84,7 +92,7 @@ class ManagerSettings:
     fan_out: FanOut = field(default_factory=FanOut)
     stale_policy: str = "train"
     trains: bool = True  # False: no train ticket is granted
-    max_reissues: int = 2  # reissues that a ticket may have because its group was too old
+    max_reissues: int = MAX_REISSUES  # reissues that a ticket may have because its group was too old
     curriculum: Curriculum | None = None
     holds: HoldRules = field(default_factory=HoldRules)
 
@@ -92,7 +100,7 @@ class ManagerSettings:
     def of(cls, config: Config, split_sizes: dict[str, int]) -> ManagerSettings:
         """Take the settings from the configuration. ``split_sizes``: prompts per split."""
         manager = config.manager
-        rolling = manager.weight_update_mode == "rolling"
+        rolling, interruptible = manager.weight_update_mode == "rolling", config.asynchronous.interruptible
         return cls(
             batch_groups=config.train.batch_groups,
             eta=config.asynchronous.max_staleness,
@@ -105,22 +113,22 @@ class ManagerSettings:
             total_steps=config.train.total_steps,
             trains=not config.evaluate_only,
             stale_policy=config.asynchronous.stale_policy,
-            max_reissues=config.asynchronous.max_reissues,
             curriculum=_curriculum(config.data.curriculum),
             lease_s=manager.rollout_lease_s,
             routing=manager.routing,
             kv_reuse_versions=config.asynchronous.kv_reuse_versions,
-            interruptible=config.asynchronous.interruptible,
-            pace=Pace(manager.rolling_fraction, manager.rolling_retry_timeout_s) if rolling else Pace(),
+            interruptible=interruptible,
+            pace=Pace(ROLLING_SHARE, TURN_S if interruptible else manager.update_timeout_s) if rolling else Pace(),
             fan_out=FanOut(config.weights.storage_readers),
-            holds=HoldRules(seconds=config.evaluation.hold_s),
+            # A trainer that waits for a batch gives up after request_timeout_s.
+            holds=HoldRules(seconds=min(HOLD_S, config.cluster.request_timeout_s / 2)),
         )
 
 
 def _curriculum(config: CurriculumConfig) -> Curriculum | None:
     if not config.enabled:
         return None
-    return Curriculum(round(1000 * config.min), round(1000 * config.max), config.floor)
+    return Curriculum(round(1000 * config.min), round(1000 * config.max), CURRICULUM_FLOOR)
 
 
 class ManagerState:

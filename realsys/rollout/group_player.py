@@ -322,5 +322,10 @@ def group_rules(config: Config) -> GroupRules:
 def sampling_spec(config: SamplingConfig, end_of_text: Sequence[int]) -> SamplingSpec:
     """Return the trial's sampling settings, with the tokenizer's own stop tokens; ``n`` is set per call."""
     stops = tuple(dict.fromkeys((*end_of_text, *config.stop_token_ids)))
-    settings = {**config.model_dump(), "top_k": config.top_k or -1, "stop": tuple(config.stop), "stop_token_ids": stops}
-    return SamplingSpec(**settings)
+    penalties = {f"{name}_penalty": value for name, value in config.penalties}
+    settings = {
+        **config.model_dump(exclude={"penalties", "stop_token_ids"}),
+        "top_k": config.top_k or -1,
+        "stop": tuple(config.stop),
+    }
+    return SamplingSpec(**settings, **penalties, stop_token_ids=stops)

@@ -72,7 +72,7 @@ def test_ranks_see_the_gpus_of_the_plan(slurm: VirtualSlurm, tmp_path: Path) -> 
         "cluster.slurm.cpu_partition=cpu",
         "cluster.gpus_per_node=2",
         "allocation=serve.d2+d2",
-        "generation.embedded.on_gpu=true",
+        "model.small_on_gpu=true",
     )
     trial = SlurmTrial(slurm, tmp_path, "gpus", *gpus)
     trial.submit(env={"PYTHONPATH": f"{Path.cwd()}:{tmp_path}", "SHOWN": str(shown)})

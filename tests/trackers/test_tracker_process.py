@@ -10,6 +10,7 @@ import pytest
 
 from realsys.config.compose import compose
 from realsys.config.paths import TrialPaths
+from realsys.observe.trackers import link
 from realsys.observe.trackers.link import Trackers, check_trackers
 from tests.support.polling import poll
 from tests.support.telemetry.step_logs import append, train
@@ -24,7 +25,8 @@ BOUND_S = 120.0
 def test_all_trackers_finish_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     settings = [f"fileroot={tmp_path}", "trial=t", f"telemetry.trackers={json.dumps(ALL)}"]
-    settings += ["+telemetry.tracker_args.wandb.mode=offline", f"telemetry.tracker_finish_s={BOUND_S:.0f}"]
+    settings += ["+telemetry.tracker_args.wandb.mode=offline"]
+    monkeypatch.setattr(link, "FINISH_S", BOUND_S)
     config = compose(["experiment=arith", *settings])
     check_trackers(config)
     paths, said = TrialPaths.of(config), list[str]()

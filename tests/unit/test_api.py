@@ -41,7 +41,7 @@ def test_trial_is_read_from_its_folder(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     trial = realsys.Trial("demo/shown")
     assert trial.folder == paths.root and repr(trial) == f"realsys.Trial('{paths.root}')"
-    assert trial.config.trial == "shown" and trial.config.record.samples
+    assert trial.config.trial == "shown" and trial.config.record.keep_steps
     assert [record["step"] for record in trial.steps()] == list(range(1, STEPS + 1))  # steps 21 to 23 once
     assert [record["phase"] for record in trial.steps("phase")][:1] == ["train"]
     assert trial.evaluations()[0]["eval_id"] == "before" and {r["kind"] for r in trial.evaluations()} == {"eval"}

@@ -37,9 +37,9 @@ class EmbeddedBackend(Backend):
 
     def check_machine(self, machine: Machine) -> None:
         """Refuse GPUs unless the user allows this engine on them: it is many times slower there than SGLang."""
-        if machine.trainer_gpus and not self.config.generation.embedded.on_gpu:
+        if machine.trainer_gpus and not self.config.model.small_on_gpu:
             problem = "is slow on GPUs and its KV cache is not paged: set generation=sglang"
-            remedy = "generation.embedded.on_gpu=true to use it all the same"
+            remedy = "model.small_on_gpu=true to use it all the same"
             raise ConfigError("generation.backend", "embedded", f"{problem}, or {remedy}")
 
     def capacity(self) -> int:
@@ -68,7 +68,7 @@ class EmbeddedBackend(Backend):
         from realsys.generation.embedded.prefix_cache import KvPolicy
 
         config, updates = self.config, self.config.asynchronous
-        torch.set_num_threads(config.generation.threads)
+        torch.set_num_threads(config.cluster.threads)
         engine = build_engine(
             parts.model_path,
             config.generation,

@@ -48,6 +48,9 @@ _MASK_ENTRIES = 1 << 24
 _GROUP_COST = {"cpu": 200_000, "cuda": 64_000_000}
 
 
+PREFILL_TOKENS = 1024  # a prompt of this length takes about as long as some decoding steps of all sequences
+
+
 @dataclass(frozen=True, slots=True)
 class CoreSizes:
     """Sizes of an EngineCore.
@@ -62,7 +65,7 @@ class CoreSizes:
     max_running: int
     max_queued: int
     context: int
-    prefill_tokens: int = 1024
+    prefill_tokens: int = PREFILL_TOKENS
     cache_rows: int = 0
 
     @property

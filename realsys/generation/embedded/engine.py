@@ -73,7 +73,6 @@ def build_engine(
         max_running=embedded.max_running,
         max_queued=embedded.max_queued,
         context=embedded.context_length or context,
-        prefill_tokens=embedded.prefill_tokens,
         cache_rows=embedded.cache_rows,
     )
     core = EngineCore(arch, weights, sizes, read_tokenizer(model_path), kv)

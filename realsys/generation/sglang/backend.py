@@ -30,13 +30,14 @@ from realsys.generation.sglang.process import Launch, needs_tokenizer, run_part
 from realsys.generation.sglang.supervisor import Settings
 from realsys.model_files.config_json import read_model
 
+MAX_ANSWERS = 8192  # completions that run and wait in one server: more are refused, and another server takes them
+MAX_RESTARTS = 5  # in a row, of an SGLang that died or hung, within half a minute; then the launcher's restarts begin
 _CPU_BYTES = 2560 << 20  # SGLang's processes, of one server on a CPU with a small model
 
 
 class SglangBackend(Backend):
     """Rules of SGLang. It has its own interpreter and torch, so it may use GPUs that the trainer cannot."""
 
-    capacity_field = "generation.sglang.max_answers"
     own_torch = True
     fused_copies = 0  # it loads the files
 
@@ -50,7 +51,7 @@ class SglangBackend(Backend):
         check_sglang_interpreter(self.config.generation.sglang, gpus=bool(machine.gpus))
 
     def capacity(self) -> int:
-        return self.config.generation.sglang.max_answers
+        return MAX_ANSWERS
 
     def start_timeout_s(self) -> float:
         return self.config.generation.sglang.start_timeout_s
@@ -105,14 +106,14 @@ def build_sglang_engine(
         vocabulary=arch.vocab,
         eos=arch.eos,
         context=launch.context,
-        capacity=generation.sglang.max_answers,
+        capacity=MAX_ANSWERS,
         tokenizer=tokenizer is not None,
         model_path=str(model_path),
     )
     settings = Settings(
         start_timeout_s=generation.sglang.start_timeout_s,
         # A server that spans nodes starts again on all of them, which only the launcher can do.
-        max_restarts=generation.sglang.max_restarts if span.nodes == 1 else 0,
+        max_restarts=MAX_RESTARTS if span.nodes == 1 else 0,
         load_timeout_s=config.manager.update_timeout_s,
         silence_timeout_s=generation.sglang.silence_timeout_s,
         drain=not config.asynchronous.interruptible,
@@ -142,7 +143,7 @@ def _launch(model_path: Path, config: Config, index: int, span: NodeSpan, tokeni
         context=context,
         tensor=parse_allocation(config.allocation).inference.tensor,
         seed=config.seed + index,
-        threads=generation.threads,
+        threads=config.cluster.threads,
         gpus=gpus,
         options=given,
         tokenizer=tokenizer is not None,

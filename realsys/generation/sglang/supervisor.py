@@ -96,7 +96,7 @@ class SglangSupervisor:
                 reason = await self._run(serial, http)
                 delay = backoff.next_delay(time.monotonic() - begin)
                 if delay is None:
-                    problem = f"after {backoff.restarts} restarts in a row (generation.sglang.max_restarts)"
+                    problem = f"after {backoff.restarts} restarts in a row"
                     raise GenerationError(f"SGLang {reason}, {problem}")
                 numbers = f"{backoff.restarts}/{backoff.max_restarts}"
                 log.warning("SGLang %s; restart %s in %.1f s", reason, numbers, delay)

@@ -136,7 +136,7 @@ def slowdowns(recording: Recording, cores: float, others: float) -> tuple[float,
     if not cores:
         return 1.0, 1.0
     allocation = parse_allocation(recording.config.allocation)
-    servers = allocation.inference.data * recording.config.generation.threads + others
+    servers = allocation.inference.data * recording.config.cluster.threads + others
     ranks = trainer_cores(recording.config, allocation)
     return max(1.0, servers / cores), max(1.0, (servers + ranks) / cores)
 

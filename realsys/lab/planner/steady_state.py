@@ -164,7 +164,7 @@ def sim_settings(costs: Costs, config: Config, lengths: LengthSample, steps: int
         trainer=TrainerSettings(step_s=costs.step, step_s_per_token=per_token, publish_s=0.0),
         host=HostSettings(
             cores=costs.cores,
-            server_cores=float(config.generation.threads),
+            server_cores=float(config.cluster.threads),
             trainer_cores=float(trainer_cores(config, allocation)),
             cpu_s_per_token=costs.cpu_per_token,
         ),
@@ -183,7 +183,7 @@ def _stalled_h(costs: Costs, config: Config, lengths: LengthSample) -> float:
 
 def trainer_cores(config: Config, allocation: Allocation) -> int:
     """Return the threads that the ranks of the trainer compute with."""
-    return allocation.actor.world_size * max(1, config.train.threads)
+    return allocation.actor.world_size * max(1, config.cluster.threads)
 
 
 def check_layouts(recorded: Config, config: Config) -> None:

@@ -440,6 +440,6 @@ def recorded_lengths(trial: str) -> list[int]:
             key = sample.ticket_id, sample.attempt, sample.episode
             episodes[key] = sample.episode_tokens or sample.loss_tokens
     if not episodes:
-        problem = f"no recorded step under {root}: run the trial with record.samples=true"
+        problem = f"no recorded step under {root}: run the trial with record.keep_steps above 0"
         raise ConfigError("sim.lengths.trial", trial, problem)
     return sorted(episodes.values())

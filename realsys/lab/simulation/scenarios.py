@@ -29,7 +29,7 @@ class LengthSettings(Section):
     shortest: Positive = Field(1, description="shortest completion")
     longest: Positive = Field(32768, description="longest completion; generation stops there")
     prompt_share: Probability = Field(0.95, description="share of the variance that is common to the group's episodes")
-    trial: str = Field("", description="trial: folder of a trial with record.samples=true; its lengths are drawn")
+    trial: str = Field("", description="trial: folder of a trial with records of steps; its lengths are drawn")
     values: list[Positive] = Field([], description="values: lengths that are drawn, in ascending order")
 
 

@@ -4,7 +4,7 @@
         a share of the servers at v          ──> keep v, and sample the rest of the evaluation
         other servers with its completions   ──> take no further ones, and update when those have ended
         all other servers                    ──> update
-    the evaluation has ended, or hold_s after the first delay it is lost ──> all update
+    the evaluation has ended, or HOLD_S after the first delay it is lost ──> all update
 
 Training continues: a server that keeps v samples train tickets while ``admission`` and the staleness bound let it. A
 completion of an evaluation never meets an update, so all of them are of one version (``one-version``).
@@ -25,13 +25,15 @@ from realsys.manager.ledger.pinned_evaluations import Evaluation, Evaluations
 from realsys.manager.routing.placement import Reservations
 from realsys.manager.routing.servers import Hold, Server, ServerRegistry
 
+HOLD_S = 600.0  # of delay after which the weights of the servers matter more than the numbers of the evaluation
+
 
 @dataclass(frozen=True, slots=True)
 class HoldRules:
     """Limits of what an evaluation may delay: ``share`` of the servers, at least one, for ``seconds``."""
 
     share: float = 0.25
-    seconds: float = 600.0
+    seconds: float = HOLD_S
 
 
 class Holds:

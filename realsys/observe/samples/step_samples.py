@@ -191,7 +191,7 @@ def episode_advantages(config: Config, record: StepRecord) -> dict[str, float]:
     refs = sequence_refs(record.groups)
     if record.scores:
         scores = {name: float(score) for name, score in record.scores.items()}
-        refs = add_scores(refs, scores, config.train.ppo.reward_model.weight)
+        refs = add_scores(refs, scores, config.train.ppo.reward_model_weight)
     return advantages_by_id(refs, config.train.ppo, config.generation.sampling.max_new_tokens)
 
 

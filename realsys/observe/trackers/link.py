@@ -29,6 +29,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 
+FINISH_S = 10.0  # time that trackers have at the end to deliver what is left: seconds of points, over a network
 #: An interrupted run may continue later, and its trackers with it: its stop is not delayed.
 INTERRUPTED_FINISH_S = 1.0
 _KILL_AFTER_S = 2.0  # beyond the time to finish
@@ -61,9 +62,9 @@ class Trackers:
         self._is_ending = True
         if (child := self._child) is None:
             return
-        finish_s = float(self._config.telemetry.tracker_finish_s)
+        finish_s = FINISH_S
         if self.status == "interrupted":
-            finish_s = min(finish_s, INTERRUPTED_FINISH_S)
+            finish_s = INTERRUPTED_FINISH_S
         assert child.popen.stdin is not None and self._reports is not None
         with contextlib.suppress(OSError), child.popen.stdin as stdin:  # it may have ended
             stdin.write(line(TrialEnded(self.status, finish_s)))

@@ -25,10 +25,9 @@ import msgspec
 
 from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.config.schema import Config
-from realsys.config.schema_rollout import Criterion
 from realsys.errors import MALFORMED, NoVerifierError, RealsysError, RewardError, StuckError
 from realsys.reward.judge.rate_limits import RateLimits, RequestGate
-from realsys.reward.judge.rubric import Rubric, RubricError, check_judge
+from realsys.reward.judge.rubric import Criterion, Rubric, RubricError, check_judge
 from realsys.reward.pool import Verifiers
 from realsys.reward.verifier_protocol import ELAPSED, ENDPOINT, NO_VERDICT, RAISED
 from realsys.reward.verifiers.contract import Item, Verdict
@@ -68,8 +67,7 @@ class LlmJudge(Verifiers):
     def __init__(self, config: Config, sharers: int = 1, *, first_delay_s: float = FIRST_DELAY_S) -> None:
         """Read settings and key. Raises ConfigError."""
         super().__init__()
-        check_judge(config)
-        judge = config.rollout.reward.judge
+        judge = check_judge(config)
         self._config = judge
         self._ends = config.rollout.reward.wrong, config.rollout.reward.correct
         self._rubric = Rubric(judge)
@@ -159,7 +157,7 @@ class LlmJudge(Verifiers):
             is_over = asking.failed > self._config.retries or not trouble.again
         # An endpoint that has never answered is a mistake in the settings, whatever the completion is.
         if trouble.fatal or (is_over and trouble.cause == ENDPOINT and not self._accepted):
-            self._refused = StuckError(f"{described}: correct rollout.reward.judge, or the endpoint")
+            self._refused = StuckError(f"{described}: correct the verifier_args of the judge, or the endpoint")
             return self._refused
         return RewardError(described, trouble.cause) if is_over else None
 
@@ -328,7 +326,7 @@ def read_reply(body: bytes, criteria: Sequence[Criterion]) -> JudgeReply:
     if choice.message.refusal:
         raise Trouble(f"the judge refused: {_shown(choice.message.refusal)}")
     if choice.finish_reason == "length":
-        raise Trouble("the verdict was cut off (rollout.reward.judge.max_tokens)")
+        raise Trouble("the verdict was cut off (max_tokens of the judge)")
     if choice.finish_reason not in ("stop", None):
         raise Trouble(f"the verdict ended with finish_reason {_shown(choice.finish_reason)}")
     scores = _scores(choice.message.content or "", criteria)

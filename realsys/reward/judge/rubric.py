@@ -11,17 +11,86 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+from pydantic import Field
 
 from realsys.config.evaluation_sets import verifier_arguments, verifier_field
-from realsys.config.fields import replaced
+from realsys.config.fields import (
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Probability,
+    Section,
+    arguments_of,
+    pattern,
+)
 from realsys.config.schema import Config
-from realsys.config.schema_rollout import Criterion, JudgeConfig, RolloutConfig
+from realsys.config.schema_data import DataConfig, EvalSetConfig
 from realsys.errors import ConfigError
 from realsys.reward.verifiers.contract import Item
+
+MOST_CRITERIA = 24  # a verdict has a metric for each, and may have 32
+
+
+class Criterion(Section):
+    """One criterion of a rubric. The judge gives it a score from ``low`` to ``high``."""
+
+    name: Annotated[
+        str, pattern(r"^[A-Za-z_][A-Za-z0-9_]{0,31}$", "1 to 32 letters, digits or '_', and begin with no digit")
+    ] = Field(description="name in the verdict and in the step log: letters, digits and _")
+    description: str = Field("", description="what the judge has to look at")
+    weight: PositiveFloat = Field(1.0, description="share of this criterion in the reward, relative to the others")
+    low: float = Field(0.0, description="worst score")
+    high: float = Field(10.0, description="best score")
+
+
+class JudgeArguments(Section):
+    """Arguments of the judge: its endpoint, what it scores, and limits (docs/rewards.md has a table of them)."""
+
+    base_url: str = Field("", description="address of the endpoint, with its /v1")
+    model: str = Field("", description="name of the model at the endpoint")
+    api_key_env: str = Field(
+        "", description="environment variable that has the key of the endpoint; empty: it needs none"
+    )
+    rubric: str = Field(
+        "",
+        description="text that asks for the verdict, with {completion} or {final} (what follows the thinking part),"
+        " {prompt}, {answer}, and {KEY} of the dataset row; empty: compare the completion with the reference",
+    )
+    rubric_file: str = Field("", description="text file with the rubric, in place of rubric")
+    criteria: list[Criterion] = Field(
+        [],
+        max_length=MOST_CRITERIA,
+        description="what is scored; empty: correctness, from 0 to 1",
+    )
+    correct_from: Probability = Field(
+        0.5, description="share of the best score from which a completion counts as correct"
+    )
+    response_format: Literal["json_schema", "json_object", "none"] = Field(
+        "json_schema", description="how the endpoint is asked for JSON; none: by the text of the request only"
+    )
+    max_tokens: Positive = Field(1024, description="longest reply of the judge in tokens")
+    request: dict[str, Any] = Field(
+        {}, description="fields of the request body over those of realsys; null leaves a field out"
+    )
+    concurrency: Positive = Field(16, description="requests at a time, of all RolloutWorkers together")
+    requests_per_minute: NonNegative = Field(
+        0, description="requests in any minute, of all RolloutWorkers together; 0: no limit"
+    )
+    tokens_per_minute: NonNegative = Field(
+        0, description="tokens of requests and replies in any minute, of all RolloutWorkers together; 0: no limit"
+    )
+    timeout_s: PositiveFloat = Field(60.0, description="seconds that one request may take")
+    retries: NonNegative = Field(
+        4, description="further requests for one completion after a malformed verdict, a time-out or status 500"
+    )
+    outage_s: PositiveFloat = Field(
+        600.0, description="seconds for which a completion waits for an endpoint that is busy or cannot be reached"
+    )
+
 
 DEFAULT_RUBRIC = """Judge the completion of this task.
 
@@ -55,7 +124,7 @@ class RubricError(Exception):
 class Rubric:
     """The rubric of a trial."""
 
-    def __init__(self, config: JudgeConfig) -> None:
+    def __init__(self, config: JudgeArguments) -> None:
         """Read the template. Raises RubricError if it does not show the completion, or if a criterion is wrong."""
         self.criteria = tuple(config.criteria) or DEFAULT_CRITERIA
         self._parts = _PLACEHOLDER.split(config.rubric or DEFAULT_RUBRIC)  # text, name, text, name, ..., text
@@ -158,40 +227,46 @@ def _clean(text: str) -> str:
 # A value that may be a key is never shown.
 
 
-_FIELD = "rollout.reward.judge"
+_JUDGE = "judge"  # name of the verifier
+_User = TypeVar("_User", DataConfig, EvalSetConfig)  # sections that name a verifier
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OWN_FIELDS = ("messages", "model", "n", "stream")
 
 
-def check_judge(config: Config) -> None:
-    """Check address, key, rubric and limits. Raises ConfigError."""
-    judge = config.rollout.reward.judge
-    verifiers, services = verifier_arguments(config), config.rollout.reward.services
-    if verifiers["judge"]:
-        raise ConfigError(
-            f"{verifier_field(config, 'judge')}_args", dict(verifiers["judge"]), f"the judge has none: set {_FIELD}"
-        )
-    if services and list(verifiers) == ["judge"]:
+def judge_arguments(config: Config) -> JudgeArguments:
+    """Return the arguments of the judge. Raises ConfigError."""
+    return arguments_of(JudgeArguments, verifier_arguments(config)[_JUDGE], _field(config))
+
+
+def check_judge(config: Config) -> JudgeArguments:
+    """Check address, key, rubric and limits. Returns the arguments. Raises ConfigError."""
+    judge, field, services = judge_arguments(config), _field(config), config.rollout.reward.services
+    if services and list(verifier_arguments(config)) == [_JUDGE]:
         problem = "a judge runs in the RolloutWorkers: set it to 0"
         raise ConfigError("rollout.reward.services", services, problem)
-    _check_address(judge)
-    _check_key(judge.api_key_env)
+    _check_address(judge, field)
+    _check_key(judge.api_key_env, f"{field}.api_key_env")
     try:
         Rubric(judge)
     except RubricError as error:
-        field = "criteria" if "criteri" in str(error) else "rubric"
-        raise ConfigError(f"{_FIELD}.{field}", getattr(judge, field), str(error)) from None
+        name = "criteria" if "criteri" in str(error) else "rubric"
+        raise ConfigError(f"{field}.{name}", getattr(judge, name), str(error)) from None
     if own := [name for name in _OWN_FIELDS if name in judge.request]:
-        raise ConfigError(f"{_FIELD}.request", judge.request, f"must not set {own[0]}, which realsys sets itself")
+        raise ConfigError(f"{field}.request", judge.request, f"must not set {own[0]}, which realsys sets itself")
     workers = config.rollout.workers
     for name in ("concurrency", "requests_per_minute", "tokens_per_minute"):
         if 0 < (limit := getattr(judge, name)) < workers:
             problem = f"is divided among rollout.workers ({workers}): raise it, or use fewer RolloutWorkers"
-            raise ConfigError(f"{_FIELD}.{name}", limit, problem)
+            raise ConfigError(f"{field}.{name}", limit, problem)
+    return judge
 
 
-def _check_address(judge: JudgeConfig) -> None:
-    field = f"{_FIELD}.base_url"
+def _field(config: Config) -> str:
+    return f"{verifier_field(config, _JUDGE)}_args"
+
+
+def _check_address(judge: JudgeArguments, arguments: str) -> None:
+    field = f"{arguments}.base_url"
     try:
         parts = urlsplit(judge.base_url)
         usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
@@ -203,11 +278,10 @@ def _check_address(judge: JudgeConfig) -> None:
         problem = "must be an address alone: name the variable that has the key in api_key_env"
         raise ConfigError(field, f"{parts.scheme}://***", problem)
     if not judge.model:
-        raise ConfigError(f"{_FIELD}.model", "", "name the model that the endpoint serves")
+        raise ConfigError(f"{arguments}.model", "", "name the model that the endpoint serves")
 
 
-def _check_key(variable: str) -> None:
-    field = f"{_FIELD}.api_key_env"
+def _check_key(variable: str, field: str) -> None:
     if not variable:
         return
     if not _VARIABLE.fullmatch(variable):
@@ -224,21 +298,26 @@ def _check_key(variable: str) -> None:
 # The launcher reads it, so that the trial keeps its text and workers need no file.
 
 
-def read_rubric(rollout: RolloutConfig) -> RolloutConfig:
+def read_rubric(config: Config) -> Config:
     """Return the settings with the text of ``rubric_file`` as the rubric. Raises ConfigError."""
-    judge = rollout.reward.judge
-    field, name = "rollout.reward.judge.rubric_file", judge.rubric_file
+    sets = {name: _with_text(own, f"evaluation.sets.{name}") for name, own in config.evaluation.sets.items()}
+    evaluation = config.evaluation.model_copy(update={"sets": sets})
+    return config.model_copy(update={"data": _with_text(config.data, "data"), "evaluation": evaluation})
+
+
+def _with_text(section: _User, path: str) -> _User:
+    arguments, field = section.verifier_args, f"{path}.verifier_args.rubric_file"
+    name = arguments.get("rubric_file") if section.verifier == _JUDGE else ""
     if not name:
-        return rollout
-    if judge.rubric:
-        raise ConfigError(field, name, "must be empty, because rollout.reward.judge.rubric is set")
+        return section
+    if arguments.get("rubric"):
+        raise ConfigError(field, name, "must be empty, because rubric is set")
     try:
-        text = Path(name).expanduser().read_text("utf-8").strip()
+        text = Path(str(name)).expanduser().read_text("utf-8").strip()
     except OSError as error:
         raise ConfigError(field, name, f"cannot be read: {error.strerror or error}") from None
     except UnicodeError:
         raise ConfigError(field, name, "is not a text in UTF-8") from None
     if not text:
         raise ConfigError(field, name, "is empty")
-    judge = judge.model_copy(update={"rubric": text, "rubric_file": ""})
-    return replaced(rollout, ["reward", "judge"], judge)
+    return section.model_copy(update={"verifier_args": {**arguments, "rubric": text, "rubric_file": ""}})

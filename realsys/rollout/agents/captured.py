@@ -26,7 +26,7 @@ from realsys.agent_runner.contract import CapturedRun
 from realsys.config.schema_rollout import RolloutConfig
 from realsys.data.prompts import Prompt
 from realsys.errors import AgentError
-from realsys.rollout.agents.contract import AgentParts, EpisodeTime, Session
+from realsys.rollout.agents.contract import PLACES, AgentParts, EpisodeTime, Session
 from realsys.rollout.environments import Judgement, Task
 from realsys.types import Episode
 
@@ -163,9 +163,8 @@ class Inside:
         self._run = CapturedRun(loaded, rollout.agent_args, self._timeout_s)
         self._client: Any = None
         logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per request, with the key of the episode
-        self._blocking_s = rollout.agent_limits.blocking_s
         self._watch: BlockedWatch | None = None
-        self._places = asyncio.Semaphore(rollout.agent_processes)  # threads of plain functions
+        self._places = asyncio.Semaphore(PLACES)  # threads of plain functions
         self._taken = 0.0  # time at which the last place was taken
 
     async def __call__(self, data: dict[str, Any], base_url: str, api_key: str, time: EpisodeTime) -> Any:
@@ -185,7 +184,7 @@ class Inside:
 
     async def _call(self, data: dict[str, Any], base_url: str, api_key: str) -> Any:
         if self._watch is None and threading.current_thread() is threading.main_thread():
-            self._watch = BlockedWatch(self._blocking_s)
+            self._watch = BlockedWatch()
         client = self._shared()
         in_agent.set(True)
         return await self._run.call(data, base_url, api_key, client)
@@ -245,7 +244,8 @@ async def _result(ended: Future[Any]) -> Any:
 # returns.
 
 
-_TICKS = 10  # ticks in ``blocking_s``
+BLOCKED_S = 10.0  # the other episodes stand still for this time, and the manager's lease on their tickets is longer
+_TICKS = 10  # ticks in ``BLOCKED_S``
 
 in_agent: ContextVar[bool] = ContextVar("in_agent", default=False)  # True in the code of agents
 
@@ -253,8 +253,8 @@ in_agent: ContextVar[bool] = ContextVar("in_agent", default=False)  # True in th
 class BlockedWatch:
     """Watch of the event loop that runs when it is started, in the main thread."""
 
-    def __init__(self, blocking_s: float) -> None:
-        self._blocking_s = blocking_s
+    def __init__(self) -> None:
+        self._blocking_s = BLOCKED_S
         self._stop = threading.Event()
         self._missed = 0  # ticks without an answer; counted, because a suspended process has missed none
         self._before = signal.signal(signal.SIGUSR2, self._interrupt)
@@ -284,5 +284,5 @@ class BlockedWatch:
         if not in_agent.get() or self._missed <= _TICKS:
             return
         self._missed = 0
-        problem = f"it blocked the RolloutWorker for more than rollout.agent_limits.blocking_s={self._blocking_s:g}"
+        problem = f"it blocked the RolloutWorker for more than {self._blocking_s:g} s"
         raise AgentError(f"{problem}: await what takes long, or set rollout.agent_process=always", defect="blocked")

@@ -19,7 +19,7 @@ from realsys.agent_runner.runner import MAX_MESSAGE
 from realsys.cluster.children.child_process import LAST_WORDS, SocketChild, how_it_ended, is_logged
 from realsys.config.schema_rollout import RolloutConfig
 from realsys.errors import AgentError, ConfigError
-from realsys.rollout.agents.contract import EpisodeTime
+from realsys.rollout.agents.contract import PLACES, EpisodeTime
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +27,13 @@ _START_S = 300.0  # bound on the imports of an agent
 _PASS_S = 60.0  # bound on the wait for a zygote to take an episode
 _RETRY_S = 0.01
 _KILL_S = 5.0
+#: processes of an episode at a time: its limit on memory allows no more of them, and a fork bomb has more at once
+MAX_PROCESSES = 64
 _MAX_REPLY = 4 << 20
 
 _REACHED = {
     "memory": "its processes allocated more than twice rollout.agent_limits.memory_mb={memory_mb}",
-    "processes": "it had more than rollout.agent_limits.processes={processes} processes",
+    "processes": "it had more than {processes} processes",
     "result": "run returned more than 1 MiB",
     "start": "its process could not be started",
 }
@@ -42,7 +44,8 @@ class AgentProcesses:
 
     def __init__(self, rollout: RolloutConfig) -> None:
         self._rollout = rollout
-        self._places = asyncio.Semaphore(rollout.agent_processes)
+        self._limits = {**rollout.agent_limits.model_dump(), "processes": MAX_PROCESSES}
+        self._places = asyncio.Semaphore(PLACES)
         self._starting = asyncio.Lock()
         self._zygote: _Zygote | None = None
         self._talks = 0  # episodes that printed something
@@ -71,7 +74,7 @@ class AgentProcesses:
             ours, theirs = socket.socketpair()
             try:
                 with theirs:
-                    await zygote.pass_on(theirs, self._rollout.agent_limits.model_dump())
+                    await zygote.pass_on(theirs, self._limits)
             except OSError:
                 ours.close()
                 await self._discard(zygote)
@@ -99,7 +102,7 @@ class AgentProcesses:
             self._log(reply["bytes"], printed)
         said = f"; it printed: {printed}" if printed else ""
         if reply["reached"] in _REACHED:
-            problem = _REACHED[reply["reached"]].format(**self._rollout.agent_limits.model_dump())
+            problem = _REACHED[reply["reached"]].format(**self._limits)
             raise AgentError(f"{problem}{said}", defect=problem)
         if "failed" in reply:
             failed = Failed(reply["failed"])

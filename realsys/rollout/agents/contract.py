@@ -28,6 +28,10 @@ from realsys.generation.completion import Completion
 from realsys.rollout.environments import Environment, Response, Task
 from realsys.types import Episode, Row
 
+#: episodes that one RolloutWorker runs in processes or threads at a time; further ones wait. A host has memory for
+#: them, and an episode that waits for the engine takes no core.
+PLACES = 128
+
 
 class EpisodeCapture(Protocol):
     """Record of what went over an episode's ``base_url``."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from realsys.rollout.gateway.parser import parser_of
 from realsys.types import Episode
 
 TEMPLATE_TOKENS = 64  # upper bound on the tokens that a chat template adds around the results of a turn
+TOOL_S = 30.0  # default of ``tool_s``
 MAX_CALLS = 64  # tool calls of one episode; further ones get an error as their result
 
 
@@ -62,16 +64,27 @@ class _Talk:
 
 
 class ToolUse:
-    """Agent with tools. ``max_turns``: completions; ``max_result``: bytes of one tool's result that the model reads."""
+    """Agent with tools.
+
+    max_turns   completions
+    max_result  bytes of one tool's result that the model reads
+    tool_s      seconds that the tools of one episode may take together
+    """
 
     def __init__(
-        self, parts: AgentParts, tools: Sequence[str] = ("calculator",), max_turns: int = 4, max_result: int = 1000
+        self,
+        parts: AgentParts,
+        tools: Sequence[str] = ("calculator",),
+        max_turns: int = 4,
+        max_result: int = 1000,
+        tool_s: float = TOOL_S,
     ) -> None:
         """Build the tools. Raises ConfigError."""
         config = parts.config
         self._parts = parts
         self._max_turns = max_turns
         self._max_result = max_result
+        self._tool_s = tool_s
         self._limit = longest_sequence(config)
         self._tools = tools_door.build(tools)
         self._descriptions = [tool.description for tool in self._tools.values()]
@@ -80,7 +93,11 @@ class ToolUse:
 
     @staticmethod
     def longest_row(
-        config: Config, tools: Sequence[str] = ("calculator",), max_turns: int = 4, max_result: int = 1000
+        config: Config,
+        tools: Sequence[str] = ("calculator",),
+        max_turns: int = 4,
+        max_result: int = 1000,
+        tool_s: float = TOOL_S,
     ) -> int:
         """Return ``rollout.agent_limits.max_tokens``; if it is 0, the tokens of ``max_turns`` completions with results.
 
@@ -89,6 +106,8 @@ class ToolUse:
         for name, value in (("max_turns", max_turns), ("max_result", max_result)):
             if type(value) is not int or value < 1:
                 raise ConfigError(f"rollout.agent_args.{name}", value, "must be an integer of at least 1")
+        if type(tool_s) not in (int, float) or not 0 < tool_s < math.inf:
+            raise ConfigError("rollout.agent_args.tool_s", tool_s, "must be a number of seconds above 0")
         prompt, completion = config.data.max_prompt_tokens, config.generation.sampling.max_new_tokens
         turns = max_turns * completion + (max_turns - 1) * (max_result + TEMPLATE_TOKENS)
         return config.rollout.agent_limits.max_tokens or prompt + turns
@@ -100,6 +119,7 @@ class ToolUse:
         tools: Sequence[str] = ("calculator",),
         max_turns: int = 4,
         max_result: int = 1000,
+        tool_s: float = TOOL_S,
     ) -> None:
         """Raise ConfigError if a tool cannot work here, or the model's chat template cannot show or call tools."""
         built = tools_door.build(tools)
@@ -111,7 +131,7 @@ class ToolUse:
     async def run(self, task: Task, session: Session) -> Episode:
         """Play turns until the model answers without a tool call, or a limit is reached."""
         messages = list(task.prompt.messages) or [{"role": "user", "content": task.prompt.text}]
-        talk = _Talk(self._conversation(), messages, _Use(self._parts.config.rollout.agent_limits.tool_s))
+        talk = _Talk(self._conversation(), messages, _Use(self._tool_s))
         while (choice := await self._turn(talk, session)) is not None:
             cut_off = choice.completion.finish_reason != "stop"
             if cut_off or not choice.tool_calls or len(talk.completions) == self._max_turns:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 MOST_CLOSED = 10_000  # keys of ended episodes that are kept: their calls get 410, those with a wrong key 401
 LEAST_BODY = 1 << 20
+#: seconds in which an agent that lost its connection gets the same completion again: SDKs retry within seconds
+RETRY_WINDOW_S = 60.0
 _STOP_S = 5.0
 
 
@@ -104,13 +106,13 @@ def gateway_of(config: Config, tokenizer: TextTokenizer, index: int = 0, check_a
         Vocabulary(tokenizer),
         CallLimits.of(config.rollout, longest_sequence(config)),
         settings.sampling,
-        settings.retry_window_s,
+        RETRY_WINDOW_S,
         chat=config.data.chat_template,
     )
     port = settings.port + index if settings.port else 0
     # A character takes up to 6 bytes in JSON; clients also send fields that the model does not get.
     useful = max(LEAST_BODY, 8 * shared.limits.row * tokenizer.longest_token)
-    return Gateway(shared, settings.host, port, max_body=min(settings.max_body, useful), check_alive=check_alive)
+    return Gateway(shared, settings.host, port, max_body=min(MAX_BODY, useful), check_alive=check_alive)
 
 
 def check(config: Config, tokenizer: TextTokenizer) -> None:

@@ -26,6 +26,8 @@ TOO_LONG = "context_length_exceeded"
 LIMIT = "episode_limit_reached"
 #: settings that no mode takes from a request: seeds depend on the ticket only
 _NEVER = frozenset({"sampling_seed"})
+#: completions of one episode that are sampled at a time: no framework starts more together, but an endless loop does
+MAX_IN_FLIGHT = 32
 MOST_NOTED = 100  # bound on the combinations that are logged
 
 
@@ -45,8 +47,8 @@ class CallLimits:
     @classmethod
     def of(cls, config: RolloutConfig, longest_row: int) -> CallLimits:
         """Return the bounds of the configuration."""
-        gateway = config.gateway
-        return cls(longest_row, config.agent_limits.max_turns, gateway.max_in_flight, gateway.max_sampled_tokens)
+        sampled = config.gateway.max_sampled_tokens
+        return cls(longest_row, config.agent_limits.max_turns, MAX_IN_FLIGHT, sampled)
 
     def admit(self, call: GatewayCall, turns: int, running: int, sampled: int) -> None:
         """Refuse a call beyond the bounds. ``running``: completions that are sampled now. Raises BadRequest."""
@@ -56,9 +58,9 @@ class CallLimits:
         if self.sampled and sampled >= self.sampled:
             raise self._used_up()
         if call.n > self.in_flight:
-            raise BadRequest(400, f"must be at most {self.in_flight} (rollout.gateway.max_in_flight)", "n")
+            raise BadRequest(400, f"must be at most {self.in_flight}", "n")
         if running + call.n > self.in_flight:
-            problem = f"{running} completions of this episode are being sampled (rollout.gateway.max_in_flight)"
+            problem = f"{running} completions of this episode are being sampled, and at most {self.in_flight} may be"
             raise BadRequest(429, problem, code="rate_limit_exceeded")
 
     def room(self, prompt: int, sampled: int, n: int = 1, reserved: int = 0) -> int:

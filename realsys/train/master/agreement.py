@@ -20,13 +20,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from realsys.config.schema import AgreementConfig
 from realsys.model_calls import SnapshotPlan
 from realsys.types import SampleMeta
 
 log = logging.getLogger(__name__)
 
 PREFIX = "agreement/"  # prefix of the statistics
+SAMPLE_TOKENS = 2048  # scored with kept weights: the mean is exact to a few percent, and takes no time to speak of
+_WINDOW = 8  # steps in one mean: single batches differ by a factor of two
+_GROWTH = 4.0  # of a mean since the first steps, above which it drifts
+_FLOOR = 1e-4  # nats per token below which growth is numerical noise
 
 
 class AgreementSampler:
@@ -37,7 +40,7 @@ class AgreementSampler:
     Tokens of v itself need no kept weights, and no plan if the step scores its whole batch (``scores_all``).
     """
 
-    def __init__(self, sample_tokens: int, eta: int, *, scores_all: bool = True) -> None:
+    def __init__(self, eta: int, sample_tokens: int = SAMPLE_TOKENS, *, scores_all: bool = True) -> None:
         self._sample_tokens = sample_tokens
         self._scores_all = scores_all
         self._expiry = 2 * (eta + 1)  # steps after which no token of the kept version is expected any more
@@ -72,13 +75,14 @@ class AgreementSampler:
 class AgreementMonitor:
     """Compares each step with a threshold, and the last steps with the first ones.
 
-    Steps without such tokens are skipped.
+    Steps without such tokens are skipped. ``threshold``: ``train.engine_check``; 0: no warnings.
     """
 
-    def __init__(self, config: AgreementConfig) -> None:
-        self._config = config
+    def __init__(self, threshold: float, window: int = _WINDOW) -> None:
+        self._threshold = threshold
+        self._window = window
         self._first: list[tuple[float, float]] = []  # (tokens, mean difference) of the first steps that had any
-        self._last: deque[tuple[float, float]] = deque(maxlen=config.window)
+        self._last: deque[tuple[float, float]] = deque(maxlen=window)
         self._warning = ""
 
     def observe(self, version: int, stats: Mapping[str, float]) -> dict[str, Any]:
@@ -101,19 +105,18 @@ class AgreementMonitor:
         }
 
     def _warning_of(self, tokens: float, mean: float) -> str:
-        config = self._config
-        if len(self._first) < config.window:
+        if not self._threshold:
+            return ""
+        if len(self._first) < self._window:
             self._first.append((tokens, mean))
         else:
             self._last.append((tokens, mean))
-        if not mean <= config.max_difference:  # NaN warns, too
-            return (
-                f"mean difference {mean:.2g} nats per token is over agreement.max_difference={config.max_difference:g}"
-            )
-        if len(self._last) < config.window:
+        if not mean <= self._threshold:  # NaN warns, too
+            return f"mean difference {mean:.2g} nats per token is over train.engine_check={self._threshold:g}"
+        if len(self._last) < self._window:
             return ""
         before, now = _mean(self._first), _mean(self._last)
-        if now > config.max_growth * max(before, config.floor):
+        if now > _GROWTH * max(before, _FLOOR):
             return f"mean difference grew from {before:.2g} to {now:.2g} nats per token over the run"
         return ""
 

@@ -40,7 +40,7 @@ def plan_roles(
     """
     ppo = config.train.ppo
     left_out: set[str] = set()
-    if not ppo.reward_model.enabled:
+    if not ppo.reward_model_weight:
         max_new_tokens = config.generation.sampling.max_new_tokens
         left_out = rows_left_out(refs, ppo, max_new_tokens, by_token=advantages_by_token(config))
     return {
@@ -74,7 +74,7 @@ class CallArguments:
         kl = config.train.ppo.kl
         self._flow = flow
         self._total_steps = total_steps
-        self._adaptive = kl.adaptive
+        self._adaptive = kl.target > 0
         self._optimizers = {role: role_settings(config, role).optimizer for role in flow.trained_roles}
         self._kl = AdaptiveKL(kl.coef, kl.target, kl.horizon)
 

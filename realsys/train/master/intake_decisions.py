@@ -31,6 +31,7 @@ from realsys.algorithm.sequence_buffer import Batch, SequenceBuffer, StalePolicy
 from realsys.algorithm.token_losses import COPY, MASKED, STALE, TOO_OLD, StepLosses, TokenLosses
 from realsys.config.schema import Config
 from realsys.errors import PromptsUsedUp, StuckError, WaitTimeout
+from realsys.manager.decisions import MAX_REISSUES
 from realsys.model_calls import KeepDroppedRequest
 from realsys.types import SampleMeta
 
@@ -58,7 +59,7 @@ class IntakeSettings:
             batch_groups=config.train.batch_groups,
             eta=config.asynchronous.max_staleness,
             stale_policy=config.asynchronous.stale_policy,
-            max_reissues=config.asynchronous.max_reissues,
+            max_reissues=MAX_REISSUES,
             max_refills=config.train.ppo.filter.max_refills,
             timeout_s=config.cluster.request_timeout_s,
         )

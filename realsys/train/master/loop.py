@@ -146,7 +146,7 @@ class TrainLoop:
         self._hf_folder = hf_folder
         self._total_steps = total_steps
         self._stop = stop
-        self._agreement = AgreementMonitor(config.agreement)
+        self._agreement = AgreementMonitor(config.train.engine_check)
         self._started = time.monotonic()
         self._first_step = 1
         self._increases = _Increases()

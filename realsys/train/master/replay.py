@@ -25,6 +25,7 @@ from realsys.cluster.topology import Mesh, place, routing_table
 from realsys.cluster.worker import WorkerContext
 from realsys.config.allocation import ACTOR, parse_allocation
 from realsys.config.dataflow import dataflow_of, role_settings, saved_roles
+from realsys.config.fields import replaced
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import RecordError
@@ -120,8 +121,7 @@ class Replay:
         self.recorder = StepRecorder(config, paths, self._meshes, workers, "replay")
         plan = functools.partial(plan_roles, config, self._meshes, cost_functions(config, paths, list(self._meshes)))
         # A replay repeats the recorded comparisons of engine and trainer and plans none of its own.
-        agreement = config.agreement.model_copy(update={"sample_tokens": 0})
-        config = config.model_copy(update={"agreement": agreement})
+        config = replaced(config, ["train", "engine_check"], 0.0)
         self._runner = StepRunner(config, self._flow, self._meshes, plan, workers, self.recorder)
 
     async def run(self) -> ReplayResult:

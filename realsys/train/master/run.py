@@ -351,7 +351,7 @@ def build_loop(ctx: WorkerContext, parts: MasterParts, stop: asyncio.Event) -> T
     recorder = StepRecorder(config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive)
     stream.on_notice("recorded", Recorded, recorder.written)
     plan = functools.partial(plan_roles, config, parts.meshes, parts.costs)
-    recorder_in_use = recorder if config.record.samples else None
+    recorder_in_use = recorder if config.record.keep_steps else None
     return TrainLoop(
         config,
         TrainLoopParts(

@@ -25,7 +25,7 @@ from realsys.config.dataflow import Dataflow, comparing_call
 from realsys.config.schema import Config, WarmupConfig
 from realsys.model_calls import SNAPSHOT
 from realsys.observe.spans import span
-from realsys.train.master.agreement import AgreementSampler
+from realsys.train.master.agreement import SAMPLE_TOKENS, AgreementSampler
 from realsys.train.master.executor import CallResult, GraphExecutor, Minibatches, Ownership
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.recorder import StepRecorder, check_finite
@@ -53,13 +53,13 @@ class StepRunner:
         self._workers = workers
         ppo = config.train.ppo
         self._only_critic = without_actor_training(flow)
-        weight = ppo.reward_model.weight
+        weight = ppo.reward_model_weight
         self._executor = GraphExecutor(flow, meshes, workers, score_weight=weight)
         self._critic_executor = GraphExecutor(self._only_critic, meshes, workers, score_weight=weight)
         self._compares = comparing_call(flow)
         self._agreement = AgreementSampler(
-            config.agreement.sample_tokens,
             config.asynchronous.max_staleness,
+            SAMPLE_TOKENS if config.train.engine_check else 0,
             scores_all=self._compares is not None and not self._compares.trains,
         )
         self._critic_steps = ppo.critic.warmup_steps if ppo.critic.enabled else 0

@@ -347,19 +347,16 @@ def make_optimizer(model: Any, settings: OptimizerConfig, dtype: torch.dtype) ->
     Raises ModelError for settings that the distributed optimizer does not support.
     """
     distributed: bool = model.ddp_config.use_distributed_optimizer
-    if distributed and (settings.name != "adam" or not settings.decoupled_weight_decay):
-        raise ModelError(
-            "train.distributed_optimizer supports only AdamW: set name=adam and decoupled_weight_decay=true"
-        )
+    if distributed and settings.name != "adam":
+        raise ModelError("train.distributed_optimizer supports only AdamW: set name=adam")
     config = MegatronOptimizerConfig(
         optimizer=settings.name,
         lr=settings.lr,
         adam_beta1=settings.beta1,
         adam_beta2=settings.beta2,
         adam_eps=settings.eps,
-        sgd_momentum=settings.momentum,
+        sgd_momentum=settings.beta1,
         weight_decay=settings.weight_decay,
-        decoupled_weight_decay=settings.decoupled_weight_decay,
         clip_grad=settings.clip_grad,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,

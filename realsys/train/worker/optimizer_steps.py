@@ -29,6 +29,8 @@ from realsys.types import SequenceRef
 
 logger = logging.getLogger(__name__)
 
+#: optimizer steps skipped in a row before the run ends: a batch with a bad sample has about four, a diverged model all
+MAX_SKIPPED_STEPS = 5
 #: means of a minibatch over all ranks (``finish_stats``) -> why this minibatch and the following
 #: are left out, or None
 StopRule = Callable[[Mapping[str, float]], str | None]
@@ -62,7 +64,7 @@ class OptimizerSteps:
         ``minibatch``: the sequences of all data ranks. ``batches``: this rank's micro-batches of
         it. ``loss`` returns a micro-batch's share of the loss, already divided by ``denominator``,
         which counts all ranks. Raises NotFiniteError when this was the last of
-        ``train.max_skipped_steps`` skipped steps in a row.
+        ``MAX_SKIPPED_STEPS`` skipped ones in a row.
         """
         role = self.role
         stats = merge_stats(role.engine.accumulate(batches, loss, temperature=self.temperature))
@@ -79,7 +81,7 @@ class OptimizerSteps:
             self.skipped += 1
             role.skipped_steps += 1
             role.skipped_in_a_row += 1
-            if role.skipped_in_a_row >= role.config.train.max_skipped_steps:
+            if role.skipped_in_a_row >= MAX_SKIPPED_STEPS:
                 raise NotFiniteError(role.name, role.skipped_in_a_row, find_not_finite(role, minibatch, batches))
             return
         if outcome.applied:

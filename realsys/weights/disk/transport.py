@@ -23,6 +23,8 @@ from realsys.weights.disk import manifest
 from realsys.weights.disk.manifest import VERSION, DiskPlan, ShardInfo
 from realsys.weights.disk.plain_folders import materialise, verify
 
+FULL_EVERY = 8  # versions that change a tensor, after which it is stored whole: a reader follows at most seven changes
+
 
 class DiskTransport(Transport):
     """Versions as folders of files below ``PublisherParts.root``; a locator is the path of such a
@@ -32,7 +34,7 @@ class DiskTransport(Transport):
         from realsys.weights.disk.writer import DiskWriter, ShardWriter
 
         weights = self.config.weights
-        files = ShardWriter(deltas=weights.delta == "auto", full_every=weights.full_every)
+        files = ShardWriter(deltas=weights.delta == "auto", full_every=FULL_EVERY)
         return DiskWriter(files, parts.check_alive)
 
     def publisher(self, parts: PublisherParts) -> DiskPublisher:

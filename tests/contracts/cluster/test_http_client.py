@@ -18,9 +18,7 @@ from starlette.routing import Route
 from realsys.cluster import http_client
 from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.cluster.http_server import HttpServer
-from realsys.cluster.lease import unleased
 from realsys.cluster.network import advertised_host
-from realsys.config.schema import GenerationConfig
 from realsys.errors import GenerationError, ServerSilent, WaitTimeout
 from realsys.generation.client import GenerationClient, SamplingSpec
 from realsys.generation.sglang.api import SglangApi
@@ -140,8 +138,7 @@ def test_generation_client_has_limits_of_configuration() -> None:
         raise AssertionError
 
     async def ask(url: str) -> None:
-        limits = GenerationConfig().model_copy(update={"progress_timeout_s": 1.0, "progress_s": 0.02})
-        client = GenerationClient.of(limits, None, unleased)
+        client = GenerationClient(1.0, progress_s=0.02)
         try:
             await client.generate(url, [1], SamplingSpec(), rid="a", seed=1)
         finally:

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from realsys.config.schema import EvalConfig
 from realsys.errors import RealsysError
 from realsys.generation.client import GenerationClient, SamplingSpec
 from realsys.generation.completion import Completion
+from realsys.manager import decisions
 from realsys.manager.client import ManagerClient
 from realsys.manager.messages import AllocateRequest, Answer, EvaluateRequest, EvaluationReply, FinishRequest
 from realsys.rollout.resumable_engine import EngineCall, ResumableEngine
@@ -74,14 +74,11 @@ class Evaluated:
         return await self.client.evaluation("e")
 
 
-def drive(
-    tmp_path: Path, versions: Any, scenario: Callable[[Evaluated], Awaitable[None]], servers: int = 2, **settings: Any
-) -> None:
+def drive(tmp_path: Path, versions: Any, scenario: Callable[[Evaluated], Awaitable[None]], servers: int = 2) -> None:
     from tests.support.serving.generation_servers import embedded_server
 
     async def main(urls: list[str]) -> None:
-        made = config(eta=4).model_copy(update={"evaluation": EvalConfig(**settings)})
-        async with asyncio.timeout(2 * BOUND_S), trial(tmp_path, made) as running:
+        async with asyncio.timeout(2 * BOUND_S), trial(tmp_path, config(eta=4)) as running:
             world = Evaluated(running, versions)
             world.publish(0)
             for index, url in enumerate(urls):
@@ -117,8 +114,11 @@ def test_evaluation_keeps_its_version_through_an_update(tmp_path: Path, versions
     drive(tmp_path, versions, scenario, servers)
 
 
-def test_evaluation_over_its_limit_has_no_number(tmp_path: Path, versions: Any) -> None:
+def test_evaluation_over_its_limit_has_no_number(
+    tmp_path: Path, versions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the hold the update meets its completions: that the versions would mix is why it ends."""
+    monkeypatch.setattr(decisions, "HOLD_S", 0.0)
 
     async def scenario(world: Evaluated) -> None:
         begun = await world.begin(4)
@@ -135,7 +135,7 @@ def test_evaluation_over_its_limit_has_no_number(tmp_path: Path, versions: Any) 
                 assert isinstance(result, RealsysError)
         assert (await world.reply()).done == 0
 
-    drive(tmp_path, versions, scenario, 1, hold_s=0.0)
+    drive(tmp_path, versions, scenario, 1)
 
 
 def test_lost_version_begins_evaluation_anew(tmp_path: Path, versions: Any) -> None:

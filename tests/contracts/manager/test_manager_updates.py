@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
+from realsys.manager import decisions
 from tests.support.ledger.manager_trial import BOUND_S, FakeServer, Trial, drive
 
 
@@ -126,7 +129,9 @@ def test_server_with_another_version_is_not_routed_to(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_rolling_update_waits_once_for_hanging_server(tmp_path: Path) -> None:
+def test_rolling_update_waits_once_for_hanging_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "TURN_S", 2.0)
+
     async def scenario(t: Trial) -> None:
         await t.ready(servers=3)
         first = t.servers[0]
@@ -142,7 +147,7 @@ def test_rolling_update_waits_once_for_hanging_server(tmp_path: Path) -> None:
         await t.until("server 2 serves 1", t.serves(2, 1))
         assert first.loaded == [0]
 
-    drive(tmp_path, scenario, weight_update_mode="rolling", rolling_fraction=0.4, rolling_retry_timeout_s=2.0)
+    drive(tmp_path, scenario, weight_update_mode="rolling")
 
 
 def test_restarted_manager_asks_the_servers_for_their_load(tmp_path: Path) -> None:

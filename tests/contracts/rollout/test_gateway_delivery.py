@@ -11,13 +11,12 @@ import pytest
 
 from realsys.errors import ServerBusy
 from realsys.generation.client import GenerationClient
-from realsys.rollout.gateway import routes
+from realsys.rollout.gateway import gateway, routes
 from tests.support.serving.gateways import BOUND_S, USER, Scripted, opened, over_server, post
 from tests.support.serving.reward_pools import until
 
 BODY = {"model": "m", "messages": [USER]}
 LONG = ("data.max_prompt_tokens=60", "generation.sampling.max_new_tokens=400", "generation.sampling.min_new_tokens=400")
-NOW = "rollout.gateway.retry_window_s=0.05"
 
 
 def with_script(tokenizer, body, *settings, **script):
@@ -47,7 +46,9 @@ def has_data(client):
         return False
 
 
-def test_completion_of_closed_connection_is_not_trained(tokenizer):
+def test_completion_of_closed_connection_is_not_trained(tokenizer, monkeypatch):
+    monkeypatch.setattr(gateway, "RETRY_WINDOW_S", 0.05)
+
     async def body(episode, engine):
         await give_up(episode, engine)
         await until(lambda: engine.cancelled)  # after the window
@@ -56,7 +57,7 @@ def test_completion_of_closed_connection_is_not_trained(tokenizer):
         (row,) = episode.session.capture.rows()
         assert row.loss_tokens == 2 and len(episode.engine.returned) == 1
 
-    with_script(tokenizer, body, NOW, gate=asyncio.Event)
+    with_script(tokenizer, body, gate=asyncio.Event)
 
 
 def test_real_client_that_times_out_trains_nothing(tokenizer):
@@ -97,8 +98,9 @@ def test_retry_after_a_call_that_was_given_up(tokenizer):
     with_script(tokenizer, body, texts=lambda: ["a", "b"], errors=lambda: [ServerBusy("full")])
 
 
-def test_forgotten_call_leaves_only_its_completions(tokenizer):
+def test_forgotten_call_leaves_only_its_completions(tokenizer, monkeypatch):
     """A call holds the whole prompt, so calls that stay would be quadratic in the number of turns."""
+    monkeypatch.setattr(gateway, "RETRY_WINDOW_S", 0.05)
 
     async def body(episode, engine):
         reply = (await post(episode, "chat/completions", BODY)).json()
@@ -110,7 +112,7 @@ def test_forgotten_call_leaves_only_its_completions(tokenizer):
         (row,) = capture.rows({reply["id"]: 1.0})
         assert row.loss_tokens == 2
 
-    with_script(tokenizer, body, NOW)
+    with_script(tokenizer, body)
 
 
 def test_repeat_of_broken_request_gets_its_completion(tokenizer):

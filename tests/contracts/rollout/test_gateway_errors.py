@@ -11,7 +11,7 @@ import pytest
 
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import GenerationError, ServerBusy
-from realsys.rollout.gateway import capture, routes
+from realsys.rollout.gateway import capture, gateway, routes, sampling
 from tests.contracts.rollout.test_gateway_delivery import BODY, with_script
 from tests.support.gateway.replies import TOOL
 from tests.support.serving.gateways import USER, post
@@ -67,22 +67,26 @@ def test_compressed_body_is_named(tokenizer):
     with_script(tokenizer, body)
 
 
-def test_too_large_body_is_refused(tokenizer):
+def test_too_large_body_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr(gateway, "MAX_BODY", 1000)
+
     async def body(episode, engine):
         reply = await post(episode, "chat/completions", b" " * 1001)
         assert reply.status_code == 413 and "over the limit of 1000 bytes" in reply.json()["error"]["message"]
 
-    with_script(tokenizer, body, "rollout.gateway.max_body=1000")
+    with_script(tokenizer, body)
 
 
-def test_refusal_of_size_has_the_form_of_route(tokenizer, caplog):
+def test_refusal_of_size_has_the_form_of_route(tokenizer, caplog, monkeypatch):
+    monkeypatch.setattr(gateway, "MAX_BODY", 1000)
+
     async def body(episode, engine):
         reply = await post(episode, "messages", b" " * 1001)
         assert (reply.status_code, reply.json()["type"]) == (413, "error")
         assert reply.json()["error"]["message"] == "/messages: body is over the limit of 1000 bytes"
         assert episode.session.api_key not in reply.text + caplog.text
 
-    with_script(tokenizer, body, "rollout.gateway.max_body=1000")
+    with_script(tokenizer, body)
 
 
 @pytest.mark.parametrize(("method", "route", "status"), [("POST", "embeddings", 404), ("GET", "chat/completions", 405)])
@@ -247,7 +251,9 @@ def test_turns_beyond_the_bound_are_refused(tokenizer):
     with_script(tokenizer, body, "rollout.agent_limits.max_turns=1")
 
 
-def test_call_beyond_those_in_flight_waits_and_retries(tokenizer):
+def test_call_beyond_those_in_flight_waits_and_retries(tokenizer, monkeypatch):
+    monkeypatch.setattr(sampling, "MAX_IN_FLIGHT", 1)
+
     async def body(episode, engine):
         first = asyncio.create_task(chat(episode))
         await until(lambda: episode.engine.calls)
@@ -257,11 +263,12 @@ def test_call_beyond_those_in_flight_waits_and_retries(tokenizer):
         engine.gate.set()
         await asyncio.gather(first, second)
 
-    with_script(tokenizer, body, "rollout.gateway.max_in_flight=1", gate=asyncio.Event)
+    with_script(tokenizer, body, gate=asyncio.Event)
 
 
-def test_burst_is_bounded_too(tokenizer):
+def test_burst_is_bounded_too(tokenizer, monkeypatch):
     """Requests that arrive together are counted before their tasks begin."""
+    monkeypatch.setattr(sampling, "MAX_IN_FLIGHT", 4)
 
     async def body(episode, engine):
         replies = [asyncio.create_task(post(episode, "chat/completions", BODY)) for _ in range(30)]
@@ -270,7 +277,7 @@ def test_burst_is_bounded_too(tokenizer):
         codes = Counter(reply.status_code for reply in await asyncio.gather(*replies))
         assert codes == {200: 4, 429: 26} and len(episode.engine.calls) == 4
 
-    with_script(tokenizer, body, "rollout.gateway.max_in_flight=4", gate=asyncio.Event)
+    with_script(tokenizer, body, gate=asyncio.Event)
 
 
 @pytest.mark.parametrize("route", ["chat/completions", "tokenize", "messages/count_tokens"])

@@ -9,7 +9,7 @@ import pytest
 
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
-from realsys.rollout.gateway import routes
+from realsys.rollout.gateway import gateway, routes
 from tests.support.gateway.replies import TOOL
 from tests.support.serving.gateways import BOUND_S, USER, PauseAfter, chat_server, make_chain_model, over_server
 from tests.support.serving.reward_pools import until
@@ -184,7 +184,7 @@ def test_stream_without_text_to_show_sends_comments(server, pauses, tokenizer, m
     drive(server, tokenizer, body, *ENDLESS)
 
 
-def test_stream_that_broke_is_continued_by_its_repeat(server, pauses, tokenizer):
+def test_stream_that_broke_is_continued_by_its_repeat(server, pauses, tokenizer, monkeypatch):
     """The repeat gets all of the same completion. Without one the call ends with the window, and trains nothing."""
     request = {"messages": [USER]}
 
@@ -218,5 +218,5 @@ def test_stream_that_broke_is_continued_by_its_repeat(server, pauses, tokenizer)
         await resume()
 
     drive(server, tokenizer, body, *ENDLESS, "rollout.gateway.reasoning_format=none")
-    now = "rollout.gateway.retry_window_s=0.01"
-    drive(server, tokenizer, without, *ENDLESS, "rollout.gateway.reasoning_format=none", now)
+    monkeypatch.setattr(gateway, "RETRY_WINDOW_S", 0.01)
+    drive(server, tokenizer, without, *ENDLESS, "rollout.gateway.reasoning_format=none")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import aiohttp
 import numpy as np
@@ -29,6 +30,7 @@ from realsys.generation.embedded.decoder import read_tensors
 from realsys.generation.embedded.engine import EmbeddedEngine, build_engine
 from realsys.generation.embedded.prefix_cache import KvPolicy
 from realsys.generation.server import build_app
+from realsys.generation.sglang import backend
 from realsys.generation.sglang.engine import SglangEngine
 from realsys.generation.sglang.requests import KeptKeys
 from realsys.weights.disk import manifest
@@ -96,8 +98,8 @@ def make_versions(root: Path) -> Versions:
 
 @contextmanager
 def sglang_server(versions: Versions) -> Iterator[Running]:
-    settings = ["generation.sglang.max_answers=16", "rollout.max_concurrent=1"]
-    engine = sglang_engine(versions.paths[-1], *settings)
+    with mock.patch.object(backend, "MAX_ANSWERS", 16):
+        engine = sglang_engine(versions.paths[-1], "rollout.max_concurrent=1")
     engine.start()
     try:
         # Its staging thread is there from now on.

@@ -34,7 +34,7 @@ def sample_trial(root: Path) -> TrialPaths:
     """Write the trial demo/shown under ``root``: 40 steps, a restart, evaluations, samples of the last step."""
     paths = TrialPaths(root / "demo" / "shown")
     paths.data.mkdir(parents=True)
-    config = changed("record.samples=true")
+    config = changed()
     config = config.model_copy(update={"experiment": "demo", "trial": "shown", "fileroot": str(root)})
     write_config(config, paths.config)
     paths.start_model.mkdir()

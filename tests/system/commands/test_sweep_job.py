@@ -17,7 +17,7 @@ pytestmark = pytest.mark.system
 TINY = [
     *(text for text in SMALL if not text.startswith(("warmup.", "evaluation.", "data.arith."))),
     *("data.arith.train_size=20", "data.arith.eval_size=5", "data.arith.demo_size=0", "warmup.steps=0"),
-    *("evaluation.problems=0", "rollout.workers=1", "record.samples=true", "telemetry.trackers=[]"),
+    *("evaluation.problems=0", "rollout.workers=1", "telemetry.trackers=[]"),
     *("train.batch_groups=2", "rollout.group_size=2", "train.total_steps=1"),
 ]
 

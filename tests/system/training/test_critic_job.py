@@ -15,7 +15,7 @@ pytestmark = pytest.mark.system
 
 # Decoupled PPO with GAE; the KL to the reference is in the reward, so all three models feed the advantages.
 CRITIC = ["algorithm=decoupled_ppo_critic", "train.ppo.kl.coef=0.05", "train.ppo.kl.place=reward"]
-CRITIC += ["train.ppo.kl.adaptive=true", "evaluation.problems=0", "rollout.workers=1", "warmup.steps=60"]
+CRITIC += ["train.ppo.kl.target=0.1", "evaluation.problems=0", "rollout.workers=1", "warmup.steps=60"]
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,10 @@ def regrade(root: Path, *arguments: str) -> str:
 def settings(url: str) -> list[str]:
     return [
         "data.verifier=judge",
-        f"rollout.reward.judge.base_url={url}",
-        "rollout.reward.judge.model=judge-7b",
-        "rollout.reward.judge.api_key_env=JUDGE_KEY",
-        "rollout.reward.judge.concurrency=8",
+        f"data.verifier_args.base_url={url}",
+        "data.verifier_args.model=judge-7b",
+        "data.verifier_args.api_key_env=JUDGE_KEY",
+        "data.verifier_args.concurrency=8",
         "rollout.reward.correct=1.0",
         f"train.total_steps={STEPS}",
         "warmup.steps=60",  # completions that end: one that is cut off is not judged

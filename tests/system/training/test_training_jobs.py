@@ -42,8 +42,7 @@ def test_reward_model_scores_and_offloads(tmp_path: Path) -> None:
         "reward",
         "algorithm=rloo",
         "train.ppo.advantage.mean=group",
-        "train.ppo.reward_model.enabled=true",
-        "train.ppo.reward_model.weight=0.5",
+        "train.ppo.reward_model_weight=0.5",
         f"roles.reward.path={scorer}",
         "roles.reward.offload=all",
         "train.offload=optimizer",
@@ -101,7 +100,7 @@ def test_examples_of_algorithm_and_loss_run(tmp_path: Path, monkeypatch: pytest.
         "train.ppo.loss=loss:spo",
         "train.ppo.loss_args.eps=0.3",
         "train.ppo.skip_zero_advantage=false",
-        f"roles.custom.teacher.path={tmp_path / 'teacher'}",
+        f"roles.teacher.path={tmp_path / 'teacher'}",
         "allocation=sglang.d1+actor.d1+teacher.d1",
         *QUICK,
     ).completed()

@@ -198,7 +198,7 @@ rewards_of_groups = st.lists(
 @given(rewards_of_groups)
 def test_batch_norm_gives_weighted_mean_zero_std_one(rows: list[tuple[int, int, int]]) -> None:
     values, groups, weights = (np.array(column, np.float64) for column in zip(*rows, strict=True))
-    found = normalise(values, groups.astype(int), weights, NormalisationConfig(eps=1e-12))
+    found = normalise(values, groups.astype(int), weights, NormalisationConfig(), eps=1e-12)
     repeated = np.repeat(found, weights.astype(int))
     assert abs(repeated.mean()) < 1e-9
     assert np.isclose(repeated.std(), 0.0 if len(set(values)) == 1 else 1.0)

@@ -132,11 +132,11 @@ def test_batch_level_over_the_tokens_of_all_ranks() -> None:
     first, second = np.array([1.0, 3.0], np.float32), np.array([3.0, 9.0], np.float32)
     batch = Moments(*(a + b for a, b in zip(moments(first), moments(second), strict=True)))
     assert (batch.number, batch.mean, batch.std) == (4, 4.0, 3.0)  # deviations -3, -1, -1, 5
-    both = NormalisationConfig(mean="batch", std="batch", eps=1e-12)
-    assert normalise_tokens(first, batch, both).tolist() == pytest.approx([-1.0, -1 / 3])
-    assert normalise_tokens(second, batch, both).tolist() == pytest.approx([-1 / 3, 5 / 3])
-    only_std = NormalisationConfig(mean="group", std="batch", eps=1e-12)
-    assert normalise_tokens(first, batch, only_std).tolist() == pytest.approx([1 / 3, 1.0])
+    both = NormalisationConfig(mean="batch", std="batch")
+    assert normalise_tokens(first, batch, both, eps=1e-12).tolist() == pytest.approx([-1.0, -1 / 3])
+    assert normalise_tokens(second, batch, both, eps=1e-12).tolist() == pytest.approx([-1 / 3, 5 / 3])
+    only_std = NormalisationConfig(mean="group", std="batch")
+    assert normalise_tokens(first, batch, only_std, eps=1e-12).tolist() == pytest.approx([1 / 3, 1.0])
     only_mean = NormalisationConfig(mean="batch", std="none")
     assert normalise_tokens(second, batch, only_mean).tolist() == [-1.0, 5.0]
     neither = NormalisationConfig(mean="group", std="group")

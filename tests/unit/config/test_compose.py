@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import operator
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from realsys.config.compose import compose, fields, with_overrides
 from realsys.config.dataflow import dataflow_of, role_settings
-from realsys.config.fields import CONSTANT, RENAMED
+from realsys.config.fields import CONSTANT, EXPRESSED, RENAMED
 from realsys.config.machine import Machine
 from realsys.config.paths import read_config, write_config
 from realsys.config.rules import check
@@ -149,7 +150,7 @@ WRONG_VALUES = [
     ("train.ppo.eps_clip_higher=28", "less than or equal to 10"),
     ("generation.sampling.temperature=100", "less than or equal to 10"),
     ("rollout.reward.correct=.nan", "finite number"),
-    ("train.ppo.reward_model.weight=.inf", "finite number"),
+    ("train.ppo.reward_model_weight=.inf", "finite number"),
     ("manager.routing=stiky", "did you mean sticky?"),
     ("trial=7", "must be text"),
     ("trial=a/b", "letters, digits"),
@@ -236,25 +237,73 @@ def test_dump_that_is_not_ours_is_named(tmp_path: Path, text: str | None) -> Non
         read_config(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("field", [*RENAMED, *CONSTANT])
+@pytest.mark.parametrize("field", [*RENAMED, *EXPRESSED, *CONSTANT])
 def test_field_of_an_earlier_build_is_refused_and_a_stored_one_is_read(
     tmp_path: Path, field: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(["experiment=arith", f"+{field}=7"])
-    told = f"is {RENAMED[field]} now" if field in RENAMED else f"it is always {CONSTANT[field]}"
+    new = RENAMED.get(field) or EXPRESSED.get(field, ("",))[0]
+    told = f"is {new} now" if new else f"it is always {CONSTANT[field]!r}"
     assert f"{field}=7: " in str(caught.value) and told in str(caught.value) and caught.value.exit_code == 2
+    value, present, warning = STORED.get(field, (7, [], f"{field}=7 has no effect"))
+    config = read_config(stored(tmp_path, {field: value}))
+    assert config == with_overrides(Config(), present)
+    assert warning in caplog.text and bool(warning) == bool(caplog.text)
 
-    tree = Config().model_dump(mode="json")
-    *sections, name = field.split(".")
-    place = functools.reduce(operator.getitem, sections, tree)
-    if field in RENAMED:
-        del place[RENAMED[field].rpartition(".")[2]]
-    place[name] = 7
-    (tmp_path / "config.json").write_text(json.dumps(tree))
-    config = read_config(tmp_path / "config.json")
-    assert (f"{field}=7 has no effect" in caplog.text) == (field in CONSTANT)
-    assert config == (Config() if field in CONSTANT else with_overrides(Config(), [f"{RENAMED[field]}=7"]))
+
+#: field of an earlier build -> a value of a stored trial, what it is now, and the warning
+STORED = {
+    "asynchronous.max_head_offpolicyness": (7, ["asynchronous.max_staleness=7"], ""),
+    "agreement.max_difference": (0.5, ["train.engine_check=0.5"], ""),
+    "agreement.sample_tokens": (0, ["train.engine_check=0"], ""),
+    "train.ppo.critic.loss": ("huber", ["train.ppo.critic.huber_delta=10.0"], ""),
+    "train.ppo.kl.adaptive": (True, ["train.ppo.kl.target=0.1"], ""),
+    "train.ppo.reward_model.enabled": (True, ["train.ppo.reward_model_weight=1"], ""),
+    "train.ppo.reward_model.weight": (0.5, [], ""),
+    "rollout.agent_limits.tool_s": (7.0, ["rollout.agent_args.tool_s=7.0"], ""),
+    "generation.embedded.on_gpu": (True, ["model.small_on_gpu=true"], ""),
+    "model.float32_on_gpu": (True, ["model.small_on_gpu=true"], ""),
+    **{
+        f"generation.sampling.{name}_penalty": (0.5, [f"generation.sampling.penalties.{name}=0.5"], "")
+        for name in ("repetition", "presence", "frequency")
+    },
+    "record.samples": (False, ["record.keep_steps=0"], ""),
+    **{f"{phase}.optimizer.momentum": (0.8, [], "") for phase in ("train", "warmup")},
+    "generation.threads": (7, ["cluster.threads=7"], ""),
+    "train.threads": (7, ["cluster.threads=7"], ""),
+    **{
+        f"cluster.slurm.{name}": ("x", [f"cluster.slurm.options=['--{name}=x']"], "")
+        for name in ("constraint", "qos", "reservation")
+    },
+    "roles.custom": ({"teacher": {"path": "/t"}}, ["roles.teacher.path=/t"], ""),
+    "rollout.reward.judge": ({"model": "m"}, [], ""),
+}
+
+
+def stored(folder: Path, values: Mapping[str, object]) -> Path:
+    """Write the file of a trial of an earlier build with these values."""
+    tree = json.loads((Path(__file__).parent / "earlier_config.json").read_text())
+    for field, value in values.items():
+        if field == "asynchronous.max_head_offpolicyness":
+            del tree["asynchronous"]["max_staleness"]
+        *sections, name = field.split(".")
+        functools.reduce(operator.getitem, sections, tree)[name] = value
+    path = folder / "config.json"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def test_trial_of_an_earlier_build_has_the_same_settings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_config(stored(tmp_path, {})) == Config() and not caplog.text
+
+
+def test_stored_settings_of_the_judge_are_arguments_of_each_judge(tmp_path: Path) -> None:
+    sets = {"open": {"verifier": "judge"}, "math": {"verifier": "math"}}
+    given = {"data.verifier": "judge", "evaluation.sets": sets, "rollout.reward.judge": {"model": "m"}}
+    config = read_config(stored(tmp_path, given))
+    users = (config.data, config.evaluation.sets["open"], config.evaluation.sets["math"])
+    assert [user.verifier_args for user in users] == [{"model": "m"}, {"model": "m"}, {}]
 
 
 def test_dump_is_replaced_whole(tmp_path: Path) -> None:
@@ -284,9 +333,13 @@ def test_stored_configuration_takes_overrides() -> None:
 
 
 def test_override_keeps_the_rest_of_its_section() -> None:
-    config = Config.model_validate({"rollout": {"reward": {"judge": {"rubric": "Is ${x}$ right?"}, "wrong": -2.0}}})
-    reward = with_overrides(config, ["rollout.reward={correct: 3.0}"]).rollout.reward
-    assert (reward.correct, reward.wrong, reward.judge.rubric) == (3.0, -2.0, "Is ${x}$ right?")
+    config = Config.model_validate({"data": {"verifier_args": {"rubric": "Is ${x}$ right?"}, "eval_fraction": 0.5}})
+    data = with_overrides(config, ["data={verifier_args: {a: 1}, verifier: judge}"]).data
+    assert (data.verifier_args, data.verifier, data.eval_fraction) == (
+        {"rubric": "Is ${x}$ right?", "a": 1},
+        "judge",
+        0.5,
+    )
 
 
 @pytest.mark.parametrize(

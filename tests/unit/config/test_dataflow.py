@@ -80,7 +80,7 @@ def test_kl_in_the_loss_reads_the_reference():
 
 def test_everything_at_once():
     flow = dataflows.ppo(
-        changed(*CRITIC, "train.ppo.kl.coef=0.1", "train.ppo.kl.place=reward", "train.ppo.reward_model.enabled=true")
+        changed(*CRITIC, "train.ppo.kl.coef=0.1", "train.ppo.kl.place=reward", "train.ppo.reward_model_weight=1")
     )
     assert shape(flow) == {
         "reward_inf": ("reward", "loss_mask tokens", "scores"),

@@ -72,7 +72,7 @@ def test_bad_setting_of_a_set_is_named(given, field):
     [
         ("verifier: code, verifier_args: {isolation: jail}", "verifier_args"),
         ("verifier: exact, verifier_args: {nope: 1}", "verifier_args"),
-        ("verifier: judge, verifier_args: {a: 1}", "verifier_args"),
+        ("verifier: judge, verifier_args: {a: 1}", "verifier_args.a"),
         ("verifier: nothing, verifier_args: {a: 1}", "verifier"),
     ],
 )

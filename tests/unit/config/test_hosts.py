@@ -73,7 +73,7 @@ def test_no_copy_without_checkpoints(tmp_path: Path) -> None:
 
 def test_without_gpus_the_models_are_in_host_memory() -> None:
     """The arith job: 16 bytes per parameter and rank; the cache of 513 rows of 248 positions, 2 KiB each."""
-    config = changed("train.microbatch_tokens=248", "agreement.sample_tokens=0")
+    config = changed("train.microbatch_tokens=248", "train.engine_check=0")
     found = use(config, OnHost(2, 1, 4))
     assert found.ranks > 2 * 16 * 307_328
     assert found.servers > 513 * 248 * 2 * 2 * 2 * 32 * 4

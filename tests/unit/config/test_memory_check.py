@@ -178,10 +178,10 @@ def test_host_memory_names_its_parts() -> None:
 @pytest.mark.parametrize(
     ("free", "changes"),
     [
-        (285, "agreement.sample_tokens=0"),
-        (270, "agreement.sample_tokens=0 weights.delta=off"),
+        (285, "train.engine_check=0"),
+        (270, "train.engine_check=0 weights.delta=off"),
         (200, "train.offload=none"),
-        (150, "agreement.sample_tokens=0 weights.delta=off train.offload=none"),
+        (150, "train.engine_check=0 weights.delta=off train.offload=none"),
     ],
 )
 def test_host_of_gpus_names_a_change(free: int, changes: str, tmp_path: Path) -> None:

@@ -12,13 +12,12 @@ from pydantic.fields import FieldInfo
 
 from realsys.config.compose import fields
 from realsys.config.fields import Section
-from realsys.config.reference import reference, rewrite
+from realsys.config.reference import PAGES, reference, rewrite
 from realsys.config.schema import Config
-from realsys.config.schema_data import EvalSetConfig
-from realsys.config.schema_rollout import Criterion
+from realsys.config.schema_data import EvalSetConfig, MixtureSource
 from realsys.config.schema_train import RoleConfig
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "configuration.md").read_text("utf-8")
+ROOT = Path(__file__).resolve().parents[3]
 ROWS = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", reference(), re.MULTILINE))
 UNITS = {"_s": "seconds", "_mb": "MiB", "_tokens": "tokens", "seconds": "seconds"}
 
@@ -38,8 +37,13 @@ def is_of_an_entry(path: str) -> bool:
     return "[]" in path or "NAME" in path.split(".")
 
 
-def test_page_has_the_fields_of_the_schema() -> None:
-    assert rewrite(PAGE) == PAGE, "run `make docs`"
+@pytest.mark.parametrize("name", PAGES)
+def test_page_has_the_fields_of_the_schema(name: str) -> None:
+    page = (ROOT / name).read_text("utf-8")
+    assert rewrite(page) == page and "| field | values |" in page, "run `make docs`"
+
+
+def test_reference_has_each_field_once() -> None:
     assert {path for path in ROWS if not is_of_an_entry(path)} == set(fields())
 
 
@@ -47,8 +51,8 @@ def test_page_has_the_fields_of_the_schema() -> None:
     ("entry", "section"),
     [
         ("evaluation.sets.NAME.", EvalSetConfig),
-        ("rollout.reward.judge.criteria[].", Criterion),
-        ("roles.custom.NAME.", RoleConfig),
+        ("data.mixture[].", MixtureSource),
+        ("roles.NAME.", RoleConfig),
     ],
 )
 def test_entries_have_rows_with_their_meaning(entry: str, section: type[Section]) -> None:
@@ -61,8 +65,8 @@ def test_entries_have_rows_with_their_meaning(entry: str, section: type[Section]
 def test_rows_of_entries_say_values_and_default() -> None:
     assert ROWS["evaluation.sets.NAME.problems"].startswith("int ≥ 0 or null | `null` |")
     assert ROWS["evaluation.sets.NAME.k"].startswith("list of int > 0 or null | `null` |")
-    assert ROWS["rollout.reward.judge.criteria[].name"].startswith("text |  |")
-    assert ROWS["rollout.reward.judge.criteria"].startswith("list | `[]` |")
+    assert ROWS["data.mixture[].path"].startswith("text |  |")
+    assert ROWS["data.mixture"].startswith("list | `[]` |")
 
 
 def test_every_field_has_a_description() -> None:
@@ -89,10 +93,15 @@ def test_every_section_has_a_description() -> None:
     assert [section.__name__ for section in sections(Config) if not (section.__doc__ or "").strip()] == []
 
 
+def test_arguments_of_a_part_are_one_row_with_their_own_defaults() -> None:
+    assert ROWS["warmup.optimizer"].startswith(f"mapping | `{{'lr': {Config().warmup.optimizer.lr}, ")
+    assert ROWS["data.arith"].startswith("mapping |  |")
+    assert "| `data.arith.alpha` | float | `1.5` |" in reference("data.arith")
+    assert {"data.arith", "data.arith.alpha"} & set(fields(arguments=True)) == {"data.arith.alpha"}
+
+
 def test_default_of_a_section_decides_its_rows() -> None:
-    """The optimizer of the warm-up has its own defaults."""
-    assert f"| `{Config().warmup.optimizer.lr}` |" in ROWS["warmup.optimizer.lr"]
-    assert Config().warmup.optimizer.lr != Config().train.optimizer.lr
+    assert ROWS["evaluation.problems"].split(" | ")[1] == f"`{Config().evaluation.problems}`"
 
 
 def test_lists_and_mappings_are_told_apart() -> None:

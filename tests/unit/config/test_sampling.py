@@ -11,7 +11,7 @@ from realsys.config.schema import SamplingConfig
     [
         ({"top_p": 0.9, "top_k": 50}, "generation.sampling.top_p=0.9, top_k=50: completions are drawn from a changed"),
         ({"min_p": 0.05}, "generation.sampling.min_p=0.05: "),
-        ({"repetition_penalty": 1.1}, "generation.sampling.repetition_penalty=1.1: "),
+        ({"penalties": {"repetition": 1.1}}, "generation.sampling.penalties.repetition=1.1: "),
     ],
 )
 def test_sampling_that_biases_training_is_named_once(settings, named):

@@ -51,7 +51,7 @@ class Mine(Backend):
         return 100 << 30
 
     def sharing(self, share):
-        return {"generation.threads": int(100 * share)}
+        return {"cluster.threads": int(100 * share)}
 
     def build(self, parts):
         raise NotImplementedError
@@ -138,8 +138,8 @@ def test_backend_sets_its_share_of_a_shared_gpu() -> None:
     gpus = Machine(cpus=8, memory_bytes=200 << 30, gpus=("0", "1"), torch_has_cuda=True)
     config = changed("generation.backend=own_backends:Mine", "allocation=serve.d1+d2", "cluster.share_gpus=true")
     config, lines = fit(config, {"train"}, gpus)
-    assert config.generation.threads == 45
-    assert lines == ["set generation.threads=45: up to 2 processes share a GPU"]
+    assert config.cluster.threads == 45
+    assert lines == ["set cluster.threads=45: up to 2 processes share a GPU"]
 
 
 def test_preset_exists_for_each_builtin_backend() -> None:

@@ -95,8 +95,8 @@ def test_arguments_and_settings_reach_the_verifier(tmp_path, capsys):
     [
         (["--verifier", "exactly"], "unknown verifier"),
         (["--verifier", "nowhere:verify"], "no module named 'nowhere'"),
-        (["--verifier", "judge"], "rollout.reward.judge.base_url"),
-        (["--verifier", "judge", "rollout.reward.judge.rubric_file=/nowhere"], "rubric_file"),
+        (["--verifier", "judge"], "data.verifier_args.base_url"),
+        (["--verifier", "judge", "data.verifier_args.rubric_file=/nowhere"], "rubric_file"),
         (["--args", "{nonsense: 1}"], "do not fit exact"),
         (["--args", "{"], "cannot be read"),
         (["--step", "9"], "step 9 is not recorded; there is 3"),

@@ -72,7 +72,7 @@ def test_few_of_many_hosts_read_the_storage(nodes: int, servers: int, given: str
     [
         (384, 8, {}, set(), 24, "1,536 groups of 16, 64 in a worker; 384 servers run 64 episodes each"),
         (384, 8, {"asynchronous": {"max_staleness": 0}}, set(), 8, "512 groups of 16, 64 in a worker; stal"),
-        (40, 8, {"generation": {"backend": "sglang", "sglang": {"max_answers": 64}}}, {"generation"}, 2, ""),
+        (40, 8, {"generation": {"embedded": {"max_running": 32, "max_queued": 32}}}, {"generation"}, 2, ""),
         (6, 8, {}, set(), 2, ""),
         (384, 8, {}, {"rollout.workers"}, 2, ""),
         (384, 0, {}, set(), 2, ""),
@@ -216,17 +216,17 @@ def test_other_allocations_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "given", "embedded", "backend"),
+    ("gpus", "given", "model", "backend"),
     [
         (1, set(), {}, "sglang"),
         (0, set(), {}, "embedded"),
         (1, {"generation"}, {}, "embedded"),
         (1, {"generation.backend"}, {}, "embedded"),
-        (1, set(), {"on_gpu": True}, "embedded"),
+        (1, set(), {"small_on_gpu": True}, "embedded"),
     ],
 )
-def test_open_engine_on_gpus_is_sglang(gpus: int, given: set[str], embedded: dict[str, bool], backend: str) -> None:
-    config = Config.model_validate({"generation": {"embedded": embedded}})
+def test_open_engine_on_gpus_is_sglang(gpus: int, given: set[str], model: dict[str, bool], backend: str) -> None:
+    config = Config.model_validate({"model": model})
     config, lines = fit(config, given | {"train"}, machine(gpus))
     assert config.generation.backend == backend
     assert lines == (["set generation.backend=sglang: this machine has GPUs"] if backend == "sglang" else [])

@@ -107,9 +107,10 @@ def test_reward_services_judge_for_rollout_workers() -> None:
 
 
 def test_threads_are_those_of_the_kind() -> None:
-    specs = planned(generation=GenerationConfig(threads=3))
+    specs = planned(cluster={"threads": 3})
     assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["generation_server/0"] == "3"
-    assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["model_worker/0"] == "1"
+    assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["model_worker/0"] == "3"
+    assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["master_worker/0"] == "1"
 
 
 def test_ranks_get_one_gpu_each_servers_the_rest() -> None:
@@ -146,7 +147,7 @@ def test_seat_is_an_index_not_a_device_id() -> None:
 
 def test_spec_has_what_its_process_needs() -> None:
     reward = {"processes": 3}
-    by_name = {spec.name: spec for spec in planned(train={"threads": 4}, rollout={"workers": 1, "reward": reward})}
+    by_name = {spec.name: spec for spec in planned(cluster={"threads": 4}, rollout={"workers": 1, "reward": reward})}
     assert (by_name["model_worker/0"].cpus, by_name["rollout_worker/0"].cpus) == (4, 4)
     assert by_name["model_worker/0"].memory > by_name["master_worker/0"].memory > 0
 

@@ -180,7 +180,7 @@ def nothing_opened(events: list[Event]) -> None:
         (
             reissued_too_often,
             "staleness",
-            "ticket 0000000003 reissued 1 times as too old, and asynchronous.max_reissues",
+            "ticket 0000000003 reissued 1 times as too old, and the bound",
         ),
         (smaller_eta, "staleness", "ticket 0000000004 trained at version 2: 1 versions behind, max_staleness is 0"),
         (smaller_eta, "admission", "ticket 0000000002 granted as number 3, beyond 2 at version 0"),

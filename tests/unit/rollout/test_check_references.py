@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
+from realsys.config.fields import replaced
 from realsys.config.schema import Config, DataConfig, EvalConfig
 from realsys.config.schema_data import MixtureSource
-from realsys.config.schema_rollout import JudgeConfig, RewardConfig, RolloutConfig
+from realsys.config.schema_rollout import RewardConfig, RolloutConfig
 from realsys.data.convert import convert
 from realsys.data.lines import ORIGIN
 from realsys.errors import ConfigError, DataError
@@ -52,9 +53,8 @@ def test_verifier_without_check_takes_any(tmp_path, verifier):
 def test_rubric_key_that_a_row_lacks_is_named(tmp_path):
     """Nothing is sent to the endpoint of a judge, which does not exist."""
     path = jsonl(tmp_path / "t", [row | {"topic": "sums"} for row in rows("1")] + rows("2"))
-    judge = JudgeConfig(base_url="http://127.0.0.1:9/v1", model="m", rubric="{topic} {completion}")
-    config = config_of(path, "judge")
-    config = config.model_copy(update={"rollout": RolloutConfig(reward=RewardConfig(judge=judge))})
+    judge = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "rubric": "{topic} {completion}"}
+    config = replaced(config_of(path, "judge"), ["data", "verifier_args"], judge)
     with pytest.raises(DataError, match=rf"{path}:2: .*the row has no key 'topic', which the rubric names"):
         check_references(config, trial(tmp_path))
 

@@ -27,7 +27,7 @@ async function start() {
       return group;
     }).filter(group => group.children.length));
     if (!sources.length) {
-      $("count").textContent = "This trial has no samples: wait for the first step, or set record.samples=true.";
+      $("count").textContent = "This trial has no samples: wait for the first step, or set record.keep_steps above 0.";
       document.body.dataset.ready = "1";
       return;
     }

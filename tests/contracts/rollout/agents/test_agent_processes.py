@@ -38,7 +38,7 @@ def in_the_project(monkeypatch):
 
 
 def settings(agent, limits=None, **others):
-    bounds = {"episode_timeout_s": 60.0, "memory_mb": 200, "processes": 20} | (limits or {})
+    bounds = {"episode_timeout_s": 60.0, "memory_mb": 200} | (limits or {})
     return RolloutConfig(agent=agent, agent_limits=bounds, **others)
 
 
@@ -91,7 +91,7 @@ def test_episodes_wait_for_a_free_place(monkeypatch):
             started.put_nowait(connection.dup())
 
     async def run():
-        processes = AgentProcesses(settings("mine:run", agent_processes=1))
+        processes = AgentProcesses(settings("mine:run"))
         plays = [asyncio.create_task(call(processes, ROW)) for _ in range(2)]
         for number, episode in enumerate(plays):
             with await started.get() as connection:
@@ -101,6 +101,7 @@ def test_episodes_wait_for_a_free_place(monkeypatch):
 
     started = asyncio.Queue()
     monkeypatch.setattr(module, "_Zygote", Zygote)
+    monkeypatch.setattr(module, "PLACES", 1)
     asyncio.run(run())
 
 
@@ -192,13 +193,14 @@ def test_daemon_of_an_episode_ends_with_it(tmp_path):
     [
         ("eats", "MemoryError"),
         ("eats_together", "memory_mb=200"),
-        ("forks", "processes=20"),
+        ("forks", "more than 20 processes"),
         ("exits", "exited with code 3 before run returned"),
         ("returns_object", "run returned a object: it must return a number"),
         ("returns_megabytes", "run returned more than 1 MiB"),
     ],
 )
-def test_limit_ends_one_episode_with_its_reason(agent, problem):
+def test_limit_ends_one_episode_with_its_reason(agent, problem, monkeypatch):
+    monkeypatch.setattr(module, "MAX_PROCESSES", 20)
     assert problem in str(error_of(agent))
 
 

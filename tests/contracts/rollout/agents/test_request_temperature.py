@@ -80,7 +80,7 @@ def test_row_has_temperature_of_each_turn(episode):
 def test_importance_ratio_on_policy_is_one(model, episode):
     [(compared, trained)] = statistics(model, episode, temperature=1.0)
     assert compared["agreement/tokens"] == 2 * episode.rows[0].loss_tokens
-    assert compared["agreement/difference_max"] < 1e-4 < CONFIG.agreement.max_difference
+    assert compared["agreement/difference_max"] < 1e-4 < CONFIG.train.engine_check
     assert compared["agreement/ratio"] == pytest.approx(1.0, abs=1e-5)
     for weight in ("w_mean", "w_max", "u_mean", "u_max"):
         assert trained[weight] == pytest.approx(1.0, abs=1e-4)
@@ -89,4 +89,4 @@ def test_importance_ratio_on_policy_is_one(model, episode):
 def test_ratio_without_temperatures_is_wrong(model, episode):
     """Scored at the trial's temperature, the monitor warns."""
     [(compared, _)] = statistics(model, episode, temperature=0.0)
-    assert compared["agreement/difference_mean"] > CONFIG.agreement.max_difference
+    assert compared["agreement/difference_mean"] > CONFIG.train.engine_check

@@ -26,7 +26,7 @@ from tests.support.training.train_ranks import cat_exports, run_ranks
 REFS, ARRAYS = make_batch()
 MINIBATCHES = [REFS[:4], REFS[4:]]
 TRAINED = ("actor", "critic")
-SGD = {"name": "sgd", "momentum": 0.9, "weight_decay": 0.01, "clip_grad": 0.5}
+SGD = {"name": "sgd", "beta1": 0.9, "weight_decay": 0.01, "clip_grad": 0.5}
 # eps of the size of gradients: with a small one Adam turns gradients near zero into steps of either sign
 ADAM = {"eps": 0.1, "weight_decay": 0.01, "clip_grad": 0.5}
 CRITIC = {"gamma": 0.97, "lam": 0.9, "critic": {"enabled": True, "value_norm": "exponential"}}

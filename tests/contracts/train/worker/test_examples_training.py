@@ -33,7 +33,7 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def make_config(**ppo: Any) -> Config:
     train = {"microbatch_tokens": 48, "ppo": ppo}
-    return Config.model_validate({"train": train, "roles": {"custom": {"teacher": {}}}})
+    return Config.model_validate({"train": train, "roles": {"teacher": {}}})
 
 
 def weights(worker: Worker) -> dict[str, torch.Tensor]:
@@ -89,5 +89,5 @@ def test_distillation_trains_on_the_teachers_advantages(folders: dict[str, Path]
 def test_launcher_takes_the_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["train.ppo.algorithm=distill:distill", "train.ppo.skip_zero_advantage=false"]
-    arguments += ["roles.custom.teacher={}", "allocation=sglang.d1+actor.d1+teacher.d1"]
+    arguments += ["roles.teacher={}", "allocation=sglang.d1+actor.d1+teacher.d1"]
     assert main(["run", "experiment=arith", *FEW_ROWS, *arguments, "--dry-run"]) == 0

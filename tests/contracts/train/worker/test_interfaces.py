@@ -20,6 +20,7 @@ from realsys.model_calls import MfcRequest
 from realsys.train.megatron.device import Device
 from realsys.train.step_gate import SettleRequest, StepAbandoned, StepGate
 from realsys.train.worker.call_handlers import CallOutcome, Role, find_handler, find_hook
+from realsys.train.worker.optimizer_steps import MAX_SKIPPED_STEPS
 from realsys.types import SequenceRef
 from tests.support.training.ppo_batch import Worker, make_batch, whole
 from tests.support.training.train_ranks import run_ranks
@@ -27,9 +28,13 @@ from tests.support.training.train_ranks import run_ranks
 REFS, ARRAYS = make_batch()
 
 
-def make_config(*, max_skipped_steps: int = 5, **ppo: Any) -> Config:
-    train = {"microbatch_tokens": 48, "max_skipped_steps": max_skipped_steps, "ppo": ppo}
-    return Config.model_validate({"train": train})
+def make_config(**ppo: Any) -> Config:
+    return Config.model_validate({"train": {"microbatch_tokens": 48, "ppo": ppo}})
+
+
+def skip_more(worker: Worker, role: str, steps: int) -> None:
+    """Let the role have skipped further optimizer steps in a row."""
+    worker.roles[role].skipped_in_a_row += steps
 
 
 def weights(worker: Worker, role: str) -> dict[str, torch.Tensor]:
@@ -39,7 +44,7 @@ def weights(worker: Worker, role: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("layout", ["d2", "p2"])
 def test_nan_sample_skips_the_step_everywhere(folders: dict[str, Path], layout: str) -> None:
     """Every rank names the sample."""
-    config, meshes = make_config(max_skipped_steps=2), whole(layout, "actor")
+    config, meshes = make_config(), whole(layout, "actor")
     bad = REFS[4].sample_id
 
     def body(rank: int, device: Device) -> Any:
@@ -51,6 +56,7 @@ def test_nan_sample_skips_the_step_everywhere(folders: dict[str, Path], layout: 
         before = weights(worker, "actor")
         first = worker.call("actor_train", "actor", [REFS], lr=1e-2).stats
         unchanged = all(torch.equal(tensor, before[name]) for name, tensor in weights(worker, "actor").items())
+        skip_more(worker, "actor", MAX_SKIPPED_STEPS - 2)
         with pytest.raises(NotFiniteError) as caught:
             worker.call("actor_train", "actor", [REFS], lr=1e-2)
         return first, unchanged, caught.value.sample_ids, str(caught.value)
@@ -60,19 +66,20 @@ def test_nan_sample_skips_the_step_everywhere(folders: dict[str, Path], layout: 
         assert math.isnan(first["loss"]) and unchanged
         assert named == [bad]
         assert message == (
-            "actor: 2 optimizer steps in a row skipped because loss or gradient was not finite "
-            f"(train.max_skipped_steps); samples of the last one: {bad}"
+            "actor: 5 optimizer steps in a row skipped because loss or gradient was not finite; "
+            f"samples of the last one: {bad}"
         )
 
 
 def test_taken_step_ends_a_row_of_skipped_ones(folders: dict[str, Path]) -> None:
-    config, meshes = make_config(max_skipped_steps=2), whole("d1", "actor")
+    config, meshes = make_config(), whole("d1", "actor")
     first, rest = REFS[:2], REFS[2:]
 
     def body(rank: int, device: Device) -> Any:
         worker = Worker(rank, device, config, meshes, folders)
         worker.fill({name: own | {"prox_logprobs": own["behav_logprobs"]} for name, own in ARRAYS.items()})
         worker.data.put(first[0].sample_id, {"prox_logprobs": np.full(first[0].loss_tokens, np.nan, np.float32)})
+        skip_more(worker, "actor", MAX_SKIPPED_STEPS - 2)
         stats = worker.call("actor_train", "actor", [first, rest, first, rest], lr=1e-3).stats
         role = worker.roles["actor"]
         return stats, role.state_dict()
@@ -87,7 +94,7 @@ def test_minibatch_without_a_suspect_is_named_whole(folders: dict[str, Path]) ->
 
     Weights that overflow make every log-prob NaN.
     """
-    config, meshes = make_config(max_skipped_steps=1), whole("d1", "actor")
+    config, meshes = make_config(), whole("d1", "actor")
 
     def body(rank: int, device: Device) -> Any:
         worker = Worker(rank, device, config, meshes, folders)
@@ -95,6 +102,7 @@ def test_minibatch_without_a_suspect_is_named_whole(folders: dict[str, Path]) ->
         with torch.no_grad():
             for parameter in worker.roles["actor"].engine.module.parameters():  # type: ignore[union-attr]
                 parameter.mul_(math.inf)
+        skip_more(worker, "actor", MAX_SKIPPED_STEPS - 1)
         with pytest.raises(NotFiniteError) as caught:
             worker.call("actor_train", "actor", [REFS[:3], REFS[3:]], lr=1e-3)
         return caught.value.sample_ids
@@ -104,7 +112,7 @@ def test_minibatch_without_a_suspect_is_named_whole(folders: dict[str, Path]) ->
 
 def test_nan_of_the_critic_stays_with_its_sample(folders: dict[str, Path]) -> None:
     """Neither the batch's mean nor the running statistics carry it to the others."""
-    config = make_config(max_skipped_steps=1, critic={"enabled": True, "value_norm": "moving"})
+    config = make_config(critic={"enabled": True, "value_norm": "moving"})
     bad, rest = REFS[1], [ref for ref in REFS if ref is not REFS[1]]
 
     def body(rank: int, device: Device) -> Any:
@@ -120,6 +128,7 @@ def test_nan_of_the_critic_stays_with_its_sample(folders: dict[str, Path]) -> No
         worker.spread(REFS, "prox_logprobs", "values", "advantages", "returns")
         named = []
         for call, role in (("actor_train", "actor"), ("critic_train", "critic")):
+            skip_more(worker, role, MAX_SKIPPED_STEPS - 1)
             with pytest.raises(NotFiniteError) as caught:
                 worker.call(call, role, [REFS], lr=1e-3)
             named.append(caught.value.sample_ids)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.config.schema import SamplingConfig
+from realsys.config.schema import PenaltyConfig, SamplingConfig
 from realsys.generation.client import SamplingSpec
 from realsys.generation.embedded.prefix_cache import PrefixIndex, plan_pass
 from realsys.generation.embedded.sampler import RowParams, sample
@@ -151,25 +151,29 @@ def test_what_is_off_is_not_sent():
     msgspec.convert(sent, SamplingParams)  # every name is known, and no field of the chunking is sent
 
 
+PENALTIES = {f"{name}_penalty": name for name in PenaltyConfig.model_fields}
 #: of one request, not of a trial
 PER_REQUEST = {"n", "sampling_seed", "answer_prefix", "top_logprobs_num"}
 
 
 def test_config_offers_every_sampling_parameter():
     """generation.sampling is the user's page of SamplingParams: same names, same defaults."""
-    server, settings = msgspec.structs.fields(SamplingParams), SamplingConfig()
-    assert {f.name for f in server} - PER_REQUEST == set(SamplingConfig.model_fields) - {"new_tokens_per_chunk"}
+    server, settings = msgspec.structs.fields(SamplingParams), sampling_spec(SamplingConfig(), ())
+    offered = {*SamplingConfig.model_fields} - {"penalties", "new_tokens_per_chunk"} | {*PENALTIES}
+    assert {f.name for f in server} - PER_REQUEST == offered
     for field in server:
         if field.name not in PER_REQUEST | {"max_new_tokens"}:
-            value = getattr(settings, field.name)
-            assert (tuple(value) if isinstance(value, list) else value) == field.default, field.name
+            assert getattr(settings, field.name) == field.default, field.name
 
 
-@pytest.mark.parametrize("name", sorted(set(SamplingConfig.model_fields) - {"stop", "stop_token_ids"}))
+@pytest.mark.parametrize(
+    "name", sorted({*SamplingConfig.model_fields, *PENALTIES} - {"stop", "stop_token_ids", "penalties"})
+)
 def test_config_accepts_only_what_a_server_does(name):
     for value in (-10, -3, -2, -1, -1e-9, 0, 1e-7, 1e-6, 1e-3, 0.5, 1, 1.5, 2, 3, 1e9, float("inf"), float("nan")):
         try:
-            given = SamplingConfig(**{"max_new_tokens": 10**10, name: value})
+            own = {"penalties": {PENALTIES[name]: value}} if name in PENALTIES else {name: value}
+            given = SamplingConfig(**{"max_new_tokens": 10**10, **own})
         except ValueError:
             continue
         assert sampling_spec(given, ()).problem() is None, value

@@ -14,6 +14,7 @@ import pytest
 
 from realsys.config.compose import compose
 from realsys.config.paths import TrialPaths
+from realsys.observe.trackers import link
 from realsys.observe.trackers.link import Trackers
 from realsys.observe.trackers.tensorboard import EventFile
 from tests.support.polling import poll
@@ -117,17 +118,19 @@ def test_own_tracker_gets_points_and_the_end(trial: Trial) -> None:
     assert "library output" in (trial.paths.logs / "trackers.log").read_text()
 
 
-def test_hanging_tracker_delays_no_other_nor_the_end(trial: Trial) -> None:
+def test_hanging_tracker_delays_no_other_nor_the_end(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "FINISH_S", 1.0)
+
     def done() -> bool:
         return bool(trial.calls()) and trial.paths.metrics.exists() and trial.paths.metrics.read_text().count("\n") == 2
 
-    took = trial.follow("own_tracker:Hanging", "file", until=done, tracker_finish_s=1)
+    took = trial.follow("own_tracker:Hanging", "file", until=done)
     assert took < 5.0
     assert [text for text in trial.said if "own_tracker:Hanging did not finish within 1 s" in text]
 
 
 def test_stop_waits_a_second_for_hanging_trackers(trial: Trial) -> None:
-    took = trial.follow("own_tracker:Hanging", status="interrupted", until=trial.calls, tracker_finish_s=1000)
+    took = trial.follow("own_tracker:Hanging", status="interrupted", until=trial.calls)
     assert took < 5.0 and len(trial.said) == 1
 
 

@@ -17,7 +17,7 @@ from tests.support.processes.config_trees import changed
 from tests.support.rewards.judge_endpoint import KEY, JudgeEndpoint, judge_endpoint
 from tests.support.serving.reward_pools import BEHAVE, until
 
-JUDGE = "rollout.reward.judge"
+JUDGE = "data.verifier_args"
 RIGHT, WRONG = Item("2+2=", "it is 4", "4"), Item("2+2=", "it is 5", "4")
 
 
@@ -263,7 +263,8 @@ def test_judge_takes_the_place_of_the_pool(endpoint):
 @pytest.mark.processes
 def test_trial_has_a_judge_beside_processes(endpoint):
     """Each completion goes to the verifier of its data set, and failures of both are counted."""
-    given = settings(endpoint, "data.verifier=exact", "evaluation.sets={open: {verifier: judge}}", f"{JUDGE}.retries=0")
+    judge = f"{{base_url: '{endpoint.url}', model: judge-7b, retries: 0}}"
+    given = changed("data.verifier=exact", f"evaluation.sets={{open: {{verifier: judge, verifier_args: {judge}}}}}")
 
     async def run():
         verifiers = own_verifiers(given)
@@ -297,7 +298,9 @@ def test_trial_has_a_judge_beside_processes(endpoint):
         ([f"{JUDGE}.request={{stream: true}}"], "must not set stream"),
         (["rollout.workers=32"], "divided among rollout.workers"),
         ([f"{JUDGE}.requests_per_minute=1", "rollout.workers=2"], "divided among rollout.workers"),
-        (["data.verifier_args={a: 1}"], "the judge has none"),
+        ([f"{JUDGE}.modl=a"], "data.verifier_args.modl='a': unknown; did you mean model"),
+        ([f"{JUDGE}.retries=-1"], "data.verifier_args.retries=-1: must be greater than or equal to 0"),
+        ([f"{JUDGE}.criteria=[{{name: a b}}]"], "criteria.0.name='a b': must be 1 to 32 letters"),
         (["rollout.reward.services=1"], "set it to 0"),
     ],
 )

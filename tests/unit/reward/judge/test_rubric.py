@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from realsys.config.schema_rollout import Criterion, JudgeConfig
-from realsys.reward.judge.rubric import Rubric, RubricError
+from realsys.reward.judge.rubric import Criterion, JudgeArguments, Rubric, RubricError
 from realsys.reward.verifiers.contract import Item
 
 TWO = [
@@ -17,7 +16,7 @@ TWO = [
 
 
 def user_text(template: str, item: Item) -> str:
-    return Rubric(JudgeConfig(rubric=template)).messages(item)[1]["content"]
+    return Rubric(JudgeArguments(rubric=template)).messages(item)[1]["content"]
 
 
 def test_placeholders_take_prompt_answer_and_row():
@@ -42,7 +41,7 @@ def test_other_braces_are_plain_text():
     ],
 )
 def test_completion_stays_between_its_marks(completion):
-    system, user = Rubric(JudgeConfig()).messages(Item("ask", completion, "the reference"))
+    system, user = Rubric(JudgeArguments()).messages(Item("ask", completion, "the reference"))
     (mark,) = re.findall(r"----- BEGIN ([0-9a-f]{16}) -----", user["content"])
     inside = user["content"].partition(f"----- BEGIN {mark} -----\n")[2].partition(f"\n----- END {mark} -----")[0]
     assert inside == completion.encode("utf-8", "replace").decode()
@@ -56,7 +55,7 @@ def test_final_leaves_the_thinking_out():
 
 
 def test_row_without_key_is_named():
-    rubric = Rubric(JudgeConfig(rubric="{info.level} {completion}"))
+    rubric = Rubric(JudgeArguments(rubric="{info.level} {completion}"))
     for extra in ({}, {"info": {}}, {"info": "text"}):
         assert rubric.problem(Item("", "", "", extra)) == "the row has no key 'info.level', which the rubric names"
     assert rubric.problem(Item("", "", "", {"info": {"level": 0}})) is None
@@ -65,9 +64,9 @@ def test_row_without_key_is_named():
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        (JudgeConfig(rubric="judge {prompt}"), "would not see what it judges"),
-        (JudgeConfig(criteria=[TWO[0], TWO[0]]), "two criteria named 'style'"),
-        (JudgeConfig(criteria=[Criterion(name="a", low=3.0, high=3.0)]), "low must be below high"),
+        (JudgeArguments(rubric="judge {prompt}"), "would not see what it judges"),
+        (JudgeArguments(criteria=[TWO[0], TWO[0]]), "two criteria named 'style'"),
+        (JudgeArguments(criteria=[Criterion(name="a", low=3.0, high=3.0)]), "low must be below high"),
     ],
 )
 def test_unusable_rubric_is_refused(config, problem):
@@ -76,14 +75,14 @@ def test_unusable_rubric_is_refused(config, problem):
 
 
 def test_share_weighs_criteria_in_their_ranges():
-    rubric = Rubric(JudgeConfig(criteria=TWO))
+    rubric = Rubric(JudgeArguments(criteria=TWO))
     assert rubric.share({"style": 1.0, "truth": 0.0}) == 0.0
     assert rubric.share({"style": 5.0, "truth": 10.0}) == 1.0
     assert rubric.share({"style": 3.0, "truth": 10.0}) == pytest.approx(0.875)
 
 
 def test_judge_is_told_criteria_and_form():
-    rubric = Rubric(JudgeConfig(criteria=TWO))
+    rubric = Rubric(JudgeArguments(criteria=TWO))
     rules = rubric.messages(Item("", "x", ""))[0]["content"]
     assert "- truth, from 0 to 10: no false claim" in rules and '"style": <number>' in rules
     schema = rubric.schema()

@@ -8,14 +8,14 @@ import uvloop
 
 from realsys.config.schema_rollout import RolloutConfig
 from realsys.errors import AgentError
-from realsys.rollout.agents import contract
+from realsys.rollout.agents import captured, contract
 from realsys.rollout.agents.captured import Inside
 from realsys.rollout.agents.contract import EpisodeTime
 from tests.support.harness import user_agents
 
 
-def inside(run, episode=0.2, blocking=10.0, **settings):
-    return Inside(run, RolloutConfig(agent_limits={"episode_timeout_s": episode, "blocking_s": blocking}, **settings))
+def inside(run, episode=0.2, **settings):
+    return Inside(run, RolloutConfig(agent_limits={"episode_timeout_s": episode}, **settings))
 
 
 def call(agent, data, episode=0.2):
@@ -96,9 +96,11 @@ def test_agent_that_catches_cancellation_is_left_behind(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("run_of_agent", [user_agents.sleeps_in_async, user_agents.sleeps_in_a_task])
-def test_agent_that_blocks_the_worker_fails_alone(run_of_agent):
+def test_agent_that_blocks_the_worker_fails_alone(run_of_agent, monkeypatch):
+    monkeypatch.setattr(captured, "BLOCKED_S", 0.2)
+
     async def run():
-        agent = inside(run_of_agent, episode=30.0, blocking=0.2)
+        agent = inside(run_of_agent, episode=30.0)
         try:
             plays = [call(agent, {"s": seconds}, 30.0) for seconds in (20.0, 0.0)]
             return await asyncio.gather(*plays, return_exceptions=True)
@@ -106,7 +108,7 @@ def test_agent_that_blocks_the_worker_fails_alone(run_of_agent):
             await agent.close()
 
     blocked, other = uvloop.run(run())  # the RolloutWorker's event loop
-    assert isinstance(blocked, AgentError) and "blocking_s=0.2" in str(blocked)
+    assert isinstance(blocked, AgentError) and "for more than 0.2 s" in str(blocked)
     assert other == 1.0
 
 
@@ -148,16 +150,18 @@ def test_plain_function_inside_has_a_thread():
     assert answer["metrics"]["daemon"], "the worker's exit would wait for it"
 
 
-def test_wait_for_a_thread_takes_no_time_of_the_episode():
+def test_wait_for_a_thread_takes_no_time_of_the_episode(monkeypatch):
+    monkeypatch.setattr(captured, "PLACES", 1)
     clock = Clock()
-    agent = inside(user_agents.takes_time, episode=2.0, agent_process="never", agent_processes=1)
+    agent = inside(user_agents.takes_time, episode=2.0, agent_process="never")
     assert play_all(agent, [{"clock": clock}] * 12, 2.0, clock) == [1.0] * 12
     assert clock.now_s > 1002.0
 
 
-def test_episode_fails_when_no_thread_ends():
+def test_episode_fails_when_no_thread_ends(monkeypatch):
+    monkeypatch.setattr(captured, "PLACES", 1)
     stop = threading.Event()
-    agent = inside(user_agents.waits, agent_process="never", agent_processes=1)
+    agent = inside(user_agents.waits, agent_process="never")
     first, second = play_all(agent, [{"stop": stop}] * 2)
     stop.set()
     assert "episode_timeout_s=0.2" in str(first)

@@ -172,7 +172,7 @@ def test_result_is_cut_to_its_bytes(tokenizer):
 
 
 def test_tool_that_never_ends_costs_its_time(tokenizer):
-    overrides = [f"rollout.agent_args.tools=['{__name__}:Stuck']", "rollout.agent_limits.tool_s=0.05"]
+    overrides = [f"rollout.agent_args.tools=['{__name__}:Stuck']", "rollout.agent_args.tool_s=0.05"]
     episode, session = play(tokenizer, call(name="stuck"), call(name="stuck"), "#8", overrides=overrides)
     assert "error: the tool took too long" in tokenizer.decode(session.sent[1])
     assert "error: no tool can be called" in tokenizer.decode(session.sent[2])
@@ -190,7 +190,7 @@ def test_stuck_programs_take_no_time_from_others(tokenizer, monkeypatch):
     monkeypatch.setattr(tools, "Sandbox", Programs)
     monkeypatch.setattr(tools.shutil, "which", lambda _: "/usr/bin/bwrap")
     monkeypatch.setattr(tools.os, "cpu_count", lambda: 2)
-    overrides = ["rollout.agent_args.tools=[python]", "rollout.agent_limits.tool_s=0.5"]
+    overrides = ["rollout.agent_args.tools=[python]", "rollout.agent_args.tool_s=0.5"]
     agent = agents.build(compose([*ARGUMENTS, *overrides]), tokenizer, LastText())
     programs = [*["stuck"] * 6, "print(8)"]
     sessions = [Texts(tokenizer, [call(code, "python", "code"), "#8"]) for code in programs]

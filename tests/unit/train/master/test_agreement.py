@@ -7,12 +7,9 @@ import math
 
 import pytest
 
-from realsys.config.schema import AgreementConfig
 from realsys.model_calls import SnapshotPlan
 from realsys.train.master.agreement import AgreementMonitor, AgreementSampler
 from realsys.types import SampleMeta
-
-CONFIG = AgreementConfig(max_difference=0.05, max_growth=4.0, window=3, floor=1e-4)
 
 
 def stats(mean: float, tokens: float = 100.0) -> dict[str, float]:
@@ -30,7 +27,7 @@ def warnings(monitor: AgreementMonitor, means: list[float]) -> list[bool]:
 
 
 def test_a_step_is_shown_as_it_was() -> None:
-    assert AgreementMonitor(CONFIG).observe(7, stats(1e-6)) == {
+    assert AgreementMonitor(0.05, window=3).observe(7, stats(1e-6)) == {
         "version": 7,
         "tokens": 100,
         "difference_mean": 1e-6,
@@ -43,12 +40,12 @@ def test_a_step_is_shown_as_it_was() -> None:
 @pytest.mark.parametrize("found", [{}, {"agreement/tokens": 0.0}])
 def test_agreement_without_tokens_is_reported_as_missing(found: dict[str, float]) -> None:
     """It is not reported as an agreement of zero."""
-    shown = AgreementMonitor(CONFIG).observe(7, found)
+    shown = AgreementMonitor(0.05, window=3).observe(7, found)
     assert (shown["tokens"], shown["difference_mean"], shown["ratio"], shown["warning"]) == (0, None, None, "")
 
 
 def test_difference_over_threshold_warns_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
-    monitor = AgreementMonitor(CONFIG)
+    monitor = AgreementMonitor(0.05, window=3)
     with caplog.at_level(logging.WARNING):
         assert warnings(monitor, [0.05, 0.051, 0.2, 0.01]) == [False, True, True, False]
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
@@ -58,22 +55,24 @@ def test_difference_over_threshold_warns_and_logs_once(caplog: pytest.LogCapture
 
 
 def test_not_a_number_warns() -> None:
-    assert warnings(AgreementMonitor(CONFIG), [math.nan]) == [True]
+    assert warnings(AgreementMonitor(0.05, window=3), [math.nan]) == [True]
 
 
 def test_slow_growth_below_threshold_warns_by_trend() -> None:
     # the first three average 0.002; the last three reach 4 times that with (0.004 + 0.008 + 0.0121) / 3 = 0.00803
     means = [0.001, 0.002, 0.003, 0.002, 0.004, 0.008, 0.0121]
-    assert warnings(AgreementMonitor(CONFIG), means) == [False] * 6 + [True]
+    assert warnings(AgreementMonitor(0.05, window=3), means) == [False] * 6 + [True]
 
 
 def test_trend_within_numerical_noise_is_none() -> None:
-    assert not any(warnings(AgreementMonitor(CONFIG), [1e-8] * 3 + [3e-4] * 10)), "under 4 times the floor of 1e-4"
-    assert any(warnings(AgreementMonitor(CONFIG), [1e-8] * 3 + [5e-4] * 10))
+    assert not any(warnings(AgreementMonitor(0.05, window=3), [1e-8] * 3 + [3e-4] * 10)), (
+        "under 4 times the floor of 1e-4"
+    )
+    assert any(warnings(AgreementMonitor(0.05, window=3), [1e-8] * 3 + [5e-4] * 10))
 
 
 def test_steps_weigh_by_their_tokens_in_the_trend() -> None:
-    monitor = AgreementMonitor(CONFIG)
+    monitor = AgreementMonitor(0.05, window=3)
     for version in range(3):
         monitor.observe(version, stats(0.001))
     for version in range(3, 5):
@@ -98,7 +97,7 @@ def sample(number: int, oldest: int, newest: int, tokens: int = 100) -> SampleMe
 
 def test_kept_weights_wait_for_their_tokens() -> None:
     """A trainer that is always three versions behind: the batch at version v has tokens of v - 3."""
-    sampler = AgreementSampler(sample_tokens=150, eta=3)
+    sampler = AgreementSampler(3, 150)
     plans = [sampler.plan(v, [sample(n, v - 3, v - 3) for n in range(4)]) for v in range(3, 10)]
     scored = SnapshotPlan(version=3, samples=["s0", "s1"], take=True)
     assert plans[:4] == [SnapshotPlan(take=True), None, None, scored]
@@ -106,23 +105,23 @@ def test_kept_weights_wait_for_their_tokens() -> None:
 
 
 def test_current_tokens_need_no_kept_weights() -> None:
-    sampler = AgreementSampler(sample_tokens=150, eta=3)
+    sampler = AgreementSampler(3, 150)
     assert [sampler.plan(v, [sample(0, v - 1, v)]) for v in range(4)] == [None] * 4
 
 
 def test_kept_weights_expire() -> None:
     """No server ever sampled with version 0: another one is kept after 2 * (eta + 1) steps."""
-    sampler = AgreementSampler(sample_tokens=150, eta=1)
+    sampler = AgreementSampler(1, 150)
     plans = [sampler.plan(v, [sample(0, -1, -1)]) for v in range(7)]
     assert [v for v, plan in enumerate(plans) if plan is not None and plan.take] == [0, 5]
 
 
 def test_no_sample_tokens_keep_no_weights() -> None:
-    assert AgreementSampler(sample_tokens=0, eta=3).plan(5, [sample(0, 1, 2)]) is None
+    assert AgreementSampler(3, 0).plan(5, [sample(0, 1, 2)]) is None
 
 
 def test_step_without_inference_scores_its_own_version() -> None:
     """Without `actor_inf` nothing else computes log-probs of the version that is trained."""
-    sampler = AgreementSampler(sample_tokens=150, eta=3, scores_all=False)
+    sampler = AgreementSampler(3, 150, scores_all=False)
     assert sampler.plan(5, [sample(0, 5, 5), sample(1, 3, 5), sample(2, 4, 4)]) == SnapshotPlan(5, ["s0", "s1"])
     assert sampler.plan(6, [sample(3, 5, 5)]) == SnapshotPlan(take=True)

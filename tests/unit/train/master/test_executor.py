@@ -29,7 +29,7 @@ EVERYTHING = (
     "train.ppo.skip_zero_advantage=false",
     "train.ppo.kl.coef=0.1",
     "train.ppo.kl.place=reward",
-    "train.ppo.reward_model.enabled=true",
+    "train.ppo.reward_model_weight=1",
 )
 NAMES = [f"s{i}" for i in range(8)]
 

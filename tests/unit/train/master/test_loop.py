@@ -105,9 +105,7 @@ def test_only_critic_trains_during_its_warm_up() -> None:
 
 
 def test_reference_kl_coefficient_follows_reported_kl() -> None:
-    config = changed(
-        "train.ppo.kl.coef=0.1", "train.ppo.kl.adaptive=true", "train.ppo.kl.target=1.0", "train.ppo.kl.horizon=100"
-    )
+    config = changed("train.ppo.kl.coef=0.1", "train.ppo.kl.target=1.0", "train.ppo.kl.horizon=100")
     arguments = CallArguments(config, dataflow_of(config), 10)
     assert arguments.of_step(1)["ref_inf"] == {}
     assert arguments.of_step(1)["actor_train"]["kl_coef"] == 0.1

@@ -97,7 +97,7 @@ def test_a_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
         read_model(scored)
     with pytest.raises(ModelError, match=problem):
         check(changed(f"model.path={scored}", *SHORT), MACHINE)
-    reward = ["train.ppo.reward_model.enabled=true", *SHORT]
+    reward = ["train.ppo.reward_model_weight=1", *SHORT]
     check(changed(f"roles.reward.path={scored}", *reward), MACHINE)
     with pytest.raises(ConfigError, match=r"roles\.reward\.path.*without score\.weight"):
         check(changed(f"roles.reward.path={plain}", *reward), MACHINE)

@@ -3,8 +3,6 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=32
 #SBATCH --mem=123392M
-#SBATCH --reservation=r
-#SBATCH --constraint=ib&a100
 #SBATCH --job-name=math-t
 #SBATCH --no-kill
 #SBATCH --no-requeue
@@ -12,6 +10,8 @@
 #SBATCH --open-mode=append
 #SBATCH --chdir="/home/me/my work"
 #SBATCH --output="/shared/runs/math/50%% off/job/job-%j.log"
+#SBATCH --reservation=r
+#SBATCH --constraint=ib&a100
 #SBATCH --mail-type=END
 # Made by `realsys submit`. The same script runs again when the job is queued again: the trial continues.
 

@@ -7,7 +7,6 @@
 #SBATCH --partition=gpu
 #SBATCH --job-name=math-t
 #SBATCH --account=a1
-#SBATCH --qos=high
 #SBATCH --time=1-00:00:00
 #SBATCH --no-kill
 #SBATCH --requeue

@@ -22,12 +22,12 @@
 #SBATCH --exclusive
 #SBATCH --gpus-per-node=8
 #SBATCH --partition=gpu
-#SBATCH --constraint=ib
 #SBATCH --job-name=math-t
 #SBATCH --account=a1
 #SBATCH --time=1-00:00:00
 #SBATCH --no-kill
 #SBATCH --requeue
+#SBATCH --constraint=ib
 #SBATCH --mail-type=END
 # Made by `realsys submit`. The same script runs again when the job is queued again: the trial continues.
 
