@@ -16,6 +16,7 @@ import pytest
 
 from realsys.cluster.files import occupy
 from realsys.cluster.lease import Heartbeat, LeaseTerms
+from realsys.cluster.names import etcd_store
 from realsys.cluster.names.connect import make_name_store, trial_names
 from realsys.cluster.names.contract import NameStore
 from realsys.cluster.names.etcd_members import EtcdAccess
@@ -49,7 +50,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def etcd(etcd_server) -> Iterator[EtcdNameStore]:
+def etcd(etcd_server, monkeypatch: pytest.MonkeyPatch) -> Iterator[EtcdNameStore]:
+    # The short leases of these trials must not bound the calls of a busy etcd.
+    monkeypatch.setattr(
+        etcd_store, "EtcdNameStore", lambda at, _, __, access, **how: EtcdNameStore(at, 60.0, 60.0, access, **how)
+    )
     store = EtcdNameStore(etcd_server.address, call_timeout_s=60.0)
     store.clear_subtree("realsys")  # keys that other tests have left
     yield store
