@@ -47,10 +47,9 @@ class MicroBatch:
     positions: I64 = field(
         default_factory=lambda: np.zeros(0, np.int64)
     )  # host [a], positions of the loss tokens, as if the rows lay one after the other; last stage
-    parents: list[tuple[int, ...]] = field(default_factory=list)  # of each segment those before it in its row; []: none
-    places: I64 | None = (
-        None  # host, where each token of the rows is packed; last stage; None: they lie one after the other
-    )
+    #: of each segment those before it in its row; []: the rows share none
+    parents: list[tuple[int, ...]] = field(default_factory=list)
+    places: I64 | None = None  # host, where each token of the rows is packed; last stage; None: one after the other
 
     def place(self, positions: I64) -> torch.Tensor:
         """Return where the tokens at ``positions`` of the rows are packed, int64, on the device."""
@@ -106,7 +105,7 @@ class MicroBatchPacker:
             lengths.append(padding)
         # All stages need the lengths: attention computes its segments from them.
         batch = MicroBatch(ordered, lengths, self._tensor(np.zeros(0, np.int64)))
-        if any(segment.parents for segment in tree.segments):
+        if tree.tokens < sum(ref.length for ref in ordered):
             batch.parents = [segment.parents for segment in tree.segments] + [()] * bool(padding)
         if self._first or self._last:
             rows = self._arrays(ordered, "tokens")

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
+from realsys.algorithm.prefix_tree import unit_size
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.config.dataflow import role_settings
 from realsys.config.rank_memory import (
@@ -34,6 +36,7 @@ from tests.support.training.train_ranks import coordinates
 
 TOKENS = 8192
 LAYERS = 4  # of the published models: all layers are alike
+PLAIN = [structs.replace(ref, shared=[]) for ref in REFS]
 
 
 def qwen(folder: Path, name: str) -> HfModel:
@@ -117,8 +120,12 @@ def predicted_states(model: HfModel, layout: ParallelLayout, stage: int, dtype: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_saved_bytes_of_a_layer_on_cpu(dtype: str, tmp_path: Path) -> None:
-    """Sum of the storages that a layer saves for its backward pass, per token, with the CPU's attention."""
+@pytest.mark.parametrize("shared", [False, True])
+def test_saved_bytes_of_a_layer_on_cpu(dtype: str, shared: bool, tmp_path: Path) -> None:
+    """Sum of the storages that a layer saves for its backward pass, per token, with the CPU's attention.
+
+    Rows that begin alike save fewer than the tokens that they take of a micro-batch.
+    """
 
     def body(rank: Rank) -> float:
         engine: Any = rank.engine
@@ -131,10 +138,11 @@ def test_saved_bytes_of_a_layer_on_cpu(dtype: str, tmp_path: Path) -> None:
                 saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        batch = rank.micro_batches(1)[0]
+        refs = REFS if shared else PLAIN
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            engine.accumulate([batch], NLL)
-        return sum(saved.values()) / sum(batch.lengths)
+            engine.accumulate([rank.packer.pack(refs)], NLL)
+        groups = [[ref for ref in refs if ref.group == group] for group in {ref.group for ref in refs}]
+        return sum(saved.values()) / sum(map(unit_size, groups))
 
     sizes = []
     for layers in (2, 6):
@@ -142,8 +150,9 @@ def test_saved_bytes_of_a_layer_on_cpu(dtype: str, tmp_path: Path) -> None:
         make_model(num_hidden_layers=layers, hidden_size=64).save_pretrained(path)
         sizes.append(on_ranks("d1", path, body, make_config(dtype), make_settings())[0])
     how = StepSettings(dtype, TOKENS, TOKENS, False, False, 0, False)
-    predicted = layer_bytes(read_model(path), ParallelLayout(), how).kept
-    assert predicted == pytest.approx((sizes[1] - sizes[0]) / 4, rel=0.1)
+    predicted, saved = layer_bytes(read_model(path), ParallelLayout(), how).kept, (sizes[1] - sizes[0]) / 4
+    print(f"{saved:.0f} bytes of a token, predicted are {predicted:.0f}")
+    assert saved < 1.1 * predicted if shared else predicted == pytest.approx(saved, rel=0.1)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -154,7 +163,7 @@ def test_stages_hold_the_micro_batches_in_flight(stages: int, tmp_path: Path) ->
     def body(rank: Rank) -> tuple[int, int]:
         peaks = []
         for count in (1, 8):
-            batches = [rank.packer.pack(REFS) for _ in range(count)]
+            batches = [rank.packer.pack(PLAIN) for _ in range(count)]
             with LiveBytes(communicates=True) as live:
                 rank.engine.accumulate(batches, NLL)
             peaks.append(live.peak)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
+from realsys.algorithm.prefix_tree import shared_beginnings
 from realsys.train.megatron.layers import make_buckets, pack_segments
 from realsys.train.worker.data_manager import DataManager
 from realsys.train.worker.packing import MicroBatchPacker, last_rows, loss_and_end_rows, on_device, split_rows
@@ -54,6 +56,24 @@ def test_multi_turn_rows_point_before_loss_tokens() -> None:
     assert last_rows(batch).tolist() == [6, 9]
     parts = split_rows(batch, torch.arange(7.0), end=True)
     assert {name: part.tolist() for name, part in parts.items()} == {"turns": [0, 1, 2, 3], "one": [4, 5, 6]}
+
+
+def test_rows_that_begin_alike_are_packed_once() -> None:
+    """Two are equal, and nothing is left of one of them."""
+    data, refs = DataManager(0), []
+    rows = [[4, 5, 6, 7], [4, 5, 6, 7], [4, 5, 6, 8, 9]]
+    for k, (row, shared) in enumerate(zip(rows, shared_beginnings([np.array(row) for row in rows]), strict=True)):
+        data.put(f"{k}", {"tokens": np.array(row), "loss_mask": make_mask(len(row), 3)})
+        refs.append(replace(make_ref(f"{k}", len(row), 3), shared=shared))
+    batch = make_packer(data, 4).pack(refs)
+    assert batch.tokens is not None and batch.targets is not None
+    assert batch.tokens.tolist() == [4, 5, 6, 8, 9, 7, 0, 0] and batch.lengths == [3, 2, 1, 2]
+    assert batch.parents == [(), (0,), (0,), ()]
+    assert batch.rows.tolist() == [2, 3, 2, 2] and batch.targets.tolist() == [8, 9, 7, 7]
+    assert last_rows(batch).tolist() == [4, 5, 5]
+    equal = make_packer(data).pack(refs[:2])
+    assert equal.tokens is not None and equal.tokens.tolist() == [4, 5, 6, 7] and equal.lengths == [4]
+    assert equal.rows.tolist() == [2, 2] and equal.parents == [()] and loss_and_end_rows(equal).tolist() == [2, 3, 2, 3]
 
 
 def test_mask_must_match_the_plan() -> None:
