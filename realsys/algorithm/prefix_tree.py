@@ -57,7 +57,7 @@ def _common(a: I32, b: I32) -> int:
     return int(different[0]) if len(different) else size
 
 
-class Segment(NamedTuple):
+class TreeSegment(NamedTuple):
     """Tokens ``begin`` to before ``end`` of row ``row``. ``parents``: the segments before it in the row, in order."""
 
     row: int
@@ -76,7 +76,7 @@ class RowTree(NamedTuple):
     ``chains``: for each row its segments, from its start on.
     """
 
-    segments: list[Segment]
+    segments: list[TreeSegment]
     chains: list[tuple[int, ...]]
 
     @property
@@ -119,7 +119,7 @@ def _ordered(paths: list[list[tuple[int, int, int]]]) -> RowTree:
     roots = sorted((place for place, above in before.items() if not above), key=lambda p: (-size(p), p))
     others = sorted((place for place, above in before.items() if above), key=lambda p: (-p[1], before[p], -size(p), p))
     number = {place: k for k, place in enumerate([*roots, *others])}
-    segments = [Segment(*place, tuple(number[above] for above in before[place])) for place in number]
+    segments = [TreeSegment(*place, tuple(number[above] for above in before[place])) for place in number]
     return RowTree(segments, [tuple(number[place] for place in path) for path in paths])
 
 
