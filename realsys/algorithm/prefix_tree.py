@@ -11,7 +11,7 @@ rows, so every rank makes the same tree of any set of rows without their tokens.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,29 +25,38 @@ Beginnings = list[tuple[int, int]]
 
 #: A row in a tree costs its attention the gathering of all its keys, which take the memory of a token divided by this.
 KEYS_PER_TOKEN = 8
+#: beginnings of a row at most: more turns than nearly all conversations have
+MOST_BEGINNINGS = 64
 
 
 def shared_beginnings(rows: Sequence[I32]) -> list[Beginnings]:
-    """Return for each row of a group the beginnings that it shares with others. Tokens are compared, not hashes."""
+    """Return for each row of a group the beginnings that it shares with others. Tokens are compared, not hashes.
+
+    A row gets the MOST_BEGINNINGS shortest ones, so the time and the metadata grow with the number of rows only.
+    """
     found: list[Beginnings] = [[] for _ in rows]
-    if len(rows) < 2:
-        return found
     order = sorted(range(len(rows)), key=lambda k: rows[k].tobytes())  # any order in which like rows are neighbours
     common = [_common(rows[a], rows[b]) for a, b in pairwise(order)]
+    runs = [(0, len(rows) - 1)] if len(rows) > 1 else []  # first and last of neighbours that may share more
     number = 0
-    for length in sorted(set(common) - {0}):
-        first = 0
-        while first < len(common):
-            last = first
-            while last < len(common) and common[last] >= length:
-                last += 1
-            # Rows first..last share ``length`` tokens; a beginning of its own only if some do not share more.
-            if last > first and min(common[first:last]) == length:
+    for _ in range(MOST_BEGINNINGS):
+        for first, last in runs:
+            if length := min(common[first:last]):
                 for k in order[first : last + 1]:
                     found[k].append((number, length))
                 number += 1
-            first = max(last, first + 1)
+        runs = [part for first, last in runs for part in _parts(common, first, last)]
     return found
+
+
+def _parts(common: Sequence[int], first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of neighbours that share more than all of ``first`` to ``last`` do."""
+    least = min(common[first:last])
+    for k in range(first, last + 1):
+        if k == last or common[k] == least:
+            if k > first:
+                yield first, k
+            first = k + 1
 
 
 def _common(a: I32, b: I32) -> int:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from realsys.algorithm.balance import model_flops, token_costs
 from realsys.algorithm.minibatches import plan_minibatches
-from realsys.algorithm.prefix_tree import row_tree, shared_beginnings, tree_cost, tree_units, unit_size
+from realsys.algorithm.prefix_tree import MOST_BEGINNINGS, row_tree, shared_beginnings, tree_cost, tree_units, unit_size
 from realsys.model_files.architecture import ModelSizes
 from realsys.types import SequenceRef
 
@@ -85,6 +85,13 @@ def test_tree_of_any_rows_has_their_tokens_once(seed: int, rng: random.Random) -
                       for n in range(1, ref.length + 1)}  # fmt: skip
         assert row_tree(own).tokens in (len(beginnings), sum(ref.length for ref in own))
         assert unit_size(own) >= len(beginnings)
+
+
+def test_long_conversation_has_bounded_metadata() -> None:
+    """Each turn is a row, which begins with the one before it."""
+    rows = made([[list(range(k + 2)) for k in range(2000)]])
+    assert max(len(ref.shared) for ref in rows.refs) == MOST_BEGINNINGS
+    assert rows.refs[-1].shared[:3] == [(0, 2), (1, 3), (2, 4)]
 
 
 def test_short_common_beginning_does_not_pay() -> None:
