@@ -23,7 +23,7 @@ from realsys.types import I32, SequenceRef
 #: (number of the beginning in its group, its tokens), the shortest first
 Beginnings = list[tuple[int, int]]
 
-#: A row in a tree costs its attention the gathering of all its keys, which take the memory of a token divided by this.
+#: Attention gathers all keys of a row in a tree. This many keys count as one token of the micro-batch.
 KEYS_PER_TOKEN = 8
 #: beginnings of a row at most: more turns than nearly all conversations have
 MOST_BEGINNINGS = 64
@@ -101,7 +101,7 @@ def row_tree(refs: Sequence[SequenceRef]) -> RowTree:
     groups: dict[int, list[SequenceRef]] = defaultdict(list)
     for ref in refs:
         groups[ref.group].append(ref)
-    pay = {group for group, rows in groups.items() if _Room().plus(rows).pays}
+    pay = {group for group, rows in groups.items() if _Room(rows).pays}
     members = Counter((ref.group, node) for ref in refs if ref.group in pay for node, _ in ref.shared)
     places: dict[tuple[int, int], tuple[int, int, int]] = {}  # (group, beginning) -> row, begin, end of its segment
     paths: list[list[tuple[int, int, int]]] = []  # of each row
@@ -133,62 +133,61 @@ def _ordered(paths: list[list[tuple[int, int, int]]]) -> RowTree:
 
 
 class _Room:
-    """What a tree takes of a micro-batch as rows are added.
+    """Tokens of a micro-batch that rows take as they are added.
 
-    rows  tokens of the rows
-    size  tokens of the tree, and a share of the keys that attention gathers for its rows
+    rows   tokens of the rows
+    size   tokens of their tree, and a share of the keys that attention gathers for the rows
+    nodes  (group, beginning) of the rows
     """
 
-    def __init__(self) -> None:
-        self._ends: dict[tuple[int, int], int] = {}
+    def __init__(self, unit: Iterable[SequenceRef] = ()) -> None:
         self.rows = 0
         self.size = 0
+        self.nodes: set[tuple[int, int]] = set()
+        self.add(unit)
 
-    def plus(self, unit: Iterable[SequenceRef]) -> _Room:
-        """Return the room with the rows of ``unit`` added."""
-        room = _Room()
-        room._ends, room.rows, room.size = self._ends.copy(), self.rows, self.size
+    def add(self, unit: Iterable[SequenceRef]) -> None:
         for ref in unit:
-            nodes = {(ref.group, node): end for node, end in ref.shared}
-            saved = max((end for node, end in nodes.items() if node in room._ends), default=0)
-            room._ends |= nodes
-            room.rows += ref.length
-            room.size += ref.length - saved + (-(-ref.length // KEYS_PER_TOKEN) if nodes else 0)
-        return room
+            saved = max((end for node, end in ref.shared if (ref.group, node) in self.nodes), default=0)
+            self.nodes.update((ref.group, node) for node, _ in ref.shared)
+            self.rows += ref.length
+            self.size += ref.length - saved + (-(-ref.length // KEYS_PER_TOKEN) if ref.shared else 0)
 
     @property
     def pays(self) -> bool:
         return self.size < self.rows
 
+    @property
+    def taken(self) -> int:
+        return min(self.size, self.rows)
+
 
 def unit_size(unit: Sequence[SequenceRef]) -> int:
     """Return the tokens that a unit takes of a micro-batch: those of its tree if that pays, else those of its rows."""
-    room = _Room().plus(unit)
-    return min(room.size, room.rows)
+    return _Room(unit).taken
 
 
 def tree_units(units: Sequence[list[SequenceRef]], capacity: int = 0) -> list[list[SequenceRef]]:
     """Join the units of each group whose tree pays into units that fit into ``capacity`` tokens (0: no limit).
 
-    A unit of ``row_units`` stays whole. What does not pay stays in its order, before the others.
+    A unit of ``row_units`` stays whole. Units of groups that do not pay stay in their order, before the others.
     """
     groups: dict[int, list[list[SequenceRef]]] = defaultdict(list)
     for unit in units:
         groups[unit[0].group].append(unit)
-    trees = {group for group, own in groups.items() if _Room().plus(ref for unit in own for ref in unit).pays}
+    trees = {group for group, own in groups.items() if _Room(ref for unit in own for ref in unit).pays}
     joined = [unit for unit in units if unit[0].group not in trees]
     for group in sorted(trees):
         # Branches of one beginning are neighbours.
         own = sorted(groups[group], key=lambda unit: ([node for node, _ in unit[0].shared], unit[0].sample_id))
         room = _Room()
         for number, unit in enumerate(own):
-            grown = room.plus(unit)
-            if number and (not capacity or min(grown.size, grown.rows) <= capacity):
-                joined[-1] = joined[-1] + unit
-                room = grown
+            room.add(unit)
+            if number and (not capacity or room.taken <= capacity):
+                joined[-1].extend(unit)
             else:
-                joined.append(unit)
-                room = _Room().plus(unit)
+                joined.append(list(unit))
+                room = _Room(unit)
     return joined
 
 
