@@ -112,8 +112,9 @@ def _split(units: Sequence[Unit], parts: int, cost: CostFunction, left_out: froz
 
 
 def _split_alike(units: Sequence[Unit], parts: int, cost: CostFunction) -> list[list[SequenceRef]]:
-    """Distribute whole units over ``parts`` of equal cost. Groups that share a beginning stay whole, if they are many:
-    what they share is then computed once.
+    """Distribute whole units over ``parts`` of equal cost.
+
+    Groups whose rows begin alike stay whole if there are enough of them, so that a beginning is computed once.
     """
     trees = tree_units(units)
     if len(trees) >= _ENOUGH * parts:

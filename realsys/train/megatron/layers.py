@@ -157,10 +157,10 @@ def _padded(bucket: Bucket, members: Sequence[int], device: torch.device, dtype:
 
 
 def _above(parents: Sequence[tuple[int, ...]], starts: Sequence[int], width: int, device: torch.device) -> Above:
-    chains = list(dict.fromkeys(parents))
+    chains = {each: number for number, each in enumerate(dict.fromkeys(parents))}
     tokens = [torch.cat([torch.arange(starts[k], starts[k + 1]) for k in chain]) for chain in chains]
     sizes = torch.tensor([len(each) for each in tokens])
-    chain = torch.tensor([chains.index(each) for each in parents])
+    chain = torch.tensor([chains[each] for each in parents])
     longest = int(sizes.max())
     gather = torch.stack([torch.cat([each, each[-1:].expand(longest - len(each))]) for each in tokens])
     real = torch.arange(longest)[None, :] < sizes[:, None]
