@@ -35,8 +35,8 @@ COMPUTE  := -n $(shell echo $$(($(CORES) + 1))) --dist worksteal
 WAIT     := -n $(shell echo $$((2 * $(CORES)))) --dist worksteal
 # About 200 tests for `make python-test`.
 TESTS_WITHOUT_TORCH := tests/unit/cluster/test_commit_folder.py \
-	tests/unit/config/test_compose.py $(addprefix tests/unit/observe/test_,events.py fields.py latest.py percent.py points.py rate.py \
-	signal.py spans.py step_tail.py dropped_groups.py) tests/unit/observe/trackers
+	tests/unit/config/test_compose.py $(addprefix tests/unit/observe/test_,latest.py spans.py dropped_groups.py) \
+	tests/unit/observe/trackers
 TESTS  ?=
 ARGS   ?=
 # For `make pictures`: folder of a trial to make them from.

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from realsys.algorithm.kl import AdaptiveKL, kl_estimate
+from realsys.algorithm.kl import MAX_K3, AdaptiveKL, kl_estimate
+from realsys.algorithm.loss import actor_loss, finish_stats, merge_stats, should_stop
+from realsys.algorithm.loss_tokens import Segments
+from realsys.algorithm.value import RunningMoments, critic_loss, explained_variance
+from realsys.config.schema_train import CriticConfig, PPOConfig
 
 Kind = Literal["k1", "k2", "k3"]
 
@@ -134,3 +142,325 @@ def test_the_controller_needs_no_torch() -> None:
     """The master's process has none."""
     code = "import sys, realsys.algorithm.kl; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+# ---- KL and entropy in the loss, and the rule that ends a step early, by hand
+
+
+ALL = torch.ones(4, dtype=torch.bool)
+
+
+def config(**fields: object) -> PPOConfig:
+    return PPOConfig.model_validate(fields)
+
+
+def segments(*lengths: int) -> Segments:
+    return Segments(torch.tensor(lengths, dtype=torch.int64))
+
+
+def penalised(cfg: PPOConfig, *, kl_coef: float = 0.0, **inputs: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Two answers of 1 and 3 tokens, no advantages: what is left is the penalties."""
+    theta = torch.tensor([-1.0, -1.5, -2.0, -0.5], requires_grad=True)
+    old = theta.detach().clone()
+    loss, stats = actor_loss(
+        theta, old, old, torch.zeros(4), ALL, 2, cfg, segments=segments(1, 3), kl_coef=kl_coef, **inputs
+    )
+    loss.backward()
+    assert theta.grad is not None
+    return loss, theta.grad, finish_stats({name: value.item() for name, value in stats.items()})
+
+
+REF = [-1.5, -1.5, -1.0, -1.5]  # theta - ref = 0.5, 0, -1, 1
+
+
+@pytest.mark.parametrize(
+    ("estimator", "values", "gradients"),
+    [
+        ("k1", [0.5, 0.0, -1.0, 1.0], [1.0, 1.0, 1.0, 1.0]),
+        ("k2", [0.125, 0.0, 0.5, 0.5], [0.5, 0.0, -1.0, 1.0]),
+        # e^-d - 1 + d and 1 - e^-d
+        ("k3", [0.1065307, 0.0, 0.7182818, 0.3678794], [0.3934693, 0.0, -1.7182818, 0.6321206]),
+    ],
+)
+def test_kl_term(estimator: str, values: list[float], gradients: list[float]) -> None:
+    cfg = config(kl={"coef": 0.1, "estimator": estimator}, aggregation="sequence")
+    loss, gradient, stats = penalised(cfg, kl_coef=0.3, ref=torch.tensor(REF))
+    weights = [1 / 2, 1 / 6, 1 / 6, 1 / 6]
+    assert loss.item() == pytest.approx(0.3 * sum(v * w for v, w in zip(values, weights, strict=True)), rel=1e-5)
+    assert gradient.tolist() == pytest.approx([0.3 * g * w for g, w in zip(gradients, weights, strict=True)], rel=1e-5)
+    assert stats["kl_ref_mean"] == pytest.approx(sum(values) / 4, rel=1e-5)
+
+
+def test_k3_of_a_collapsed_token_is_bounded() -> None:
+    policy = torch.tensor([-30.0], requires_grad=True)
+    estimate = kl_estimate(policy, torch.tensor([-1.0]), "k3")
+    estimate.backward()
+    assert policy.grad is not None
+    assert (estimate.item(), policy.grad.item()) == (MAX_K3, 0.0)
+
+
+def test_kl_without_coefficient_is_reported_only() -> None:
+    """Without a coefficient the KL is a metric and adds no term to the loss."""
+    loss, _, stats = penalised(config(), ref=torch.tensor(REF))
+    assert loss.item() == 0.0
+    assert stats["kl_ref_mean"] == pytest.approx(1.1926919 / 4, rel=1e-5)
+
+
+def test_entropy_bonus_pulls_the_loss_down() -> None:
+    entropy = torch.tensor([1.0, 2.0, 0.5, 4.0], requires_grad=True)
+    loss, gradient, stats = penalised(config(entropy_coef=0.01), entropy=entropy)
+    assert loss.item() == pytest.approx(-0.01 * 7.5 / 2, rel=1e-6)
+    assert gradient.tolist() == [0.0] * 4, "the gradient goes through the entropy"
+    assert entropy.grad is not None
+    assert entropy.grad.tolist() == pytest.approx([-0.005] * 4, rel=1e-6)
+    assert stats["entropy_mean"] == pytest.approx(7.5 / 4)
+
+
+def test_entropy_is_reported_without_a_bonus() -> None:
+    loss, _, stats = penalised(config(), entropy=torch.tensor([1.0, 2.0, 0.5, 4.0]))
+    assert loss.item() == 0.0
+    assert stats["entropy_mean"] == pytest.approx(7.5 / 4)
+
+
+def test_penalties_of_a_capped_token_stay() -> None:
+    """Its weight says nothing of how far the policy is from the reference."""
+    theta = torch.tensor([-1.0], requires_grad=True)
+    loss, _ = actor_loss(
+        theta,
+        torch.tensor([-1.0]),
+        torch.tensor([-3.0]),
+        torch.tensor([1.0]),
+        torch.ones(1, dtype=torch.bool),
+        1,
+        config(behav_imp_weight_cap=2.0, kl={"coef": 1.0, "estimator": "k1"}),
+        ref=torch.tensor([-1.5]),
+        kl_coef=1.0,
+    )
+    assert loss.item() == pytest.approx(0.5)
+
+
+def test_missing_inputs_are_named() -> None:
+    x = torch.zeros(4)
+    with pytest.raises(ValueError, match=r"kl_coef is 0\.1: pass the log-probs of the reference"):
+        actor_loss(x, x, x, x, ALL, 1, config(), kl_coef=0.1)
+    with pytest.raises(ValueError, match=r"entropy_coef is 0\.2: pass the entropy"):
+        actor_loss(x, x, x, x, ALL, 1, config(entropy_coef=0.2))
+    with pytest.raises(ValueError, match=r"ref has shape \[1\]"):
+        actor_loss(x, x, x, x, ALL, 1, config(), ref=torch.zeros(1))
+
+
+def test_garbage_behind_the_mask_reaches_no_penalty() -> None:
+    bad = torch.tensor([0.5, math.nan])
+    theta = torch.tensor([-1.0, math.nan], requires_grad=True)
+    entropy = bad.clone().requires_grad_()
+    mask = torch.tensor([True, False])
+    cfg = config(loss="gspo", aggregation="sequence", entropy_coef=0.1)
+    loss, stats = actor_loss(
+        theta, bad, bad, bad, mask, 1, cfg, segments=segments(1, 1), entropy=entropy, ref=bad, kl_coef=1.0
+    )
+    loss.backward()
+    assert theta.grad is not None and entropy.grad is not None
+    assert torch.isfinite(loss) and torch.isfinite(theta.grad).all() and torch.isfinite(entropy.grad).all()
+    assert all(torch.isfinite(value) for value in stats.values())
+
+
+# --- early stop
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"early_stop_ratio": 1.5}, r"u_mean 2 is above train\.ppo\.early_stop_ratio=1\.5"),
+        ({"early_stop_ratio": 2.0}, None),  # equal is not above
+        ({"early_stop_kl": 0.05}, r"kl_prox_theta_mean 0\.1 is above train\.ppo\.early_stop_kl=0\.05"),
+        ({"early_stop_kl": 0.2, "early_stop_ratio": 3.0}, None),
+    ],
+)
+def test_early_stop(fields: dict[str, float], reason: str | None) -> None:
+    found = should_stop({"u_mean": 2.0, "kl_prox_theta_mean": 0.1}, config(**fields))
+    if reason is None:
+        assert found is None
+    else:
+        assert found is not None and re.fullmatch(reason, found)
+
+
+# ---- The critic's loss, the statistics of returns that it is normalised with, and the filter of groups
+
+
+# Within the clip; beyond it away from the return; beyond it towards the return; beyond the huber's delta of 2.
+VALUES = [1.1, 2.0, 3.0, 0.0]
+OLD = [1.0, 1.0, 2.0, 0.1]
+RETURNS = [2.0, 0.0, 4.0, 5.0]
+
+
+def run(cfg: CriticConfig, denominator: float = 4.0) -> tuple[float, list[float], dict[str, float]]:
+    values = torch.tensor(VALUES, requires_grad=True)
+    loss, stats = critic_loss(values, torch.tensor(OLD), torch.tensor(RETURNS), ALL, denominator, cfg)
+    loss.backward()
+    assert values.grad is not None
+    return loss.item(), values.grad.tolist(), {name: value.item() for name, value in stats.items()}
+
+
+def test_squared_error_without_a_clip() -> None:
+    loss, gradient, stats = run(CriticConfig(eps_clip=0.0))
+    assert loss == pytest.approx((0.81 + 4 + 1 + 25) / 2 / 4)
+    assert gradient == pytest.approx([-0.9 / 4, 2 / 4, -1 / 4, -5 / 4])
+    assert stats["clip_count"] == 0
+
+
+def test_value_clip_takes_the_larger_loss() -> None:
+    loss, gradient, stats = run(CriticConfig(eps_clip=0.2))
+    # token 1: 2 to 1.2, nearer to its return, so the loss stays 2. Token 2: 3 to 2.2, loss 1.8^2 / 2, no gradient
+    assert loss == pytest.approx((0.405 + 2 + 1.62 + 12.5) / 4)
+    assert gradient == pytest.approx([-0.9 / 4, 2 / 4, 0, -5 / 4])
+    assert stats["clip_count"] == 1
+
+
+def test_huber_is_linear_far_from_the_return() -> None:
+    loss, gradient, _ = run(CriticConfig(eps_clip=0.0, huber_delta=2.0))
+    # 2 * (5 - 1)
+    assert loss == pytest.approx((0.405 + 2 + 0.5 + 8) / 4)
+    assert gradient == pytest.approx([-0.9 / 4, 2 / 4, -1 / 4, -2 / 4])
+
+
+def test_explained_variance() -> None:
+    _, _, stats = run(CriticConfig())
+    means = finish_stats(stats)
+    # returns 2 0 4 5: mean 2.75, variance 14.75/4; errors 0.9 -2 1 5: mean 1.225, variance 30.81/4 - 1.225^2
+    assert means["value_mean"] == pytest.approx(6.1 / 4)
+    assert means["return_mean"] == pytest.approx(2.75)
+    assert explained_variance(means) == pytest.approx(1 - 6.201875 / 3.6875, rel=1e-6)
+
+
+@pytest.mark.parametrize("constant", [0.0, 0.1, 1e4])
+def test_equal_returns_leave_nothing_to_explain(constant: float) -> None:
+    values, returns = torch.rand(1000), torch.full((1000,), constant)
+    _, stats = critic_loss(values, values, returns, torch.ones(1000, dtype=torch.bool), 1, CriticConfig())
+    assert explained_variance(finish_stats({name: value.item() for name, value in stats.items()})) == 0.0
+
+
+def test_a_perfect_critic_explains_everything() -> None:
+    values = torch.tensor([1.0, -2.0, 3.5])
+    _, stats = critic_loss(values, values, values, torch.ones(3, dtype=torch.bool), 1, CriticConfig())
+    assert explained_variance(finish_stats({name: value.item() for name, value in stats.items()})) == 1.0
+
+
+def test_garbage_behind_the_mask_reaches_nothing() -> None:
+    values = torch.tensor([1.0, math.nan], requires_grad=True)
+    bad = torch.tensor([2.0, math.inf])
+    loss, stats = critic_loss(values, bad, bad, torch.tensor([True, False]), 1, CriticConfig(eps_clip=2.0))
+    loss.backward()
+    assert loss.item() == 0.5
+    assert values.grad is not None and values.grad.tolist() == [-1.0, 0.0]
+    assert all(math.isfinite(value.item()) for value in stats.values())
+
+
+def test_a_tensor_that_would_broadcast_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"returns has shape \[1\]"):
+        critic_loss(torch.zeros(4), torch.zeros(4), torch.zeros(1), ALL, 1, CriticConfig())
+
+
+number = st.floats(-5, 5, width=32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(number, number, number, st.booleans()), min_size=1, max_size=12), st.integers(0, 12))
+def test_shares_of_micro_batches_add_up(rows: list[tuple[float, float, float, bool]], cut: int) -> None:
+    columns = [torch.tensor(column) for column in zip(*rows, strict=True)]
+    cfg = CriticConfig(huber_delta=1.0)
+    whole, stats = critic_loss(*columns, 3.0, cfg)
+    parts = [critic_loss(*(x[part] for x in columns), 3.0, cfg) for part in (slice(0, cut), slice(cut, None))]
+    assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole.item(), rel=1e-4, abs=1e-5)
+    merged = merge_stats(found for _, found in parts)
+    for name, value in stats.items():
+        assert merged[name].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-4), name
+
+
+# --- running statistics of returns
+
+
+def update(norm: RunningMoments, *returns: float) -> None:
+    norm.update(len(returns), sum(returns), sum(x * x for x in returns))
+
+
+def running(kind: str, beta: float = 0.9) -> RunningMoments:
+    return RunningMoments(CriticConfig.model_validate({"value_norm": kind}), beta)
+
+
+def test_none_is_the_identity() -> None:
+    norm = running("none")
+    update(norm, 100.0, 300.0)
+    assert (norm.mean, norm.std) == (0.0, 1.0)
+    assert norm.normalise([3.0, -1.0]).tolist() == [3.0, -1.0]
+
+
+@pytest.mark.parametrize("kind", ["exponential", "moving"])
+def test_identity_before_the_first_return(kind: str) -> None:
+    norm = running(kind)
+    norm.update(0, 0.0, 0.0)
+    assert (norm.mean, norm.std) == (0.0, 1.0)
+    assert norm.denormalise([2.0]).tolist() == [2.0]
+
+
+@pytest.mark.parametrize("kind", ["exponential", "moving"])
+def test_the_first_batch_counts_in_full(kind: str) -> None:
+    """Bias correction: no pull towards 0."""
+    norm = running(kind, beta=0.99)
+    update(norm, 1.0, 3.0)
+    assert (norm.mean, norm.std) == pytest.approx((2.0, 1.0))
+
+
+def test_moving_is_over_all_returns_seen() -> None:
+    norm = running("moving")
+    for batch in ([1.0, 2.0, 3.0], [10.0], [-4.0, 0.0]):
+        update(norm, *batch)
+    everything = [1.0, 2.0, 3.0, 10.0, -4.0, 0.0]
+    assert norm.mean == pytest.approx(np.mean(everything))
+    assert norm.std == pytest.approx(np.std(everything))
+
+
+def test_exponential_weighs_batches_by_age_not_by_size() -> None:
+    norm = running("exponential", beta=0.9)
+    update(norm, 1.0, 3.0)  # mean 2, mean square 5
+    update(norm, 5.0, 5.0, 5.0, 9.0)  # mean 6, mean square 39
+    # weights 0.09 and 0.1 of 0.19
+    mean, square = (0.09 * 2 + 0.1 * 6) / 0.19, (0.09 * 5 + 0.1 * 39) / 0.19
+    assert norm.mean == pytest.approx(mean)
+    assert norm.std == pytest.approx(math.sqrt(square - mean**2))
+
+
+def test_exponential_forgets() -> None:
+    norm = running("exponential", beta=0.9)
+    update(norm, -500.0, 500.0)
+    for _ in range(300):
+        update(norm, 1.0, 3.0)
+    assert (norm.mean, norm.std) == pytest.approx((2.0, 1.0), rel=1e-3)
+
+
+def test_equal_returns_keep_the_next_ones_finite() -> None:
+    norm = running("moving")
+    update(norm, -5.0, -5.0, -5.0)
+    assert norm.mean == -5.0
+    assert abs(norm.normalise([5.0])[0]) < 1e4
+
+
+@pytest.mark.parametrize("kind", ["none", "exponential", "moving"])
+def test_denormalise_undoes_normalise(kind: str) -> None:
+    norm = running(kind)
+    update(norm, 3.0, 8.0, -1.0)
+    x = np.array([[1.5, -2.0], [0.0, 7.0]], np.float32)
+    there = norm.normalise(x)
+    assert there.dtype == np.float32 and there.shape == x.shape
+    assert np.allclose(norm.denormalise(there), x, atol=1e-5)
+
+
+def test_statistics_continue_from_their_state() -> None:
+    first, second = running("exponential"), running("exponential")
+    update(first, 3.0, 8.0)
+    second.load_state_dict(first.state_dict())
+    for norm in (first, second):
+        update(norm, -1.0, 2.0)
+    assert (second.mean, second.std) == (first.mean, first.std)
+    with pytest.raises(KeyError, match="total"):
+        second.load_state_dict({"weight": 1.0})

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
+import msgspec
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from realsys.algorithm.minibatches import plan_minibatches
+from realsys.algorithm.redistribute import Holders, TransferPlan, holders_of_outputs, last_stage, plan_call
+from realsys.algorithm.schedule import learning_rate
 from realsys.algorithm.sequence_buffer import SequenceBuffer, owners_of
-from realsys.types import SampleMeta
+from realsys.cluster.topology import Mesh, whole_mesh
+from realsys.config.allocation import ParallelLayout
+from realsys.config.schema_train import OptimizerConfig
+from realsys.errors import StuckError
+from realsys.types import SampleMeta, SequenceRef
+from tests.support.training.sample_records import make_ref
 
 
 def sample(ticket: str, k: int, *, versions: tuple[int, int] = (0, 0), attempt: int = 0, owner: int = 0) -> SampleMeta:
@@ -319,3 +331,227 @@ class BufferMachine(RuleBasedStateMachine):
 
 TestBufferMachine = BufferMachine.TestCase
 TestBufferMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# ---- Plans of transfers, checked by executing them on simulated workers
+
+
+KEYS = ("tokens", "loss_mask", "values")
+EVERYWHERE = "tokens"
+Owners = dict[str, dict[str, Holders]]
+
+
+def frozen(owners: dict[str, dict[str, set[int]]]) -> Owners:
+    return {key: {name: frozenset(workers) for name, workers in column.items()} for key, column in owners.items()}
+
+
+def random_batch(rng: random.Random) -> tuple[Mesh, list[list[list[SequenceRef]]], Owners]:
+    """A mesh on some of eight workers, a batch, and holders that may include others."""
+    data, pipeline, tensor = rng.choice([(1, 1, 1), (4, 1, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2)])
+    layout = ParallelLayout(data=data, pipeline=pipeline, tensor=tensor)
+    mesh = Mesh(layout, tuple(sorted(rng.sample(range(8), layout.world_size))))
+    refs = [make_ref(f"s{i}", rng.randint(2, 50), 1, 1.0, False, i) for i in range(rng.randint(1, 12))]
+    homes = [set(rng.sample(range(8), rng.randint(1, 4))) for _ in range(3)]
+    owners = frozen({key: {ref.sample_id: rng.choice(homes) for ref in refs} for key in KEYS})
+    return mesh, plan_minibatches(refs, 2, data), owners
+
+
+def held_after(plan: TransferPlan, owners: Owners) -> dict[int, set[tuple[str, str]]]:
+    """Execute the transfers of each worker's own request: worker -> (key, sample)."""
+    before = {w: {(k, s) for k in owners for s in owners[k] if w in owners[k][s]} for w in range(8)}
+    held = {worker: set(items) for worker, items in before.items()}
+    for transfer in plan.transfers:
+        for item in ((key, sample) for key in transfer.keys for sample in transfer.sample_ids):
+            assert item in before[transfer.src], "sources send only what they held at the start: no order needed"
+            for worker in transfer.dsts:
+                assert item not in held[worker], "moved twice, or to where it was"
+                held[worker].add(item)
+    return held
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_plan_meets_every_need_and_moves_nothing_twice(seed: int) -> None:
+    mesh, minibatches, owners = random_batch(random.Random(seed))
+    plan = plan_call(mesh, minibatches, KEYS, owners)
+    held = held_after(plan, owners)
+    needed = 0
+    for dp in range(mesh.layout.data):
+        for worker in mesh.dp_members(dp):
+            keys = KEYS if worker in last_stage(mesh, dp) else (EVERYWHERE,)
+            wanted = {(key, ref.sample_id) for key in keys for minibatch in minibatches for ref in minibatch[dp]}
+            assert wanted <= held[worker]
+            needed += sum(worker not in owners[key][sample] for key, sample in wanted)
+    assert sum(len(t.dsts) * len(t.sample_ids) * len(t.keys) for t in plan.transfers) == needed, "nothing superfluous"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_plan_names_the_holders_after_it(seed: int) -> None:
+    mesh, minibatches, owners = random_batch(random.Random(seed))
+    plan = plan_call(mesh, minibatches, KEYS, owners)
+    named: dict[tuple[str, str], set[int]] = {(k, s): set(owners[k][s]) for k in owners for s in owners[k]}
+    for keys, samples, holders in plan.holders:
+        for item in ((key, sample) for key in keys for sample in samples):
+            named[item] |= holders
+    held = held_after(plan, owners)
+    assert {(w, item) for item, workers in named.items() for w in workers} == {(w, i) for w in held for i in held[w]}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_requests_hold_own_transfers_in_plan_order(seed: int) -> None:
+    mesh, minibatches, owners = random_batch(random.Random(seed))
+    plan = plan_call(mesh, minibatches, KEYS, owners)
+    requests = plan.by_worker(minibatches)
+    assert requests.keys() == plan.workers
+    for worker, request in requests.items():
+        assert request.transfers == [t for t in plan.transfers if worker in (t.src, *t.dsts)]
+        moved = {name for transfer in request.transfers for name in transfer.sample_ids}
+        assert {ref.sample_id for ref in request.sequences} == moved and len(request.sequences) == len(moved)
+
+
+def test_plan_does_not_depend_on_mapping_order() -> None:
+    mesh, minibatches, owners = random_batch(random.Random(4))
+    backwards = {key: dict(reversed(owners[key].items())) for key in reversed(owners)}
+    assert plan_call(mesh, minibatches, KEYS, owners) == plan_call(mesh, minibatches, KEYS, backwards)
+
+
+def test_sources_share_the_load_by_size() -> None:
+    sizes = {f"s{i}": size for i, size in enumerate([80, 10, 10, 10, 10, 10, 40, 40, 30])}
+    refs = [make_ref(name, size, 1, 1.0, False, 0) for name, size in sizes.items()]
+    owners = {"tokens": dict.fromkeys(sizes, frozenset([0, 1, 2]))}
+    sent: Counter[int] = Counter()
+    for transfer in plan_call(Mesh(ParallelLayout(), (3,)), [[refs]], ["tokens"], owners).transfers:
+        sent[transfer.src] += sum(sizes[name] for name in transfer.sample_ids)
+    assert dict(sent) == {0: 80, 1: 80, 2: 80}
+
+
+def test_sole_owner_is_counted_before_free_choices() -> None:
+    """By name alone the free one would come first, and take worker 0."""
+    owners = {"tokens": {"a": {0, 1}, "b": {0}}}
+    assert moves(Mesh(ParallelLayout(), (2,)), [[[A, B]]], "tokens", owners) == {"0>2: tokens: b", "1>2: tokens: a"}
+
+
+def test_request_stays_small_with_512_workers() -> None:
+    """Before, every worker got all transfers: 3.4 MB each."""
+    mesh, rng = whole_mesh(ParallelLayout(data=128, tensor=4)), random.Random(1)
+    refs = [make_ref(f"{i:010d}.0/0.0", rng.randint(500, 8000), 100, 1.0, False, i // 16) for i in range(8192)]
+    minibatches = plan_minibatches(refs, 4, 128)
+    homes = [frozenset([head]) for head in mesh.dp_heads()]
+    owners = {key: {ref.sample_id: homes[ref.group % 128] for ref in refs} for key in KEYS}
+    requests = plan_call(mesh, minibatches, KEYS, owners).by_worker(minibatches)
+    sizes = [len(msgspec.msgpack.encode(request)) for request in requests.values()]
+    assert len(requests) == 512
+    assert sum(sizes) / 512 < 12_000 and max(sizes) < 30_000
+    # Tensor ranks that only receive have one request, which is encoded once.
+    assert len({id(request) for request in requests.values()}) == 256
+
+
+def moves(
+    mesh: Mesh, plan: list[list[list[SequenceRef]]], keys: str, owners: dict[str, dict[str, set[int]]]
+) -> set[str]:
+    """Transfers as `source>destination: keys: samples`."""
+    return {
+        f"{t.src}>{worker}: {' '.join(t.keys)}: {' '.join(t.sample_ids)}"
+        for t in plan_call(mesh, plan, keys.split(), frozen(owners)).transfers
+        for worker in t.dsts
+    }
+
+
+A, B, C = (make_ref(name, 10, 4, 1.0, False, 0) for name in "abc")
+
+
+def test_every_stage_gets_sequences_last_one_completions() -> None:
+    mesh = whole_mesh(ParallelLayout(data=2, pipeline=2))  # workers 0, 1: first stage of data rank 0, 1; 2, 3: last
+    owners = {
+        "tokens": {"a": {2}, "b": {3}, "c": {3}},
+        "values": {"a": {2}, "b": {3}, "c": {3}},
+    }
+    plan = [[[A], [B]], [[C], []]]
+    assert moves(mesh, plan, "tokens values", owners) == {
+        "2>0: tokens: a",
+        "3>0: tokens: c",
+        "3>1: tokens: b",
+        "3>2: tokens values: c",
+    }
+    assert holders_of_outputs(mesh, plan) == {"a": {2}, "b": {3}, "c": {2}}
+
+
+def test_role_on_other_workers_gathers_scatters_and_broadcasts() -> None:
+    tensor = Mesh(ParallelLayout(tensor=2), (4, 5))  # one data rank: all samples on both of its workers
+    owners = {"tokens": {"a": {0}, "b": {1}, "c": {1, 4}}}
+    assert moves(tensor, [[[A, B, C]]], "tokens", owners) == {
+        "0>4: tokens: a",
+        "0>5: tokens: a",
+        "1>4: tokens: b",
+        "1>5: tokens: b",
+        "4>5: tokens: c",  # both workers have it; the one that sends less does
+    }
+    assert holders_of_outputs(tensor, [[[A, B, C]]]) == {name: {4, 5} for name in "abc"}
+    data = Mesh(ParallelLayout(data=3), (1, 2, 3))
+    assert moves(data, [[[A], [B], [C]]], "values", {"values": {"a": {5}, "b": {5}, "c": {5}}}) == {
+        "5>1: values: a",
+        "5>2: values: b",
+        "5>3: values: c",
+    }
+
+
+def test_scores_and_arrays_in_place_are_not_moved() -> None:
+    mesh = whole_mesh(ParallelLayout())
+    assert moves(mesh, [[[A]]], "tokens scores", {"tokens": {"a": {0}}}) == set()
+    with pytest.raises(StuckError, match="worker 0 needs values of sample a, but no worker holds it"):
+        plan_call(mesh, [[[A]]], ["values"], {})
+
+
+# ---- The learning-rate schedule at its corners
+
+
+def optimizer(**fields: object) -> OptimizerConfig:
+    return OptimizerConfig.model_validate({"lr": 1.0, "warmup_fraction": 0.0, **fields})
+
+
+def rates(cfg: OptimizerConfig, total: int) -> list[float]:
+    return [learning_rate(cfg, step, total) for step in range(total)]
+
+
+def test_warm_up_starts_above_zero_reaches_full_rate() -> None:
+    assert rates(optimizer(warmup_fraction=0.4), 10)[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+
+
+def test_constant_stays() -> None:
+    assert rates(optimizer(), 4) == [1.0] * 4
+
+
+def test_linear_reaches_the_floor_at_the_last_step() -> None:
+    cfg = optimizer(schedule="linear", min_lr_ratio=0.2, warmup_fraction=0.2)
+    assert rates(cfg, 5) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_cosine_is_half_way_down_in_the_middle() -> None:
+    cfg = optimizer(schedule="cosine", min_lr_ratio=0.2)
+    assert learning_rate(cfg, 4, 10) == pytest.approx(0.6)
+    assert learning_rate(cfg, 9, 10) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_rates_never_rise_after_warm_up(schedule: str) -> None:
+    """Beyond the last step the rate stays as it is."""
+    cfg = optimizer(schedule=schedule, min_lr_ratio=0.1, warmup_fraction=0.1)
+    after = rates(cfg, 50)[4:]
+    assert after == sorted(after, reverse=True)
+    assert learning_rate(cfg, 500, 50) == pytest.approx(after[-1])
+
+
+def test_warm_up_over_everything() -> None:
+    assert rates(optimizer(warmup_fraction=1.0, schedule="linear"), 4) == pytest.approx([0.25, 0.5, 0.75, 1.0])
+
+
+def test_rounding_adds_no_warm_up_step() -> None:
+    assert learning_rate(optimizer(warmup_fraction=0.07), 6, 100) == 1.0  # 0.07 * 100 > 7 in floats
+
+
+@pytest.mark.parametrize(("step", "total"), [(-1, 10), (0, 0)])
+def test_steps_outside_the_run_are_refused(step: int, total: int) -> None:
+    with pytest.raises(ValueError, match=f"step {step} of {total}"):
+        learning_rate(optimizer(), step, total)

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from realsys.cluster.aio import run_until_stopped, unless
+from realsys.cluster.gpu_devices import activate_flash_attention_3
+from realsys.cluster.gpu_environment import (
+    as_cpu_list,
+    bind_to_gpus,
+    cores_near,
+    parse_cpu_list,
+    prepare_environment,
+    present_gpus,
+)
 from realsys.cluster.process import gpu_peak_bytes, on_thread
 from realsys.errors import NameStoreError, WaitTimeout
+from realsys.train.megatron import device as module
 
 BOUND_S = 60.0
 
@@ -62,3 +78,238 @@ def test_gpu_peak_is_that_of_the_fullest(monkeypatch: pytest.MonkeyPatch, initia
 def test_process_without_torch_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert gpu_peak_bytes() == 0
+
+
+# ---- CPU cores near a GPU, on a machine of two sockets with two GPUs each: a folder in place of /proc, /sys and /dev
+
+
+#: PCI address -> minor number, NUMA node. The minor numbers do not follow the addresses.
+GPUS = {"0000:0f:00.0": (1, 0), "0000:2b:00.0": (0, 0), "0000:90:00.0": (3, 1), "0000:B7:00.0": (2, 1)}
+CORES = {0: "0-3,8-11", 1: "4-7,12-15"}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for address, (minor, node) in GPUS.items():
+        information = f"Model: \t\t NVIDIA H100\nGPU UUID: \t GPU-{minor}\nDevice Minor: \t {minor}\n"
+        write(tmp_path / f"proc/driver/nvidia/gpus/{address}/information", information)
+        write(tmp_path / f"sys/bus/pci/devices/{address.lower()}/numa_node", f"{node}\n")
+        write(tmp_path / f"dev/nvidia{minor}", "")
+    for node, cores in CORES.items():
+        write(tmp_path / f"sys/devices/system/node/node{node}/cpulist", f"{cores}\n")
+    return tmp_path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("ids", "cores"),
+    [
+        (["0"], "0-3,8-11"),
+        (["2"], "4-7,12-15"),
+        (["GPU-2"], "4-7,12-15"),
+        (["1", "2"], "0-15"),
+        (["9"], ""),
+        (["MIG-7"], ""),
+    ],
+)
+def test_cores_are_those_of_the_numa_nodes(root: Path, ids: list[str], cores: str) -> None:
+    assert as_cpu_list(cores_near(ids, present_gpus(root), root)) == cores
+
+
+def test_hidden_gpus_are_not_counted(root: Path) -> None:
+    """CUDA's GPU 0 is the first one that the process may open."""
+    for minor in (0, 1):
+        (root / f"dev/nvidia{minor}").unlink()
+    assert as_cpu_list(cores_near(["0"], present_gpus(root), root)) == CORES[1]
+
+
+def test_unknown_numa_node_gives_no_cores(root: Path) -> None:
+    write(root / "sys/bus/pci/devices/0000:0f:00.0/numa_node", "-1\n")
+    gpus = present_gpus(root)
+    assert not cores_near(["0"], gpus, root)
+    assert not cores_near(["0", "2"], gpus, root)
+
+
+@pytest.mark.parametrize(
+    ("visible", "allowed", "bound"),
+    [("0", "0-15", "0-3,8-11"), ("0", "2-5", "2-3"), ("0", "4-7", None), ("", "0-15", None), (None, "0-15", None)],
+)
+def test_process_is_bound_within_its_allowed_cores(
+    monkeypatch: pytest.MonkeyPatch, root: Path, visible: str | None, allowed: str, bound: str | None
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(parse_cpu_list(allowed)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: calls.append(as_cpu_list(frozenset(cores))))
+    cores = bind_to_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, root)
+    assert calls == ([bound] if bound else [])
+    assert as_cpu_list(cores) == (bound or "")
+
+
+# ---- Environment of training ranks on GPUs, and the algorithms that they ask torch for
+
+
+def test_deterministic_rank_sets_cublas_and_nccl() -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_ALGO": "Tree"}
+    prepare_environment(environment, deterministic=True)
+    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert environment["NCCL_ALGO"] == "Tree", "the user's choice stays"
+
+
+@pytest.mark.parametrize(("visible", "deterministic"), [("0", False), ("", True)])
+def test_other_ranks_set_neither(visible: str, deterministic: bool) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": visible}
+    prepare_environment(environment, deterministic=deterministic)
+    assert not environment.keys() & {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "deterministic", "asked"), [("cuda", True, [True]), ("cuda", False, []), ("cpu", True, [])]
+)
+def test_torch_is_asked_before_the_first_kernel(
+    monkeypatch: pytest.MonkeyPatch, kind: str, deterministic: bool, asked: list[bool]
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(module, "choose_device", lambda rank: torch.device(kind))
+    monkeypatch.setattr(module, "attention_kernel", lambda: calls.append("kernel"))
+    monkeypatch.setattr(module, "_stand_in_for_cuda", lambda: None)
+    module.prepare_device(0, 1, deterministic=deterministic)
+    assert calls == [*asked, *(["kernel"] if kind == "cuda" else [])]
+
+
+def test_deterministic_attention_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("looked for FlashAttention 3"))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not activate_flash_attention_3(lambda: None)
+
+
+# ---- Work that is given up, or given time, when a worker is asked to stop
+
+
+def run(body: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(body, BOUND_S))
+
+
+class Context:
+    """The part of WorkerContext that is used: asked to stop when the test says so."""
+
+    def __init__(self) -> None:
+        self.ask: Callable[[], None] = lambda: None
+
+    def on_stop(self, callback: Callable[[], None]) -> None:
+        self.ask = callback
+
+
+def test_unless_gives_the_result_or_nothing_and_cancels() -> None:
+    async def body() -> None:
+        stop, began, ended = asyncio.Event(), asyncio.Event(), list[str]()
+
+        async def work() -> int:
+            began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("cancelled")
+            return 0
+
+        async def quick() -> int:
+            return 7
+
+        async def broken() -> int:
+            raise ValueError("x")
+
+        assert await unless(stop, quick()) == 7
+        with pytest.raises(ValueError, match="x"):
+            await unless(stop, broken())
+        waiting = asyncio.create_task(unless(stop, work()))
+        await began.wait()
+        stop.set()
+        assert await waiting is None and ended == ["cancelled"]
+        assert await unless(stop, quick()) is None, "not even begun"
+
+    run(body())
+
+
+def test_work_that_stops_by_itself_has_its_grace() -> None:
+    async def body() -> None:
+        ctx: Any = Context()
+        began, finish, log = asyncio.Event(), asyncio.Event(), list[str]()
+
+        async def work() -> None:
+            began.set()
+            await finish.wait()
+            log.append("saved")
+
+        running = asyncio.create_task(run_until_stopped(ctx, work(), grace_s=BOUND_S))
+        await began.wait()
+        ctx.ask()
+        await asyncio.sleep(0)
+        finish.set()
+        assert await running and log == ["saved"]
+
+    run(body())
+
+
+def test_work_is_cancelled_after_its_grace() -> None:
+    async def body() -> None:
+        for grace in (0.0, 0.01):
+            ctx: Any = Context()
+            began = asyncio.Event()
+
+            async def work(began: asyncio.Event = began) -> None:
+                began.set()
+                await asyncio.Event().wait()
+
+            running = asyncio.create_task(run_until_stopped(ctx, work(), grace_s=grace))
+            await began.wait()
+            ctx.ask()
+            assert not await running
+
+    run(body())
+
+
+def test_grace_begins_again_with_progress() -> None:
+    async def body() -> None:
+        ctx: Any = Context()
+        began, seen = asyncio.Event(), list[int]()
+        numbers = iter([1, 2, 3, 3])
+
+        async def work() -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        def progress() -> int:
+            seen.append(next(numbers))
+            return seen[-1]
+
+        running = asyncio.create_task(run_until_stopped(ctx, work(), 0.01, progress, 0.01))
+        await began.wait()
+        ctx.ask()
+        assert not await running and seen == [1, 2, 3, 3]
+
+    run(body())
+
+
+def test_an_error_within_the_grace_comes_out() -> None:
+    async def body() -> None:
+        ctx: Any = Context()
+        began, fail = asyncio.Event(), asyncio.Event()
+
+        async def work() -> None:
+            began.set()
+            await fail.wait()
+            raise ValueError("disk full")
+
+        running = asyncio.create_task(run_until_stopped(ctx, work(), grace_s=BOUND_S))
+        await began.wait()
+        ctx.ask()
+        fail.set()
+        with pytest.raises(ValueError, match="disk full"):
+            await running
+
+    run(body())

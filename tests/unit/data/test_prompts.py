@@ -1,15 +1,28 @@
 """Datasets from files: splits, bad lines, limits."""
 
-import json
-from pathlib import Path
+from __future__ import annotations
 
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from realsys.config.schema import Config, DataConfig, EvalConfig, WarmupConfig
-from realsys.data.check import check_data
+from realsys.config.schema_data import EvalSetConfig
+from realsys.data.check import SIMILAR, NearDuplicates, check_data, shingles
+from realsys.data.convert import check_copy, convert_sets, count_held_out
 from realsys.data.dataset_files import dataset_files
-from realsys.data.prompts import DemoDataset, PromptDataset, split_sizes
-from realsys.errors import DataError
+from realsys.data.prompts import DemoDataset, PromptDataset, copies_in_epoch, epoch_of_mixture, open_splits, split_sizes
+from realsys.errors import ConfigError, DataError
+from realsys.manager.ledger.prompt_order import PromptOrder
+from realsys.rollout.check_references import check_references
+from tests.support.data.data_rows import GSM8K
 from tests.support.training.data_models import char_tokenizer, jsonl, trial
 
 
@@ -214,3 +227,184 @@ def test_unknown_characters_and_few_prompts_are_warned_of(tmp_path):
     unknown, few = check_data(config, trial(tmp_path), tokenizer)[1]
     assert unknown == "the tokenizer does not know 2 characters of the prompts, and loses them: € 漢"
     assert few.startswith(f"there are fewer train prompts (2) than train.batch_groups ({config.train.batch_groups})")
+
+
+# ---- Rows of an epoch of a mixture, and the order in which the ledger takes them
+
+
+def sources(*sizes):
+    ends = np.cumsum([0, *sizes])
+    return [np.arange(start, end) for start, end in pairwise(ends)]
+
+
+def test_shares_are_those_of_the_weights():
+    assert copies_in_epoch([100, 30], [1.0, 1.0]) == [100, 100]
+    assert copies_in_epoch([100, 30], [3.0, 1.0]) == [100, 33]
+    assert copies_in_epoch([10, 30], [0.5, 0.1]) == [150, 30]
+    assert copies_in_epoch([7], [2.0]) == [7]
+
+
+def test_small_source_is_repeated_evenly():
+    counts = Counter(epoch_of_mixture(sources(100, 30), [1.0, 1.0], seed=1).tolist())
+    assert all(counts[i] == 1 for i in range(100))
+    assert sorted(counts[i] for i in range(100, 130)) == [3] * 20 + [4] * 10
+
+
+def test_epoch_depends_on_the_seed_alone():
+    first = epoch_of_mixture(sources(100, 30), [1.0, 1.0], seed=1)
+    assert (first == epoch_of_mixture(sources(100, 30), [1.0, 1.0], seed=1)).all()
+    assert (first != epoch_of_mixture(sources(100, 30), [1.0, 1.0], seed=2)).any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.floats(0.05, 20)), min_size=1, max_size=4),
+    st.integers(0, 5),
+    st.integers(0, 400),
+)
+def test_cursor_continues_without_loss_or_repeat(parts, seed, cut):
+    """A run that stops at any position and starts again takes every copy of an epoch exactly once."""
+    sizes, weights = [size for size, _ in parts], [weight for _, weight in parts]
+    rows = epoch_of_mixture(sources(*sizes), weights, seed)
+    assert set(rows.tolist()) == set(range(sum(sizes)))
+    cut = min(cut, len(rows))
+    before, after = PromptOrder(seed, len(rows)), PromptOrder(seed, len(rows))
+    taken = [before.at(p) for p in range(cut)] + [after.at(p) for p in range(cut, len(rows))]
+    again = epoch_of_mixture(sources(*sizes), weights, seed)
+    assert Counter(again[taken].tolist()) == Counter(rows.tolist())
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "problem"),
+    [
+        ([10**8, 10], [1.0, 1.0], "source 1 with weight"),
+        ([10**6, 10], [1e-6, 1.0], "source 1 with weight"),
+        ([10, 0], [1.0, 1.0], "no rows to train on"),
+    ],
+)
+def test_impossible_epoch_is_refused(rows, weights, problem):
+    with pytest.raises(DataError, match=problem):
+        copies_in_epoch(rows, weights)
+
+
+# ---- Data of evaluation sets: the trial's own copy, kept out of training, the same for the life of the trial
+
+
+def config_of(train: Path, path: Path, fraction: float = 0.0, **own: Any) -> Config:
+    """Return a trial with the set ``more``, and nothing held out unless ``fraction``."""
+    sets = {"eval": EvalSetConfig(problems=int(fraction > 0)), "more": EvalSetConfig(path=str(path), **own)}
+    data = DataConfig(train=str(train), eval_fraction=fraction, verifier="exact")
+    return Config(data=data, evaluation=EvalConfig(problems=2, sets=sets))
+
+
+def rows(*prompts: str) -> list[dict[str, str]]:
+    return [{"prompt": prompt, "answer": "1"} for prompt in prompts]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_problems_of_a_set_are_not_trained_on(tmp_path: Path, fraction: float):
+    train = jsonl(tmp_path / "t.jsonl", rows(*(f"{n}+{n}=" for n in range(20))))
+    config = config_of(train, jsonl(tmp_path / "m.jsonl", rows("3+3=", "4 + 4=", "5+5= ", "x")), fraction)
+    paths = trial(tmp_path)
+    convert_sets(config, paths)
+    splits = open_splits(config, paths)
+    train_prompts = {splits.train[i].prompt for i in range(len(splits.train))}
+    assert len(splits.sets["more"]) == 4 and not train_prompts & {"3+3=", "5+5="}
+    assert splits.sizes()["train"] + splits.sizes()["eval"] + splits.leaked == 20
+    assert count_held_out(config, trial(tmp_path / "new"), 100) == splits.sizes()["eval"], "before there is a copy"
+    tokenizer = char_tokenizer(tmp_path / "model")
+    assert check_data(config, paths, tokenizer).sizes["more"] == 4
+    assert PromptDataset(config, paths, tokenizer).prompt("more", 3).text == "x"
+
+
+def test_set_has_its_own_layout(tmp_path: Path):
+    train = jsonl(tmp_path / "t.jsonl", rows("a"))
+    config = config_of(train, jsonl(tmp_path / "m.jsonl", [GSM8K]), layout="gsm8k")
+    convert_sets(config, trial(tmp_path))
+    [problem] = open_splits(config, trial(tmp_path)).sets["more"].read(range(1))
+    assert problem.prompt == GSM8K["question"]
+
+
+def test_changed_source_of_a_set_is_refused(tmp_path: Path):
+    train, paths = jsonl(tmp_path / "t.jsonl", rows("a")), trial(tmp_path)
+    begun = config_of(train, tmp_path / "m.jsonl")
+    check_copy(begun, begun, paths)
+    with pytest.raises(ConfigError) as refused:
+        check_copy(config_of(train, tmp_path / "other.jsonl"), begun, paths)
+    assert refused.value.field == "evaluation.sets.more.path"
+    with pytest.raises(ConfigError, match="begun with None"):
+        check_copy(begun, Config(), paths)
+
+
+@pytest.mark.processes
+def test_references_of_a_set_are_checked_by_its_verifier(tmp_path: Path):
+    train = jsonl(tmp_path / "t.jsonl", [{"prompt": "a", "answer": "it depends"}])
+    more = jsonl(tmp_path / "m.jsonl", [{"prompt": "b", "answer": "it depends, too"}])
+    paths = trial(tmp_path)
+    convert_sets(config_of(train, more), paths)
+    check_references(config_of(train, more), paths)
+    with pytest.raises(DataError, match="answer 'it depends, too' cannot be verified"):
+        check_references(config_of(train, more, verifier="math"), paths)
+
+
+def judged_by_exact(train: Path, held_out: Path, **fields: Any) -> Config:
+    """Return a trial whose held-out problems ``exact`` judges, and its train prompts ``math``."""
+    data = DataConfig(train=str(train), eval=str(held_out), verifier="math")
+    return Config(data=data, evaluation=EvalConfig(sets={"eval": EvalSetConfig(verifier="exact")}), **fields)
+
+
+@pytest.mark.processes
+def test_held_out_references_have_one_verifier(tmp_path: Path):
+    """The verifier of the train prompts never judges the held-out problems, so it need not know their references."""
+    good, other = (
+        jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": answer}])
+        for name, answer in (("one", "1"), ("text", "it depends"))
+    )
+    check_references(judged_by_exact(good, other), trial(tmp_path))
+    with pytest.raises(DataError, match=r"text.jsonl:1: answer 'it depends' cannot be verified"):
+        check_references(judged_by_exact(other, good), trial(tmp_path))
+
+
+@pytest.mark.processes
+def test_evaluation_alone_checks_no_train_reference(tmp_path: Path):
+    one, other = (jsonl(tmp_path / f"{n}.jsonl", [{"prompt": "a", "answer": "it depends"}]) for n in (1, 2))
+    check_references(judged_by_exact(one, other, evaluate_only=True), trial(tmp_path))
+
+
+# ---- Near-duplicates of held-out prompts, against a comparison of every pair
+
+
+TEXTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=14).map(" ".join)
+
+
+def jaccard(a, b):
+    one, other = shingles(a), shingles(b)
+    return len(one & other) / len(one | other)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(TEXTS, min_size=1, max_size=8), st.lists(TEXTS, max_size=8))
+def test_index_misses_no_pair(held_out, train):
+    index = NearDuplicates()
+    for number, text in enumerate(held_out):
+        index.add(str(number), text)
+    for text in train:
+        best = max(jaccard(text, other) for other in held_out)
+        found = index.nearest(text)
+        assert (found.similarity if found else 0.0) == (best if best >= SIMILAR else 0.0)
+
+
+def test_one_changed_word_is_near():
+    text = "A farmer has 12 cows and sells 3 of them to his neighbour, who already has 20 cows on a large green field"
+    index = NearDuplicates()
+    index.add("e:1", text)
+    assert index.nearest(text.replace("green", "wide")).where == "e:1"
+    assert index.nearest(text.upper()).similarity == 1.0
+    assert index.nearest("A farmer has 12 cows and buys 3 more from a neighbour. How many cows has he?") is None
+
+
+def test_short_prompts_are_near_only_if_equal():
+    index = NearDuplicates()
+    index.add("e:1", "2+2")
+    assert index.nearest("2 + 2").similarity == 1.0
+    assert index.nearest("2+3") is None and index.nearest("") is None

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+import realsys
 from realsys.errors import LedgerError
 from realsys.manager.commit_loop import ManagerService, steady_clock
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import AllocateReply, AllocateRequest, ClaimRequest, RollBackRequest, TrainedRequest
-from realsys.manager.operations import ALLOCATE, CLAIM, DATA_POSITION, ROLL_BACK, TRAINED
+from realsys.manager.operations import ALLOCATE, CLAIM, DATA_POSITION, EVALUATION, OPERATIONS, ROLL_BACK, TRAINED
 from tests.support.ledger.manager_states import SETTINGS, ready, tickets, update, version
 
 
@@ -224,3 +225,16 @@ def test_allocation_that_its_worker_gave_up_gets_no_tickets(tmp_path: Path) -> N
         service.journal.close()
 
     asyncio.run(scenario())
+
+
+# ---- The table of the manager's operations
+
+
+def test_every_operation_is_on_the_page_of_the_manager() -> None:
+    page = (Path(realsys.__file__).parents[1] / "docs" / "manager.md").read_text(encoding="utf-8")
+    table = page[page.index("| call | effect |") :].split("\n\n", 1)[0]
+    assert [o.path for o in OPERATIONS if f"{o.path.partition('{')[0]}" not in table] == []
+
+
+def test_request_of_a_read_is_in_its_path() -> None:
+    assert EVALUATION.url_path("step-1") == "/evaluate/step-1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from unittest.mock import Mock
 
@@ -9,13 +10,21 @@ import msgspec
 import pytest
 
 from realsys.config.schema import Config
-from realsys.manager.decisions import ManagerSettings
-from realsys.manager.ledger.events import EvalStarted, EvaluationState, Resumed
+from realsys.errors import LedgerError
+from realsys.manager.decisions import ManagerSettings, ManagerState
+from realsys.manager.ledger.events import EvalStarted, EvaluationState, Opened, Resumed, RolledBack, Trained
+from realsys.manager.ledger.pinned_evaluations import MOST_RESTARTS
 from realsys.manager.messages import (
     AllocateRequest,
+    BadCall,
+    CancelRequest,
     EvaluateRequest,
+    EvaluationReply,
     FinishRequest,
+    NotFound,
+    NotRunning,
     TouchRequest,
+    TrainedReply,
     TrainedRequest,
 )
 from realsys.manager.routes import render_metrics
@@ -23,8 +32,11 @@ from realsys.manager.routing.rollout_workers import memory_sums
 from realsys.manager.status import status
 from realsys.manager.weight_updates import LOAD_KEYS
 from realsys.observe.step_fields import field_of
+from realsys.types import Ticket
 from tests.support.ledger.manager_states import (
     ANSWER,
+    SETTINGS,
+    address,
     finish,
     order,
     place,
@@ -33,6 +45,7 @@ from tests.support.ledger.manager_states import (
     update,
     version,
 )
+from tests.support.training.training_sides import A, B, published, replayed, running, serve, start, trained
 
 
 def test_evaluation_means_each_metric_over_its_answers() -> None:
@@ -233,3 +246,266 @@ def test_sums_of_memory_have_the_names_of_the_step_log() -> None:
     assert memory_sums(sizes) == {"server_bytes": 4, "servers_bytes": 7, "worker_bytes": 5, "workers_bytes": 5}
     assert memory_sums({}) == {}
     assert all(field_of("train", f"memory/{name}") for name in memory_sums(sizes))
+
+
+# ---- Calls of the trainer: journal records of /trained and /finish_rollout, repetitions, bounds of numbers
+
+
+def test_oldest_versions_are_journalled_once() -> None:
+    state = running()
+    ids = [ticket.ticket_id for ticket in tickets(state, 3)]
+    trained(state, 1, ids[:1], A, oldest=[0])
+    reply = trained(state, 2, ids[1:], A, oldest=[1, 0])
+    assert reply.trained == 2
+    event = state.outbox[-1]
+    assert isinstance(event, Trained) and (event.tickets, event.oldest, event.incarnation) == (ids[1:], [1, 0], A)
+    again = state.trained(TrainedRequest(2, 2, ids[1:], incarnation=A, oldest=[1, 0]), 0.0)
+    assert again == TrainedReply(0, 0, in_use=[0]) and state.outbox[-1] is event
+    with pytest.raises(ValueError, match="oldest has 1 versions for 3"):
+        state.trained(TrainedRequest(3, 3, ids, incarnation=A, oldest=[0]), 0.0)
+
+
+def test_a_step_that_is_told_again_shows_once() -> None:
+    """Its first reply was lost."""
+    state = running()
+    for number in (1, 1, 2):
+        trained(state, number, [], A, staleness={"0": number})
+    assert [(step.version, step.histogram) for step in state.staleness] == [(1, {"0": 1}), (2, {"0": 2})]
+
+
+def test_tokens_of_failed_episodes_reach_the_trainer() -> None:
+    state = running()
+    [ticket] = tickets(state, 1)
+    lost = {"lost_tokens": {"failed": [70], "not_kept": [5, 100]}, "verdict_failures": {"raised": 1}}
+    finish = FinishRequest(ticket.ticket_id, ticket.attempt, "w", "failed", **lost)
+    for _ in range(2):
+        state.finish(finish, 0.0)
+    reply = trained(state, 1, [], A)
+    assert reply.lost_tokens == {"failed": 70, "not_kept": 105}, "a repetition counts once"
+    assert (reply.lost_lengths, reply.verdict_failures) == ({5: 1, 100: 1}, {"raised": 1})
+
+
+@pytest.mark.parametrize(
+    "body", [{"version": -1}, {"version": 1 << 31}, {"version": 1, "trained": ["0000000000"], "oldest": [1 << 31]}]
+)
+def test_numbers_that_no_ledger_can_hold_are_refused(body: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(msgspec.json.encode({"step": 1} | body), type=TrainedRequest)
+
+
+def test_finished_tells_the_versions_of_the_answers() -> None:
+    state = running()
+    first, second = tickets(state, 2)
+    answers = [type(ANSWER)(0.0, False, 3, "stop", low, high) for low, high in ((2, 3), (1, 2))]
+    state.finish(FinishRequest(first.ticket_id, 0, "w", "accepted", "", answers), 0.0)
+    state.finish(FinishRequest(second.ticket_id, 0, "w", "failed", "x"), 0.0)
+    versions = [(e.version_min, e.version_max) for e in state.outbox[-2:]]  # type: ignore[union-attr]
+    assert versions == [(1, 3), (-1, -1)]
+
+
+# ---- Roll-backs of ManagerState: journal records, servers, settings. Further: scenarios/roll_back.txt
+
+
+def test_roll_back_is_one_record() -> None:
+    state = running()
+    for ticket in tickets(state, 4):
+        finish(state, ticket)
+    trained(state, 1, ["0000000000", "0000000001"], A)
+    before = len(state.outbox)
+    assert start(state, 0, B, now=5.0) == 4
+    assert state.outbox[before:] == [RolledBack(0, 0, B, "/c/0", 5.0)]
+    again = replayed(state)
+    assert again.trainer_incarnation == B and again.ledger.counts == state.ledger.counts
+    state.outbox.clear()
+    again.outbox.clear()
+    assert again.snapshot(9.0) == state.snapshot(9.0)
+
+
+def test_evaluation_of_undone_version_is_discarded() -> None:
+    """It was requested at version 0, and no server had that version any more."""
+    state = running()
+    granted = tickets(state, 2)
+    for ticket in granted:
+        finish(state, ticket)
+    trained(state, 1, [ticket.ticket_id for ticket in granted], A)
+    state.evaluate(EvaluateRequest("step-0", "eval", 1, incarnation=A), 0.0)
+    state.observe_servers([])
+    state.servers.publish(published(1, A))
+    state.observe_servers([address(0)])
+    update(state, 0)
+    [problem] = tickets(state, 1)
+    assert (problem.kind, problem.version) == ("eval", 1)
+    answer = msgspec.structs.replace(ANSWER, version_min=1, version_max=1)
+    state.finish(FinishRequest(problem.ticket_id, problem.attempt, "w", "accepted", "", [answer]), 0.0)
+    assert state.evaluations.find("step-0").is_finished
+    start(state, 0, B)
+    assert not state.evaluations.by_id
+
+
+def test_update_from_before_roll_back_verifies_nothing() -> None:
+    state = running()
+    assert state.servers.publish(published(1, A))
+    success, failure = order(state, 0), order(state, 0)
+    state.begin_update(success, 0.0)
+    trained(state, 1, [], A)
+    start(state, 0, B)
+    assert state.servers.publish(published(0, B))
+    assert state.servers.succeeded(success, 0.1, {}) and state.refusal() == "no_server"
+    assert state.servers.failed(failure, "pruned", 0.0)
+    server = state.servers.get("generation_server/0")
+    assert server is not None and not server.quarantined, "it failed to load what nobody wants any more"
+    update(state, 0)
+    assert state.refusal() is None
+
+
+def test_roll_back_ends_a_drain() -> None:
+    state = running()
+    state.settings = dataclasses.replace(SETTINGS, interruptible=False)
+    [ticket] = tickets(state)
+    place(state, ticket)
+    assert state.servers.publish(published(1, A))
+    assert not state.begin_update(order(state, 0), 0.0)
+    start(state, 0, B)
+    serve(state, 0, B)
+    assert state.refusal() is None
+
+
+def test_settings_are_recorded_when_changed() -> None:
+    state = ManagerState(SETTINGS)
+    state.open(1.0)
+    assert state.outbox == [Opened(10, 1, 2, 1, "drop", 4, 1.0, 2)]
+    again = replayed(state)
+    again.open(2.0)
+    assert again.outbox == []
+    changed = ManagerState(dataclasses.replace(SETTINGS, eta=3))
+    changed.restore_from(state.outbox)
+    changed.open(2.0)
+    assert [event.eta for event in changed.outbox if isinstance(event, Opened)] == [3]
+
+
+def test_tickets_of_another_order_of_prompts_are_refused() -> None:
+    state = running()
+    tickets(state)
+    for other_settings in (
+        dataclasses.replace(SETTINGS, seed=2),
+        dataclasses.replace(SETTINGS, batch_groups=3),
+        dataclasses.replace(SETTINGS, split_sizes={"train": 11}),
+    ):
+        other = ManagerState(other_settings)
+        other.restore_from(state.outbox)
+        with pytest.raises(LedgerError, match="its tickets were granted with"):
+            other.open(0.0)
+
+
+def test_status_shows_the_training_side() -> None:
+    state = running()
+    start(state, 0, B)
+    shown = status(state, 1.0, 0.0)
+    assert (shown["ledger"]["trainer_incarnation"], shown["ledger"]["starts"]) == (B, 2)
+    json.dumps(shown, allow_nan=False)
+
+
+# ---- Evaluations that a user requests from a trial in training
+
+
+ID = "user-1-eval"
+
+
+def asked(state: ManagerState, problems: int = 2, incarnation: str = "", *, by_user: bool = True) -> None:
+    state.evaluate(EvaluateRequest(ID, "eval", problems, incarnation=incarnation, by_user=by_user), 0.0)
+
+
+def reply(state: ManagerState) -> EvaluationReply:
+    return state.evaluations.find(ID).reply()
+
+
+def evaluated(state: ManagerState, count: int) -> list[Ticket]:
+    return [ticket for ticket in tickets(state, count) if ticket.kind == "eval"]
+
+
+def cancel(state: ManagerState) -> bool:
+    return state.cancel_evaluation(CancelRequest(ID), 1.0).cancelled
+
+
+def test_user_needs_no_incarnation() -> None:
+    state = running()
+    asked(state)
+    for ticket in evaluated(state, 2):
+        finish(state, ticket)
+    assert reply(state).ended and reply(state).accuracy == 1.0
+
+
+def test_trainer_never_sees_evaluations_of_users() -> None:
+    """A trainer repeats every evaluation that it finds without a result."""
+    state = running()
+    asked(state)
+    start(state, 0, B)
+    assert state.evaluations.ever_started() == []
+
+
+def test_cancelled_evaluation_ends_without_numbers() -> None:
+    state = running()
+    asked(state)
+    [first, second] = evaluated(state, 2)
+    place(state, second)
+    finish(state, first)
+    assert cancel(state)
+    assert (reply(state).ended, reply(state).incomplete, reply(state).accuracy) == (True, "cancelled by its user", None)
+    assert state.reservations.tickets() == []
+    with pytest.raises(NotRunning):
+        place(state, second)
+    assert replayed(state).evaluations.snapshot() == state.evaluations.snapshot()
+
+
+def test_cancelled_evaluation_grants_nothing_more() -> None:
+    state = running()
+    asked(state)
+    cancel(state)
+    assert evaluated(state, 4) == []
+    assert not cancel(state), "a second call changes nothing"
+
+
+def test_evaluation_of_the_trainer_cannot_be_cancelled() -> None:
+    state = running()
+    asked(state, incarnation=A, by_user=False)
+    with pytest.raises(BadCall, match="requested by the trainer"):
+        cancel(state)
+
+
+def test_unknown_evaluation_cannot_be_cancelled() -> None:
+    with pytest.raises(NotFound):
+        cancel(running())
+
+
+def test_roll_back_begins_it_again_with_new_weights() -> None:
+    state = running()
+    asked(state)
+    finish(state, evaluated(state, 1)[0])
+    start(state, 0, B)
+    assert not reply(state).ended and (reply(state).done, reply(state).restarts) == (0, 1)
+    assert evaluated(state, 2) == [], "the weights are not published yet"
+    state.servers.publish(published(0, B))
+    update(state, 0)
+    again = evaluated(state, 2)
+    assert {ticket.attempt for ticket in again} != {0}, "no attempt number comes twice"
+    for ticket in again:
+        finish(state, ticket)
+    assert reply(state).accuracy == 1.0
+    assert replayed(state).evaluations.snapshot() == state.evaluations.snapshot()
+
+
+def test_finished_evaluation_survives_a_roll_back() -> None:
+    state = running()
+    asked(state)
+    for ticket in evaluated(state, 2):
+        finish(state, ticket)
+    start(state, 0, B)
+    assert reply(state).accuracy == 1.0 and reply(state).restarts == 0
+
+
+def test_trainer_that_never_stays_ends_it_incomplete() -> None:
+    state = running()
+    asked(state)
+    for number in range(MOST_RESTARTS + 1):
+        start(state, 0, f"{int(B) + number:019d}")
+    assert reply(state).ended and "the trainer went back to version 0" in reply(state).incomplete

@@ -1,8 +1,11 @@
 """Built-in verifiers, what counts as a verdict, and the door ``data.verifier``."""
 
+from __future__ import annotations
+
 import math as numbers
 import threading
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,7 +13,13 @@ import pytest
 from realsys.config.doors import VERIFIER
 from realsys.config.machine import Machine
 from realsys.config.rules import check
-from realsys.errors import ConfigError
+from realsys.config.schema import Config
+from realsys.data.layouts.code_tests import KEY, CodeTests
+from realsys.errors import ConfigError, SandboxError, WaitTimeout
+from realsys.reward.compare_answers import AnswerComparer
+from realsys.reward.sandbox.sandbox import Sandbox
+from realsys.reward.verifiers import code as module
+from realsys.reward.verifiers.code import check_answer, check_settings, last_block, program_in, same_output, same_value
 from realsys.reward.verifiers.contract import MAX_METRICS, Item, Verdict, answer_problem, declare, verdict_of
 from realsys.reward.verifiers.exact import exact
 from realsys.reward.verifiers.math import math
@@ -186,3 +195,233 @@ def test_own_verifier_is_configured_by_its_path():
     name = "tests.support.serving.reward_verifiers:behave"
     check(changed(f"data.verifier={name}"), MACHINE)
     assert VERIFIER.load(name)(Item("", "a", "a")) is True
+
+
+# ---- Final answers compared with each other, for majority votes
+
+
+class Completion(NamedTuple):
+    """A completion with its final answer in a box."""
+
+    answer: str
+    prompt: str = "how much?"
+
+    @property
+    def completion(self) -> str:
+        return f"so it is \\boxed{{{self.answer}}}"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("first", "second", "agree"),
+    [(r"\frac{1}{2}", "0.5", True), ("50\\%", "1/2", True), ("7", "8", False), ("7", "it depends", False)],
+)
+def test_mathematical_answers_agree_by_value(first: str, second: str, agree: bool):
+    with AnswerComparer(Config(), "math") as comparer:
+        same = comparer.same_of([Completion(first), Completion(second)])
+        assert same is not None and same(first, second) is agree
+
+
+def test_verifier_without_comparison_compares_texts():
+    with AnswerComparer(Config(), "exact") as comparer:
+        assert comparer.same_of([Completion("7"), Completion("7.0")]) is None
+        assert comparer._pool.restarts == 0 and not comparer._pool._running, "no process was needed"
+
+
+def test_comparison_after_its_time_limit_raises():
+    with AnswerComparer(Config(), "math", limit_s=-1.0) as comparer:
+        same = comparer.same_of([Completion("7"), Completion("8")])
+        assert same is not None
+        with pytest.raises(WaitTimeout, match="comparing the final answers took more than -1 s"):
+            same("7", "8")
+        assert not comparer._pool._running, "no process was needed"
+
+
+# ---- The verifier ``code``: references, settings, verdicts
+
+
+def item(**tests):
+    return Item("", "", "", {KEY: tests})
+
+
+@pytest.mark.parametrize(
+    ("tests", "problem"),
+    [
+        ({}, "has no tests"),
+        ({"source": "assert f( == 1"}, "is no Python"),
+        ({"source": "import x\n\ndef check(f):\n    assert f() == 1"}, "line 1: nothing calls the program"),
+        ({"source": "def test_a(f):\n    assert f() == 1"}, "line 1: test_a is async or takes arguments"),
+        (
+            {"source": "class TestF:\n    def test(self): assert f() == 1"},
+            "must derive from unittest.TestCase",
+        ),
+        ({"source": "x = f()\nassert np.all(x)"}, "line 2: 'np' is not defined"),
+        ({"source": "assert f() == 1", "stub": "def f( ="}, "is no Python"),
+        ({"language": "c", "source": "x"}, "must be stdio"),
+        ({"language": "cobol", "stdio": [{"stdin": "", "stdout": ""}]}, "'cobol' is not known"),
+    ],
+)
+def test_useless_tests_are_refused(tests, problem):
+    assert problem in check_answer(item(**tests))
+
+
+def test_row_without_tests_is_refused():
+    assert "not a code task" in check_answer(Item("", "", "1"))
+
+
+CASE = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(), 1)\n"
+
+
+@pytest.mark.parametrize(
+    "source", ["assert f() == 1", "def test_a():\n    assert f() == 1", CASE, "def check(g): assert g()\ncheck(f)"]
+)
+def test_useful_tests_are_taken(source):
+    assert check_answer(item(source=source)) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"isolation": "jail"}, "isolation must be one of full, available, none"),
+        ({"reward": "half"}, "reward must be all or share"),
+        ({"cpu_s": 0}, "cpu_s is 0"),
+        ({"cpu_s": "x"}, "cpu_s: Expected `float`, got `str`"),
+        ({"memory_mb": "1g"}, "memory_mb: Expected `float`"),
+        ({"processes": 1.5}, "processes: Expected `int`"),
+        ({"readable": "/opt/x"}, "readable: Expected `array`"),
+        ({"readable": 5}, "readable: Expected `array`"),
+        ({"languages": ["lua"]}, "languages: Expected `object`"),
+        ({"disk_mb": float("inf")}, "disk_mb is inf: it must be finite"),
+        ({"disk_mb": 0.5}, "disk_mb is 0.5: it must be at least 1"),
+        ({"output_mb": float("inf")}, "output_mb is inf: it must be finite"),
+        ({"cpu": 1}, "unknown field `cpu`"),
+        ({"memory_mb": 8192}, "at most 4096"),
+        ({"wall_s": 5}, "none may be less than the one before"),
+        ({"total_s": 58}, r"rollout.reward.elapsed_timeout_s \(60\) must be 5 s more"),
+        ({"languages": {"x": {"source": "a"}}}, "languages.x: .* missing required field"),
+    ],
+)
+def test_wrong_settings_are_refused(arguments, problem):
+    import re
+
+    assert re.search(problem, check_settings(arguments, Config()))
+
+
+def test_machine_without_isolation_is_refused(monkeypatch):
+    def refuse(self, *_):
+        raise SandboxError("bwrap is not found: install it")
+
+    monkeypatch.setattr(Sandbox, "run", refuse)
+    assert "install it, or set isolation to none" in check_settings({}, Config())
+
+
+def test_door_names_the_field_of_settings(monkeypatch):
+    from realsys.config.doors import VERIFIER
+
+    with pytest.raises(ConfigError, match="data.verifier_args="):
+        VERIFIER.check_settings("code", {"reward": "half"}, Config())
+    VERIFIER.check_settings("exact", {}, Config())
+
+
+def test_verdict_has_share_and_reason():
+    verdict = module._verdict(0.5, "cpu", "share")
+    assert (verdict.reward, verdict.correct) == (0.5, False)
+    assert verdict.metrics["tests_passed"] == 0.5
+    assert [name for name, value in verdict.metrics.items() if value == 1.0] == ["program_cpu"]
+    assert module._verdict(1.0, "", "all").reward is None
+
+
+# ---- Comparison of outputs and of plain data
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "same"),
+    [
+        ("1 2 \r\n3\n\n", "1 2\n3", True),
+        ("1  2", "1 2", False),
+        ("0.3333333", "0.33333333", True),
+        ("3", "3.0", True),
+        ("yes  0.50", "yes 0.5", True),
+        ("3.0", "3", False),
+        ("nan", "0.5", False),
+        ("0.50001", "0.5", False),
+        ("\n1", "1", False),
+        ("", "", True),
+        ("1" * 1000, "0.5", False),
+    ],
+)
+def test_outputs(actual, expected, same):
+    assert same_output(actual, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "same"),
+    [
+        ((1, [2]), [1, [2]], True),
+        ({1: (2,)}, {"1": [2]}, True),
+        ({1: 2, "1": 2}, {"1": 2}, False),
+        (0.1 + 0.2, 0.3, True),
+        (3, 3.0, True),
+        (3.0, 3, True),
+        (True, 1, False),
+        (1, True, False),
+        ("1", 1, False),
+        (None, None, True),
+        ({1}, [1], False),
+        (10**400, 1.0, False),
+        (float("nan"), 1.0, False),
+        ([1, 2], [1], False),
+    ],
+)
+def test_values(actual, expected, same):
+    assert same_value(actual, expected) is same
+
+
+# ---- Which text of a completion is the program
+
+
+STUB = "import math\n\ndef area(r):\n    '''Area of a circle.'''\n"
+PLAIN = CodeTests(source="assert f() == 1")
+CONTINUED = CodeTests(function="area", source="assert area(0) == 0", preamble="import math\n", stub=STUB)
+WHOLE = "def area(r):\n    return math.pi * r * r\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("```python\na\n```\nor\n```\nb\n```\n", "b\n"),
+        ("```py\na\n", "a\n"),
+        ("````md\n```\na\n```\n````\n", "```\na\n```\n"),
+        ("  ```python\n  a\n  ```", "  a\n"),
+        ("~~~\na\n~~~", "a\n"),
+        ("a = `b`", None),
+    ],
+)
+def test_last_block_counts(text, block):
+    assert last_block(text) == block
+
+
+def test_only_text_behind_thinking_counts():
+    assert program_in("<think>```python\nx=1\n```</think>\n```python\ny=2\n```", PLAIN) == "y=2\n"
+    assert program_in("<think>```python\nx=1\n```", PLAIN) is None
+
+
+def test_prose_is_no_program():
+    assert program_in("I do not know it.", PLAIN) is None
+    assert program_in("def f(): return 1", PLAIN) == "def f(): return 1"
+
+
+def test_whole_function_gets_the_preamble():
+    assert program_in(f"```python\n{WHOLE}```", CONTINUED) == f"import math\n\n{WHOLE}"
+
+
+@pytest.mark.parametrize("fence", ["{}", "```python\n{}```"])
+def test_body_continues_the_stub(fence):
+    body = "    return math.pi * r * r\n"
+    assert program_in(fence.format(body), CONTINUED) == STUB + body
+
+
+def test_other_language_needs_a_block():
+    tests = CodeTests(language="c", source="x")
+    assert program_in("int main(){}", tests) is None
+    assert program_in("```c\nint main(){}\n```", tests) == "int main(){}\n"

@@ -5,19 +5,31 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from realsys.algorithm.sequence_buffer import SequenceBuffer
+from realsys.algorithm.token_losses import mask_group
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError
-from realsys.train.worker.call_service import DemoSource
-from realsys.train.worker.data_manager import DataManager, array_size
-from realsys.types import ARRAY_KEYS, Episode, Group, Row, Ticket, register_key
+from realsys.model_calls import ClearRequest, Empty, KeepDroppedRequest
+from realsys.observe.dropped_groups import DroppedWriter, group_files, read_group
+from realsys.train.recording import TooOldGroups
+from realsys.train.step_gate import GateState, PauseStepRequest, SettleRequest, StepAbandoned, StepGate, decide
+from realsys.train.worker.call_service import DemoSource, ModelWorkerService, WorkerParts
+from realsys.train.worker.data_manager import DataManager, array_size, version_tokens, without_older
+from realsys.types import ARRAY_KEYS, Episode, Group, Row, SampleMeta, Ticket, register_key
+from tests.support.processes.config_trees import changed
+from tests.support.training.played_master import Message, PlayedMaster
 from tests.support.training.sample_records import make_ref, make_row
 
 
@@ -335,3 +347,197 @@ def test_a_new_hold_forgets_the_one_before() -> None:
     data.hold({"tokens": ["t1.0/0.0"]})
     data.hold({"versions": ["t1.0/0.0"]})
     assert list(data.release()) == [("t1.0/0.0", "versions")]
+
+
+# ---- Tokens that are too old leave the loss of their row, and nothing else changes
+
+
+def test_masked_tokens_leave_loss_and_stay_in_context() -> None:
+    data = DataManager(0)
+    versions, logprobs = np.array([1, 1, 2, 3], np.int32), np.arange(4, dtype=np.float32)
+    mask = np.array([False, True, True, False, True, True])
+    data.put("a", {"tokens": np.arange(6), "loss_mask": mask, "behav_logprobs": logprobs, "versions": versions})
+    data.put("a", {"token_rewards": np.array([1, 0, 2, 4], np.float32)})
+    data.mask_older(["a"], 2)
+    assert data.get("a", "tokens").tolist() == [0, 1, 2, 3, 4, 5]
+    assert data.get("a", "loss_mask").tolist() == [False, False, False, False, True, True]
+    assert data.get("a", "behav_logprobs").tolist() == [2, 3] and data.get("a", "versions").tolist() == [2, 3]
+    assert data.get("a", "token_rewards").tolist() == [2, 4], "the reward before all that is left is lost"
+
+
+def test_reward_of_masked_token_moves_to_the_one_before() -> None:
+    """A later turn may be sampled by an older server."""
+    arrays = {
+        "loss_mask": np.ones(3, bool),
+        "versions": np.array([2, 1, 2], np.int32),
+        "token_rewards": np.array([1, 5, 2], np.float32),
+    }
+    assert without_older(arrays, 2)["token_rewards"].tolist() == [6, 2]
+
+
+@given(
+    versions=st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    context=st.lists(st.booleans(), max_size=12),
+    oldest=st.integers(0, 6),
+)
+def test_no_older_token_is_left_in_loss(versions: list[int], context: list[bool], oldest: int) -> None:
+    """Master and worker make the same choice: from the counts of a row, and from its arrays."""
+    mask = np.array([False, *context[: len(versions)], *([True] * len(versions))])
+    mask[np.flatnonzero(mask)[len(versions) :]] = False
+    arrays = {
+        "loss_mask": mask,
+        "versions": np.array(versions, np.int32),
+        "behav_logprobs": np.arange(len(versions), dtype=np.float32),
+        "token_rewards": np.ones(len(versions), np.float32),
+    }
+    left = without_older(arrays, oldest)
+    fresh = [k for k, version in enumerate(versions) if version >= oldest]
+    assert left["behav_logprobs"].tolist() == fresh, "nothing else leaves"
+    assert left["loss_mask"].sum() == len(fresh) == len(left["versions"]) == len(left["token_rewards"])
+    assert not np.any(left["loss_mask"] & ~mask)
+    low, high = min(versions), max(versions)
+    meta = SampleMeta("t.0/0.0", "t", 0, len(mask), len(versions), 1.0, False, low, high, 0)
+    meta.version_tokens = version_tokens(arrays["versions"])
+    rows = mask_group([meta], oldest)
+    assert sum(row.loss_tokens for row in rows) == len(fresh)
+    assert all(row.version_min >= oldest for row in rows)
+
+
+# ---- A ModelWorker keeps a group that was too old on disk, before it clears its samples
+
+
+TICKET = Ticket("0000000007", 1, 3, version=2, n=2)
+
+
+def row(*versions: int, reason: Any = "stop") -> Row:
+    count = len(versions)
+    return make_row(
+        np.arange(2 + count, dtype=np.int32), -np.ones(count, np.float32), np.array(versions, np.int32), reason
+    )
+
+
+def arrived(data: DataManager) -> list[SampleMeta]:
+    """Add a group of two episodes; the first has two rows."""
+    episodes = [Episode([row(3, 4), row(5)], 1.0, True), Episode([row(2, 2, reason="length")], 0.0, False)]
+    notice = data.add_group(Group(TICKET, episodes, "rollout_worker/1"))
+    assert notice is not None
+    return notice.samples
+
+
+def test_too_old_group_is_kept_with_versions(tmp_path: Path) -> None:
+    data, writer = DataManager(0), DroppedWriter(tmp_path, "model_worker/0", 4)
+    samples = arrived(data)
+    TooOldGroups(data, writer).keep(KeepDroppedRequest("masked", 9, samples))
+    data.clear([sample.sample_id for sample in samples])
+    writer.flush()
+    [file] = group_files(tmp_path)
+    assert file.path.parent.name == "model_worker-0"
+    group = read_group(file.path)
+    assert (group.ticket, group.worker) == (TICKET, "rollout_worker/1")
+    assert (group.reason, group.next_version, group.reference) == ("masked", 9, None)
+    first, second = group.episodes
+    assert (first.number, first.reward, first.correct, first.tokens, first.versions) == (0, 1.0, True, 3, (3, 5))
+    assert (second.number, second.correct, second.finish_reason, second.versions) == (1, False, "length", (2, 2))
+    assert [kept.arrays()["versions"].tolist() for kept in first.rows] == [[3, 4], [5]]
+
+
+def test_group_that_is_not_here_is_left_out(tmp_path: Path) -> None:
+    samples = arrived(DataManager(0))
+    writer = DroppedWriter(tmp_path, "model_worker/0", 4)
+    assert TooOldGroups(DataManager(0), writer).keep(KeepDroppedRequest("masked", 9, samples)) == Empty()
+    writer.flush()
+    assert group_files(tmp_path) == []
+
+
+def test_service_keeps_a_group_and_clears_it(tmp_path: Path) -> None:
+    paths, data, nothing = TrialPaths(tmp_path), DataManager(2), cast(Any, None)
+    endpoint = PlayedMaster([], threading.Event())
+    service = ModelWorkerService(changed(), paths, WorkerParts(2, {}, endpoint, data, nothing, nothing))
+    samples = arrived(data)
+    service.handle(Message("keep_dropped", KeepDroppedRequest("stale", 4, samples)))
+    service.handle(Message("clear", ClearRequest([sample.sample_id for sample in samples])))
+    assert endpoint.replies == [Empty(), Empty()] and len(data) == 0
+    for thread in threading.enumerate():
+        if thread.name == "dropped group":
+            thread.join()
+    [file] = group_files(paths.dropped)
+    assert read_group(file.path).reason == "stale" and file.path.parent.name == "model_worker-2"
+
+
+# ---- The gate that lets a stop abandon a step: promises, limits, and the decision over all ranks
+
+
+BOUND_S = 30.0
+
+
+def gate_after(passes: int, *, updating: bool = False) -> StepGate:
+    gate = StepGate()
+    gate.begin(3, "actor_train")
+    for _ in range(passes):
+        assert gate.passes()
+    if updating:
+        assert gate.passes(updating=True)
+    return gate
+
+
+def start(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_open_gate_lets_everything_pass() -> None:
+    gate = gate_after(5, updating=True)
+    gate.check()
+    assert gate.pause(PauseStepRequest()) == GateState(3, {"actor_train": 6}, updating=True)
+
+
+def test_paused_gate_waits_for_the_decision() -> None:
+    gate, passed = gate_after(2), Counter[bool]()
+    promised = gate.pause(PauseStepRequest()).passed["actor_train"]
+    waiting = start(lambda: passed.update([gate.passes()]))
+    assert promised == 2 and not passed
+    gate.settle(SettleRequest(abandon=False))
+    waiting.join(BOUND_S)
+    assert passed == {True: 1}
+
+
+def test_rank_behind_passes_up_to_the_limit() -> None:
+    behind, ahead = gate_after(1), gate_after(3)
+    decision = decide([gate.pause(PauseStepRequest()) for gate in (behind, ahead)], 3)
+    for gate in (behind, ahead):
+        gate.settle(decision)
+    assert [behind.passes() for _ in range(4)] == [True, True, False, False]
+    assert not ahead.passes(updating=True)
+    for gate in (behind, ahead):
+        with pytest.raises(StepAbandoned):
+            gate.check()
+
+
+def test_call_that_no_rank_has_begun_is_abandoned() -> None:
+    gate = gate_after(4)
+    gate.settle(decide([gate.pause(PauseStepRequest())], 3))
+    gate.begin(3, "critic_train")
+    assert not gate.passes()
+
+
+def test_step_that_updates_is_finished() -> None:
+    states = [gate_after(2).pause(PauseStepRequest()), gate_after(2, updating=True).pause(PauseStepRequest())]
+    assert decide(states, 3) == SettleRequest(abandon=False)
+
+
+def test_rank_of_an_earlier_step_does_not_count() -> None:
+    done = gate_after(6, updating=True).pause(PauseStepRequest())
+    assert decide([done], 4) == SettleRequest(abandon=True, limits={})
+
+
+def test_next_step_begins_without_updates() -> None:
+    gate = gate_after(2, updating=True)
+    gate.begin(4, "actor_train")
+    assert gate.pause(PauseStepRequest()) == GateState(4, {}, updating=False)
+
+
+def test_gate_opens_without_a_decision() -> None:
+    gate = StepGate(decision_s=0.0)
+    gate.pause(PauseStepRequest())
+    assert gate.passes()

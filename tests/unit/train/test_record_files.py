@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import queue
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 import xxhash
 
 from realsys.cluster.commit_folder import Removed
 from realsys.cluster.files import FileInfo
 from realsys.errors import RecordError
 from realsys.train import record_files as files
+from realsys.train import recording
 from realsys.train.master.replay import compare
-from realsys.train.record_files import Arrays, StepRecord
+from realsys.train.megatron.device import Device
+from realsys.train.record_files import Arrays, RowReader, StepRecord
+from realsys.train.recording import SampleRecorder
+from realsys.train.requests import RecordRequest
+from realsys.train.worker.data_manager import DataManager
 from realsys.types import GroupOrigin, RowOrigin, SampleMeta, Ticket
 
 ORIGIN = GroupOrigin(
@@ -232,3 +242,120 @@ def test_small_differences_are_differences() -> None:
 def test_the_cause_comes_before_its_consequences() -> None:
     found = compare(record(), record(plan="q", stats={}, weights={}), arrays(), {})
     assert [difference.what for difference in found.first] == ["plan", "array", "statistic", "parameter"]
+
+
+# ---- Single rows of a recorded step, without loading the step
+
+
+def reader(directory: Path) -> RowReader:
+    return RowReader(directory, files.read_record(directory))
+
+
+def test_rows_are_read_bit_by_bit(tmp_path: Path) -> None:
+    found = reader(write(tmp_path))
+    assert found.origins == {ORIGIN.ticket.ticket_id: ORIGIN}
+    for (sample_id, key), array in arrays().items():
+        back = found.array(sample_id, key)
+        assert back.dtype == array.dtype
+        np.testing.assert_array_equal(back, array)
+    assert found.arrays("00000007/1").keys() == {"tokens", "behav_logprobs", "values"}
+
+
+def test_flipped_bit_is_named_with_its_sample(tmp_path: Path) -> None:
+    directory = write(tmp_path)
+    path = directory / files.worker_file(0)
+    whole, wanted = path.read_bytes(), np.array([-0.5, -0.25, -1.0], np.float32).tobytes()
+    at = whole.index(wanted) + 5
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+    found = reader(directory)
+    assert found.array("00000007/0", "tokens").tolist() == [5, 6, 7, 8]
+    with pytest.raises(RecordError, match="behav_logprobs of sample 00000007/0 is not what was written"):
+        found.arrays("00000007/0")
+
+
+def test_torn_file_is_named(tmp_path: Path) -> None:
+    directory = write(tmp_path)
+    path = directory / files.worker_file(0)
+    whole = path.read_bytes()
+    for size in (0, 1, 9, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(RecordError, match=r"worker-00000\.safetensors is corrupt"):
+            reader(directory)
+    path.unlink()
+    with pytest.raises(RecordError, match="cannot be read"):
+        reader(directory)
+
+
+def test_unknown_row_and_array_are_named(tmp_path: Path) -> None:
+    found = reader(write(tmp_path))
+    with pytest.raises(RecordError, match="sample 'x' is not in this record"):
+        found.arrays("x")
+    with pytest.raises(RecordError, match="has no array 'advantages'"):
+        found.array("00000007/0", "advantages")
+
+
+# ---- Recording while the next step trains, on a disk that hangs; checksums of what is not published
+
+
+BOUND_S = 60
+
+
+def test_hanging_disk_costs_a_record(tmp_path, monkeypatch):
+    """The failure names the late record."""
+    opened, told = threading.Event(), queue.SimpleQueue()
+
+    def hang(*_):
+        assert opened.wait(60)
+        return b"late"
+
+    monkeypatch.setattr(recording.files, "encode_worker_file", hang)
+    monkeypatch.setattr(recording, "WRITE_S", 0.01)
+    recorder = SampleRecorder(3, DataManager(3), {}, told.put)
+    recorder._holds_any = True
+    recorder.record(RecordRequest(1, str(tmp_path / "one")))
+    recorder.record(RecordRequest(2, str(tmp_path / "two")))
+    failed = told.get(timeout=60)
+    assert (failed.step, failed.failure) == (2, "model_worker/3: record-1 is not on disk after 0.01 s")
+    opened.set()
+    assert told.get(timeout=60).step == 1 and not (tmp_path / "two").exists()
+
+
+class Critic:
+    """A role with a trained parameter and a frozen one."""
+
+    def __init__(self) -> None:
+        self.name, self.settings = "critic", SimpleNamespace(offload="none")
+        self.device = Device(torch.device("cpu"), "gloo")
+        self.head, self.frozen = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(2), False)
+        self.engine: Any = SimpleNamespace(module=self)
+
+    def named_parameters(self) -> Any:
+        return [("head", self.head), ("frozen", self.frozen)]
+
+
+def test_checksums_are_those_of_the_recorded_step(tmp_path, monkeypatch):
+    """The next step changes the parameters before the thread reads the copies."""
+    critic, told, trained = Critic(), queue.SimpleQueue(), threading.Event()
+    compute = recording.checksums_of
+
+    def later(tensors):
+        assert trained.wait(BOUND_S)
+        return compute(tensors)
+
+    monkeypatch.setattr(recording, "checksums_of", later)
+    recorder: Any = SampleRecorder(0, DataManager(0), {"critic": critic}, told.put)  # type: ignore[dict-item]
+    expected = xxhash.xxh3_64_hexdigest(critic.head.detach().numpy().tobytes())
+    recorder.record(RecordRequest(1, str(tmp_path / "one"), {0: ["critic"]}))
+    with torch.no_grad():
+        critic.head.mul_(3)
+    trained.set()
+    written = told.get(timeout=BOUND_S)
+    assert written.weights == {"critic": {"head": expected}}
+    assert written.checksum == "" and not (tmp_path / "one").exists(), "this worker has no arrays"
+
+
+def test_worker_without_a_part_starts_no_thread(tmp_path):
+    """It is on another data rank and holds no arrays, and the master expects no notice of it."""
+    recorder = SampleRecorder(1, DataManager(1), {"critic": Critic()}, lambda _: None)  # type: ignore[dict-item]
+    recorder.record(RecordRequest(1, str(tmp_path / "one"), {0: ["critic"]}))
+    assert recorder._thread is None

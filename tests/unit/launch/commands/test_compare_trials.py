@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from realsys.config.compose import compose
 from realsys.config.fields import replaced
 from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
 from realsys.launch.cli import main
+from realsys.manager.decisions import ManagerState
 from realsys.observe import totals
+from realsys.weights.disk.plain_folders import adopt
 from tests.support.run_logs import run_records, train_record, write_log
 
 
@@ -80,3 +86,81 @@ def test_config_that_is_no_object_is_one_line(tmp_path: Path, capsys: pytest.Cap
 def test_one_trial_is_not_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(made(tmp_path, "a", 1e-4, 1).root)]) == 2
     assert "name two or more" in capsys.readouterr().err
+
+
+# ---- `realsys export`: the weights of a step as a plain folder
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> TrialPaths:
+    """A trial with versions 3 and 4 of its weights."""
+    paths = TrialPaths(tmp_path / "runs" / "math" / "t")
+    paths.root.mkdir(parents=True)
+    write_config(Config(), paths.config)
+    paths.lock.touch()
+    for version in (3, 4):
+        model = tmp_path / f"hf{version}"
+        model.mkdir()
+        (model / "config.json").write_text("{}")
+        save_file({"a": torch.full((2,), float(version))}, model / "model.safetensors")
+        adopt(model, paths.weights(), version, "0001")
+    return paths
+
+
+@pytest.mark.parametrize(("words", "value"), [([], 4.0), (["--step", "3"], 3.0)])
+def test_export_has_the_weights_of_the_step(trial: TrialPaths, tmp_path: Path, words: list[str], value: float) -> None:
+    out = tmp_path / "new" / "model"
+    assert main(["export", str(trial.root), str(out), *words]) == 0
+    [file] = out.glob("*.safetensors")
+    assert load_file(file)["a"].tolist() == [value] * 2 and (out / "config.json").is_file()
+
+
+def test_printed_setting_names_the_new_folder(
+    trial: TrialPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder has characters of the shell, of zsh's patterns and of hydra's lists."""
+    out = tmp_path / "it's [1] model"
+    assert main(["export", str(trial.root), str(out)]) == 0
+    (setting,) = shlex.split(capsys.readouterr().out.partition("loads it, and ")[2])
+    assert compose(["experiment=math", setting]).model.path == str(out)
+
+
+def test_step_without_weights_is_refused(trial: TrialPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(trial.root), str(tmp_path / "out"), "--step", "2"]) == 2
+    assert "has the weights of these steps only: 3, 4; set checkpoint.hf_every_steps" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_existing_folder_is_not_overwritten(
+    trial: TrialPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    assert main(["export", str(trial.root), str(tmp_path / "out")]) == 2
+    assert "exists: name a new folder" in capsys.readouterr().err
+
+
+# ---- `realsys simulate`: prints and writes the measurements; a broken invariant is an exit code
+
+
+SMALL = ["train.batch_groups=2", "rollout.group_size=2", "sim.steps=3"]
+
+
+def test_measurements_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "pareto", *SMALL, "--seed", "3", "--out", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert (written["seed"], written["steps"]) == (3, 3)
+    assert (tmp_path / "simulation.png").stat().st_size > 10_000
+    assert "3 steps" in capsys.readouterr().out
+
+
+def test_broken_invariant_names_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ManagerState, "refusal", lambda self: None)
+    assert main(["simulate", "pareto", *SMALL]) == 1
+    assert "to repeat it: realsys simulate pareto train.batch_groups=2" in capsys.readouterr().err
+
+
+def test_unknown_scenario_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "nothing"]) == 2
+    assert "must be one of lognormal, pareto, faults" in capsys.readouterr().err

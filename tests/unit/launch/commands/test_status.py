@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from realsys.config.paths import TrialPaths, write_config
+from realsys.config.paths import TrialPaths, read_config, write_config
 from realsys.config.schema import Config
+from realsys.config.schema_data import HELD_OUT
+from realsys.errors import ConfigError
 from realsys.launch.cli import main
 from realsys.launch.commands import status
 from realsys.launch.commands.status import Observer
+from realsys.launch.commands.view import ManagerStatus
+from realsys.launch.conclude import summarise, write_summary
+from realsys.launch.evaluation_target import exported, find_target
 from realsys.launch.slurm.client import JobState
 from realsys.launch.slurm.trial_job import TrialJob
+from realsys.launch.supervise.failures import FirstFailure
+from realsys.launch.supervise.restart_policy import TrialOutcome
 from realsys.launch.trial_folder import TrialLock
 from realsys.launch.words import own_command
 from realsys.observe.events import EventLog
 from realsys.observe.screen.progress import TrialProgress
+from realsys.weights.disk.plain_folders import adopt, materialise, verify
 from tests.support.run_logs import run_records, train_record, write_log
+from tests.support.timelines.made_up import MadeUpTrial, small_trial
+from tests.support.view.shown_trial import sample_trial
 
 
 @pytest.fixture
@@ -159,3 +174,225 @@ def test_memory_is_in_line_and_json(
     assert "memory: RolloutWorkers 2.0 GiB" in capsys.readouterr().out.splitlines()
     assert main(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["memory"] == {"rollout_worker/0": 2 << 30}
+
+
+# ---- `realsys list` and `realsys status`: the rows of all trials, and how one ended
+
+
+def made(root: Path, name: str) -> TrialPaths:
+    paths = TrialPaths(root / "math" / name)
+    paths.job.parent.mkdir(parents=True)
+    write_config(Config(trial=name), paths.config)
+    return paths
+
+
+def test_damaged_job_file_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    TrialJob.write(made(tmp_path, "whole"), "12")
+    made(tmp_path, "damaged").job.write_text("{")
+    assert main(["list", str(tmp_path)]) == 0
+    rows = {words[0]: words[1:] for line in capsys.readouterr().out.splitlines() if (words := line.split())}
+    assert "unreadable" in rows["math/damaged"] and "12" in rows["math/whole"]
+
+
+def test_row_has_what_a_run_came_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_log(made(tmp_path, "t"), run_records()[:-2])
+    made(tmp_path, "empty")
+    assert main(["list", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:6] == ["trial", "state", "step", "reward", "held", "out"]
+    assert max(map(len, lines)) <= 80
+    [row] = [line.split() for line in lines if line.startswith("math/t ")]
+    assert row[:5] == ["math/t", "killed", "4/4", "+0.40", "41.0%"]
+    assert main(["list", str(tmp_path), "--json"]) == 0
+    found = {row["trial"]: row for row in json.loads(capsys.readouterr().out)}
+    assert found["math/t"]["accuracy"] == 0.41 and found["math/empty"]["reward"] is None
+
+
+def test_held_out_column_has_no_other_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """However many sets are evaluated. The number is rounded as on the status page."""
+    held_out = {"kind": "eval", "eval_id": "after", "set": HELD_OUT, "step": 4, "accuracy": 0.8125}
+    others = [{**held_out, "eval_id": f"after.{name}", "set": name, "accuracy": 0.25} for name in "abcdef"]
+    write_log(made(tmp_path, "t"), [*run_records()[:-2], held_out, *others])
+    assert main(["list", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[4] == "81.3%"
+
+
+def test_status_names_the_first_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = made(tmp_path, "t")
+    failure = FirstFailure("model_worker/1", 12, 100.0, "ModelError: [a] has no b", Path("/x.log"), [])
+    write_summary(
+        summarise(Config(), paths, TrialOutcome("failed", "x"), started=90.0, ended=100.0, failure=failure), paths
+    )
+    assert main(["status", str(paths.root)]) == 0
+    lines = [line.split(None, 2) for line in capsys.readouterr().out.splitlines()]
+    assert ["first", "failure", "model_worker/1: ModelError: [a] has no b"] in lines
+
+
+# ---- `realsys why` and `realsys trace`: what they print, and their exit codes
+
+
+@pytest.fixture
+def timed_trial(tmp_path: Path) -> MadeUpTrial:
+    made = small_trial(tmp_path / "trial")
+    (made.root / "config.json").write_text("{}")
+    return made
+
+
+def test_why_prints_shares_that_add_up(timed_trial: MadeUpTrial, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", str(timed_trial.root)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("generation-bound: the trainer waits")
+    assert re.findall(r"^sum +[\d.]+ +(\d+)", printed, re.MULTILINE) == ["100", "74", "100"]
+    assert "decode 40 %" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_why_prints_json(timed_trial: MadeUpTrial, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", str(timed_trial.root), "--json", "--steps", "1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["covered"] == 1
+    assert sum(report["waits"].values()) == pytest.approx(report["parts"]["wait"])
+
+
+def test_trace_names_its_file(timed_trial: MadeUpTrial, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert main(["trace", str(timed_trial.root), "--out", str(out), "--ticket", "7"]) == 0
+    assert "processes over" in capsys.readouterr().out
+    assert json.loads(out.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("steps", ["a:b", "1-3", "1:2:3"])
+def test_unreadable_steps_are_refused(timed_trial: MadeUpTrial, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["trace", str(timed_trial.root), "--steps", steps])
+    assert end.value.code == 2
+    assert "must be A:B, A:, :B or N" in capsys.readouterr().err
+
+
+def test_trial_without_steps_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["why", str(tmp_path)]) == 2
+    assert "no train step has ended" in capsys.readouterr().err
+
+
+# ---- `realsys view`: bad input, and the status of a trial that has ended
+
+
+def test_bad_port_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = sample_trial(tmp_path)
+    assert main(["view", str(paths.root), "--port", "65536"]) == 2
+    assert "must be 0 (any free port) to 65535" in capsys.readouterr().err
+
+
+def test_busy_port_is_refused_before_an_address_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = sample_trial(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["view", str(paths.root), "--port", str(port)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and f"--port={port}: cannot bind 127.0.0.1:{port}" in err
+
+
+def test_name_of_a_trial_is_corrected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample_trial(tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    assert main(["view", "demo/shwon"]) == 2
+    assert "is not the folder of a trial: did you mean demo/shown?" in capsys.readouterr().err
+
+
+def test_folder_must_be_a_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", str(tmp_path)]) == 2
+    assert "is not the folder of a trial" in capsys.readouterr().err
+
+
+def test_ended_trial_has_no_manager(tmp_path: Path) -> None:
+    """It is not asked for: opening the name store of an ended trial would write into its folder."""
+    paths = sample_trial(tmp_path)
+    status = ManagerStatus(read_config(paths.config), paths)
+    before = sorted(paths.root.rglob("*"))
+    assert asyncio.run(status.read()) is None and not status.is_running()
+    status.close()
+    assert sorted(paths.root.rglob("*")) == before
+
+
+# ---- The model that `realsys eval` names
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def named_trial(tmp_path: Path, model: Path) -> TrialPaths:
+    """A named_trial with versions 3 and 4 of its weights, and an export of step 2."""
+    paths = TrialPaths(tmp_path / "runs" / "math" / "t")
+    paths.root.mkdir(parents=True)
+    write_config(Config(), paths.config)
+    paths.lock.touch()
+    for version in (3, 4):
+        adopt(model, paths.weights(), version, "0001")
+    materialise(adopt(model, tmp_path / "other", 2, "0001"), paths.root / "hf" / "step-2")
+    return paths
+
+
+def test_model_folder_is_taken_as_it_is(model):
+    target = find_target(str(model), None)
+    assert (target.model, target.step, target.trial) == (model, 0, None)
+    assert exported(target) == model
+
+
+def test_trial_without_model_gives_its_newest_weights(named_trial):
+    target = find_target(str(named_trial.root), None)
+    assert (target.step, target.form) == (4, "version")
+    folder = exported(target)
+    assert folder == named_trial.root / "eval" / "models" / "00000004"
+    verify(folder, 4)
+
+
+def test_trained_model_comes_before_newer_weights(named_trial):
+    materialise(named_trial.weights() / "v00000003.0001", named_trial.final_model)
+    target = find_target(str(named_trial.root), None)
+    assert (target.model, target.step, target.form) == (named_trial.final_model, 3, "model")
+
+
+def test_step_chooses_an_export(named_trial):
+    target = find_target(str(named_trial.root), 2)
+    assert target.model == named_trial.root / "hf" / "step-2" and target.form == "model"
+
+
+def test_undone_version_is_never_taken(named_trial, model):
+    """The trainer went back to step 2 and published version 3 again: version 4 is of weights that were undone."""
+    adopt(model, named_trial.weights(), 3, "0002")
+    assert find_target(str(named_trial.root), None).model.name == "v00000003.0002"
+
+
+def test_export_of_an_undone_version_is_replaced(named_trial, model):
+    old = exported(find_target(str(named_trial.root), 3))
+    adopt(model, named_trial.weights(), 3, "0002")
+    assert exported(find_target(str(named_trial.root), 3)) == old
+    assert '"0002"' in (old / "MANIFEST.json").read_text()
+
+
+def test_trial_is_found_by_its_name(named_trial, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert find_target("math/t", None).trial == named_trial
+
+
+def test_unusable_targets_are_one_line(named_trial, model, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for text, step, problem in (
+        (str(tmp_path / "none"), None, "is not a directory"),
+        (str(tmp_path / "empty"), None, r"has neither \*.safetensors nor the files of a trial"),
+        (str(model), 3, "is a model folder, which has one state only"),
+        (str(named_trial.root), 7, "has the weights of these steps only: 2, 3, 4; set checkpoint.hf_every_steps"),
+    ):
+        with pytest.raises(ConfigError, match=problem) as raised:
+            find_target(text, step)
+        assert "\n" not in str(raised.value)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from realsys.cluster.files import FileLock
-from realsys.config.paths import TrialPaths
+from realsys.config.paths import TrialPaths, write_config
+from realsys.config.schema import Config
 from realsys.launch.cli import main
+from realsys.launch.commands.samples import group_lines, printable
 from realsys.launch.slurm import client
 from realsys.launch.slurm import submit as submit_command
 from realsys.launch.slurm.client import JobState
 from realsys.launch.slurm.trial_job import TrialJob
+from realsys.launch.words import own_command
+from realsys.observe.samples.step_samples import Sample
+from realsys.observe.samples.turns import VersionSpan
 from tests.support.data.few_rows import FEW_ROWS
 
 SETTINGS = [
@@ -130,3 +137,126 @@ def test_job_of_another_submit_is_seen_in_time(
     assert "job 6 is running on node0: stop it first" in capsys.readouterr().err
     record = TrialJob.read(paths)
     assert record is not None and record.job == "6"
+
+
+# ---- `realsys stop` and the other commands that take the folder of a trial
+
+
+@pytest.mark.parametrize("command", [["stop"], ["status"], ["logs", "--trial-dir"]])
+@pytest.mark.parametrize("folder", ["missing", "."])
+def test_folder_without_a_trial_is_bad_input(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    folder: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, folder]) == 2
+    line = f"realsys: config: TRIAL_DIR={folder!r}: is not the folder of a trial: correct the path\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("command", ["audit", "replay", "regrade", "samples", "export", "gc"])
+def test_every_command_takes_experiment_and_trial(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trial under runs/ is found: what a command lacks then is another thing."""
+    monkeypatch.chdir(tmp_path)
+    paths = TrialPaths(tmp_path / "runs" / "math" / "t")
+    paths.root.mkdir(parents=True)
+    write_config(Config(trial="t"), paths.config)
+    paths.lock.touch()
+    main([command, "math/t", *(["out"] if command == "export" else [])])
+    said = "".join(capsys.readouterr())
+    assert str(paths.root) in said or said == "nothing is left over\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["stop", "--wait", "nan"], ["node-agent", "--trial-dir", "x", "--wait", "-1"], ["logs", "-n", "-5"]]
+)
+def test_time_and_count_have_bounds(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2 and ": must be a" in capsys.readouterr().err
+
+
+def test_printed_command_can_be_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder has a space, and realsys may not be on the PATH."""
+    paths = TrialPaths(tmp_path / "my runs" / "math" / "t")
+    (paths.checkpoints / "step-00000003.tmp").mkdir(parents=True)
+    write_config(Config(trial="t"), paths.config)
+    assert main(["gc", str(paths.root)]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].partition("to remove them: ")[2]
+    assert shlex.split(command) == [*own_command(), "gc", str(paths.root), "--yes"]
+
+
+def test_stop_of_an_ended_trial_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lock").touch()
+    assert main(["stop", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path} does not run\n"
+
+
+# ---- Samples on a terminal: facts, versions, and text that cannot control it
+
+
+def make_sample(**fields: object) -> Sample:
+    values: dict[str, object] = {
+        "step": 3, "sample_id": "0007/1", "ticket_id": "0007", "attempt": 1, "episode": 0, "row": 0,
+        "prompt_index": 12, "seed": 99,
+        "granted_version": 2, "worker": "rollout_worker/0", "seconds": 1.5, "prompt": "1+1=", "completion": "2.",
+        "spans": [VersionSpan(2, 1, "2"), VersionSpan(3, 1, ".")],
+        "route": [("generation_server/0", 1), ("generation_server/1", 1)], "finish_reason": "stop", "reward": 5.0,
+        "rewards": [], "score": None, "correct": True, "metrics": {}, "truncated": False,
+        "staleness": 1, "advantage": 0.5,
+        "logprob_difference": None,
+    }  # fmt: skip
+    return Sample(**{**values, **fields})  # type: ignore[arg-type]
+
+
+def shown(*group: Sample) -> str:
+    console = Console(width=200, record=True, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        for line in group_lines(group):
+            console.print(line, highlight=False, soft_wrap=True)
+    return capture.get()
+
+
+def test_versions_and_servers_can_be_read_without_colour() -> None:
+    text = shown(make_sample())
+    assert "ticket 0007 attempt 1: prompt 12, seed 99, granted at v2, rollout_worker/0, 1.50 s" in text
+    assert "[v2]2[v3]." in text
+    assert (
+        "reward 5, correct, stop, staleness 1, advantage +0.5000, generation_server/0 (1) -> generation_server/1 (1)"
+        in text
+    )
+
+
+def test_what_nobody_computed_is_said_to_be_unknown() -> None:
+    text = shown(make_sample(advantage=None, route=[], spans=[], score=-0.25))
+    assert "score -0.250" in text and "advantage unknown" in text and "no server known" in text
+    assert "prox" not in text
+
+
+def test_a_row_with_another_history_shows_it() -> None:
+    text = shown(make_sample(), make_sample(row=1, prompt="a summary"))
+    assert text.count("from") == 1 and "from  a summary" in text
+
+
+def test_context_metrics_and_rewards_of_turns_are_shown() -> None:
+    spans = [VersionSpan(2, 1, "2"), VersionSpan(None, 1, "?"), VersionSpan(3, 1, "3")]
+    text = shown(make_sample(spans=spans, metrics={"turns": 2.0}, rewards=[(4, 0.5)], correct=None))
+    assert "[v2]2[context]?[v3]3" in text
+    assert "reward 5, not judged, stop, turns 2, reward 0.5 at 4, staleness 1" in text
+
+
+def test_an_answer_cannot_steer_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\r\x07\n[bold]c") == "a\\x1b[2Jb\\r\\x07\n        [bold]c"
+    text = shown(make_sample(spans=[VersionSpan(2, 1, "\x1b]0;title\x07[red]x[/red]")]))
+    assert "\x1b" not in text and "[v2]\\x1b]0;title\\x07[red]x[/red]" in text
+
+
+def test_reference_follows_the_prompt() -> None:
+    text = shown(make_sample(reference="2\x1b"))
+    assert "prompt     1+1=\nreference  2\\x1b\n" in text
+    assert "reference" not in shown(make_sample())

@@ -9,17 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from realsys.config.compose import compose, given_fields
 from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.config.schema_cluster import ClusterConfig, NameStoreConfig
+from realsys.config.schema_cluster import ClusterConfig, NameStoreConfig, RayConfig
 from realsys.errors import ConfigError
 from realsys.launch.fit import fit
 from realsys.launch.launchers.contract import Launcher, check_launcher, make_launcher
+from realsys.launch.launchers.ray_launcher import RayNode, agent_name, bundle_of, shortage
 from realsys.launch.process_plan import agent_command
+from realsys.launch.slurm.launcher import SlurmLauncher
+from tests.support.polling import poll
 
 HERE = Machine(cpus=4, memory_bytes=64 << 30)
 
@@ -126,3 +130,110 @@ def test_example_starts_agents_with_ssh(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted((tmp_path / "said").read_text().splitlines()) == [f"host{x}: agent --node host{x}" for x in "ab"]
     with pytest.raises(ConfigError, match="cluster.nodes=4: the variable HOSTS names 3"):
         check_launcher(Config(cluster=ClusterConfig(launcher="launcher:Ssh", nodes=4)))
+
+
+# ---- Resources of a trial against those of a Ray cluster: what is needed, what is missing, in which words
+
+
+GPU_NODE = {"CPU": 96.0, "GPU": 8.0, "memory": 512.0 * 2**30, "node:10.0.0.1": 1.0}
+
+
+def nodes(*totals: dict[str, float]) -> list[RayNode]:
+    return [RayNode(f"{index}f", f"host{index}", total) for index, total in enumerate(totals)]
+
+
+def test_bundle_names_everything_that_a_node_needs() -> None:
+    ray = RayConfig(resources={"h100": 1.0})
+    cluster = ClusterConfig(nodes=2, gpus_per_node=8, cpus_per_node=64, memory_gb_per_node=256.0, ray=ray)
+    assert bundle_of(cluster) == {"CPU": 64.0, "GPU": 8.0, "memory": 256 * 2**30, "h100": 1.0}
+
+
+def test_bundle_without_sizes_is_one_core() -> None:
+    assert bundle_of(ClusterConfig(nodes=2)) == {"CPU": 1.0}
+
+
+def test_cluster_with_enough_nodes_lacks_nothing() -> None:
+    assert shortage({"CPU": 64.0, "GPU": 8.0}, 2, nodes(GPU_NODE, {"CPU": 4.0}, GPU_NODE)) == ""
+
+
+def test_shortage_has_numbers_of_short_nodes() -> None:
+    cluster = nodes(GPU_NODE, {"CPU": 96.0, "GPU": 4.0, "memory": 2.0**30}, {"CPU": 4.0})
+    assert shortage({"CPU": 64.0, "GPU": 8.0, "memory": 64 * 2**30}, 2, cluster) == (
+        "2 nodes with CPU 64, GPU 8, memory 64 GiB each are needed, 1 of 3 have that "
+        "(host1 has CPU 96, GPU 4, memory 1 GiB; host2 has CPU 4, GPU 0, memory 0 GiB)"
+    )
+
+
+def test_shortage_of_large_cluster_names_few() -> None:
+    text = shortage({"GPU": 8.0}, 65, nodes(*[{"CPU": 1.0}] * 64))
+    assert text.startswith("65 nodes with GPU 8 each are needed, 0 of 64 have that (host0 has GPU 0;")
+    assert text.endswith("host3 has GPU 0; 60 more)")
+
+
+def test_used_resources_count_only_when_asked() -> None:
+    busy = [RayNode("0f", "host0", GPU_NODE, {"CPU": 96.0})]
+    assert shortage({"GPU": 8.0}, 1, busy) == ""
+    text = shortage({"GPU": 8.0}, 1, busy, free=True)
+    assert text == "1 node with GPU 8 is needed, 0 of 1 have that free (host0 has GPU 0)"
+
+
+def test_agents_on_one_host_get_different_names() -> None:
+    assert agent_name("a", "0123456789", ["a", "b"]) == "a"
+    assert agent_name("a", "0123456789", ["a", "b", "a"]) == "a-012345"
+
+
+# ---- The launcher ``slurm`` with a stand-in for srun
+
+
+#: the step of the agents ends at once, that of the guards lasts
+SRUN = """#!/bin/sh
+case "$*" in *job-name=agents*) echo refused; exit 3;; esac
+echo $$ > {folder}/guards
+exec sleep 300
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmLauncher:
+    """It runs in job 7, which was queued again twice."""
+    (tmp_path / "srun").write_text(SRUN.format(folder=tmp_path))
+    (tmp_path / "srun").chmod(0o755)
+    (tmp_path / "a").mkdir()
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_RESTART_COUNT": "2"}
+    for name, value in {**job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_HET_SIZE", raising=False)
+    return SlurmLauncher(Config(cluster=ClusterConfig(nodes=2)), TrialPaths(tmp_path / "a"))
+
+
+def test_run_ends_its_guards_and_earlier_ones(launcher: SlurmLauncher, tmp_path: Path) -> None:
+    """A guard of an earlier run of the job ends when its file comes."""
+    said: list[str] = []
+
+    async def body() -> None:
+        await launcher.start(["agent"], said.append)
+        await asyncio.to_thread(poll, launcher.problem, "the end of the agents", 60.0)
+        await asyncio.to_thread(poll, (tmp_path / "guards").exists, "the guards", 60.0)
+        await launcher.stop()
+
+    asyncio.run(body())
+    assert said == ["job 7: agents on n1, n2"]
+    assert launcher.problem() == "srun exited with code 3: refused"
+    files = sorted(path.name for path in launcher.paths.job.parent.glob("no-coordinator-*"))
+    assert files == ["no-coordinator-7-0", "no-coordinator-7-1"]
+    assert not psutil.pid_exists(int((tmp_path / "guards").read_text()))
+
+
+def test_spares_must_leave_a_node(launcher: SlurmLauncher) -> None:
+    one = Config(cluster=ClusterConfig(spare_nodes=1))
+    assert launcher.settings(one)["cluster.nodes"] == (1, "job 7 has 2 nodes")
+    all_of_them = Config(cluster=ClusterConfig(spare_nodes=2))
+    with pytest.raises(ConfigError, match="cluster.spare_nodes=2: leave no node for the trial: job 7 has 2 nodes"):
+        launcher.settings(all_of_them)
+
+
+def test_address_of_the_environment_suits_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REALSYS_HOST", "10.0.0.1")
+    SlurmLauncher.check(Config(cluster=ClusterConfig(nodes=1)))
+    with pytest.raises(ConfigError, match="REALSYS_HOST='10.0.0.1': is handed to all 2 nodes"):
+        SlurmLauncher.check(Config(cluster=ClusterConfig(nodes=2)))

@@ -6,20 +6,25 @@ import asyncio
 import contextlib
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 
+from realsys.cluster.stream.security import CurveKeys, ensure_keys
 from realsys.config.device_plan import Needs
-from realsys.config.machine import VISIBLE, smallest_gpu
+from realsys.config.machine import VISIBLE, NodeDevices, smallest_gpu
 from realsys.config.paths import TrialPaths
-from realsys.errors import ConfigError, RealsysError
-from realsys.launch.nodes import orders
-from realsys.launch.nodes.coordinator import Terms, open_nodes
-from realsys.launch.nodes.node_agent import CoordinatorLease, NodeSignals, serve
+from realsys.errors import ConfigError, Fenced, RealsysError, RemoteError, WaitTimeout
+from realsys.launch.nodes import coordinator, orders
+from realsys.launch.nodes.coordinator import Binding, Terms, open_nodes
+from realsys.launch.nodes.node_agent import AgentEndpoint, CoordinatorLease, NodeSignals, serve
 from realsys.launch.nodes.orders import Exit, NodeListener, NodePort, ProcessOrder, SupervisedNode
+from tests.support.processes.agents import NAME, FakeAgent, FakeCoordinator
 
 NO_NEEDS = Needs(1, 0, 0)
 TERMS = Terms("127.0.0.1", lease_s=60.0, join_s=60.0)
@@ -154,3 +159,328 @@ def test_command_runs_with_the_python_of_the_agent(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "executable", "/image/python")
     assert orders.with_python(sent) == ["/image/python", "-m", "x"]
     assert orders.with_python(["etcd", "--x"]) == ["etcd", "--x"]
+
+
+# ---- Which machine gets which node: joins, losses, spares, machines that do not suit. Pure
+
+
+_GIB = 1 << 30
+
+
+@dataclass
+class Process:
+    gpus: tuple[int, ...] = ()
+    memory: int = _GIB
+
+
+LARGE = Needs.of([Process((0, 1)), Process((7,)), Process()], gpu_memory=79 * _GIB)
+SMALL = Needs.of([Process()], gpu_memory=79 * _GIB)
+
+
+def machine(
+    name: str, gpus: int = 8, cpus: int = 16, memory: int = 64 * _GIB, gpu_memory: int = 80 * _GIB
+) -> NodeDevices:
+    return NodeDevices(name, cpus, memory, gpus, gpu_memory=gpu_memory)
+
+
+def two_nodes() -> Binding:
+    return Binding({"node0": LARGE, "node1": LARGE})
+
+
+def test_needs_are_the_sum_of_the_processes() -> None:
+    assert Needs(processes=3, gpus=8, memory=3 * _GIB, gpu_memory=79 * _GIB) == LARGE
+    assert Needs(1, 0, _GIB) == SMALL
+
+
+def test_machines_get_the_nodes_in_their_order() -> None:
+    binding = two_nodes()
+    assert [binding.join(machine(name)) for name in ("c", "a", "b")] == ["node0", "node1", ""]
+    assert not binding.free and binding.node_of("a") == "node1" and list(binding.spares) == ["b"]
+
+
+def test_machine_of_the_launcher_gets_the_first_node() -> None:
+    """Also if it joins last; once it is lost, another machine may have its node."""
+    binding = Binding({"node0": LARGE, "node1": LARGE}, first="c")
+    assert [binding.join(machine(name)) for name in ("a", "b", "c")] == ["node1", "", "node0"]
+    assert binding.leave("c") == ("node0", "b")
+
+
+def test_spare_takes_the_node_of_a_lost_machine() -> None:
+    binding = two_nodes()
+    for name in ("a", "b", "c", "d"):
+        binding.join(machine(name))
+    assert binding.leave("a") == ("node0", "c")
+    assert binding.machine_of == {"node0": "c", "node1": "b"} and list(binding.spares) == ["d"]
+    assert binding.leave("d") == ("", "")
+    assert binding.leave("b") == ("node1", "") and binding.free == ["node1"]
+
+
+def test_machine_with_gpus_leaves_light_nodes_free() -> None:
+    binding = Binding({"node0": SMALL, "node1": LARGE})
+    assert [binding.join(machine("g", gpus=8)), binding.join(machine("c", gpus=0))] == ["node1", "node0"]
+
+
+def test_lost_machine_gets_its_node_again() -> None:
+    binding = two_nodes()
+    for name in ("a", "b"):
+        binding.join(machine(name))
+    binding.leave("a")
+    binding.leave("b")
+    assert binding.join(machine("b")) == "node1"
+    assert binding.join(machine("a")) == "node0"
+
+
+def test_machine_with_the_name_of_a_node_gets_that_node() -> None:
+    binding = two_nodes()
+    assert binding.join(machine("node1")) == "node1"
+    assert binding.join(machine("a")) == "node0"
+
+
+def test_machine_gets_a_node_that_it_fits() -> None:
+    binding = Binding({"node0": LARGE, "node1": SMALL})
+    assert binding.join(machine("cpu", gpus=0)) == "node1"
+    assert binding.join(machine("cpu2", gpus=0)) == ""
+    assert binding.join(machine("gpu")) == "node0"
+    assert binding.leave("gpu") == ("node0", "")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({"gpus": 4}, "its processes need 8 GPUs, 4 are there"),
+        ({"memory": 2 * _GIB}, "its processes need about 3.0 GiB, 2.0 GiB are free"),
+        ({"gpu_memory": 40 * _GIB}, "its GPUs have 40.0 GiB, and the plan is for cluster.gpu_memory_gb=79"),
+    ],
+)
+def test_misfit_is_named_with_the_numbers(sizes: dict[str, int], problem: str) -> None:
+    binding = two_nodes()
+    binding.join(machine("a"))
+    assert not binding.misfit(machine("b"))
+    assert binding.misfit(machine("b", **sizes)) == f"b cannot be node1: {problem}"
+    assert binding.misfit(machine("node0", **sizes)) == f"node0 cannot be node0: {problem}"
+
+
+def test_gpu_must_hold_a_training_rank() -> None:
+    needs = replace(Needs.of([Process((0,))]), rank_gpu=52 * _GIB)
+    assert not needs.problem(machine("a", gpu_memory=52 * _GIB))
+    problem = "its GPUs have 40.0 GiB, and a training rank needs one of at least 52.0 GiB"
+    assert needs.problem(machine("a", gpu_memory=40 * _GIB)) == problem
+
+
+def test_gpu_with_its_nominal_memory_is_enough() -> None:
+    needs = Needs.of([Process((0,))], gpu_memory=80 * _GIB)
+    assert not needs.problem(machine("a", gpu_memory=81559 << 20))
+    assert needs.problem(machine("a", gpu_memory=76 * _GIB))
+
+
+def test_unknown_gpu_memory_refuses_no_machine() -> None:
+    """A part of a GPU (MIG), or a machine without nvidia-smi."""
+    assert not two_nodes().misfit(machine("a", gpu_memory=0))
+
+
+# ---- The agent's lease on a clock of the test, the coordinator's file, and the keys of the socket
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in its only element."""
+    clock = [1000.0]
+    monkeypatch.setattr(CoordinatorLease, "now", staticmethod(lambda: clock[0]))
+    return clock
+
+
+def test_lease_counts_from_the_last_pong_that_arrived(now: list[float]) -> None:
+    """A Ping proves the Pong before it only: the coordinator may never get the next one (`agent-ends-first`)."""
+    lease = CoordinatorLease()
+    lease.renew(10.0)
+    now[0] = 1004.0
+    lease.renew(10.0)
+    assert lease.left_s == 6.0
+    now[0] = 1009.0
+    lease.renew(10.0)
+    assert lease.left_s == 5.0
+
+
+def test_lapsed_lease_fences_the_stream(now: list[float]) -> None:
+    lease = CoordinatorLease()
+    lease.check()
+    lease.renew(10.0)
+    now[0] = 1010.5
+    with pytest.raises(Fenced, match="the coordinator was not heard for 10 s"):
+        lease.check()
+
+
+def test_lease_is_quiet_when_two_pings_are_missing(now: list[float]) -> None:
+    lease = CoordinatorLease()
+    assert lease.quiet
+    lease.renew(10.0)
+    now[0] = 1003.9
+    assert not lease.quiet
+    now[0] = 1004.1
+    assert lease.quiet
+
+
+def test_malformed_coordinator_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "coordinator.json"
+    assert orders.read_address(path) is None
+    address = orders.Address("tcp://127.0.0.1:1", "x", 20.0)
+    orders.write_address(path, address)
+    assert orders.read_address(path) == address and [file.name for file in tmp_path.iterdir()] == [path.name]
+    path.write_text('{"address": 1}')
+    with pytest.raises(RealsysError, match="must be written by the launcher of this realsys"):
+        orders.read_address(path)
+
+
+def test_launcher_outlives_agents_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read the trial's files while processes on other nodes still write them."""
+    monkeypatch.setattr(orders, "KILL_MARGIN_S", 0.5)
+    path, said = tmp_path / "coordinator.json", list[str]()
+    orders.outlive_agents(path, said.append)
+    assert not said
+    orders.write_address(path, orders.Address("tcp://127.0.0.1:1", "x", 0.25))
+    began = time.monotonic()
+    orders.outlive_agents(path, said.append)
+    assert time.monotonic() - began >= 0.75 and not path.exists()
+    assert said == ["the last launcher left agents behind: waiting 0.75 s, until their processes have ended"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "stays"),
+    [(orders.AllEnded([]), False), (orders.Done(), True), (None, True)],
+    ids=["ended", "bad", "none"],
+)
+def test_file_stays_if_an_agent_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: msgspec.Struct | None, stays: bool
+) -> None:
+    """The next launcher must wait for its processes as for those of a launcher that was killed."""
+    monkeypatch.setattr(orders, "KILL_MARGIN_S", 0.1)
+    monkeypatch.setattr(coordinator, "_END_S", 0.1 if answer is None else 30.0)
+    paths = TrialPaths(tmp_path)
+
+    async def body() -> None:
+        async with open_nodes({"a": Needs(1, 0, 0)}, paths, Terms("127.0.0.1", 60.0, 60.0)) as nodes:
+            agent = FakeAgent(paths)
+            await agent.answer("Ping", agent.pong)
+            await nodes["a"].ready(60.0)
+            answering = asyncio.create_task(agent.answer("EndRun", answer)) if answer else None
+        if answering is not None:
+            await answering
+        await asyncio.to_thread(agent.endpoint.close, 0.0)
+
+    asyncio.run(body())
+    assert paths.coordinator.exists() is stays
+
+
+def test_agent_with_other_keys_cannot_join(tmp_path: Path) -> None:
+    """Also on loopback, where the other streams have no keys: orders are programs to start."""
+    paths = TrialPaths(tmp_path)
+
+    async def body() -> None:
+        async with open_nodes({"a": Needs.of([])}, paths, Terms("127.0.0.1", 60.0, 60.0)) as nodes:
+            address = orders.read_address(paths.coordinator)
+            assert address is not None
+            server = ensure_keys(paths.keys).server_public
+            own = CurveKeys.generate()
+            stranger = CurveKeys(server, own.server_secret, own.client_public, own.client_secret)
+            for keys in (stranger, None):
+                endpoint = AgentEndpoint(0, address.address, keys=keys)
+                with pytest.raises(WaitTimeout):
+                    await asyncio.to_thread(endpoint.wait_connected, 0.5)
+                await asyncio.to_thread(endpoint.close, 0.0)
+            with pytest.raises(WaitTimeout, match="no agent for node a joined within 0 s"):
+                await nodes["a"].ready(0.0)
+        assert not paths.coordinator.exists()
+
+    asyncio.run(body())
+
+
+def test_local_node_needs_no_socket(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with open_nodes(
+            {"this machine": Needs.of([])}, TrialPaths(tmp_path), Terms("127.0.0.1", 60.0, 60.0)
+        ) as nodes:
+            await nodes["this machine"].ready(0.0)
+
+    asyncio.run(body())
+    assert not list(tmp_path.iterdir())
+
+
+# ---- An order, an answer or a notice that cannot be read costs its node, not the run
+
+
+LEASE_S, MARGIN_S = 2.0, 0.25
+NONSENSE = orders.Done()  # decodes as no other message
+
+
+@pytest.mark.parametrize("what", ["pong", "started", "notice"])
+def test_unreadable_agent_is_lost_after_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """It does not know that it was given up: until its lease is over its processes live (`agent-ends-first`)."""
+    monkeypatch.setattr(orders, "KILL_MARGIN_S", MARGIN_S)
+
+    async def body() -> Exit:
+        paths, ended = TrialPaths(tmp_path), asyncio.get_running_loop().create_future()
+        async with open_nodes({"a": Needs(1, 0, 0)}, paths, Terms("127.0.0.1", LEASE_S, 60.0)) as nodes:
+            agent = FakeAgent(paths)
+            await agent.answer("Ping", agent.pong)
+            await nodes["a"].ready(60.0)
+            nodes["a"].start(ProcessOrder((sys.executable,), {}, tmp_path / "log", 1 << 20), ended.set_result)
+            await agent.answer("Start", NONSENSE if what == "started" else orders.Started(1))
+            if what == "notice":
+                agent.endpoint.notify("Exited", NONSENSE)
+            elif what == "pong":
+                await agent.answer("Ping", NONSENSE)
+            lost: Exit = await asyncio.wait_for(ended, 60.0)
+            assert time.time() >= lost.time + LEASE_S + MARGIN_S
+            await asyncio.to_thread(agent.endpoint.close, 0.0)
+            return lost
+
+    lost = asyncio.run(body())
+    assert lost.lost.startswith("was lost with its node a (hosta): a message of its agent cannot be read: ")
+
+
+@pytest.mark.processes
+def test_agent_joins_again_after_an_unreadable_order(tmp_path: Path) -> None:
+    """Without its process, whose end it does not report: the process is lost with the node."""
+
+    async def body() -> int:
+        paths = TrialPaths(tmp_path)
+        coordinator = FakeCoordinator(paths)
+        agent = asyncio.create_task(serve(paths, NAME, 60.0, NodeSignals()))
+        async with asyncio.timeout(60.0):
+            first = await coordinator.joined.get()
+            await coordinator.order("Ping", orders.Ping(60.0), orders.Pong)
+            argv = [sys.executable, "-c", "import signal; signal.pause()"]
+            start = orders.Start(first.incarnation, 1, argv, {}, str(tmp_path / "log"), 1 << 20, False, [])
+            started = await coordinator.order("Start", start, orders.Started)
+            assert isinstance(started, orders.Started) and psutil.pid_exists(started.pid)
+            pending = asyncio.create_task(coordinator.order("SendSignal", NONSENSE, orders.Done))
+            again = await coordinator.joined.get()
+            assert again.name == first.name and again.incarnation > first.incarnation
+            await asyncio.gather(pending, return_exceptions=True)
+            assert not psutil.pid_exists(started.pid) and not coordinator.exits
+            await coordinator.order("Ping", orders.Ping(60.0), orders.Pong)
+            await coordinator.order("EndRun", orders.EndRun(1.0), orders.AllEnded)
+            code = await agent
+        coordinator.stream.close()
+        return code
+
+    assert asyncio.run(body()) == 0
+
+
+def test_unreadable_first_order_ends_the_run(tmp_path: Path) -> None:
+    """A coordinator of another realsys: to join again would not help."""
+
+    async def body() -> int:
+        paths = TrialPaths(tmp_path)
+        coordinator = FakeCoordinator(paths)
+        agent = asyncio.create_task(serve(paths, NAME, 60.0, NodeSignals()))
+        async with asyncio.timeout(60.0):
+            await coordinator.joined.get()
+            with pytest.raises(RemoteError, match="Ping: DecodeError: .*not a Ping"):
+                await coordinator.order("Ping", NONSENSE, orders.Pong)
+            await coordinator.order("EndRun", orders.EndRun(1.0), orders.AllEnded)
+            code = await agent
+        coordinator.stream.close()
+        return code
+
+    assert asyncio.run(body()) == 0

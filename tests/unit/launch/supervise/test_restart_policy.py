@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from realsys.cluster.aio import full_disk
 from realsys.cluster.children.child_process import HEALTHY_AFTER_S
-from realsys.launch.nodes.orders import ProcessId
+from realsys.cluster.failure import ErrorRecord
+from realsys.errors import ConfigError, WaitTimeout
+from realsys.launch.nodes.orders import OnExit, Process, ProcessId, ProcessOrder, SupervisedNode
+from realsys.launch.supervise import stop_request
+from realsys.launch.supervise.failures import (
+    before,
+    defect_of,
+    ending,
+    first_failure,
+    keep_bounded,
+    last_error,
+    last_words,
+    log_since,
+    no_room,
+    shorten,
+    tail,
+)
 from realsys.launch.supervise.restart_policy import (
     NO_CHECKPOINT,
     Cause,
@@ -17,8 +39,13 @@ from realsys.launch.supervise.restart_policy import (
     GiveUp,
     Restart,
     RestartPolicy,
+    TrialOutcome,
     is_spare,
 )
+from realsys.launch.supervise.run_hooks import Bounds, Hooks
+from realsys.launch.supervise.stop_request import ask_to_stop, take_request, watch_requests
+from realsys.launch.supervise.supervisor import Supervisor
+from tests.support.processes.supervised import FOREVER, Trial
 
 KEY_ERROR = ("KeyError", "/mine/loss.py:7")
 
@@ -136,3 +163,325 @@ def test_spare_worker_is_given_up(defect: tuple[str, ...]) -> None:
 )
 def test_worker_is_spare_beside_steady_ones(others_s: list[float], min_share: float, expected: bool) -> None:
     assert is_spare(40.0, others_s, 64, min_share) == expected
+
+
+# ---- The first failure, and the error in its log
+
+
+def record(when: float, kind: str, index: int, pid: int, message: str) -> ErrorRecord:
+    return ErrorRecord(when, kind, index, pid, "host", "ValueError", message, "")
+
+
+def death(pid: int, when: float, name: str = "model_worker/0", code: int = 1) -> Death:
+    return Death(name, ProcessId("host", pid), code, when, Path("/nowhere.log"))
+
+
+def test_first_failure_is_the_earliest_error(tmp_path: Path) -> None:
+    (tmp_path / "model_worker-1.log").write_text("".join(f"line {i}\n" for i in range(40)))
+    outcome = TrialOutcome("failed", "", deaths=[death(10, 5.0)])
+    errors = [record(4.5, "model_worker", 0, 10, "lost its peer"), record(4.0, "model_worker", 1, 11, "the cause")]
+    failure = first_failure(outcome, errors, tmp_path)
+    assert failure is not None
+    assert failure.process == "model_worker/1" and "the cause" in failure.problem
+    assert failure.log_tail[-1] == "line 39" and len(failure.log_tail) == 15
+
+
+def test_first_failure_is_not_a_recovered_one() -> None:
+    outcome = TrialOutcome("failed", "", deaths=[death(10, 5.0)], recovered=frozenset({ProcessId("host", 7)}))
+    failure = first_failure(outcome, [record(1.0, "rollout_worker", 0, 7, "long ago")], Path("/nowhere"))
+    assert failure is not None and failure.process == "model_worker/0"
+
+
+def test_earlier_death_without_error_file_counts() -> None:
+    outcome = TrialOutcome("failed", "", deaths=[death(10, 5.0, code=-9)])
+    failure = first_failure(outcome, [record(6.0, "master_worker", 0, 12, "connection lost")], Path("/nowhere"))
+    assert failure is not None
+    assert failure.problem == "was killed by SIGKILL (out of memory?)"
+
+
+def test_kill_counts_before_the_complaint_of_a_peer() -> None:
+    outcome = TrialOutcome("failed", "", deaths=[death(11, 4.9, "model_worker/1", code=1), death(10, 5.0, code=-9)])
+    errors = [record(4.8, "model_worker", 1, 11, "connection closed by peer")]
+    failure = first_failure(outcome, errors, Path("/nowhere"))
+    assert failure is not None and failure.process == "model_worker/0" and "SIGKILL" in failure.problem
+
+
+def test_error_long_before_a_kill_is_the_cause() -> None:
+    outcome = TrialOutcome("failed", "", deaths=[death(11, 60.0, code=-9, name="model_worker/1")])
+    failure = first_failure(outcome, [record(4.8, "model_worker", 0, 10, "the cause")], Path("/nowhere"))
+    assert failure is not None and failure.process == "model_worker/0"
+
+
+def test_error_of_same_pid_elsewhere_is_another_failure() -> None:
+    """Two hosts of a trial use one pid."""
+    foreign = ErrorRecord(6.0, "rollout_worker", 3, 10, "elsewhere", "DataError", "bad", "", 2)
+    failure = first_failure(TrialOutcome("failed", "", deaths=[death(10, 5.0, code=3)]), [foreign], Path("/nowhere"))
+    assert failure is not None and failure.process == "model_worker/0" and failure.exit_code == 1
+
+
+def test_tail_of_a_log_that_is_not_text(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"\xff" * 100_000 + b"\nlast\n")
+    assert tail(log, 1) == ["last"]
+    assert tail(tmp_path / "none", 3) == []
+
+
+# ---- the log, if there is no error file
+
+FRAME = '  File "/mine/loss.py", line 7, in loss\n    batch["x"]\n'
+TRACEBACK = f"Traceback (most recent call last):\n{FRAME}KeyError: 'x'\n"
+HEAD = "2026-01-02 03:04:05.678 model_worker/0"
+FULL = f"{HEAD} ERROR realsys.cluster.worker: cannot write the error file in /t: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "problem"),
+    [
+        ("", ""),
+        ("all is well\n", ""),
+        (f"{HEAD} ERROR realsys.x: it broke\nmore\n", "it broke"),
+        (TRACEBACK, "KeyError: 'x'"),
+        (f"{TRACEBACK}{HEAD} ERROR realsys.x: later\n", "KeyError: 'x'"),
+        (TRACEBACK + FULL, "cannot write the error file in /t: [Errno 28] No space left on device"),
+        (TRACEBACK.replace("KeyError: 'x'", "OSError: [Errno 28] No space left on device") + FULL, None),
+    ],
+)
+def test_last_error_of_a_log(log: str, problem: str | None) -> None:
+    found, _ = last_error(log)
+    if problem is None:
+        assert "No space left on device" in found
+    else:
+        assert found == problem
+
+
+def test_full_disk_is_named_without_error_files(tmp_path: Path) -> None:
+    """The error file could not be written on the full disk; the log says why the process ended."""
+    problem, defect = last_error(TRACEBACK + FULL)
+    assert defect == (), "a restart may find room"
+    log = tmp_path / "x.log"
+    log.write_text(TRACEBACK + FULL)
+    ended = Death("master_worker/0", ProcessId("host", 10), 1, 5.0, log, problem)
+    failure = first_failure(TrialOutcome("failed", "", deaths=[ended]), [], tmp_path)
+    assert failure is not None and failure.log_tail == []
+    assert failure.problem.startswith("exited with code 1: cannot write the error file")
+    assert "No space left on device" in failure.problem
+
+
+def test_defect_is_type_and_stack() -> None:
+    assert defect_of("KeyError", TRACEBACK) == ("KeyError", "/mine/loss.py:7") == last_error(TRACEBACK)[1]
+    assert defect_of("KeyError", TRACEBACK.replace("line 7", "line 8")) != defect_of("KeyError", TRACEBACK)
+    assert defect_of("KeyError", "") == ()
+    assert defect_of("OSError", TRACEBACK + "OSError: [Errno 28] No space left on device: 'x'") == ()
+
+
+@pytest.mark.parametrize("kind", ["Fenced", "WaitTimeout", "torch.OutOfMemoryError", "ConnectionResetError"])
+def test_exception_from_outside_is_no_defect(kind: str) -> None:
+    """Its cause may be gone at the next start."""
+    assert defect_of(kind, TRACEBACK) == ()
+
+
+def test_log_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text(TRACEBACK)
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write("second start\n")
+    assert log_since(log, start) == "second start\n"
+    log.write_text("emptied\n")
+    assert log_since(log, start) == "emptied\n"
+    assert log_since(tmp_path / "none", 0) == ""
+
+
+def test_disk_counts_as_full_below_its_margin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert full_disk(tmp_path) == ""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+    assert full_disk(tmp_path) == f"No space left on device: {tmp_path}: free space on this disk"
+
+
+def test_room_for_a_step_is_asked_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 << 20))
+    assert no_room(tmp_path, 3 << 20) == ""
+    assert no_room(tmp_path, 4 << 20) == (
+        f"No space left on device: a step needs about 4.0 MiB, {tmp_path} has 3.0 MiB"
+    )
+
+
+# ---- The logs of processes: bounded, while whoever writes goes on, and with the last and the first words still there
+
+
+INNER = "import sys\nfor line in sys.stdin: print('inner', line.strip(), flush=True)"
+OUTER = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {INNER!r}], stdin=subprocess.PIPE, text=True)
+for line in sys.stdin:
+    print("outer", line.strip(), file=sys.stderr, flush=True)
+    child.stdin.write(line)
+    child.stdin.flush()
+child.stdin.close()
+child.wait()
+"""
+
+
+def test_log_within_its_bound_stays_unchanged(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    shorten(log, 10)
+    assert not log.exists()
+    log.write_bytes(b"0123456789")
+    shorten(log, 10)
+    assert log.read_bytes() == b"0123456789" and not before(log).exists()
+
+
+@pytest.mark.processes
+def test_no_line_of_two_writers_is_lost(tmp_path: Path) -> None:
+    """The second one got the open file from the first, as an engine gets it from its worker."""
+    log = tmp_path / "x.log"
+    seen: list[str] = []
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", OUTER], stdin=subprocess.PIPE, stdout=file, stderr=file, text=True
+        )
+    assert process.stdin is not None
+    with process:
+        for number in range(3):
+            process.stdin.write(f"{number}\n")
+            process.stdin.flush()
+            while log.read_text().count("\n") < 2:  # both have written
+                assert process.poll() is None
+            shorten(log, 1)
+            seen += before(log).read_text().splitlines()
+            assert log.stat().st_size == 0
+        process.stdin.write("3\n")
+        process.stdin.close()
+    seen += log.read_text().splitlines()
+    assert sorted(seen) == sorted(f"{who} {number}" for who in ("inner", "outer") for number in range(4))
+    assert b"\0" not in log.read_bytes(), "written at the beginning, not where the file had ended"
+
+
+def test_last_lines_are_found_after_emptying(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text("".join(f"line {number}\n" for number in range(100)))
+    shorten(log, 10)
+    assert tail(log, 2) == ["line 98", "line 99"]
+    with log.open("a") as file:
+        file.write("the end\n")
+    assert tail(log, 2) == ["line 99", "the end"] and ending(log, 12) == b"e 99\nthe end\n"[-12:]
+    assert ending(tmp_path / "none.log", 10) == b""
+
+
+def test_logs_never_exceed_two_files_for_long(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    for number in range(100):
+        with log.open("a") as file:
+            file.write(f"line {number:03d}\n" * 10)
+        shorten(log, 500)
+        assert log.stat().st_size <= 500 and (not before(log).exists() or before(log).stat().st_size <= 600)
+    assert tail(log, 1) == ["line 099"]
+
+
+def test_logs_are_bounded_although_one_cannot_be(tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad.log", tmp_path / "good.log"
+    for log in (bad, good):
+        log.write_bytes(b"x" * 100)
+    before(bad).mkdir()
+
+    async def body() -> None:
+        task = asyncio.create_task(keep_bounded({bad: 10, good: 10}))
+        async with asyncio.timeout(30):
+            while not before(good).exists() or good.stat().st_size:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(body())
+    assert bad.stat().st_size == 100 and before(good).read_bytes() == b"x" * 100
+
+
+@pytest.mark.processes
+def test_last_words_of_the_first_death_are_kept(tmp_path: Path) -> None:
+    trial, marker = Trial(tmp_path), tmp_path / "marker"
+    script = f"import os, sys; print('again' if os.path.exists({str(marker)!r}) else 'the cause'); "
+    script += f"open({str(marker)!r}, 'w').close(); sys.exit(3)"
+    outcome = trial.run(trial.spec("rollout_worker", 0, script), trial.spec("master_worker", 0, FOREVER))
+    assert len(outcome.restarted) == 2
+    log = tmp_path / "rollout_worker-0.log"
+    assert last_words(log).read_text() == "the cause\n"
+    assert log.read_text() == "the cause\nagain\nagain\n"
+    assert not last_words(tmp_path / "master_worker-0.log").exists(), "it was not restarted"
+
+
+# ---- The wait of the supervisor for the machines of a run
+
+
+class Machine(SupervisedNode):
+    """A node whose wait ends with ``error``."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self._error = error
+
+    async def ready(self, timeout_s: float) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def start(self, order: ProcessOrder, on_exit: OnExit) -> Process:
+        raise AssertionError("nothing may be started before all machines are there")
+
+    async def end(self, timeout_s: float) -> list[str]:
+        return []
+
+
+def start(**errors: Exception | None) -> TrialOutcome:
+    """Return the end of a run on one node for each name."""
+    nodes = {name: Machine(error) for name, error in errors.items()}
+
+    async def body() -> TrialOutcome:
+        return await Supervisor([], Bounds(1.0, 1.0, 2, join_s=20.0), Hooks(say=lambda *_: None), nodes).run()
+
+    return asyncio.run(body())
+
+
+LATE = WaitTimeout("late")
+
+
+def test_missing_nodes_are_listed() -> None:
+    """Another start may have better machines: a job is queued again."""
+    outcome = start(node0=None, node1=LATE, node2=None, node3=LATE)
+    assert outcome.status == "failed" and outcome.no_machine
+    assert outcome.reason.startswith("the start: no agent for nodes node1, node3 joined within 20 s")
+
+
+def test_start_without_any_machine_is_final() -> None:
+    """It would fail again: the agents cannot be started, or cannot see the folder."""
+    outcome = start(node0=LATE, node1=LATE)
+    assert outcome.status == "failed" and not outcome.no_machine
+    assert "no agent for nodes node0, node1 joined" in outcome.reason
+
+
+def test_refused_machine_counts_more_than_a_late_one() -> None:
+    outcome = start(node0=LATE, node1=ConfigError("cluster.nodes", 2, "8 GPUs are needed"), node2=None)
+    assert isinstance(outcome.refused, ConfigError) and not outcome.no_machine
+
+
+# ---- The file with which `realsys stop` asks a launcher to stop
+
+
+def test_request_is_taken_once(tmp_path: Path) -> None:
+    ask_to_stop(tmp_path / "stop")
+    assert "@" in take_request(tmp_path / "stop")
+    assert take_request(tmp_path / "stop") == "" and not list(tmp_path.iterdir())
+
+
+def test_launcher_hears_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_request, "_LOOK_S", 0.01)
+
+    async def body() -> str:
+        heard: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        watching = asyncio.create_task(watch_requests(tmp_path / "stop", heard.set_result))
+        ask_to_stop(tmp_path / "stop")
+        try:
+            return await asyncio.wait_for(heard, 60)
+        finally:
+            watching.cancel()
+
+    assert "@" in asyncio.run(body())

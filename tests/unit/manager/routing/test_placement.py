@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from realsys.manager.ledger.staleness import StalenessBound
+from realsys.manager.routing.fan_out import FanOut
+from realsys.manager.routing.health import TRANSITIONS, BlameRules, Health, Reports
 from realsys.manager.routing.placement import (
     BLOCK,
     MAX_BLOCKS,
@@ -22,6 +27,10 @@ from realsys.manager.routing.placement import (
     make_strategy,
     prefix_hashes,
 )
+from realsys.manager.routing.servers import Idle, Pace, Probe, ServerRegistry, UpdateOrder
+from realsys.types import PublishedVersion, ServerAddress
+from tests.support.ledger.manager_states import address, version
+from tests.support.ledger.state_explorer import Canonical, Copier, Violation, explore
 
 REQUEST = RouteRequest("t", sequences=4, tokens=100)
 
@@ -61,8 +70,8 @@ def test_sticky_places_anew_after_update_or_loss() -> None:
 
 
 def test_next_turn_stays_while_its_keys_are_in_the_bound() -> None:
-    for version, server in ((5, "a"), (4, "a"), (3, "b"), (6, "b")):  # 6: the trainer has gone back
-        held = RouteRequest("t", 4, 100, previous="a", previous_version=version, reuse_versions=1)
+    for served, server in ((5, "a"), (4, "a"), (3, "b"), (6, "b")):  # 6: the trainer has gone back
+        held = RouteRequest("t", 4, 100, previous="a", previous_version=served, reuse_versions=1)
         loads = [ServerLoad("a", version=5, tokens=100), ServerLoad("b", version=5)]
         assert make_strategy("sticky").choose(held, loads) == server
 
@@ -237,3 +246,312 @@ def test_expected_length_weighs_sequences_against_cached_tokens() -> None:
     for expected, least in ((100.0, "ten"), (5000.0, "two")):
         request = RouteRequest("t", 1, 100, expected=expected)
         assert make_strategy("least_tokens").choose(request, [ten, two]) == least
+
+
+# ---- Which server reads a version from storage, and which from a host that has it
+
+
+VERSION, NEWER = PublishedVersion(1, "t", "/v1", 1), PublishedVersion(2, "t", "/v2", 2)
+PATIENCE_S = 60.0
+
+
+class Hosts:
+    """Servers named host/number, all of which must be updated. ``orders``: the last update of each that was begun."""
+
+    def __init__(self, names: list[str], storage_readers: int, *, copies: bool = True) -> None:
+        self.now = 0.0
+        self.orders: dict[str, UpdateOrder] = {}
+        self._running: set[str] = set()
+        self.registry = ServerRegistry(StalenessBound(2, 1), Pace(), fan_out=FanOut(storage_readers, PATIENCE_S))
+        addresses = []
+        for name in names:
+            host = name.partition("/")[0]
+            addresses.append(ServerAddress(name, f"http://{name}", 1, host, "1", f"http://{host}" if copies else ""))
+        self.registry.observe(addresses)
+        self.registry.publish(VERSION)
+
+    def decide(self) -> dict[str, str]:
+        """Let the due servers decide. Returns server -> source of those that begin now; "": storage."""
+        begun = {}
+        while self.registry.due:
+            name = min(self.registry.due)
+            self.registry.due.remove(name)
+            order = self.registry.next_order(name, "1", self.now)
+            if isinstance(order, UpdateOrder) and name not in self._running:
+                self.registry.started(order, self.now)
+                self._running.add(name)
+                self.orders[name] = order
+                begun[name] = next(iter(order.sources), "")
+        return begun
+
+    def publish(self, version: PublishedVersion) -> None:
+        self.registry.publish(version)
+
+    def succeed(self, name: str) -> None:
+        self._running.remove(name)
+        self.registry.succeeded(self.orders[name], 1.0, {})
+
+    def fail(self, name: str) -> None:
+        self._running.remove(name)
+        self.registry.failed(self.orders.pop(name), "no", self.now)
+
+
+def test_without_fan_out_all_read_storage() -> None:
+    assert Hosts(["a/0", "b/0"], 0).decide() == {"a/0": "", "b/0": ""}
+    assert Hosts(["a/0", "b/0"], 1, copies=False).decide() == {"a/0": "", "b/0": ""}
+
+
+def test_waiting_hosts_read_from_those_that_have_it() -> None:
+    hosts = Hosts([f"{name}/0" for name in "abcdef"], 1)
+    assert hosts.decide() == {"a/0": ""}
+    hosts.succeed("a/0")
+    assert hosts.decide() == {"b/0": "http://a", "c/0": ""}
+    hosts.succeed("b/0")
+    assert sorted(hosts.decide().values()) == ["http://a", "http://b"], "c still reads storage, the others send"
+
+
+def test_servers_of_one_host_begin_together() -> None:
+    """The second shares the copy of the first, and costs neither storage nor another host anything."""
+    hosts = Hosts(["a/0", "a/1", "b/0", "b/1"], 1)
+    assert hosts.decide() == {"a/0": "", "a/1": ""}
+    hosts.succeed("a/1")
+    assert hosts.decide()["b/0"] == "http://a"
+
+
+def test_failed_reader_frees_its_place() -> None:
+    hosts = Hosts(["a/0", "b/0", "c/0"], 1)
+    hosts.decide()
+    hosts.fail("a/0")
+    assert hosts.decide() == {"b/0": ""}
+
+
+def test_reader_that_hangs_is_replaced_by_one() -> None:
+    """All waiting hosts together would take the storage from each other, and from a reader that is only slow."""
+    hosts = Hosts(["a/0", "b/0", "c/0", "d/0"], 1)
+    hosts.decide()
+    assert hosts.registry.next_order("b/0", "1", 10.0) == Idle(PATIENCE_S)
+    hosts.now = PATIENCE_S
+    hosts.registry.due.update(["b/0", "c/0", "d/0"])
+    assert hosts.decide() == {"b/0": ""}
+    assert hosts.registry.next_order("c/0", "1", PATIENCE_S) == Idle(2 * PATIENCE_S)
+
+
+def test_sender_stages_no_newer_version_meanwhile() -> None:
+    """Its copy would change under the host that reads it, which would read the rest from the storage."""
+    hosts = Hosts(["a/0", "b/0", "c/0"], 1)
+    hosts.decide()
+    hosts.succeed("a/0")
+    assert hosts.decide() == {"b/0": "http://a", "c/0": ""}
+    hosts.publish(NEWER)
+    assert hosts.decide() == {} and hosts.registry.next_order("a/0", "1", 0.0) == Idle(PATIENCE_S)
+    hosts.succeed("b/0")
+    assert hosts.decide() == {"a/0": ""}
+    hosts.succeed("c/0")
+    hosts.succeed("a/0")
+    assert hosts.decide() == {"b/0": "http://a", "c/0": ""}
+
+
+def test_free_host_begins_while_another_sends() -> None:
+    hosts = Hosts(["a/0", "b/0", "c/0"], 1)
+    hosts.decide()
+    hosts.succeed("a/0")
+    hosts.decide()
+    hosts.publish(NEWER)
+    hosts.decide()
+    hosts.succeed("c/0")
+    assert hosts.decide() == {"c/0": ""}, "a sends to b"
+
+
+def test_transfer_that_hangs_delays_its_sender_once() -> None:
+    hosts = Hosts(["a/0", "b/0"], 1)
+    hosts.decide()
+    hosts.succeed("a/0")
+    hosts.decide()
+    hosts.publish(NEWER)
+    hosts.now = PATIENCE_S
+    assert hosts.decide() == {"a/0": ""}
+
+
+def test_silent_host_is_no_source() -> None:
+    hosts = Hosts(["a/0", "b/0", "c/0"], 1)
+    hosts.decide()
+    hosts.succeed("a/0")
+    server = hosts.registry.get("a/0")
+    assert server is not None
+    server.health.apply("update_failed", 0.0)
+    probe = hosts.registry.next_probe("a/0", "1", 0.0)
+    assert hosts.registry.silent(probe, "no answer", 0.0)  # type: ignore[arg-type]
+    assert hosts.decide() == {"b/0": ""}
+
+
+def test_64_hosts_have_it_in_eight_copies() -> None:
+    """The time of a copy is that of the storage and of a link: 1 s for 1 GB at 1 GB/s. Storage alone takes 64 s."""
+    hosts, rounds, reads = Hosts([f"{number:02d}/0" for number in range(64)], 1), 0, 0
+    while begun := hosts.decide():
+        rounds += 1
+        reads += sum(not source for source in begun.values())
+        senders = [source for source in begun.values() if source]
+        assert len(set(senders)) == len(senders), "a host sends to one host at a time"
+        for name in begun:
+            hosts.succeed(name)
+    assert len(hosts.orders) == 64
+    assert rounds <= 8 and reads <= rounds
+
+
+# ---- Evidence about servers: the transition table, and every short history of reports, probes and updates
+
+
+SERVERS, WORKERS, FAULTS = 2, ("a", "b", "c"), 4
+RULES = BlameRules(window_s=30.0, reporters=2, wrong=2)
+
+
+def test_only_evidence_leads_into_quarantine() -> None:
+    into = {event for (before, event), after in TRANSITIONS.items() if before != after == "quarantined"}
+    assert into == {"accused", "silent"}
+
+
+def test_impossible_event_names_server_and_state() -> None:
+    with pytest.raises(ValueError, match="server s: event 'answered' is not possible while it is healthy"):
+        Health("s").apply("answered")
+
+
+def test_reports_outside_the_window_do_not_count() -> None:
+    reports = Reports(RULES)
+    assert [reports.add("a", "s", 0.0), reports.add("b", "s", 30.0)] == ["reported", "reported"]
+    assert reports.add("c", "s", 31.0) == "accused"
+
+
+def test_suspect_is_heard_again_after_the_window() -> None:
+    reports = Reports(RULES)
+    for server in ("s", "t"):
+        reports.add("a", server, 0.0)
+        suspects = reports.answered(server, 1.0)
+    assert suspects == ["a"] == list(reports.suspects(2.0))
+    assert reports.add("a", "u", 29.0) == "ignored" and reports.add("a", "u", 30.0) == "reported"
+
+
+def test_right_report_does_not_count_against_worker() -> None:
+    reports = Reports(RULES)
+    for server in ("s", "t", "u"):
+        assert reports.add("a", server, 0.0) == "reported"
+        reports.discard(server)  # it did not answer
+    assert reports.suspects(0.0) == {}
+
+
+@dataclass(frozen=True)
+class Act:
+    """Something that happens to a server."""
+
+    name: str
+    server: int
+    worker: str = ""
+    cost: int = 0
+
+
+class World:
+    """Two servers at version 0 with version 1 published, and workers that report as they like.
+
+    No time passes, so that every report counts, and every probe is due whenever it runs.
+    """
+
+    def __init__(self) -> None:
+        self.servers = ServerRegistry(StalenessBound(2, 1), Pace(), RULES)
+        self.servers.observe([address(index) for index in range(SERVERS)])
+        self.servers.publish(version(0))
+        for index in range(SERVERS):
+            order = self._order(index)
+            assert order is not None and self.servers.succeeded(order, 0.1, {})
+        self.servers.publish(version(1))
+        self.alive = [True] * SERVERS
+        self.reporters: list[set[str]] = [set() for _ in range(SERVERS)]
+        self.faults = 0
+
+    def _order(self, index: int) -> UpdateOrder | None:
+        made = self.servers.next_order(address(index).name, "1", 1e9)
+        return made if isinstance(made, UpdateOrder) else None
+
+    def _probe(self, index: int) -> Probe | None:
+        made = self.servers.next_probe(address(index).name, "1", 1e9)
+        return made if isinstance(made, Probe) else None
+
+    def enabled(self) -> list[Act]:
+        acts = [Act("reports", i, w, 1) for i, w in product(range(SERVERS), WORKERS)] if self.faults < FAULTS else []
+        for index in range(SERVERS):
+            if self.faults < FAULTS:
+                acts.append(Act("hangs" if self.alive[index] else "revives", index, cost=1))
+            acts += [Act("is_probed", index)] if self._probe(index) else []
+            acts += [Act("updates", index)] if self._order(index) else []
+        return acts + [Act("revives", i) for i in range(SERVERS) if not self.alive[i]]
+
+    def apply(self, act: Act) -> None:
+        self.faults += act.cost
+        getattr(self, f"_{act.name}")(act)
+
+    def _hangs(self, act: Act) -> None:
+        self.alive[act.server] = False
+
+    def _revives(self, act: Act) -> None:
+        self.alive[act.server] = True
+
+    def _reports(self, act: Act) -> None:
+        name = address(act.server).name
+        server = self.servers.get(name)
+        assert server is not None
+        was = server.quarantined
+        self.servers.report(name, server.health.epoch, act.worker, "reset", 0.0)
+        self.reporters[act.server].add(act.worker)
+        if server.quarantined and not was:
+            assert len(self.reporters[act.server]) >= RULES.reporters, "one worker's word has removed a server"
+
+    def _is_probed(self, act: Act) -> None:
+        probe = self._probe(act.server)
+        assert probe is not None
+        server = self.servers.get(probe.server)
+        assert server is not None and server.verified is not None
+        if self.alive[act.server]:
+            verified = server.verified
+            self.servers.answered(probe, str(verified.version), verified.locator, 0.0)
+            assert server.health.state == "healthy" and server.verified == verified, "no update is needed"
+        else:
+            assert self.servers.silent(probe, "timeout", 0.0) and server.quarantined
+
+    def _updates(self, act: Act) -> None:
+        order = self._order(act.server)
+        assert order is not None
+        server = self.servers.get(order.server)
+        assert server is not None
+        routable = self.servers.trusts(server)
+        self.servers.started(order, 0.0)
+        if self.alive[act.server]:
+            assert self.servers.succeeded(order, 0.1, {}) and self.servers.trusts(server)
+        else:
+            assert self.servers.failed(order, "timeout", 0.0) and self.servers.trusts(server) == routable
+
+    def check(self) -> None:
+        for server in self.servers.all():
+            assert self.servers.trusts(server) == (not server.quarantined), "all have a version within the bound"
+        assert self.servers.in_use()[-1] == 1
+
+    def is_final(self) -> bool:
+        """Every server is healthy at the newest version, though the workers may still report."""
+        return all(s.state == "ready" and s.verified == self.servers.published for s in self.servers.all())
+
+    def key(self) -> bytes:
+        rows = [(s.health.state, s.verified and s.verified.version) for s in self.servers.all()]
+        reports = {worker: sorted(names) for worker, names in self._rows().items()}
+        return Canonical({}).digest((rows, reports, self.alive, self.reporters, self.faults))
+
+    def _rows(self) -> dict[str, list[tuple[str, bool]]]:
+        rows = self.servers.reports._by_worker
+        return {worker: [(name, row.wrong) for name, row in by.items()] for worker, by in rows.items()}
+
+
+def test_no_history_of_reports_breaks_a_rule() -> None:
+    found = explore(World(), Copier(StalenessBound, Pace, BlameRules), at_most=500_000)
+    assert {"reports", "hangs", "revives", "is_probed", "updates"} <= found.actions.keys()
+
+
+def test_exploration_finds_quarantine_by_one_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reports, "add", lambda *_: "accused")
+    with pytest.raises(Violation, match="one worker's word has removed a server"):
+        explore(World(), Copier(StalenessBound, Pace, BlameRules), at_most=500_000)

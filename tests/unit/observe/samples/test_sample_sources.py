@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from realsys.config.paths import TrialPaths
-from realsys.errors import RecordError
+from realsys.data.arith import write_char_tokenizer
+from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import ConfigError, RecordError
 from realsys.observe.dropped_groups import DroppedGroup, read_group
-from realsys.observe.evaluation_records import read_result, read_samples, write_result
+from realsys.observe.evaluation_records import (
+    EvalSample,
+    append_sample,
+    collect,
+    read_result,
+    read_samples,
+    stored_evaluations,
+    write_result,
+)
 from realsys.observe.samples import dropped_samples
 from realsys.observe.samples.catalogue import Catalogue
+from realsys.observe.samples.filters import Filter, SampleRow, SampleView, choose
+from realsys.observe.samples.turns import CONTEXT, token_kinds, token_versions, turns, version_spans
 from realsys.train.record_files import worker_file
 from tests.support.processes.config_trees import changed
 from tests.support.view.shown_trial import HOSTILE, STEPS, sample_trial, write_dropped, write_step
@@ -175,3 +191,226 @@ def test_completion_with_damaged_bytes_is_named(paths: TrialPaths) -> None:
 def test_unknown_source_or_sample_is_refused(paths: TrialPaths, name: str, problem: str) -> None:
     with pytest.raises(RecordError, match=problem):
         Catalogue(paths).open(name).view("nobody")
+
+
+# ---- Filters of samples, and the bound of a search
+
+
+ROWS = [
+    SampleRow("a/0", "a", 1, 1.0, True, 10, staleness=0, advantage=0.5),
+    SampleRow("a/1", "a", 1, 0.0, False, 40, truncated=True, finish_reason="length", staleness=3, advantage=-0.9),
+    SampleRow("b/0", "b", 2, 0.5, None, 20, staleness=1),
+    SampleRow("c/0", "c", 3, None, None, 5, outcome="failed"),
+]
+
+
+class Rows:
+    title = "rows"
+
+    def rows(self) -> list[SampleRow]:
+        return ROWS
+
+    def text(self, sample_id: str) -> str:
+        return f"The ANSWER of {sample_id}"
+
+    def view(self, sample_id: str) -> SampleView:
+        raise AssertionError("a list needs no tokens")
+
+
+@pytest.mark.parametrize(
+    ("query", "ids"),
+    [
+        ({}, ["a/0", "a/1", "b/0", "c/0"]),
+        ({"verdict": "wrong"}, ["a/1"]),
+        ({"verdict": "correct"}, ["a/0"]),
+        ({"verdict": "unjudged"}, ["b/0", "c/0"]),
+        ({"truncated": "1"}, ["a/1"]),
+        ({"reward_min": "0.5"}, ["a/0", "b/0"]),
+        ({"reward_min": "0", "reward_max": "0.5"}, ["a/1", "b/0"]),
+        ({"stale_min": "1", "stale_max": "2"}, ["b/0"]),
+        ({"tokens_min": "20"}, ["a/1", "b/0"]),
+        ({"text": "answer of A"}, ["a/0", "a/1"]),
+        ({"group": "b"}, ["b/0"]),
+        ({"order": "longest"}, ["a/1", "b/0", "a/0", "c/0"]),
+        ({"order": "shortest", "limit": "1"}, ["c/0"]),
+        ({"order": "reward"}, ["a/1", "b/0", "a/0", "c/0"]),
+        ({"order": "stalest", "offset": "1", "limit": "1"}, ["b/0"]),
+        ({"order": "advantage"}, ["a/1", "a/0", "b/0", "c/0"]),
+    ],
+)
+def test_filter_chooses_and_orders(query: dict[str, str], ids: list[str]) -> None:
+    found = choose(Rows(), Filter.of(query))
+    assert [row.sample_id for row in found.rows] == ids and found.total == 4
+
+
+def test_search_ends_in_time_and_says_so() -> None:
+    ticks = itertools.count()
+    found = choose(Rows(), Filter(text="answer"), lambda: float(next(ticks)), seconds=2.5)
+    assert (found.searched, found.unsearched, found.matched) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"order": "best"},
+        {"reward_min": "x"},
+        {"limit": "99999"},
+        {"limit": "0"},
+        {"offset": "-1"},
+        {"verdict": "maybe"},
+    ],
+)
+def test_bad_filter_is_named(query: dict[str, str]) -> None:
+    [(field, value)] = query.items()
+    with pytest.raises(ConfigError, match=f"config: {field}='?{value}'?: "):
+        Filter.of(query)
+
+
+# ---- Rows as turns of tokens, and as spans of versions
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    directory: Path = tmp_path_factory.mktemp("model")
+    write_char_tokenizer(directory, chat=True)
+    return TextTokenizer(directory)
+
+
+@pytest.mark.parametrize(
+    ("versions", "spans"),
+    [
+        ([3, 3, 4, 4, 7], [(3, "12"), (4, "+5"), (7, "=")]),
+        ([2, 2, 2, 2, 2], [(2, "12+5=")]),
+        ([0, 1, 2, 3, 4], [(0, "1"), (1, "2"), (2, "+"), (3, "5"), (4, "=")]),
+    ],
+)
+def test_text_is_cut_where_its_version_changes(
+    tokenizer: TextTokenizer, versions: list[int], spans: list[tuple[int, str]]
+) -> None:
+    ids = tokenizer.encode_text("12+5=")
+    found = list(version_spans(ids, np.array(versions, np.int32), tokenizer))
+    assert [(span.version, span.text) for span in found] == spans
+    assert [span.tokens for span in found] == [len(text) for _, text in spans]
+
+
+def test_cut_character_goes_to_its_last_token(tokenizer: TextTokenizer) -> None:
+    ids = tokenizer.encode_text("1é2")  # é has two tokens
+    found = list(version_spans(ids, np.array([3, 3, 4, 4], np.int32), tokenizer))
+    assert [(span.version, span.text) for span in found] == [(3, "1"), (4, "é2")]
+
+
+def test_spans_decode_every_token_once(tokenizer: TextTokenizer) -> None:
+    """A completion of many turns has hundreds of spans: the time must not grow with their number."""
+    asked: list[int] = []
+
+    class Counted:
+        def token_texts(self, ids: Sequence[int]) -> list[str]:
+            asked.append(len(ids))
+            return tokenizer.token_texts(ids)
+
+    ids = tokenizer.encode_text("12" * 50)
+    spans = list(version_spans(ids, np.arange(100, dtype=np.int32) % 2, Counted()))
+    assert len(spans) == 100 and asked == [100]
+
+
+def test_feedback_between_turns_has_no_version(tokenizer: TextTokenizer) -> None:
+    mask = np.array([False, True, True, False, True])
+    versions = token_versions(mask, np.array([3, 3, 4], np.int32))
+    assert versions.tolist() == [CONTEXT, 3, 3, CONTEXT, 4]
+    found = list(version_spans(tokenizer.encode_text("12+5="), versions, tokenizer))
+    assert [(span.version, span.text) for span in found] == [(None, "1"), (3, "2+"), (None, "5"), (4, "=")]
+
+
+def test_empty_text_has_no_spans(tokenizer: TextTokenizer) -> None:
+    assert list(version_spans([], np.zeros(0, np.int32), tokenizer)) == []
+
+
+def test_turns_carry_the_numbers_of_their_tokens(tokenizer: TextTokenizer) -> None:
+    mask = np.array([False, True, True, False, True])
+    made = turns(
+        {
+            "tokens": np.array(tokenizer.encode_text("1é+5")),
+            "loss_mask": mask,
+            "versions": np.array([3, 4, 4], np.int32),
+            "behav_logprobs": np.array([-0.123456, -2.0, -1.0], np.float32),
+            "advantages": np.full(3, 0.5, np.float32),
+        },
+        0,
+        tokenizer,
+    )
+    assert [(turn.kind, turn.text) for turn in made] == [
+        ("prompt", "1"),
+        ("sampled", "é"),
+        ("context", "+"),
+        ("sampled", "5"),
+    ]
+    assert made[1].pieces == ["", "é"]  # two bytes, one character
+    assert (made[1].versions, made[1].logprobs, made[1].advantages) == ([3, 4], [-0.1235, -2.0], [0.5])
+    assert made[0].versions == [] and made[3].versions == [4]
+
+
+def test_masked_tokens_begin_a_single_completion() -> None:
+    mask = np.array([False, False, False, True, True])
+    assert token_kinds(mask, 0) == ["prompt"] * 3 + ["sampled"] * 2
+    assert token_kinds(mask, 2) == ["prompt", "masked", "masked", "sampled", "sampled"]
+    several = np.array([False, True, False, True])
+    assert token_kinds(several, 1) == ["prompt", "sampled", "context", "sampled"]
+
+
+def test_piece_texts_join_to_the_whole(tokenizer: TextTokenizer) -> None:
+    for text in ("", "a b\n\tc", "naïve 日本 🙂", "\x00\x1b[2J"):
+        ids = tokenizer.encode_text(text)
+        assert "".join(tokenizer.token_texts(ids)) == text
+    cut = tokenizer.encode_text("日")[:2]
+    assert "".join(tokenizer.token_texts(cut)) == tokenizer.decode(cut)
+
+
+# ---- Completions of evaluations on disk
+
+
+FIRST = EvalSample("e", "eval", 0, 0, 0, 3, 3, "1+1=", "#2", "2", 5.0, True, "stop", 3, "2")
+
+
+def of(**changes) -> EvalSample:
+    return msgspec.structs.replace(FIRST, **changes)
+
+
+def test_only_completions_that_count_are_kept(tmp_path):
+    """An attempt that was superseded is in the parts, too, and its worker may be another one."""
+    for worker, sample in (
+        ("rollout_worker/0", of(attempt=0)),
+        ("rollout_worker/1", of(attempt=1, completion="#3")),
+        ("rollout_worker/0", of(problem=1, sample=1)),
+        ("rollout_worker/0", of(problem=1, sample=0)),
+    ):
+        append_sample(tmp_path, worker, sample)
+    kept = collect(tmp_path, [(1, 1, 0), (0, 0, 1), (1, 0, 0), (7, 0, 0)])
+    assert [sample.unit for sample in kept] == [(0, 0, 1), (1, 0, 0), (1, 1, 0)]
+    write_result(tmp_path, kept, {"accuracy": 0.5})
+    assert read_samples(tmp_path) == kept and read_result(tmp_path) == {"accuracy": 0.5}
+    assert {path.name for path in tmp_path.iterdir()} == {"samples.jsonl", "result.json"}
+    write_result(tmp_path, collect(tmp_path, [sample.unit for sample in kept]), {})
+    assert read_samples(tmp_path) == kept, "the trainer died before it logged the result, and stores it again"
+
+
+def test_line_that_was_cut_off_is_no_completion(tmp_path):
+    append_sample(tmp_path, "w", FIRST)
+    with (tmp_path / "parts" / "w.jsonl").open("ab") as part:
+        part.write(msgspec.json.encode(of(problem=1))[:-5])
+    assert collect(tmp_path, [FIRST.unit, (1, 0, 0)]) == [FIRST]
+
+
+def test_changed_line_is_named(tmp_path):
+    write_result(tmp_path, [FIRST], {})
+    (tmp_path / "samples.jsonl").write_bytes(b"{}\n")
+    with pytest.raises(RecordError, match=r"samples.jsonl:1: is not a completion"):
+        read_samples(tmp_path)
+
+
+def test_unfinished_evaluation_has_no_samples(tmp_path):
+    append_sample(tmp_path / "e", "w", FIRST)
+    assert stored_evaluations(tmp_path) == []
+    with pytest.raises(RecordError, match="has not ended"):
+        read_samples(tmp_path / "e")
+    with pytest.raises(RecordError, match="cannot be read"):
+        read_result(tmp_path / "e")

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import io
+import json
 import os
+import struct
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from realsys.config.compose import compose
+from realsys.config.doors import TRACKER
 from realsys.launch.cli import main
+from realsys.observe.points import metrics_of
 from realsys.observe.trackers import link
+from realsys.observe.trackers.contract import Point, Run
+from realsys.observe.trackers.tensorboard import EventFile, _masked, _varint
 from tests.support.data.few_rows import FEW_ROWS
+from tests.support.telemetry.step_logs import evaluation, train
 
 MODULE = """
 from realsys.observe.trackers.contract import Tracker
@@ -137,3 +146,73 @@ def test_own_tracker_with_arguments_is_accepted(modules: Path) -> None:
     arguments = {"own_tracker:Good": {"unit": "ms"}}
     telemetry = config.telemetry.model_copy(update={"tracker_args": arguments})
     link.check_trackers(config.model_copy(update={"telemetry": telemetry}))
+
+
+# ---- Event files of TensorBoard, byte by byte. ``tests/trackers`` reads them with TensorBoard
+
+
+def events(path: Path) -> Iterator[bytes]:
+    """Yield the events of a file, each with right checksums."""
+    content = path.read_bytes()
+    while content:
+        (length,), event = struct.unpack("<Q", content[:8]), content[12:]
+        event, rest = event[:length], event[length:]
+        assert struct.unpack("<I", content[8:12])[0] == _masked(content[:8])
+        assert struct.unpack("<I", rest[:4])[0] == _masked(event)
+        content = rest[4:]
+        yield event
+
+
+def test_checksum_is_masked_crc_32c() -> None:
+    crc = 0xE3069283  # check value of CRC-32C
+    assert _masked(b"123456789") == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def test_integers_are_varints() -> None:
+    assert (_varint(0), _varint(127), _varint(300)) == (b"\x00", b"\x7f", b"\xac\x02")
+    assert _varint(-1) == b"\xff" * 9 + b"\x01"
+
+
+def test_file_has_version_scalars_and_restart(tmp_path: Path) -> None:
+    file = EventFile(tmp_path / "train")
+    file.restart(5)
+    file.scalars(300, 1.0, {"train/ä": 0.5, "train/too_large": 1e300})
+    file.close()
+    (path,) = (tmp_path / "train").iterdir()
+    version, restart, scalars = events(path)
+    assert version.endswith(b"\x1a\x0dbrain.Event:2")
+    assert restart.endswith(b"\x10\x05\x3a\x02\x08\x01")
+    value = b"\x0a\x08" + "train/ä".encode() + b"\x15" + struct.pack("<f", 0.5)
+    assert scalars == b"\x09" + struct.pack("<d", 1.0) + b"\x10\xac\x02" + b"\x2a\x11\x0a\x0f" + value
+
+
+def test_later_files_have_later_names(tmp_path: Path) -> None:
+    for _ in range(3):
+        EventFile(tmp_path).close()
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 3 and files == sorted(files, key=lambda path: path.stat().st_mtime_ns)
+
+
+# ---- The tracker of docs/examples/tracker.py posts what it says
+
+
+DOCS = Path(__file__).resolve().parents[4] / "docs"
+
+
+def test_example_posts_each_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    posted: list[str] = []
+
+    def taken(request: urllib.request.Request, timeout: float) -> io.BytesIO:
+        assert request.full_url == "https://chat/hook" and isinstance(request.data, bytes)
+        posted.append(json.loads(request.data)["text"])
+        return io.BytesIO()
+
+    monkeypatch.syspath_prepend(str(DOCS / "examples"))
+    monkeypatch.setattr(urllib.request, "urlopen", taken)
+    importlib.invalidate_caches()
+    tracker = TRACKER.make("tracker:Chat", Run("sums", "t", tmp_path), {"url": "https://chat/hook"})
+    for record in (train(1), evaluation(50), evaluation(60, complete=False)):
+        tracker.log(Point(record["kind"], record["step"], 0.0, 0, metrics_of(record)))
+    tracker.close("done")
+    assert posted == ["sums/t: step 50: eval/eval/accuracy 50.0%", "sums/t: the run ended: done"]
+    sys.modules.pop("tracker")

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realsys.cluster.http_server import RefusedRequest
 from realsys.reward.service.dispatch import FEWEST, LAST_DELAY_S, MOST_BYTES, WINDOW
+from realsys.reward.service.reward_server import RequestRoom
 from realsys.reward.service.verdict_protocol import NoVerifier
 from realsys.reward.verifier_protocol import DIED, MAX_ITEMS, REFUSED, NoVerdict, VerifierWork
 from tests.support.rewards.reward_world import FAILED, RETRY_S, RIGHT, TOTAL_S, UNABLE, World
@@ -306,3 +308,56 @@ def test_every_item_ends_exactly_once(data):
         elif send is not None and event == "refuse":
             world.refuse(send, data.draw(st.sampled_from((0.0, 1.0, 5.0))))
     world.finish()
+
+
+# ---- The bounds of a reward service on what it holds
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_full_room_refuses_until_items_leave():
+    room = RequestRoom(10, Clock())
+    room.enter(8)
+    with pytest.raises(RefusedRequest, match="8 completions are held, at most 10") as refused:
+        room.enter(3)
+    assert refused.value.status == 503 and refused.value.retry_after_s > 0
+    room.leave(decided=True)
+    room.enter(3)
+    assert (room.items, room.refused) == (10, 1)
+
+
+def test_empty_room_takes_any_request():
+    """Else a request that is larger than the bound would be refused for ever."""
+    room = RequestRoom(10, Clock(), max_bytes=10)
+    room.enter(64)
+    with room.body(1000):
+        assert room.bytes == 1000
+        with pytest.raises(RefusedRequest, match="1000 bytes of requests are held"), room.body(1):
+            pass
+    assert room.bytes == 0
+
+
+def test_refusal_says_how_long_to_wait():
+    clock = Clock()
+    room = RequestRoom(100, clock)
+    room.enter(100)
+    for _ in range(40):
+        room.leave(decided=True)
+    room.enter(40)
+    clock.now += 10.0  # 4 items per second
+    with pytest.raises(RefusedRequest) as refused:
+        room.enter(12)
+    assert refused.value.retry_after_s == 3
+
+
+def test_items_that_callers_give_up_are_not_decided():
+    room = RequestRoom(10, Clock())
+    room.enter(2)
+    room.leave(decided=False)
+    room.leave(decided=True)
+    assert (room.items, room.decided.total) == (0, 1)

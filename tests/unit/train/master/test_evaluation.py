@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from realsys.cluster.names.connect import trial_names
+from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
-from realsys.errors import Fenced, StreamError, StuckError, WaitTimeout
+from realsys.config.paths import TrialPaths
+from realsys.errors import Fenced, StreamError, StuckError, WaitTimeout, WeightsError
 from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.events import Outcome
 from realsys.manager.messages import (
@@ -32,11 +39,17 @@ from realsys.manager.messages import (
 )
 from realsys.manager.routing.servers import UpdateOrder
 from realsys.manager.status import status
+from realsys.observe.evaluation_records import EvalSample, append_sample, headline, read_result, read_samples, record
+from realsys.observe.step_log import read_steps
+from realsys.reward.compare_answers import AnswerComparer
 from realsys.train.master import request_evaluations
+from realsys.train.master.evaluation_run import EvaluationRun
 from realsys.train.master.recovery import TrainingStart, eval_id_of, unanswered
-from realsys.train.master.request_evaluations import EvaluationRequests
+from realsys.train.master.request_evaluations import EvaluationRequests, ResultWriter, outcome_of
 from realsys.train.master.run import MasterRun
+from realsys.train.master.step_statistics import StepLog
 from realsys.types import PublishedVersion
+from realsys.weights.disk.plain_folders import verify
 from tests.support.ledger.manager_states import ANSWER, ready, update, version
 from tests.support.processes.config_trees import changed
 
@@ -377,3 +390,151 @@ def test_ledger_that_contradicts_checkpoint_ends_the_run() -> None:
         assert refused.value.permanent and not StreamError.permanent
 
     run(body)
+
+
+# ---- The evaluator of `realsys eval`: its phases, the weights that it publishes, and a model that changes under it
+
+
+INCARNATION = f"{7:019d}"
+
+
+class Manager:
+    """A manager whose evaluations end at once; it keeps what the name store had at each call."""
+
+    def __init__(self, published: Any) -> None:
+        self.calls: list[tuple[str, bool]] = []
+        self.requests: list[EvaluateRequest] = []
+        self._published = published
+
+    async def roll_back(self, request: RollBackRequest) -> None:
+        assert (request.version, request.incarnation) == (-1, INCARNATION)
+        self.calls.append(("roll_back", self._published() is not None))
+
+    async def evaluate(self, request: EvaluateRequest) -> None:
+        self.calls.append(("evaluate", self._published() is not None))
+        self.requests.append(request)
+
+    async def evaluation(self, eval_id: str) -> EvaluationReply:
+        counts = {"problems": 2, "ended": True, "tallies": [(1, 1, 1), (1, 0, 1)]}
+        return EvaluationReply(2, 2, 0, 0.5, 0.0, 3.0, 0, 0, **counts)
+
+    async def status(self) -> dict[str, Any]:
+        return {"servers": [], "version": 0}
+
+
+class Trial:
+    """The parts of a process in a trial that evaluates a small model."""
+
+    def __init__(self, root: Path) -> None:
+        self.model = root / "hf"
+        self.model.mkdir()
+        (self.model / "config.json").write_text("{}")
+        self.write_weights(1.0)
+        self.paths = TrialPaths(root / "trial")
+        self.paths.root.mkdir()
+        self.config = changed("evaluation.problems=2", f"model.path={self.model}", "evaluate_only=true")
+        self.names, self.store = trial_names(self.config), MemoryNameStore()
+        self.manager = Manager(self.published)
+        self.log = StepLog(self.paths.steps)
+        context: Any = SimpleNamespace(
+            config=self.config,
+            paths=self.paths,
+            names=self.names,
+            store=self.store,
+            incarnation=INCARNATION,
+            set_state=lambda state: None,
+            check_alive=lambda: None,
+        )
+        self.run = EvaluationRun(context, self.manager, self.log)  # type: ignore[arg-type]
+
+    def write_weights(self, value: float) -> None:
+        save_file({"a": torch.full((2,), value)}, self.model / "model.safetensors")
+
+    def published(self) -> PublishedVersion | None:
+        found = self.store.get_subtree(self.names.model_version())
+        return msgspec.json.decode(next(iter(found.values())), type=PublishedVersion) if found else None
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Trial:
+    return Trial(tmp_path)
+
+
+def test_model_is_published_before_its_evaluation(trial):
+    asyncio.run(trial.run.run())
+    assert trial.manager.calls == [("roll_back", False), ("evaluate", True)]
+    published = trial.published()
+    assert (published.version, published.incarnation) == (0, INCARNATION)
+    verify(Path(published.locator), 0)
+
+
+def test_results_and_phases_are_in_the_step_log(trial):
+    asyncio.run(trial.run.run())
+    records = list(read_steps(trial.paths.steps))
+    assert [record["phase"] for record in records if record["kind"] == "phase"] == ["load", "evaluate", "done"]
+    [result] = [record for record in records if record["kind"] == "eval"]
+    assert (result["set"], result["step"], result["accuracy"]) == ("eval", 0, 0.5)
+
+
+def test_model_that_changes_meanwhile_ends_it(trial):
+    asyncio.run(trial.run.run())
+    trial.write_weights(2.0)
+    status = {"servers": [{"failures": 1, "version": -1}], "version": 0}
+    with pytest.raises(WeightsError, match="has changed since the start: .*corrupt"):
+        asyncio.run(trial.run.check_weights(status))
+
+
+# ---- Results of evaluations as the master stores them, with the majority vote
+
+
+ANSWERS = ("7", r"\frac{1}{2}", "0.5")  # one right answer, and two wrong ones that agree
+
+
+def write(root: Path, verifier: str, incomplete: str = "", lost: int = 0) -> dict[str, Any]:
+    """Store an evaluation of one problem with three samples, of which ``lost`` never reached the disk."""
+    config = changed(f"data.verifier={verifier}", "evaluation.samples=3", "evaluation.problems=1")
+    for number, answer in enumerate(ANSWERS[lost:], lost):
+        text = f"\\boxed{{{answer}}}"
+        verdict = 5.0, answer == "7", "stop", 3, answer
+        append_sample(root / "e", "w", EvalSample("e", "eval", 0, number, 0, 2, 2, "q", text, "7", *verdict))
+    state = EvaluationReply(3, 3, 0, 1 / 3, 1.0, 3.0, 2, 2, ended=True, incomplete=incomplete, tallies=[(3, 1, 1)])
+    state.accepted = [(0, number, 0) for number in range(3)]
+    made = evaluation_sets(config)["eval"]
+    result = record("e", 2, made, outcome_of(state), 1.0)
+    return ResultWriter(config, root).write("e", made, result, state)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("verifier", "share"), [("math", 0.0), ("exact", 1 / 3)])
+def test_votes_agree_as_the_verifier_says(tmp_path: Path, verifier: str, share: float):
+    result = write(tmp_path, verifier)
+    assert result["majority"]["value"] == pytest.approx(share)
+    assert read_result(tmp_path / "e") == result and len(read_samples(tmp_path / "e")) == 3
+
+
+def test_incomplete_evaluation_has_no_vote(tmp_path: Path):
+    assert "majority" not in write(tmp_path, "exact", "1 of 3 failed")
+    assert read_result(tmp_path / "e")["accuracy"] is None
+
+
+def test_vote_needs_every_stored_completion(tmp_path: Path):
+    result = write(tmp_path, "exact", lost=1)
+    assert "majority" not in result and result["accuracy"] == pytest.approx(1 / 3)
+
+
+def test_vote_over_its_time_limit_is_omitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A comparison of many answers must not delay the end of a run without a bound."""
+    monkeypatch.setattr(request_evaluations, "AnswerComparer", functools.partial(AnswerComparer, limit_s=-1.0))
+    result = write(tmp_path, "math")
+    assert result["majority"] is None and result["accuracy"] == pytest.approx(1 / 3)
+    assert "no majority: comparing the final answers took more than" in headline(result)
+    assert "has no majority vote" in caplog.text
+
+
+def test_result_that_cannot_be_stored_is_returned(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "samples.jsonl").mkdir()
+    result = write(tmp_path, "exact")
+    assert result["accuracy"] == pytest.approx(1 / 3) and "cannot be stored" in caplog.text

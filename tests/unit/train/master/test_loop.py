@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
 
 from realsys.algorithm.token_losses import StepLosses
 from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
-from realsys.errors import NotFiniteError, StuckError
+from realsys.errors import NotFiniteError, StuckError, WeightsError
 from realsys.manager.messages import TrainedReply, TrainedRequest
 from realsys.model_calls import SNAPSHOT, MaskRequest, SnapshotPlan
 from realsys.train.master import intake
 from realsys.train.master.call_plan import CallArguments
 from realsys.train.master.executor import CallResult
+from realsys.train.master.intake_decisions import FEWEST_FAILURES, FEWEST_FILTERED, StuckCheck
 from realsys.train.master.step_statistics import call_seconds, untrained_shares
 from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
 from tests.support.telemetry.step_logs import undocumented
-from tests.support.training.master_fakes import Run, run
+from tests.support.training.master_fakes import BOUND_S, Run, run
 
 CRITIC = ("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false", "train.ppo.critic.minibatches=1")
 
@@ -342,3 +344,188 @@ def test_a_failure_while_giving_back_ends_the_run() -> None:
             await job.serve(job.loop.run())
 
     run(body)
+
+
+# ---- Steps of the loop while the version of the step before is written and published
+
+
+def test_step_trains_while_a_version_is_written() -> None:
+    """The step is reported before its version is published, and its checkpoint is due then."""
+
+    async def body() -> Run:
+        job = Run("train.total_steps=2")
+        job.versions.holds = True
+        job.arrive(*[(5.0, -5.0)] * 4)
+        running = asyncio.create_task(job.serve(job.loop.run()))
+        await job.versions.awaited.wait()
+        assert any(call.step == 2 and call.mfc == "actor_train" for call in job.calls())
+        assert job.manager.told[-1].trained and job.disk.wrote == ["checkpoint 1"]
+        await _complete_both(job)
+        assert await running == 2
+        return job
+
+    assert run(body).disk.wrote == ["checkpoint 1", "v1", "checkpoint 2", "v2", "finish"]
+
+
+async def _complete_both(job: Run) -> None:
+    """End the publication that runs, and the next one when it has begun."""
+    assert await job.versions.begun.get() == 1
+    job.versions.complete()
+    assert await job.versions.begun.get() == 2
+    job.versions.complete()
+
+
+def test_without_lag_step_waits_for_publication() -> None:
+    """With eta = 0 the manager grants no ticket of the next batch before it knows the version."""
+
+    async def body() -> None:
+        job = Run("train.total_steps=2", "asynchronous.max_staleness=0")
+        job.versions.holds = True
+        assert len(job.arrive(*[(5.0, -5.0)] * 4)) == 2
+        running = asyncio.create_task(job.serve(job.loop.run()))
+        assert await job.versions.begun.get() == 1
+        await job.manager.changed.wait()
+        assert job.arrive(*[(5.0, -5.0)] * 2) == []
+        job.versions.complete()
+        assert [ticket.version for ticket in job.arrive(*[(5.0, -5.0)] * 2)] == [1, 1]
+        assert await job.versions.begun.get() == 2
+        job.versions.complete()
+        assert await running == 2
+        assert [record["staleness"]["histogram"] for record in job.records] == [{"0": 4}, {"0": 4}]
+
+    run(body)
+
+
+def test_failed_write_ends_the_wait_for_groups() -> None:
+    async def body() -> None:
+        job = Run("train.total_steps=2")
+        job.versions.holds = True
+        job.arrive(*[(5.0, -5.0)] * 2)
+        running = asyncio.create_task(job.serve(job.loop.run()))
+        await asyncio.wait_for(job.manager.changed.wait(), BOUND_S)  # no group is left for step 2
+        job.versions.broken.set()
+        with pytest.raises(WeightsError, match="No space left on device"):
+            await running
+        assert "finish" not in job.disk.wrote
+
+    run(body)
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["end", "stop"])
+def test_last_checkpoint_waits_for_the_last_version(stopped: bool) -> None:
+    async def body() -> list[str]:
+        job = Run("train.total_steps=1" if not stopped else "train.total_steps=5")
+        job.versions.holds = True
+        job.arrive(*[(5.0, -5.0)] * 2)
+        running = asyncio.create_task(job.serve(job.loop.run()))
+        await asyncio.wait_for(job.manager.changed.wait(), BOUND_S)
+        if stopped:
+            job.stop.set()
+        await job.versions.awaited.wait()
+        assert job.disk.wrote == ["checkpoint 1"]
+        job.versions.complete()
+        assert await running == 1
+        return job.disk.wrote
+
+    assert run(body) == ["checkpoint 1", "v1", "stopped" if stopped else "finish"]
+
+
+def test_evaluation_starts_after_its_version_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        job = Run("train.total_steps=2", "evaluation.every_steps=1")
+        seen: list[tuple[str, int]] = []
+
+        async def start(eval_id: str, step: int) -> None:
+            seen.append((eval_id, job.manager.state.version))
+
+        monkeypatch.setattr(job.loop, "start_evaluation", start)
+        job.versions.holds = True
+        job.arrive(*[(5.0, -5.0)] * 4)
+        running = asyncio.create_task(job.serve(job.loop.run()))
+        await job.versions.awaited.wait()
+        assert seen == []
+        await _complete_both(job)
+        await running
+        assert seen == [("step-1", 1)]
+
+    run(body)
+
+
+# ---- A batch that can never fill is found out, and one that is only slow is not
+
+
+def status(reason: str | None = None, **ledger: Any) -> dict[str, Any]:
+    counts = {"granted": 10, "running": 0, "finished": 0, "waiting": 0, "trained": 4, "dropped": 0}
+    return {"admission": {"reason": reason}, "ledger": {**counts, "dropped_by_reason": {}, **ledger}}
+
+
+def test_exhausted_data_says_what_became_of_groups() -> None:
+    check = StuckCheck(4, 10)
+    ended = status("exhausted", finished=3, dropped=3, dropped_by_reason={"failed RewardError": 3})
+    assert check.check(ended, ready=3) is None  # its notice may be on the way
+    reason = check.check(ended, ready=3)
+    assert reason is not None and "3 x failed RewardError" in reason and "fewer than the 4 of a batch" in reason
+
+
+def test_exhausted_data_after_training_is_an_end() -> None:
+    """Also if so many groups were filtered out at the end that a run with further prompts would be stuck."""
+    for trained, is_end in ((0, False), (4, True)):
+        check = StuckCheck(4, 10)
+        assert check.check(status(trained=trained), ready=3) is None
+        drops = {"dropped": 999, "dropped_by_reason": {"filtered success_rate": 999}}
+        ended = status("exhausted", finished=3, trained=trained, **drops)
+        assert check.check(ended, ready=3) is None
+        reason = check.check(ended, ready=3)
+        assert reason is not None and "999 x filtered success_rate" in reason
+        assert check.is_end is is_end and ("add prompts" in reason) is not is_end
+
+
+def test_exhausted_data_waits_for_outstanding_groups() -> None:
+    """Outstanding groups run, wait in the buffer or are in transit."""
+    for open_ in ({"running": 1}, {"waiting": 1}, {"finished": 2}):
+        check = StuckCheck(4, 10)
+        assert [check.check(status("exhausted", **open_), ready=1) for _ in range(3)] == [None] * 3
+
+
+def test_staleness_and_missing_servers_are_waited_for() -> None:
+    check = StuckCheck(4, 10)
+    assert [check.check(status(reason), ready=0) for reason in ("staleness", "no_server", None) * 2] == [None] * 6
+
+
+def test_only_failing_groups_end_the_wait() -> None:
+    """Groups that were dropped earlier do not count."""
+    check = StuckCheck(4, 10)
+    assert check.check(status(dropped=500), ready=0) is None
+    assert check.check(status(dropped=500 + FEWEST_FAILURES - 1), ready=0) is None
+    failures = {"dropped_by_reason": {"failed RewardError": 532}, "last_failure": "KeyError: 'word' at mine.py:4"}
+    reason = check.check(status(dropped=500 + FEWEST_FAILURES, **failures), ready=0)
+    assert reason is not None and "532 x failed RewardError; the last one: KeyError: 'word' at mine.py:4" in reason
+
+
+def filtered(groups: int) -> dict[str, Any]:
+    return status(dropped=groups, dropped_by_reason={"filtered success_rate": groups - 1, "filtered equal_rewards": 1})
+
+
+def test_filtered_groups_are_no_failures() -> None:
+    check = StuckCheck(4, 10)
+    assert check.check(status(), ready=0) is None
+    assert [check.check(filtered(4 * FEWEST_FAILURES - 1), ready=0) for _ in range(2)] == [None] * 2
+    assert check.warning() == ""
+
+
+def test_filter_that_keeps_nothing_warns_then_ends() -> None:
+    check = StuckCheck(4, 10)
+    assert check.check(filtered(100), ready=0) is None
+    assert check.check(filtered(100 + FEWEST_FILTERED // 2), ready=0) is None
+    warning = check.warning()
+    assert f"the last {FEWEST_FILTERED // 2} groups" in warning and "98% of all groups" in warning
+    assert check.warning() == "", "it is said once"
+    reason = check.check(filtered(100 + FEWEST_FILTERED), ready=0)
+    assert reason is not None and "train.ppo.filter" in reason and "x filtered success_rate" in reason
+
+
+def test_large_batch_may_filter_more_groups() -> None:
+    """A large batch meets more of them by chance."""
+    check = StuckCheck(512, 2)
+    assert [check.check(filtered(n), ready=0) for n in (1, 1024)] == [None, None]
+    assert check.check(filtered(1025), ready=0) is not None

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ParallelLayout
+from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.model_files.architecture import HfModel
 from realsys.model_files.config_json import read_model
+from realsys.train.checkpoint.saver import HeldParameter
+from realsys.train.megatron import train_engine as module
+from realsys.train.megatron.device import Device
 from realsys.train.megatron.hf_model import HFReader, ShardMap, assign_writers, check_layout
 from realsys.train.megatron.layers import pack_segments, pad_rows, rms_norm, rotate, select_rows, swiglu
+from realsys.train.megatron.mesh import form_meshes, splits
 
 QWEN2: dict[str, Any] = {
     "model_type": "qwen2",
@@ -167,3 +176,116 @@ def test_padded_rows_keep_the_gradient_of_each() -> None:
     (out * torch.tensor([[1.0], [2.0], [3.0], [0.0]])).sum().backward()  # padding gets no gradient from attention
     assert x.grad is not None
     assert x.grad[:, 0].tolist() == [1.0, 2.0, 3.0]
+
+
+# ---- Splits of the world into process groups, without processes
+
+
+LARGE = [
+    ParallelLayout(data=128, tensor=4),
+    ParallelLayout(data=64, pipeline=2, tensor=4),
+    ParallelLayout(data=16, pipeline=4, tensor=8),
+]
+
+
+@pytest.mark.parametrize("layout", LARGE, ids=str)
+def test_mesh_of_512_ranks_needs_few_splits(layout: ParallelLayout) -> None:
+    """One operation for each group would be 645 to 971."""
+    made = splits([whole_mesh(layout)], 512)
+    assert len(made) <= 8
+    for split in made:
+        assert sorted(worker for group in split for worker in group) == list(range(512))
+    assert made[0] == [(worker,) for worker in range(512)], "the groups of one member are made together"
+    assert sum(all(len(group) == 1 for group in split) for split in made) == 1
+
+
+def test_equal_splits_of_two_meshes_are_made_once() -> None:
+    actor, critic = whole_mesh(ParallelLayout(data=2, tensor=2)), whole_mesh(ParallelLayout(data=4))
+    alone = [(0,), (1,), (2,), (3,)]
+    assert splits([actor, critic, actor], 4) == [alone, [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+
+
+def test_one_worker_needs_no_split() -> None:
+    assert splits([whole_mesh(ParallelLayout())], 1) == []
+
+
+def test_meshes_on_separate_workers_share_splits() -> None:
+    layout = ParallelLayout(data=2, tensor=2)
+    made = splits([Mesh(layout, (0, 1, 2, 3)), Mesh(layout, (4, 5, 6, 7))], 8)
+    assert made[1:] == [
+        [(0, 1, 2, 3), (4, 5, 6, 7)],
+        [(0, 2), (1, 3), (4, 6), (5, 7)],
+        [(0, 1), (2, 3), (4, 5), (6, 7)],
+    ]
+
+
+def test_workers_outside_a_mesh_are_alone_in_its_splits() -> None:
+    """Else they would have made fewer groups than others, and torch would name their next group differently."""
+    made = splits([Mesh(ParallelLayout(pipeline=3), (1, 2, 3))], 5)
+    assert made[1:] == [[(0,), (1, 2, 3), (4,)], [(0,), (1, 3), (2,), (4,)]]
+
+
+def test_nccl_splits_the_world_once_for_each_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[list[int]]] = []
+
+    def split_group(split_ranks: list[list[int]], timeout: Any) -> Any:
+        made.append(split_ranks)
+        return next(group for group in map(tuple, split_ranks) if 37 in group)
+
+    monkeypatch.setattr(dist, "split_group", split_group)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 512)
+    mesh = whole_mesh(LARGE[2])
+    device = Device(torch.device("cuda", 0), "nccl")
+    formed: Any = form_meshes({"actor": mesh, "ref": mesh}, 37, Config().cluster, device)["actor"]
+    assert made == [[list(group) for group in split] for split in splits([mesh], 512)]
+    assert formed.tensor == tuple(range(32, 40)) and formed.pipeline == (37, 165, 293, 421)
+    assert formed.data == tuple(range(5, 128, 8))
+
+
+# ---- Fused steps of torch's Adam: where they run, and where a checkpoint puts the count of steps
+
+
+def chained(inner: torch.optim.Optimizer) -> Any:
+    return SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_adam_steps_fused_on_each_device(device: str) -> None:
+    with FakeTensorMode():
+        inner = torch.optim.AdamW([torch.empty(4, device=device).requires_grad_()])
+        module._fuse(chained(inner))
+    assert inner.param_groups[0]["fused"] is True
+
+
+def test_other_optimizers_get_no_flag() -> None:
+    inner = torch.optim.SGD([torch.zeros(4, requires_grad=True)], lr=0.1)
+    module._fuse(chained(inner))
+    module._fuse(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=None)]))  # a stage without parameters
+    assert not inner.param_groups[0].get("fused")
+
+
+def test_fused_steps_equal_those_of_the_default() -> None:
+    torch.manual_seed(2)
+    start, gradients = torch.randn(64), torch.randn(3, 64)
+    stepped = []
+    for fuse in (True, False):
+        parameter = start.clone().requires_grad_()
+        inner = torch.optim.AdamW([parameter], lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))
+        if fuse:
+            module._fuse(chained(inner))
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            inner.step()
+        stepped.append(parameter.detach())
+    torch.testing.assert_close(*stepped, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_restored_step_count_is_where_the_kernel_reads(fused: bool, device: str) -> None:
+    """The meta device stands in for a GPU."""
+    key = torch.empty(4, device="meta", requires_grad=True)
+    inner = torch.optim.AdamW([key])
+    group = inner.param_groups[0] | {"fused": fused}
+    held = HeldParameter(inner, group, key, 0)
+    held.restore({"step": torch.tensor(3.0), "exp_avg": torch.empty(4, device="meta")})
+    assert inner.state[key]["step"].device.type == device
