@@ -3,8 +3,6 @@
 The completions are scripted, with reasoning, text and tool calls: all that a framework may drop or write otherwise.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

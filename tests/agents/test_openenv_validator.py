@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ LONG = "generation.sampling.max_new_tokens=96"  # room for a tool call
 
 
 @pytest.fixture(scope="module")
-def sharp_model(tmp_path_factory) -> Path:
+def sharp_model(tmp_path_factory):
     """A model whose log-probs differ at the two temperatures that the validator asks for."""
     return make_sharp_chat_model(tmp_path_factory.mktemp("model"))
 

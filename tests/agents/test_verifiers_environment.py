@@ -25,7 +25,7 @@ FOLDERS = (ROOT / "docs" / "examples" / "verifiers", ROOT / "tests" / "support" 
 
 
 @pytest.fixture(scope="module")
-def python() -> str:
+def python():
     return interpreter_of(".venv-verifiers")
 
 
@@ -37,7 +37,7 @@ def environments(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory):
     return make_chat_model(tmp_path_factory.mktemp("model"))
 
 

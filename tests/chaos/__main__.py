@@ -3,8 +3,6 @@
 Ctrl-C, SIGTERM and SIGHUP end its runs within seconds; nothing of them is left then.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Checks after a run, however it ended: ledger, samples, leftovers, the named cause."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

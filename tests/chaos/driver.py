@@ -7,8 +7,6 @@ The MasterWorker may not begin step b before gate k is open, and gate k opens on
 depends on how fast a machine is. Every wait has a bound and an error that names it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The agents of a run over nodes, kept by the driver as a cluster would: one that has ended is started again."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import signal

@@ -1,7 +1,5 @@
 """A run under faults, as the driver sees it: gates, step log, name store, processes, agents, a fast end."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

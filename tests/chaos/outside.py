@@ -3,8 +3,6 @@
 Each function is called while the run trains, and returns after its harm. The driver checks the recovery.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """``python -m tests.chaos.page``: write "As measured" of docs/chaos.md from the JSON of the last whole run."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The table of a chaos run, for people; the same rows go to JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from tests.chaos.driver import CaseResult, RowResult

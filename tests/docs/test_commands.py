@@ -1,7 +1,5 @@
 """The commands of the pages: their settings can be read, and a shell takes no word for a pattern of file names."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -54,34 +52,34 @@ SWEEPS = sorted(
 )
 
 
-def test_pages_have_commands() -> None:
+def test_pages_have_commands():
     assert {"README.md", "cluster.md"} <= {page for page, _ in COMMANDS}
 
 
 @pytest.mark.parametrize(("page", "settings"), sorted(COMMANDS))
-def test_settings_of_command_compose(page: str, settings: tuple[str, ...]) -> None:
+def test_settings_of_command_compose(page, settings):
     has_one = any(setting.startswith("experiment=") for setting in settings)
     compose([*settings, *([] if has_one else ["experiment=math"])], config_dir=TUTORIAL)
 
 
 @pytest.mark.parametrize(("page", "settings"), SWEEPS)
-def test_trials_of_sweep_compose(page: str, settings: tuple[str, ...]) -> None:
+def test_trials_of_sweep_compose(page, settings):
     for trial in sweep_trials(settings, "s"):
         compose(trial.overrides)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_shell_finds_no_pattern_in_commands(page: Path) -> None:
+def test_shell_finds_no_pattern_in_commands(page):
     commands = _SHELL.findall(_blocks(page.read_text("utf-8")))
     assert [command for command in commands if _PATTERN.search(_QUOTED.sub(" ", command))] == []
 
 
 @pytest.mark.parametrize("command", ["realsys run a.k=[4]", "pip install realsys[gpu]", "realsys run a.path=~/b"])
-def test_pattern_without_quotes_is_found(command: str) -> None:
+def test_pattern_without_quotes_is_found(command):
     (found,) = _SHELL.findall(_blocks(f"    {command} 'a.b=[1]' [--steps N]  # [x]\n"))
     assert _PATTERN.search(_QUOTED.sub(" ", found))
 
 
-def test_lists_are_shown_with_quotes() -> None:
+def test_lists_are_shown_with_quotes():
     bare = {str(path.relative_to(ROOT)): _BARE_LIST.findall(path.read_text("utf-8")) for path in _TEXTS}
     assert {name: found for name, found in bare.items() if found} == {}

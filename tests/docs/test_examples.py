@@ -1,7 +1,5 @@
 """Code on docs/extending.md and docs/tutorial.md is the code of docs/examples, and every example has its section."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -17,7 +15,7 @@ OF_TUTORIAL = sorted(path for path in (DOCS / "examples" / "tutorial").rglob("*.
 
 
 @pytest.mark.parametrize(("page", "files", "least"), [(PAGE, EXAMPLES, 6), (TUTORIAL, OF_TUTORIAL, 3)])
-def test_code_of_the_page_stands_in_an_example(page: str, files: list[Path], least: int) -> None:
+def test_code_of_the_page_stands_in_an_example(page, files, least):
     shown = {line.strip() for example in files for line in example.read_text().splitlines()} | {"", "..."}
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert len(blocks) >= least
@@ -25,17 +23,17 @@ def test_code_of_the_page_stands_in_an_example(page: str, files: list[Path], lea
 
 
 @pytest.mark.parametrize("path", OF_TUTORIAL, ids=lambda path: path.stem)
-def test_file_of_the_tutorial_is_linked(path: Path) -> None:
+def test_file_of_the_tutorial_is_linked(path):
     assert f"({path.relative_to(DOCS)})" in TUTORIAL
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_is_short_and_linked(example: Path) -> None:
+def test_example_is_short_and_linked(example):
     assert 15 <= len(example.read_text().splitlines()) <= 40
     assert f"(examples/{example.name})" in PAGE
 
 
-def test_page_names_every_built_in_part() -> None:
+def test_page_names_every_built_in_part():
     found = {name: door for name, door in vars(doors).items() if isinstance(door, doors.Door)}
     assert len(found) == 14
     for door in found.values():

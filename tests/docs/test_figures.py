@@ -1,9 +1,6 @@
 """Measured figures of the pages are those of benchmarks/results; other generated tables are those of the code."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -30,19 +27,19 @@ def without_given(page: str) -> str:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_page_has_the_figures_of_the_results(path: Path) -> None:
+def test_page_has_the_figures_of_the_results(path):
     page = path.read_text("utf-8")
     assert page == figures.rewrite(page), "run `make docs`"
 
 
 @pytest.mark.parametrize("path", [README, PERFORMANCE], ids=lambda path: path.name)
-def test_every_measured_number_has_a_source(path: Path) -> None:
+def test_every_measured_number_has_a_source(path):
     page = without_given(path.read_text("utf-8"))
     assert [match[0] for match in MEASURED.finditer(page)] == []
 
 
 @pytest.mark.parametrize("name", sorted(TABLES))
-def test_changed_character_of_a_table_is_found(name: str) -> None:
+def test_changed_character_of_a_table_is_found(name):
     """Changing the last letter or digit of the table changes the page, and the rewrite restores it."""
     made = TABLES[name]()
     page = f"<!-- figures: {name} -->\n\n{made}\n\n{figures.END}"
@@ -52,14 +49,14 @@ def test_changed_character_of_a_table_is_found(name: str) -> None:
     assert figures.rewrite(changed) == page
 
 
-def test_changed_figure_of_a_row_is_found() -> None:
+def test_changed_figure_of_a_row_is_found():
     rows = "| what | result |\n| --- | --- |\n| pause | {weights[what=pause].seconds*1000:.0f} ms |"
     page = figures.rewrite(f"<!-- figures of these rows:\n{rows}\n-->\n\n{figures.END}")
     assert "| pause | 5 ms |" in page
     assert figures.rewrite(page) == page == figures.rewrite(page.replace("5 ms", "6 ms"))
 
 
-def test_number_without_source_is_found() -> None:
+def test_number_without_source_is_found():
     for sentence in ("it is 3 % slower", "a gain of 1.75", "in 12 ms", "at 6 GB/s", "5 x as fast"):
         assert MEASURED.search(without_given(sentence)), sentence
 
@@ -72,6 +69,6 @@ def test_number_without_source_is_found() -> None:
         ("weights", "cannot be read"),
     ],
 )
-def test_expression_without_figure_is_refused(expression: str, problem: str) -> None:
+def test_expression_without_figure_is_refused(expression, problem):
     with pytest.raises(ValueError, match=problem):
         figures.figure(expression)

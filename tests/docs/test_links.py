@@ -1,7 +1,5 @@
 """Links between the pages lead to files and headings that exist."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -40,11 +38,11 @@ def broken(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_headings(page: Path) -> None:
+def test_links_lead_to_headings(page):
     assert list(broken(page)) == []
 
 
-def test_pages_that_the_code_names_are_there() -> None:
+def test_pages_that_the_code_names_are_there():
     named = {
         (path.name, page, anchor)
         for path in SOURCES
@@ -55,7 +53,7 @@ def test_pages_that_the_code_names_are_there() -> None:
     assert len(named) > 30
 
 
-def test_missing_heading_is_found(tmp_path: Path) -> None:
+def test_missing_heading_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# `a.b`: One, two\n[x](#ab-one-two) [y](#other) [z](gone.md)\n", encoding="utf-8")
     assert list(broken(page)) == ["#other", "gone.md"]

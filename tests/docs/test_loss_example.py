@@ -1,9 +1,6 @@
 """docs/examples/loss.py: its numbers by hand, and the launcher takes it."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 
 
 @pytest.fixture(autouse=True)
-def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def examples(monkeypatch):
     """The folder of the examples on the path; no module named ``loss`` stays behind."""
     monkeypatch.syspath_prepend(EXAMPLES)
     yield
@@ -36,7 +33,7 @@ def run(cfg: PPOConfig) -> tuple[float, list[float], dict[str, float]]:
     return loss.item(), gradient.tolist(), {name: value.item() for name, value in stats.items()}
 
 
-def test_spo_is_the_formula_of_its_paper() -> None:
+def test_spo_is_the_formula_of_its_paper():
     loss, gradient, _ = run(PPOConfig(loss="loss:spo", loss_args={"eps": 0.25}))
     # |A| / (2 * 0.25) = 4, 2, 2 times (u - 1)^2, less u * A
     terms = [4 * 0.0490192 - 2.4428055, 2 * 0.0110609 + 1.1051709, 2 * 0.0671755 + 0.7408182]
@@ -46,7 +43,7 @@ def test_spo_is_the_formula_of_its_paper() -> None:
     assert gradient == pytest.approx(expected, rel=1e-5)
 
 
-def test_episode_spo_has_one_ratio_per_episode() -> None:
+def test_episode_spo_has_one_ratio_per_episode():
     loss, _, stats = run(PPOConfig(loss="loss:episode_spo", loss_args={"eps": 0.2}))
     # u = e^0.15 for both tokens of the first row
     first, second = 0.1618342**2 / 0.4, 0.2591818**2 / 0.4
@@ -55,15 +52,13 @@ def test_episode_spo_has_one_ratio_per_episode() -> None:
 
 
 @pytest.mark.parametrize("name", ["spo", "episode_spo"])
-def test_launcher_takes_the_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_takes_the_example(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = [f"train.ppo.loss=loss:{name}", "train.ppo.loss_args.eps=0.3"]
     assert main(["run", "experiment=arith", *FEW_ROWS, *arguments, "--dry-run"]) == 0
 
 
-def test_launcher_refuses_an_argument_it_does_not_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_launcher_refuses_an_argument_it_does_not_take(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = ["train.ppo.loss=loss:spo", "train.ppo.loss_args.epsilon=0.3"]
     assert main(["run", "experiment=arith", *FEW_ROWS, *arguments]) == 2

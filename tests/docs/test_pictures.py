@@ -1,7 +1,5 @@
 """The wait of `make pictures` for its run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -17,7 +15,7 @@ def _process(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
 
 
-def test_run_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_hangs_is_stopped(monkeypatch):
     monkeypatch.setattr(pictures, "_LOOK_S", 0.0)
     looks: list[int] = []
     with _process("import sys; sys.stdin.read()") as run:
@@ -26,7 +24,7 @@ def test_run_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run.poll() is not None and looks
 
 
-def test_run_that_ends_is_looked_at() -> None:
+def test_run_that_ends_is_looked_at():
     looks: list[int] = []
     with _process("") as run:
         pictures.watch(run, lambda: looks.append(1), timeout_s=60.0)

@@ -1,7 +1,5 @@
 """README.md: its code is that of docs/examples, its commands exist, its links lead to files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -10,28 +8,28 @@ PAGE = (ROOT / "README.md").read_text("utf-8")
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 
 
-def test_code_is_that_of_the_examples() -> None:
+def test_code_is_that_of_the_examples():
     shown = {line.strip() for example in EXAMPLES for line in example.read_text().splitlines()} | {"", "..."}
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 3
     assert [line for block in blocks for line in block.splitlines() if line.strip() not in shown] == []
 
 
-def test_pages_are_listed_once_in_the_order_of_the_site() -> None:
+def test_pages_are_listed_once_in_the_order_of_the_site():
     listed = re.findall(r"\(docs/(\w+\.md)\)", PAGE.partition("## Pages")[2])
     site = (ROOT / "docs" / "site" / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2]
     assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
     assert listed == re.findall(r"- (\w+\.md)$", site, re.MULTILINE)
 
 
-def test_make_targets_exist() -> None:
+def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text("utf-8")
     targets = set(re.findall(r"^    make ([a-z-]+)", PAGE, re.MULTILINE))
     assert {"run", "test", "lint"} <= targets
     assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
 
 
-def test_make_bench_runs_all_benchmarks_for_cpus() -> None:
+def test_make_bench_runs_all_benchmarks_for_cpus():
     makefile = (ROOT / "Makefile").read_text("utf-8").replace("\\\n", " ")
     listed = re.findall(r"^BENCHES \?= (.*)$", makefile, re.MULTILINE)[0].split()
     every = {path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")}

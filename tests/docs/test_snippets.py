@@ -1,7 +1,5 @@
 """Python on the pages: a snippet of an example imports what it uses, and fields that user code can read are listed."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re
@@ -64,11 +62,11 @@ SNIPPETS = list(snippets())
 
 
 @pytest.mark.parametrize(("page", "block"), SNIPPETS, ids=[f"{page}-{n}" for n, (page, _) in enumerate(SNIPPETS)])
-def test_snippet_imports_what_it_uses(page: str, block: str) -> None:
+def test_snippet_imports_what_it_uses(page, block):
     assert not_imported(block) == set(), page
 
 
-def test_missing_import_is_found() -> None:
+def test_missing_import_is_found():
     [block] = [block for page, block in SNIPPETS if page == "README.md" and "Verdict" in block]
     assert not_imported(block.replace("from realsys.reward.verifiers.contract import Item, Verdict\n", "")) == {
         "Item",
@@ -77,7 +75,7 @@ def test_missing_import_is_found() -> None:
 
 
 @pytest.mark.parametrize("heading", READ)
-def test_section_lists_every_field_of_its_records(heading: str) -> None:
+def test_section_lists_every_field_of_its_records(heading):
     page = (ROOT / "docs" / "extending.md").read_text("utf-8")
     section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     for record in READ[heading]:

@@ -1,7 +1,5 @@
 """docs/structure.md names every package of the tree, and nothing else."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -30,10 +28,10 @@ def tree() -> set[str]:
     return {next((top for top in TESTS if name.startswith(f"{top}/")), name) for name in names} - {"realsys", "tests"}
 
 
-def test_every_package_is_on_the_page() -> None:
+def test_every_package_is_on_the_page():
     assert sorted(tree() - set(LISTED)) == []
 
 
-def test_every_line_names_a_folder() -> None:
+def test_every_line_names_a_folder():
     assert [name for name in LISTED if not (ROOT / name).is_dir()] == []
     assert sorted(set(LISTED) - tree()) == ["benchmarks/results", "docs", "tests"]

@@ -1,7 +1,5 @@
 """Each experiment that a page shows as YAML can be composed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -19,12 +17,12 @@ BLOCKS = [
 ]
 
 
-def test_pages_have_such_blocks() -> None:
+def test_pages_have_such_blocks():
     assert {page for page, _ in BLOCKS} == {"cluster.md", "configuration.md", "rewards.md"}
 
 
 @pytest.mark.parametrize(("page", "block"), BLOCKS)
-def test_block_composes(page: str, block: str, tmp_path: Path) -> None:
+def test_block_composes(page, block, tmp_path):
     name = yaml.safe_load(block)["experiment"]
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / f"{name}.yaml").write_text(block, encoding="utf-8")

@@ -3,8 +3,6 @@
 REALSYS_GPU_STAND_IN=1 runs them on the CPU, with a reference in place of the attention kernel: it tests the tests.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

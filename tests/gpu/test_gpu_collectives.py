@@ -1,7 +1,5 @@
 """NCCL between ranks: groups, bytes of all ranks, and sample arrays that move from GPU to GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ from realsys.train.megatron.collectives import gather_bytes
 from realsys.train.megatron.device import Device
 from realsys.train.worker.data_manager import DataManager
 from realsys.train.worker.transfer import execute
-from tests.gpu.conftest import STAND_IN, ComputeOn
+from tests.gpu.conftest import STAND_IN
 from tests.support.training.sample_records import make_ref
 from tests.support.training.train_ranks import FORMED, run_ranks
 
@@ -46,7 +44,7 @@ def communicate(rank: int, device: Device) -> tuple[str, list[bytes], float, dic
     return dist.get_backend(groups.whole), everything, total.item(), held
 
 
-def test_rank_alone_has_its_groups(compute_on: ComputeOn) -> None:
+def test_rank_alone_has_its_groups(compute_on):
     compute_on("gpu")
     (found,) = run_ranks(1, communicate, Config(), parse_allocation("serve.d1+d1").actor)
     assert found == (BACKEND, [b"\0"], 1.0, {0: tokens(0).tolist()})
@@ -54,7 +52,7 @@ def test_rank_alone_has_its_groups(compute_on: ComputeOn) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("layout", ["d2", "m2", "p2"])
-def test_arrays_move_between_gpus(layout: str, compute_on: ComputeOn) -> None:
+def test_arrays_move_between_gpus(layout, compute_on):
     compute_on("gpu")
     found = run_ranks(2, communicate, Config(), parse_allocation(f"serve.d1+{layout}").actor)
     expected = (BACKEND, [b"\0", b"\1\1"], 3.0, {i: tokens(i).tolist() for i in range(2)})
@@ -62,7 +60,7 @@ def test_arrays_move_between_gpus(layout: str, compute_on: ComputeOn) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_transfers_cross_separate_meshes(compute_on: ComputeOn) -> None:
+def test_transfers_cross_separate_meshes(compute_on):
     """They use the communicator of the world: no group has both workers."""
     compute_on("gpu")
     meshes = {ACTOR: Mesh(ParallelLayout(), (0,)), "critic": Mesh(ParallelLayout(), (1,))}

@@ -1,7 +1,5 @@
 """The trainer's engine on a GPU against the same engine on the CPU, and its memory."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,7 +82,7 @@ def assert_near(found: list[Found], expected: list[Found], tolerance: float) -> 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", COMPARED)
-def test_families_agree_with_the_cpu(family: str, tied: bool, tmp_path: Path, compute_on: ComputeOn) -> None:
+def test_families_agree_with_the_cpu(family, tied, tmp_path, compute_on):
     make_model(family, tied=tied).save_pretrained(tmp_path)
     expected = run_on("cpu", compute_on, tmp_path, "float32", {})
     assert_near(run_on("gpu", compute_on, tmp_path, "float32", {}), expected, 1e-4)
@@ -92,7 +90,7 @@ def test_families_agree_with_the_cpu(family: str, tied: bool, tmp_path: Path, co
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "plain"])
-def test_settings_agree_with_the_cpu(name: str, tmp_path: Path, compute_on: ComputeOn) -> None:
+def test_settings_agree_with_the_cpu(name, tmp_path, compute_on):
     make_model().save_pretrained(tmp_path)
     expected = run_on("cpu", compute_on, tmp_path, "float32", SETTINGS[name])
     assert_near(run_on("gpu", compute_on, tmp_path, "float32", SETTINGS[name]), expected, 1e-4)
@@ -100,7 +98,7 @@ def test_settings_agree_with_the_cpu(name: str, tmp_path: Path, compute_on: Comp
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_agree_with_the_cpu(name: str, tmp_path: Path, compute_on: ComputeOn) -> None:
+def test_layouts_agree_with_the_cpu(name, tmp_path, compute_on):
     """Two ranks over NCCL against two ranks over gloo."""
     make_model().save_pretrained(tmp_path)
     layout, train = LAYOUTS[name]
@@ -109,7 +107,7 @@ def test_layouts_agree_with_the_cpu(name: str, tmp_path: Path, compute_on: Compu
     assert_near(run_on("gpu", compute_on, tmp_path, "bfloat16", train, layout), expected, 5e-2)
 
 
-def test_deterministic_steps_are_bit_equal(tmp_path: Path, compute_on: ComputeOn) -> None:
+def test_deterministic_steps_are_bit_equal(tmp_path, compute_on):
     """An operation without a deterministic kernel would raise. bfloat16: with the attention kernel."""
     make_model().save_pretrained(tmp_path)
     train = SETTINGS["as on GPUs by default"] | {"deterministic": True}
@@ -118,7 +116,7 @@ def test_deterministic_steps_are_bit_equal(tmp_path: Path, compute_on: ComputeOn
         assert all(torch.equal(found[1][kind][name], tensor) for name, tensor in tensors.items()), kind
 
 
-def test_value_head_agrees_with_the_cpu(tmp_path: Path, compute_on: ComputeOn) -> None:
+def test_value_head_agrees_with_the_cpu(tmp_path, compute_on):
     make_model(value=True).save_pretrained(tmp_path)
 
     def values(rank: Rank) -> torch.Tensor:
@@ -131,7 +129,7 @@ def test_value_head_agrees_with_the_cpu(tmp_path: Path, compute_on: ComputeOn) -
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
-def test_export_gives_back_the_loaded_weights(tmp_path: Path, compute_on: ComputeOn) -> None:
+def test_export_gives_back_the_loaded_weights(tmp_path, compute_on):
     model = make_model()
     model.save_pretrained(tmp_path)
     compute_on("gpu")
@@ -140,9 +138,7 @@ def test_export_gives_back_the_loaded_weights(tmp_path: Path, compute_on: Comput
 
 
 @pytest.mark.parametrize(("written", "read"), [("cpu", "gpu"), ("gpu", "cpu")])
-def test_checkpoint_moves_between_devices_bit_by_bit(
-    written: str, read: str, tmp_path: Path, compute_on: ComputeOn
-) -> None:
+def test_checkpoint_moves_between_devices_bit_by_bit(written, read, tmp_path, compute_on):
     models = make_models(tmp_path / "models")
     setup = Setup(dtype="bfloat16")
     compute_on(written)
@@ -167,7 +163,7 @@ def load_and_look(role: Role, directory: Path) -> dict[str, torch.Tensor]:
     return {name: x.cpu() for name, x in state.items() if isinstance(x, torch.Tensor) and name != "rng"}
 
 
-def test_offloaded_memory_is_free_and_comes_back(tmp_path: Path, compute_on: ComputeOn) -> None:
+def test_offloaded_memory_is_free_and_comes_back(tmp_path, compute_on):
     make_model(hidden_size=256, intermediate_size=1024).save_pretrained(tmp_path)
     compute_on("gpu")
 

@@ -1,7 +1,5 @@
 """The embedded engine on a GPU: tokens and log-probs against transformers and the trainer, and a weight swap."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,6 @@ from realsys.model_files.config_json import read_model
 from realsys.train.megatron.device import Device
 from realsys.train.megatron.train_engine import MegatronEngine
 from realsys.train.worker.packing import MicroBatch
-from tests.gpu.conftest import ComputeOn
 from tests.support.serving.generation_models import (
     CPU,
     PROMPTS,
@@ -42,7 +39,7 @@ def core_on(path: Path, device: Device, dtype: torch.dtype = torch.float32) -> E
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama3"])
-def test_sampled_logprobs_are_those_of_transformers(kind: str, tmp_path: Path, compute_on: ComputeOn) -> None:
+def test_sampled_logprobs_are_those_of_transformers(kind, tmp_path, compute_on):
     model = make_model(kind, tmp_path)
     compute_on("gpu")
 
@@ -55,7 +52,7 @@ def test_sampled_logprobs_are_those_of_transformers(kind: str, tmp_path: Path, c
         check_logprobs(model, prompt, completion, tolerance=1e-3)
 
 
-def test_logprobs_agree_with_the_trainer_in_bf16(tmp_path: Path, compute_on: ComputeOn) -> None:
+def test_logprobs_agree_with_the_trainer_in_bf16(tmp_path, compute_on):
     make_model("qwen2", tmp_path)
     compute_on("gpu")
     config = Config.model_validate({"model": {"dtype": "bfloat16"}})
@@ -76,7 +73,7 @@ def test_logprobs_agree_with_the_trainer_in_bf16(tmp_path: Path, compute_on: Com
     assert difference < 0.05
 
 
-def test_weights_are_swapped_within_a_completion(tmp_path: Path, compute_on: ComputeOn) -> None:
+def test_weights_are_swapped_within_a_completion(tmp_path, compute_on):
     """Copied into the old tensors on the device: the tokens after the swap are those of the new model."""
     (_, old_path), (new_model, new_path) = old_and_new(tmp_path)
     compute_on("gpu")

@@ -1,9 +1,6 @@
 """Whole arith jobs on GPUs in bfloat16: accuracy rises; kills are survived; the audit is clean."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +27,7 @@ def check(job: Job, steps: int) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_accuracy_rises(tmp_path: Path) -> None:
+def test_accuracy_rises(tmp_path):
     """With one GPU, server and trainer share it."""
     settings = [*SETTINGS, *SHORTER, f"train.total_steps={LEARNT_STEPS}"]
     job = run(
@@ -44,7 +41,7 @@ def test_accuracy_rises(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_job_survives_kills_of_server_and_rank(tmp_path: Path) -> None:
+def test_job_survives_kills_of_server_and_rank(tmp_path):
     settings = [*SETTINGS, f"train.total_steps={KILLED_STEPS}", "checkpoint.every_steps=2"]
     root, argv = arith(tmp_path, "killed", *settings)
     with running(root, argv) as live:

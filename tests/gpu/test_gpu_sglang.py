@@ -1,9 +1,6 @@
 """A job on GPUs whose completions SGLang samples. Needs an interpreter that has sglang."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ STEPS = 3
 
 
 @pytest.mark.timeout(900)
-def test_sglang_serves_every_version(tmp_path: Path) -> None:
+def test_sglang_serves_every_version(tmp_path):
     """REALSYS_SGLANG_PYTHON names the interpreter."""
     python = os.environ.get("REALSYS_SGLANG_PYTHON", "")
     if not python:

@@ -1,7 +1,5 @@
 """The attention kernel on a GPU against float64: every head count, width and length that training uses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from realsys.cluster.gpu_devices import AttentionKernel, attention_kernel, choose_kernel
 from realsys.config.schema import Config
 from realsys.train.megatron.device import Device
-from tests.gpu.conftest import STAND_IN, ComputeOn
+from tests.gpu.conftest import STAND_IN
 from tests.support.gpu.reference_attention import recorded, reference
 from tests.support.training.train_ranks import run_ranks
 
@@ -47,7 +45,7 @@ def largest_error(lengths: Sequence[int], heads: int, kv_heads: int, size: int, 
 
 @pytest.mark.parametrize("size", [32, 64, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (7, 1)])
-def test_kernel_agrees_with_float64(heads: int, kv_heads: int, size: int, compute_on: ComputeOn) -> None:
+def test_kernel_agrees_with_float64(heads, kv_heads, size, compute_on):
     compute_on("gpu")
 
     def body(rank: int, device: Device) -> list[float]:

@@ -4,10 +4,6 @@ Every host resolves its own name to 127.0.1.1, and no two name their interfaces 
 the time passes while the network is down.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.support.jobs.host_jobs import etcd_on, job_on
@@ -24,7 +20,7 @@ SETTINGS = [
 ]
 
 
-def test_short_partitions_cost_nothing(tmp_path: Path) -> None:
+def test_short_partitions_cost_nothing(tmp_path):
     """Trainer and servers part, later all lose etcd; less than a lease each time, so no process ends."""
     with Hosts(5, racks=(0, 0, 1, 1, 2)) as hosts, etcd_on(hosts, 4, tmp_path) as address:
         store = [f"cluster.name_store.address={address}", "cluster.lease_s=60"]
@@ -43,7 +39,7 @@ def test_short_partitions_cost_nothing(tmp_path: Path) -> None:
     assert not list(job.paths.errors.glob("*"))
 
 
-def test_etcd_away_beyond_the_lease_loses_nothing(tmp_path: Path) -> None:
+def test_etcd_away_beyond_the_lease_loses_nothing(tmp_path):
     """All leases lapse, so every worker ends. All start again, the trainer from its last step."""
     with Hosts(5) as hosts, etcd_on(hosts, 4, tmp_path) as address:
         store = [f"cluster.name_store.address={address}", "cluster.lease_s=20"]
@@ -55,7 +51,7 @@ def test_etcd_away_beyond_the_lease_loses_nothing(tmp_path: Path) -> None:
     check_recovered(job, steps=STEPS, at_least=done - 1)
 
 
-def test_node_away_beyond_the_lease_loses_nothing(tmp_path: Path) -> None:
+def test_node_away_beyond_the_lease_loses_nothing(tmp_path):
     """The first of two nodes has launcher, MasterWorker, a rank and etcd. All processes of the other one end."""
     with Hosts(2, ipv6=True) as hosts:
         store = ["cluster.name_store.start=true", "cluster.lease_s=20"]

@@ -1,11 +1,8 @@
 """A whole job on a real Ray cluster of three nodes on this machine: one of them dies, and the job is stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -24,7 +21,7 @@ pytestmark = [pytest.mark.system, pytest.mark.alone, pytest.mark.needs(package="
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
+def cluster():
     with ray_cluster(3) as cluster:
         yield cluster
 
@@ -63,7 +60,7 @@ def launcher_parts() -> list[str]:
     return found
 
 
-def test_too_small_cluster_is_refused_unwritten(tmp_path: Path, cluster: RayCluster) -> None:
+def test_too_small_cluster_is_refused_unwritten(tmp_path, cluster):
     root, argv = command(tmp_path, cluster, "small", "cluster.nodes=4")
     job = run(root, argv)
     assert job.returncode == 2
@@ -71,7 +68,7 @@ def test_too_small_cluster_is_refused_unwritten(tmp_path: Path, cluster: RayClus
     assert len(job.stderr.splitlines()) == 1 and not root.exists()
 
 
-def test_stopped_job_leaves_no_process(tmp_path: Path, cluster: RayCluster) -> None:
+def test_stopped_job_leaves_no_process(tmp_path, cluster):
     root, argv = command(tmp_path, cluster, "stopped", "train.total_steps=1000")
     with running(root, argv) as live:
         live.until_step(1)
@@ -83,7 +80,7 @@ def test_stopped_job_leaves_no_process(tmp_path: Path, cluster: RayCluster) -> N
     poll(lambda: not launcher_parts(), "the end of the actors, which Ray kills", BOUND_S)
 
 
-def test_job_survives_death_of_ray_node(tmp_path: Path, cluster: RayCluster) -> None:
+def test_job_survives_death_of_ray_node(tmp_path, cluster):
     """The last test of the cluster: it kills one of its nodes, with a rank of the trainer and all RolloutWorkers."""
     steps = 20
     root, argv = command(tmp_path, cluster, "killed", "allocation=serve.d1+d2", f"train.total_steps={steps}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -34,7 +33,7 @@ signal.pause()
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
+def cluster():
     with ray_cluster(3) as cluster:
         yield cluster
 
@@ -87,17 +86,17 @@ class Started:
         ("cluster.gpus_per_node=8", "2 nodes with CPU 3, GPU 8 each are needed, 0 of 4 have that"),
     ],
 )
-def test_cluster_too_small_is_refused(tmp_path: Path, cluster: RayCluster, override: str, text: str) -> None:
+def test_cluster_too_small_is_refused(tmp_path, cluster, override, text):
     with pytest.raises(ConfigError, match=text):
         RayLauncher.check(settings(tmp_path, cluster, override))
 
 
-def test_client_address_is_refused(tmp_path: Path, cluster: RayCluster) -> None:
+def test_client_address_is_refused(tmp_path, cluster):
     with pytest.raises(ConfigError, match="start the run on a node of the cluster"):
         RayLauncher.check(settings(tmp_path, cluster, "cluster.ray.address=ray://head:10001"))
 
 
-def test_agent_that_fails_is_a_problem(tmp_path: Path, cluster: RayCluster) -> None:
+def test_agent_that_fails_is_a_problem(tmp_path, cluster):
     """A program that exits with an error would do so on every node, so it is not started again."""
 
     async def body() -> None:
@@ -108,7 +107,7 @@ def test_agent_that_fails_is_a_problem(tmp_path: Path, cluster: RayCluster) -> N
     asyncio.run(body())
 
 
-def test_killed_actor_takes_its_agent_with_it(tmp_path: Path, cluster: RayCluster) -> None:
+def test_killed_actor_takes_its_agent_with_it(tmp_path, cluster):
     """The next agent on the node starts when the processes of the first one have ended for sure."""
 
     async def body() -> None:
@@ -125,7 +124,7 @@ def test_killed_actor_takes_its_agent_with_it(tmp_path: Path, cluster: RayCluste
     asyncio.run(body())
 
 
-def test_dead_node_is_replaced_or_missed(tmp_path: Path, cluster: RayCluster) -> None:
+def test_dead_node_is_replaced_or_missed(tmp_path, cluster):
     """The last test of the cluster: it kills two of its nodes, and the second one has no replacement."""
 
     async def body() -> None:

@@ -1,12 +1,10 @@
 """`realsys submit` and `stop` of jobs without a run: refused, waiting, on nodes without the requested GPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from tests.support.slurm.cluster import NODES, VirtualSlurm
+from tests.support.slurm.cluster import NODES
 from tests.support.slurm.trials import FREED_S, SlurmTrial, realsys
 
 pytestmark = [pytest.mark.needs(program) for program in ("slurmctld", "slurmd", "etcd")]
@@ -19,7 +17,7 @@ pytestmark = [pytest.mark.needs(program) for program in ("slurmctld", "slurmd", 
         ("cpu_partition", ["cluster.nodes=2", "cluster.cpu_nodes=1", "cluster.slurm.partition=main"]),
     ],
 )
-def test_unknown_partition_is_one_line(field: str, words: list[str], slurm: VirtualSlurm, tmp_path: Path) -> None:
+def test_unknown_partition_is_one_line(field, words, slurm, tmp_path):
     trial = SlurmTrial(slurm, tmp_path, "refused", *words, f"cluster.slurm.{field}=nope")
     done = realsys("submit", *trial.words)
     assert done.returncode == 2 and not trial.root.exists()
@@ -27,7 +25,7 @@ def test_unknown_partition_is_one_line(field: str, words: list[str], slurm: Virt
     assert f"cluster.slurm.{field}='nope'" in line and "(partitions: cpu, main)" in line
 
 
-def test_waiting_job_shows_its_reason_and_stops(slurm: VirtualSlurm, tmp_path: Path) -> None:
+def test_waiting_job_shows_its_reason_and_stops(slurm, tmp_path):
     slurm.call("sbatch", f"--nodes={NODES}", "--exclusive", "--output=/dev/null", "--wrap=sleep 300")
     trial = SlurmTrial(slurm, tmp_path, "waiting", "cluster.nodes=2")
     trial.submit()
@@ -59,7 +57,7 @@ if "realsys.workers" in words or "realsys.launch.cli" in words:
 """
 
 
-def test_ranks_see_the_gpus_of_the_plan(slurm: VirtualSlurm, tmp_path: Path) -> None:
+def test_ranks_see_the_gpus_of_the_plan(slurm, tmp_path):
     """The devices are /dev/null for SLURM, and counted by a stand-in. No rank can use one, so the run ends.
 
     The job is heterogeneous. On its light node the stand-in counts GPUs, too: the node gets none of their users.
@@ -87,7 +85,7 @@ def test_ranks_see_the_gpus_of_the_plan(slurm: VirtualSlurm, tmp_path: Path) -> 
     assert trial.freed_s() < FREED_S
 
 
-def test_node_without_requested_gpus_is_refused(slurm: VirtualSlurm, tmp_path: Path) -> None:
+def test_node_without_requested_gpus_is_refused(slurm, tmp_path):
     trial = SlurmTrial(slurm, tmp_path, "none", "cluster.nodes=1", "cluster.gpus_per_node=2")
     followed = realsys("submit", *trial.words)
     assert followed.returncode == 2, "the exit code of the run"

@@ -1,19 +1,14 @@
 """Whole jobs on a SLURM of four virtual nodes: their ends, the loss of nodes, the time limit."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.faults.plan import Fault, environment
 from tests.support.jobs.jobs import processes_of
-from tests.support.slurm.cluster import VirtualSlurm
 from tests.support.slurm.trials import FREED_S, SlurmTrial, realsys
 
 pytestmark = [pytest.mark.needs(program) for program in ("slurmctld", "slurmd", "etcd")]
@@ -53,7 +48,7 @@ class SideBySide:
 
 
 @pytest.fixture(scope="module")
-def side_by_side(shared_slurm: VirtualSlurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SideBySide]:
+def side_by_side(shared_slurm, tmp_path_factory):
     """One is heterogeneous, with one light node and two others; the other one has the fourth node."""
     folder, held, slurm = tmp_path_factory.mktemp("side_by_side"), tmp_path_factory.mktemp("held"), shared_slurm
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +74,7 @@ def side_by_side(shared_slurm: VirtualSlurm, tmp_path_factory: pytest.TempPathFa
         yield SideBySide(wide, small, listed, live, cut)
 
 
-def test_two_trials_side_by_side_are_done(side_by_side: SideBySide, slurm: VirtualSlurm) -> None:
+def test_two_trials_side_by_side_are_done(side_by_side, slurm):
     wide = side_by_side.wide
     listed = side_by_side.listed
     assert "arith/wide" in listed and "arith/small" in listed and "running" in listed and wide.job in listed
@@ -91,7 +86,7 @@ def test_two_trials_side_by_side_are_done(side_by_side: SideBySide, slurm: Virtu
     assert shown.returncode == 0 and f"job {wide.job}" in shown.stdout and "done" in shown.stdout
 
 
-def test_final_evaluation_is_repeated_after_a_requeue(side_by_side: SideBySide) -> None:
+def test_final_evaluation_is_repeated_after_a_requeue(side_by_side):
     """The first summary shows no half of it, and the last one all of it."""
     small, cut = side_by_side.small, side_by_side.cut
     assert cut["status"] == "interrupted" and cut["model"] is None
@@ -102,12 +97,12 @@ def test_final_evaluation_is_repeated_after_a_requeue(side_by_side: SideBySide) 
     assert [(each["eval_id"], each["problems"]) for each in summary["evaluations"]] == [("before", 16), ("after", 16)]
 
 
-def test_ended_run_frees_all_nodes_soon(side_by_side: SideBySide) -> None:
+def test_ended_run_frees_all_nodes_soon(side_by_side):
     for trial in (side_by_side.wide, side_by_side.small):
         assert trial.freed_s() < FREED_S, trial.report()
 
 
-def test_time_limit_saves_and_queues_again(slurm: VirtualSlurm, tmp_path: Path) -> None:
+def test_time_limit_saves_and_queues_again(slurm, tmp_path):
     """SLURM itself sends the signal, which it looks for every 30 s. The limit comes near when the run has begun."""
     limit = ("cluster.slurm.time=01:00:00", "cluster.slurm.signal_s=120", "cluster.nodes=2", "cluster.cpu_nodes=1")
     trial = SlurmTrial(slurm, tmp_path, "limit", *LONG, *limit)
@@ -124,7 +119,7 @@ def test_time_limit_saves_and_queues_again(slurm: VirtualSlurm, tmp_path: Path) 
     _stop(trial)
 
 
-def test_scancel_leaves_a_checkpoint_and_no_process(slurm: VirtualSlurm, tmp_path: Path) -> None:
+def test_scancel_leaves_a_checkpoint_and_no_process(slurm, tmp_path):
     trial = SlurmTrial(slurm, tmp_path, "cancel", *LONG, "checkpoint.every_steps=0", "cluster.nodes=2")
     trial.submit()
     trial.until_steps(2)
@@ -136,7 +131,7 @@ def test_scancel_leaves_a_checkpoint_and_no_process(slurm: VirtualSlurm, tmp_pat
     assert not processes_of(trial.root)
 
 
-def test_lost_node_is_replaced_by_a_spare(slurm: VirtualSlurm, tmp_path: Path) -> None:
+def test_lost_node_is_replaced_by_a_spare(slurm, tmp_path):
     trial = SlurmTrial(
         slurm, tmp_path, "spare", *LONG, "cluster.nodes=3", "cluster.spare_nodes=1", "allocation=serve.d2+d2"
     )
@@ -150,7 +145,7 @@ def test_lost_node_is_replaced_by_a_spare(slurm: VirtualSlurm, tmp_path: Path) -
     print(f"a spare after {replaced_s:.1f} s, next step after {recovered_s:.1f} s")
 
 
-def test_tasks_of_a_dead_slurmd_change_nothing(slurm: VirtualSlurm, tmp_path: Path) -> None:
+def test_tasks_of_a_dead_slurmd_change_nothing(slurm, tmp_path):
     """The job is queued again while processes of its first life still run on a node without slurmd."""
     trial = SlurmTrial(slurm, tmp_path, "stale", *MEDIUM, "cluster.nodes=2")
     trial.submit()
@@ -163,7 +158,7 @@ def test_tasks_of_a_dead_slurmd_change_nothing(slurm: VirtualSlurm, tmp_path: Pa
     assert not slurm.tasks(stale)
 
 
-def test_lost_first_node_continues_from_the_checkpoint(slurm: VirtualSlurm, tmp_path: Path) -> None:
+def test_lost_first_node_continues_from_the_checkpoint(slurm, tmp_path):
     """The job is queued again without it, and trains to the end."""
     trial = SlurmTrial(slurm, tmp_path, "first", *MEDIUM, "cluster.nodes=2")
     trial.submit()
@@ -180,7 +175,7 @@ def test_lost_first_node_continues_from_the_checkpoint(slurm: VirtualSlurm, tmp_
     print(f"queued again after {queued_s:.1f} s, next step after {queued_s + step_s:.1f} s")
 
 
-def test_killed_coordinator_frees_the_allocation(slurm: VirtualSlurm, tmp_path: Path) -> None:
+def test_killed_coordinator_frees_the_allocation(slurm, tmp_path):
     trial = SlurmTrial(slurm, tmp_path, "killed", *LONG, "cluster.nodes=2")
     trial.submit()
     trial.until_steps(1)

@@ -4,8 +4,6 @@ REALSYS_NO_SKIPS=1   programs and network namespaces are promised: a test that l
 REALSYS_PACKAGES=1   the same for optional packages: set by the targets of the Makefile that install some
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Waits for a process, a file or a program that sends no event. Wait for an event where there is one."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """Step logs of short runs, made by hand."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs of the command with a MasterWorker that is a script."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Sequence

@@ -6,8 +6,6 @@
 Any other failure stays a failure.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import platform

@@ -3,8 +3,6 @@
 ``SHARED_JOBS`` of tests/conftest.py names the files that read one job, so that one of several processes runs them.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time

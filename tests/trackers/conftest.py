@@ -1,7 +1,5 @@
 """A step log that is followed by a tracker with its real library, over restarts and a roll-back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,10 +1,7 @@
 """The MLflow library with a database in a file."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def empty(tmp_path_factory):
     """An empty database: MLflow takes seconds to make one."""
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     made: Any = importlib.import_module("mlflow.tracking")
@@ -28,7 +25,7 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def database(empty: Path, followed: Followed) -> None:
+def database(empty, followed):
     shutil.copy(empty, followed.folder)
 
 
@@ -48,7 +45,7 @@ def curve(followed: Followed, name: str) -> list[tuple[int, float]]:
     return [(value.step, value.value) for value in sorted(values, key=lambda value: value.timestamp)]
 
 
-def test_run_has_parameters_curves_and_end(followed: Followed) -> None:
+def test_run_has_parameters_curves_and_end(followed):
     followed.play("mlflow", [warmup(7), evaluation(0), train(1), train(2)], tags={"team": "a"})
     run = only_run(followed)
     assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
@@ -58,26 +55,26 @@ def test_run_has_parameters_curves_and_end(followed: Followed) -> None:
     assert curve(followed, "eval/eval/accuracy") == [(0, 0.0)] and len(curve(followed, "warmup/loss")) == 1
 
 
-def test_restart_continues_the_same_run(followed: Followed) -> None:
+def test_restart_continues_the_same_run(followed):
     followed.play("mlflow", [train(1)], [train(2)])
     assert curve(followed, "train/reward_mean") == [(1, 10.0), (2, 20.0)]
 
 
-def test_crash_repeats_no_step(followed: Followed) -> None:
+def test_crash_repeats_no_step(followed):
     followed.play("mlflow", [train(1)])
     followed.crash("mlflow", train(2), train(3))
     followed.play("mlflow", [train(4)])
     assert [step for step, _ in curve(followed, "train/reward_mean")] == [1, 2, 3, 4]
 
 
-def test_crash_at_the_first_start_repeats_no_step(followed: Followed) -> None:
+def test_crash_at_the_first_start_repeats_no_step(followed):
     followed.crash("mlflow", train(1), train(2))
     followed.play("mlflow", [train(3)])
     assert [step for step, _ in curve(followed, "train/reward_mean")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("call", ["create_run", "log_batch"])
-def test_failed_start_leaves_no_second_run(followed: Followed, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_failed_start_leaves_no_second_run(followed, monkeypatch, call):
     """MLflow answers too late: it has made the run. The next start has another configuration."""
     library: Any = importlib.import_module("mlflow.tracking").MlflowClient
     whole = getattr(library, call)
@@ -96,13 +93,13 @@ def test_failed_start_leaves_no_second_run(followed: Followed, monkeypatch: pyte
     assert only_run(followed).data.params["seed"] == ("2" if call == "create_run" else "1")
 
 
-def test_any_name_of_a_metric_is_taken(followed: Followed) -> None:
+def test_any_name_of_a_metric_is_taken(followed):
     followed.play("mlflow", [train(1, metrics={"pass@1 (%)": 0.5, "tests//run/": 2.0})])
     assert curve(followed, "train/metrics/pass_1 ___") == [(1, 0.5)]
     assert curve(followed, "train/metrics/tests_/run_") == [(1, 2.0)]
 
 
-def test_roll_back_adds_a_second_value(followed: Followed) -> None:
+def test_roll_back_adds_a_second_value(followed):
     again = train(2, reward_mean=-1.0, time=3000.0)
     followed.play("mlflow", [train(1), train(2), recovered(1), again])
     assert curve(followed, "train/reward_mean") == [(1, 10.0), (2, 20.0), (2, -1.0)]

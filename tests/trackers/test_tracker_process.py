@@ -1,10 +1,7 @@
 """All trackers together, in their process below a launcher."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +19,7 @@ ALL = ["file", "tensorboard", "wandb", "mlflow", "trackio"]
 BOUND_S = 120.0
 
 
-def test_all_trackers_finish_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_trackers_finish_with_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     settings = [f"fileroot={tmp_path}", "trial=t", f"telemetry.trackers={json.dumps(ALL)}"]
     settings += ["+telemetry.tracker_args.wandb.mode=offline"]

@@ -1,7 +1,5 @@
 """The W&B library, offline: the rows in its file."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -17,7 +15,7 @@ OFFLINE = {"mode": "offline", "project": "mine", "tags": ["a"]}
 
 
 @pytest.fixture(autouse=True)
-def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_reports(monkeypatch):
     """W&B reports its own errors from threads that last."""
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
 
@@ -28,7 +26,7 @@ def rows(followed: Followed) -> list[tuple[Any, ...]]:
     return [(row["_step"], row["train/step"], row["train/reward_mean"]) for row in found]
 
 
-def test_rows_have_their_own_axes(followed: Followed) -> None:
+def test_rows_have_their_own_axes(followed):
     followed.play("wandb", [warmup(7), evaluation(0), train(1)], **OFFLINE)
     first, second, third = history(followed.folder)
     assert (first["warmup/step"], first["warmup/loss"]) == (7, pytest.approx(1 / 7))
@@ -36,7 +34,7 @@ def test_rows_have_their_own_axes(followed: Followed) -> None:
     assert (third["train/step"], third["train/reward_mean"], third["_step"]) == (1, 10, 2)
 
 
-def test_restart_continues_the_same_run(followed: Followed) -> None:
+def test_restart_continues_the_same_run(followed):
     followed.play("wandb", [train(1), train(2)], [train(3)], **OFFLINE)
     assert rows(followed) == [(0, 1, 10), (1, 2, 20), (2, 3, 30)]
     runs = {path.name.rpartition("/")[2] for path in followed.folder.glob("wandb/offline-run-*/*.wandb")}
@@ -44,6 +42,6 @@ def test_restart_continues_the_same_run(followed: Followed) -> None:
     assert runs == {f"run-{state['run_id']}.wandb"} and state["run_id"].startswith("first-")
 
 
-def test_roll_back_goes_on_with_new_numbers(followed: Followed) -> None:
+def test_roll_back_goes_on_with_new_numbers(followed):
     followed.play("wandb", [train(1), train(2), recovered(1), train(2, reward_mean=-1.0)], **OFFLINE)
     assert rows(followed) == [(0, 1, 10), (1, 2, 20), (2, 2, -1)]

@@ -1,7 +1,5 @@
 """`realsys.run` and `realsys.Trial`, with a script in the place of `realsys run`."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -24,19 +22,19 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 
 @pytest.mark.processes
-def test_import_is_cheap() -> None:
+def test_import_is_cheap():
     """Every process imports the package."""
     script = "import sys, realsys; print([name for name in sys.modules if name.startswith('realsys')])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "['realsys']"
 
 
-def test_other_names_are_not_there() -> None:
+def test_other_names_are_not_there():
     with pytest.raises(AttributeError, match="module 'realsys' has no attribute 'walk'"):
         realsys.walk  # noqa: B018
 
 
-def test_trial_is_read_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_is_read_from_its_folder(tmp_path, monkeypatch):
     paths = sample_trial(tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     trial = realsys.Trial("demo/shown")
@@ -50,7 +48,7 @@ def test_trial_is_read_from_its_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert trial.model == paths.final_model
 
 
-def test_samples_are_those_of_a_recorded_step(tmp_path: Path) -> None:
+def test_samples_are_those_of_a_recorded_step(tmp_path):
     trial = realsys.Trial(sample_trial(tmp_path).root)
     samples = trial.samples()
     assert samples and {sample.step for sample in samples} == {STEPS} and samples == trial.samples(STEPS)
@@ -59,13 +57,13 @@ def test_samples_are_those_of_a_recorded_step(tmp_path: Path) -> None:
         trial.samples(1)
 
 
-def test_folder_that_is_no_trial_is_refused(tmp_path: Path) -> None:
+def test_folder_that_is_no_trial_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not the folder of a trial"):
         realsys.Trial(tmp_path)
 
 
 @pytest.mark.processes
-def test_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     sample_trial(tmp_path)
     monkeypatch.chdir(tmp_path)
     script = "os.makedirs('runs/arith'); os.rename('demo/shown', 'runs/arith/' + sys.argv[-2]); print(sys.argv[1:])"
@@ -78,7 +76,7 @@ def test_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.processes
-def test_run_passes_words_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_run_passes_words_on(tmp_path, monkeypatch, capsys):
     """The name of the trial is chosen before, so that its folder is known."""
     monkeypatch.chdir(tmp_path)
     body = "name = sys.argv[sys.argv.index('--trial') + 1]; os.makedirs('runs/arith/' + name)\n"
@@ -99,9 +97,7 @@ def test_run_passes_words_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         ("os.kill(os.getpid(), signal.SIGKILL)", "the run ended with exit code -9", -9),
     ],
 )
-def test_failure_has_message_and_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str, code: int
-) -> None:
+def test_failure_has_message_and_exit_code(tmp_path, monkeypatch, script, message, code):
     monkeypatch.chdir(tmp_path)
     stand_in(monkeypatch, script)
     with pytest.raises(RealsysError) as caught:
@@ -110,7 +106,7 @@ def test_failure_has_message_and_exit_code(
 
 
 @pytest.mark.processes
-def test_run_that_is_refused_has_its_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_is_refused_has_its_message(tmp_path, monkeypatch):
     """The real command finds it: the settings compose."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RealsysError, match="^config: allocation='serve.d1': ") as caught:
@@ -118,7 +114,7 @@ def test_run_that_is_refused_has_its_message(tmp_path: Path, monkeypatch: pytest
     assert caught.value.exit_code == 2 and not list(tmp_path.iterdir())
 
 
-def test_setting_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="unknown field"):
         realsys.run([*ARITH, "train.x=3"])
@@ -128,7 +124,7 @@ def test_setting_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.processes
-def test_interrupt_stops_the_run_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_interrupt_stops_the_run_first(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     ending = "def stopped(*_):\n    print('saved')\n    print('to continue: x', file=sys.stderr)\n    sys.exit(130)\n"
     stand_in(monkeypatch, f"{ending}signal.signal(2, stopped); os.kill(os.getppid(), 2); signal.pause()")

@@ -1,7 +1,5 @@
 """The source distribution: what a user gets from an archive instead of a checkout."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_source_distribution_has_docs_tests_and_versions(tmp_path: Path) -> None:
+def test_source_distribution_has_docs_tests_and_versions(tmp_path):
     command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
     [sources] = tmp_path.glob("*/SOURCES.txt")

@@ -1,10 +1,6 @@
 """The short form of ``python -m benchmarks.fuzz``: every decoder except those that need torch."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,14 +12,14 @@ INPUTS = 40  # per decoder
 
 
 @pytest.fixture
-def quiet() -> Iterator[None]:
+def quiet():
     """Switch logging off: pytest would keep thousands of logged rejections for its report."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
 
 
-def test_no_input_crashes_a_decoder(tmp_path: Path, quiet: None) -> None:
+def test_no_input_crashes_a_decoder(tmp_path, quiet):
     """A decoder takes each input or raises the error that it promises."""
     with all_targets(tmp_path, torch=False) as targets:
         outcomes = [run(target, INPUTS, seed=7) for target in targets]
@@ -34,7 +30,7 @@ def test_no_input_crashes_a_decoder(tmp_path: Path, quiet: None) -> None:
     assert sum(outcome.rejected.total() for outcome in outcomes) > 800
 
 
-def test_same_seed_makes_the_same_inputs() -> None:
+def test_same_seed_makes_the_same_inputs():
     def inputs(seed: int) -> list[bytes]:
         taken: list[bytes] = []
         target = next(target for target in messages() if target.name == "stream: to the master")
@@ -44,7 +40,7 @@ def test_same_seed_makes_the_same_inputs() -> None:
     assert inputs(1) == inputs(1) != inputs(2)
 
 
-def test_crash_is_reported_with_its_input() -> None:
+def test_crash_is_reported_with_its_input():
     def decode(data: bytes) -> None:
         raise IndexError("of course")
 

@@ -1,7 +1,5 @@
 """Imports: modules that may import torch, product and tests apart. `make lint` checks their direction."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -104,7 +102,7 @@ def imported(names: list[str], path: Path = ROOT) -> dict[str, str]:
 
 
 @pytest.mark.processes
-def test_modules_without_tensors_import_no_torch() -> None:
+def test_modules_without_tensors_import_no_torch():
     """Importing them starts no thread either."""
     names = [name for name in modules() if not may_import_torch(name)]
     assert {"realsys.types", "realsys.config.schema", "realsys.launch.cli", "realsys.weights.disk.manifest"} <= set(
@@ -114,7 +112,7 @@ def test_modules_without_tensors_import_no_torch() -> None:
 
 
 @pytest.mark.processes
-def test_the_check_would_notice(tmp_path: Path) -> None:
+def test_the_check_would_notice(tmp_path):
     (tmp_path / "torch.py").touch()
     (tmp_path / "fine.py").touch()
     (tmp_path / "lazy.py").write_text("import fine\ndef load():\n    import torch\n")
@@ -126,7 +124,7 @@ def test_the_check_would_notice(tmp_path: Path) -> None:
     assert imported(["fine", "eager"], tmp_path) == {"eager": "starts ['MainThread', 'busy']"}
 
 
-def test_modules_that_may_import_torch_exist() -> None:
+def test_modules_that_may_import_torch_exist():
     """A renamed module must not leave a hole behind."""
     known = modules()
     assert [name for name in (*WITH_TORCH, *WITHOUT_TORCH) if name not in known] == []
@@ -148,14 +146,14 @@ def imports_of(path: Path) -> set[str]:
     [(("tests",), {"benchmarks"}), (PACKAGES, {"benchmarks", "tests"})],
     ids=["tests", "product"],
 )
-def test_no_import_of_benchmarks_or_tests(folders: tuple[str, ...], forbidden: set[str]) -> None:
+def test_no_import_of_benchmarks_or_tests(folders, forbidden):
     """Benchmarks may import tests, and tests the product; never the other way round."""
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert len(files) > 100
     assert [str(path) for path in files if imports_of(path) & forbidden] == []
 
 
-def test_helpers_live_in_support_only() -> None:
+def test_helpers_live_in_support_only():
     """Every other module holds tests or fixtures. tests/chaos is a program: ``python -m tests.chaos``."""
     known = {ROOT / "tests" / "support", ROOT / "tests" / "chaos"}
     others = (path for path in (ROOT / "tests").rglob("*.py") if not known & set(path.parents))
@@ -163,7 +161,7 @@ def test_helpers_live_in_support_only() -> None:
     assert names == {"__init__.py", "conftest.py"}
 
 
-def test_folders_with_modules_are_packages() -> None:
+def test_folders_with_modules_are_packages():
     """Only packages are installed. A checkout also imports a folder without __init__.py."""
     folders = {path.parent for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     separate = ROOT / "realsys" / "generation" / "sglang" / "cpu_support"  # installed into SGLang's interpreter
@@ -171,7 +169,7 @@ def test_folders_with_modules_are_packages() -> None:
     assert [folder for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
 
 
-def test_folders_of_tests_mirror_the_packages() -> None:
+def test_folders_of_tests_mirror_the_packages():
     """tests/unit has one more: tests of the chaos suite."""
     for top, more in (("unit", {"chaos"}), ("contracts", set())):
         base = ROOT / "tests" / top
@@ -179,14 +177,14 @@ def test_folders_of_tests_mirror_the_packages() -> None:
         assert sorted(f for f in folders if not (ROOT / "realsys" / f).is_dir()) == []
 
 
-def test_names_of_test_files_are_unique() -> None:
+def test_names_of_test_files_are_unique():
     """A name that occurs twice is a name that a search does not find."""
     files = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in ("__init__.py", "conftest.py")]
     names = Counter(path.name for path in files)
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_files_that_share_a_job_exist() -> None:
+def test_files_that_share_a_job_exist():
     """A file that was renamed would run its job once more, without a sign."""
     names = {path.name for path in (ROOT / "tests" / "system").rglob("test_*.py")}
     assert set(SHARED_JOBS) <= names

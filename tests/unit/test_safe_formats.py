@@ -1,7 +1,5 @@
 """Nothing in the package turns bytes into code: no pickle, marshal, eval, exec; no unsafe reader of numpy or torch."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -95,16 +93,16 @@ def call_problem(node: ast.Call, names: dict[str, str]) -> list[str]:
         "import torch.distributed as dist\ndist.all_gather_object(a, b)",
     ],
 )
-def test_unsafe_call_is_found(source: str) -> None:
+def test_unsafe_call_is_found(source):
     assert problems(source)
 
 
-def test_safe_call_is_accepted() -> None:
+def test_safe_call_is_accepted():
     safe = "import torch, numpy as np, yaml\ntorch.load(p, weights_only=True)\nnp.load(p, allow_pickle=False)\n"
     assert problems(safe + "yaml.safe_load(t)\nmodel.eval()\nre.compile(p)\n") == []
 
 
-def test_no_module_turns_bytes_into_code() -> None:
+def test_no_module_turns_bytes_into_code():
     assert len(FILES) > 150
     found = [f"{path.relative_to(ROOT)}:{problem}" for path in FILES for problem in problems(path.read_text())]
     assert found == []

@@ -4,8 +4,6 @@ A ``Case`` is one run of the small arith job; its ``Row``s are injected one afte
 has been recovered from. Where a fault is to end the run it is the only row.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

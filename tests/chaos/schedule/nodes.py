@@ -4,8 +4,6 @@ MasterWorker, GserverManager and ModelWorker are on node0; GenerationServer and 
 suspended by a process of the other node: a process that ends with the node could not wake it up.
 """
 
-from __future__ import annotations
-
 import random
 
 from tests.chaos import outside
@@ -80,10 +78,7 @@ def _replaced(rng: random.Random) -> Case:
         Row(
             "SIGKILL model_worker, then agent of node0",
             "training side restarts",
-            (
-                fault(MODEL, "train.step", "kill"),
-                fault(MODEL, "worker.start", "kill", victim=FIRST),
-            ),
+            (fault(MODEL, "train.step", "kill"), fault(MODEL, "worker.start", "kill", victim=FIRST)),
             in_order=True,
             said=(_lost(FIRST),),
         ),

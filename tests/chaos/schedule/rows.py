@@ -1,7 +1,5 @@
 """The parts of a chaos run: the job, the phases, a fault at a phase, and the run that several faults share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """SIGKILL and SIGSTOP/SIGCONT of every kind of worker at every phase, dealt to runs by a seed."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -104,10 +102,7 @@ def name_store() -> Case:
             Row(
                 "SIGKILL model_worker, then etcd",
                 "training side restarts",
-                (
-                    fault("model_worker/0", "train.step", "kill"),
-                    fault(master, "worker.start", "kill", victim=etcd),
-                ),
+                (fault("model_worker/0", "train.step", "kill"), fault(master, "worker.start", "kill", victim=etcd)),
                 in_order=True,
             ),
             row("SIGSTOP 5 s etcd", "publish", master, "weights.publish", "stop", victim=etcd, seconds=5.0),

@@ -1,13 +1,9 @@
 """A cluster of etcd members: one of them dies or hangs, TLS, users."""
 
-from __future__ import annotations
-
 import queue
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +22,7 @@ pytestmark = pytest.mark.needs("etcd")
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
+def cluster(tmp_path):
     made = EtcdCluster(tmp_path)
     made.start()
     yield made
@@ -34,7 +30,7 @@ def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
 
 
 @pytest.fixture
-def stores(cluster: EtcdCluster) -> Iterator[list[EtcdNameStore]]:
+def stores(cluster):
     """One client at each member: a client starts at a place in its list that depends on its process."""
     a, b, c = cluster.addresses
     made = [EtcdNameStore(",".join(order), 6.0, LEASE_S) for order in ((a, b, c), (b, c, a), (c, a, b))]
@@ -52,7 +48,7 @@ def until(changes: queue.SimpleQueue[Tree], *keys: str) -> None:
 
 
 @pytest.fixture
-def followed(stores: list[EtcdNameStore]) -> Iterator[list[queue.SimpleQueue[Tree]]]:
+def followed(stores):
     """A leased key and a watch of each client."""
     changes: list[queue.SimpleQueue[Tree]] = [queue.SimpleQueue() for _ in stores]
     for number, store in enumerate(stores):
@@ -61,9 +57,7 @@ def followed(stores: list[EtcdNameStore]) -> Iterator[list[queue.SimpleQueue[Tre
     yield changes
 
 
-def test_death_of_the_leader_loses_nothing(
-    cluster: EtcdCluster, stores: list[EtcdNameStore], followed: list[queue.SimpleQueue[Tree]]
-) -> None:
+def test_death_of_the_leader_loses_nothing(cluster, stores, followed):
     """Every client writes and renews all the time, whichever member it is at: no call fails, and no lease lapses."""
     stop, written = threading.Event(), [0] * len(stores)
 
@@ -93,7 +87,7 @@ def test_death_of_the_leader_loses_nothing(
         until(changes, *last)
 
 
-def test_no_worker_notices_the_death_of_the_leader(tmp_path: Path, cluster: EtcdCluster) -> None:
+def test_no_worker_notices_the_death_of_the_leader(tmp_path, cluster):
     """Three processes, with a lease that is longer than an election."""
     (tmp_path / "trial").mkdir()
     trial = Trial(tmp_path / "trial", lease_s=LEASE_S, backend="etcd", address=cluster.address)
@@ -114,9 +108,7 @@ def test_no_worker_notices_the_death_of_the_leader(tmp_path: Path, cluster: Etcd
 
 
 @pytest.mark.parametrize("after_leader", [0, 1], ids=["leader", "follower"])
-def test_clients_leave_a_member_that_hangs(
-    cluster: EtcdCluster, stores: list[EtcdNameStore], followed: list[queue.SimpleQueue[Tree]], after_leader: int
-) -> None:
+def test_clients_leave_a_member_that_hangs(cluster, stores, followed, after_leader):
     """Its connections stay, so only the time limit of a try tells."""
     hanging = (cluster.leader() + after_leader) % len(cluster.addresses)
     cluster.suspend(hanging)
@@ -132,7 +124,7 @@ def test_clients_leave_a_member_that_hangs(
 
 
 @pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[EtcdCluster]:
+def guarded(tmp_path):
     """One member that wants certificates, and a user."""
     made = EtcdCluster(tmp_path, 1, Certificates.make(tmp_path / "certificates"))
     made.start()
@@ -142,7 +134,7 @@ def guarded(tmp_path: Path) -> Iterator[EtcdCluster]:
 
 
 @pytest.mark.needs("openssl")
-def test_client_with_certificate_and_password_is_served(guarded: EtcdCluster) -> None:
+def test_client_with_certificate_and_password_is_served(guarded):
     """Also after a restart of the member, which then does not know the client's token any more."""
     store = EtcdNameStore(guarded.address, 5.0, BOUND_S, replace(guarded.access, user="realsys", password="a secret"))
     changes: queue.SimpleQueue[Tree] = queue.SimpleQueue()
@@ -161,7 +153,7 @@ def test_client_with_certificate_and_password_is_served(guarded: EtcdCluster) ->
 
 
 @pytest.mark.needs("openssl")
-def test_client_without_access_is_told_why(guarded: EtcdCluster, tmp_path: Path) -> None:
+def test_client_without_access_is_told_why(guarded, tmp_path):
     other = Certificates.make(tmp_path / "other")
     right = replace(guarded.access, user="realsys", password="a secret")
     for access, problem in [
@@ -179,7 +171,7 @@ def test_client_without_access_is_told_why(guarded: EtcdCluster, tmp_path: Path)
 
 
 @pytest.mark.needs("openssl")
-def test_worker_logs_in_and_shows_no_password(guarded: EtcdCluster, tmp_path: Path) -> None:
+def test_worker_logs_in_and_shows_no_password(guarded, tmp_path):
     (tmp_path / "trial").mkdir()
     password = tmp_path / "password"
     password.write_text("a secret\n")

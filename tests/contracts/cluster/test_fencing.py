@@ -5,15 +5,11 @@ arrives only when its lease has lapsed. So whichever of its threads runs first, 
 same body without the suspension shows the act with a valid lease.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -31,7 +27,7 @@ LEASE_S = 5.0  # a test waits for its end; it must outlive the start of a worker
 
 
 @pytest.fixture
-def trial(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trial]:
+def trial(tmp_path, request):
     made = Trial(tmp_path, lease_s=LEASE_S if request.node.callspec.params["suspended"] else 600.0)
     yield made
     made.close()
@@ -55,7 +51,7 @@ def wakes_up_fenced(trial: Trial, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("suspended", [False, True])
-def test_master_publishes_only_with_its_lease(trial: Trial, suspended: bool) -> None:
+def test_master_publishes_only_with_its_lease(trial, suspended):
     process = start(trial, "publishes")
     trial.ready()
     if suspended:
@@ -72,7 +68,7 @@ def test_master_publishes_only_with_its_lease(trial: Trial, suspended: bool) -> 
 
 
 @pytest.mark.parametrize("suspended", [False, True])
-def test_rollout_worker_pushes_only_with_its_lease(trial: Trial, suspended: bool) -> None:
+def test_rollout_worker_pushes_only_with_its_lease(trial, suspended):
     with pulling() as puller:
         trial.store.add(trial.names.pull(0), puller.address)
         process = start(trial, "pushes")
@@ -90,7 +86,7 @@ def test_rollout_worker_pushes_only_with_its_lease(trial: Trial, suspended: bool
 
 
 @pytest.mark.parametrize("suspended", [False, True])
-def test_head_stores_and_acknowledges_only_with_its_lease(trial: Trial, suspended: bool) -> None:
+def test_head_stores_and_acknowledges_only_with_its_lease(trial, suspended):
     async def run() -> None:
         stream = MasterStream()
         trial.store.add(trial.names.request_reply, stream.address)
@@ -151,7 +147,7 @@ CALLS = {
 
 @pytest.mark.parametrize("suspended", [False, True])
 @pytest.mark.parametrize("service", CALLS)
-def test_service_answers_only_with_its_lease(trial: Trial, service: str, suspended: bool) -> None:
+def test_service_answers_only_with_its_lease(trial, service, suspended):
     process = start(trial, service)
     url = trial.ready()
     if suspended:

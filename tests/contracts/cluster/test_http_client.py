@@ -1,7 +1,5 @@
 """Clients of the trial's HTTP services against servers that say too much."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 from collections.abc import Awaitable, Callable, Iterator
@@ -91,7 +89,7 @@ async def ask_manager(url: str) -> None:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     monkeypatch.setattr(http_client, "MAX_REPLY", LIMIT)
 
 
@@ -100,13 +98,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("ask", "error"), [(ask_server, GenerationError), (ask_sglang, GenerationError), (ask_manager, WaitTimeout)]
 )
-def test_reply_over_the_limit_is_an_error(answer: Answer, ask: Any, error: type[Exception]) -> None:
+def test_reply_over_the_limit_is_an_error(answer, ask, error):
     with pytest.raises(error, match="the reply is over the limit of 1000 bytes") as caught:
         with_server(answer, ask)
     assert getattr(caught.value, "retryable", True)
 
 
-def test_client_may_have_a_lower_limit() -> None:
+def test_client_may_have_a_lower_limit():
     async def ask(url: str) -> None:
         async with http_client.HttpClient(max_reply=LIMIT) as http:
             await http.call(url, None, BOUND_S)
@@ -119,17 +117,17 @@ def test_client_may_have_a_lower_limit() -> None:
     ("header", "seconds"),
     [("7", 7.0), ("1.5", 1.5), ("Wed, 21 Oct 2015 07:28:10 GMT", 10.0), ("soon", 0.0), ("-3", 0.0), ("", 0.0)],
 )
-def test_service_says_when_to_call_again(header: str, seconds: float) -> None:
+def test_service_says_when_to_call_again(header, seconds):
     assert http_client.retry_after_s({"Retry-After": header}, now=1445412480.0) == seconds
 
 
 @pytest.mark.usefixtures("small")
-def test_reply_is_not_unpacked() -> None:
+def test_reply_is_not_unpacked():
     with pytest.raises(GenerationError, match="reply cannot be read"):
         with_server(packed, ask_server)
 
 
-def test_generation_client_has_limits_of_configuration() -> None:
+def test_generation_client_has_limits_of_configuration():
     asked: list[Any] = []
 
     async def silent(request: web.Request) -> web.StreamResponse:
@@ -163,12 +161,12 @@ def serving(host: str) -> Iterator[HttpServer]:
 
 
 @pytest.mark.parametrize(("host", "advertised"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("0.0.0.0", "")])
-def test_server_advertises_a_reachable_address(host: str, advertised: str) -> None:
+def test_server_advertises_a_reachable_address(host, advertised):
     with serving(host) as server:
         assert server.url.removeprefix("http://").rpartition(":")[0] == (advertised or advertised_host(host))
 
 
-def test_server_serves_on_the_loop_of_its_caller() -> None:
+def test_server_serves_on_the_loop_of_its_caller():
     async def hello(request: Any) -> PlainTextResponse:
         return PlainTextResponse("hello")
 
@@ -203,11 +201,11 @@ def test_server_serves_on_the_loop_of_its_caller() -> None:
         (b"", "no reason given"),
     ],
 )
-def test_reason_of_an_error_reply(payload: bytes, reason: str) -> None:
+def test_reason_of_an_error_reply(payload, reason):
     assert http_client.reason_of(payload) == reason
 
 
-def test_failed_call_says_what_is_known() -> None:
+def test_failed_call_says_what_is_known():
     """A refusal for load, a service that is not there, and a broken connection ask for different reactions."""
 
     async def full(request: web.Request) -> web.StreamResponse:
@@ -228,7 +226,7 @@ def test_failed_call_says_what_is_known() -> None:
     assert (gone.status, gone.retry_after_s, gone.unreachable, gone.timed_out) == (0, 0.0, True, False)
 
 
-def test_large_request_arrives_whole() -> None:
+def test_large_request_arrives_whole():
     async def count(request: web.Request) -> web.StreamResponse:
         return web.Response(text=str(len(await request.text())))
 
@@ -239,7 +237,7 @@ def test_large_request_arrives_whole() -> None:
     with_server(count, ask)
 
 
-def test_attempts_end_with_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_end_with_their_limit(monkeypatch):
     """The sleeps between them double up to the last delay. On a clock that only the sleeps advance."""
     now, slept = [0.0], list[float]()
 

@@ -1,7 +1,5 @@
 """The guard of every HTTP service: token, limits. Over real sockets if the transport matters."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -63,7 +61,7 @@ def call(guard: Guard, method: str, path: str, headers: dict[str, str]) -> tuple
 
 @pytest.mark.parametrize("service", SERVICES)
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer secret ", "bearer secret", "secret", "Bearer \xff"])
-def test_every_changing_call_needs_the_token(service: str, given: str | None) -> None:
+def test_every_changing_call_needs_the_token(service, given):
     guard = guarded(service, "secret")
     headers = {} if given is None else {"authorization": given}
     routes = [(m, r.path) for r in cast(Any, guard)._app.routes for m in r.methods - {"GET", "HEAD"}]
@@ -76,7 +74,7 @@ def test_every_changing_call_needs_the_token(service: str, given: str | None) ->
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_with_the_token_a_call_reaches_its_route(service: str) -> None:
+def test_with_the_token_a_call_reaches_its_route(service):
     guard = guarded(service, "secret")
     for route in cast(Any, guard)._app.routes:
         for method in route.methods - {"GET", "HEAD"}:
@@ -90,7 +88,7 @@ async def echo(request: Request) -> PlainTextResponse:
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[Guard, str]]:
+def served():
     app = Starlette(routes=[Route("/echo", echo, methods=["POST"])])
     guard = Guard(app, Admission("secret"), max_body=LIMIT, error=lambda message: {"error": message})
     http = HttpServer(guard)
@@ -119,12 +117,12 @@ def head(length: int, *more: str) -> bytes:
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
 
-def test_body_up_to_the_limit_is_served(served: tuple[Guard, str]) -> None:
+def test_body_up_to_the_limit_is_served(served):
     assert talk(served[1], head(LIMIT), bytes(LIMIT)).endswith(b"\r\n\r\n1000")
     assert not served[0].refused
 
 
-def test_declared_size_over_the_limit_is_refused(served: tuple[Guard, str]) -> None:
+def test_declared_size_over_the_limit_is_refused(served):
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for length in (LIMIT + 1, 1 << 40, (1 << 63) - 1):
         assert talk(served[1], head(length)).startswith(b"HTTP/1.1 413")
@@ -132,13 +130,13 @@ def test_declared_size_over_the_limit_is_refused(served: tuple[Guard, str]) -> N
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100 << 10  # KiB
 
 
-def test_chunked_body_over_the_limit_is_refused(served: tuple[Guard, str]) -> None:
+def test_chunked_body_over_the_limit_is_refused(served):
     chunk = b"1f4\r\n" + bytes(500) + b"\r\n"
     begin = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
     assert talk(served[1], begin, *[chunk] * 3, b"0\r\n\r\n").startswith(b"HTTP/1.1 413")
 
 
-def test_head_without_end_is_cut_off(served: tuple[Guard, str]) -> None:
+def test_head_without_end_is_cut_off(served):
     """Before our code sees it; h11 has such a limit, httptools has none."""
     lines = [f"X-{n}: ".encode() + b"y" * 8000 + b"\r\n" for n in range(200)]
     answer = talk(served[1], b"POST /echo HTTP/1.1\r\nHost: x\r\n", *lines)
@@ -156,17 +154,13 @@ def test_head_without_end_is_cut_off(served: tuple[Guard, str]) -> None:
         head(10).replace(b"secret", b"wrong") + bytes(9),
     ],
 )
-def test_request_that_never_ends_is_closed(
-    served: tuple[Guard, str], monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
+def test_request_that_never_ends_is_closed(served, monkeypatch, sent):
     """Callers without a token must not keep connections open."""
     monkeypatch.setattr(http_server, "REQUEST_S", 0.2)
     talk(served[1], sent)  # returns when the other side closes
 
 
-def test_flood_of_half_requests_leaves_room_for_others(
-    served: tuple[Guard, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_flood_of_half_requests_leaves_room_for_others(served, monkeypatch, caplog):
     """Callers without a token must not take the descriptors with which a process renews its lease."""
     monkeypatch.setattr(http_server, "most_connections", lambda: 10)
     where = urlsplit(served[1])
@@ -180,9 +174,7 @@ def test_flood_of_half_requests_leaves_room_for_others(
     assert caplog.text.count("over 10 connections") == 1
 
 
-def test_connection_whose_next_request_never_begins_is_closed(
-    served: tuple[Guard, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connection_whose_next_request_never_begins_is_closed(served, monkeypatch):
     """An empty line ends uvicorn's wait for the next request, and begins none."""
     monkeypatch.setattr(http_server, "REQUEST_S", SHORT_S)
     where = urlsplit(served[1])
@@ -197,7 +189,7 @@ def test_connection_whose_next_request_never_begins_is_closed(
         assert connection.recv(65536) == b""
 
 
-def test_answer_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_may_take_longer_than_a_request(monkeypatch):
     monkeypatch.setattr(http_server, "REQUEST_S", SHORT_S)
 
     async def think(request: Request) -> PlainTextResponse:
@@ -213,7 +205,7 @@ def test_answer_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) 
         http.close()
 
 
-def test_full_service_refuses_before_the_body() -> None:
+def test_full_service_refuses_before_the_body():
     """Else it would hold the bodies of all callers that it refuses."""
 
     @contextlib.contextmanager
@@ -237,21 +229,21 @@ def test_full_service_refuses_before_the_body() -> None:
         http.close()
 
 
-def test_get_has_no_body(served: tuple[Guard, str]) -> None:
+def test_get_has_no_body(served):
     """It needs no token, so any caller could make the service hold as many bytes as a call may have."""
     get = head(1).replace(b"POST", b"GET")
     assert talk(served[1], get + b"x").startswith(b"HTTP/1.1 413")
     assert talk(served[1], get.replace(b"Content-Length: 1", b"X: y")).startswith(b"HTTP/1.1 405")
 
 
-def test_two_requests_on_one_connection_are_told_apart(served: tuple[Guard, str]) -> None:
+def test_two_requests_on_one_connection_are_told_apart(served):
     """A body before the head that follows it does not count as head."""
     first = head(900).replace(b"Connection: close\r\n", b"")
     answer = talk(served[1], first + bytes(900) + head(10) + bytes(10))
     assert answer.count(b"HTTP/1.1 200") == 2
 
 
-def test_generation_client_proves_that_it_knows_the_token(served: tuple[Guard, str]) -> None:
+def test_generation_client_proves_that_it_knows_the_token(served):
     async def run(token: str | None) -> str:
         client = GenerationClient(BOUND_S, token=token)
         try:
@@ -290,7 +282,7 @@ def caught(url: str, body: object, query: str = "") -> bytes:
 
 
 @pytest.fixture
-def request_at_old_port() -> Iterator[tuple[bytes, str]]:
+def request_at_old_port():
     """A request that a stranger has caught, and the address of the service that listens there now."""
     with contextlib.closing(bind_tcp("127.0.0.1")) as held:
         port = held.getsockname()[1]
@@ -302,7 +294,7 @@ def request_at_old_port() -> Iterator[tuple[bytes, str]]:
     server.close()
 
 
-def test_stranger_at_an_old_address_does_not_learn_the_token(request_at_old_port: tuple[bytes, str]) -> None:
+def test_stranger_at_an_old_address_does_not_learn_the_token(request_at_old_port):
     """What it catches is an order to this address only, as it is."""
     request, url = request_at_old_port
     assert b"secret" not in request
@@ -312,9 +304,7 @@ def test_stranger_at_an_old_address_does_not_learn_the_token(request_at_old_port
         assert talk(url, request.replace(old, new, 1)).startswith(b"HTTP/1.1 401"), new
 
 
-def test_request_that_was_passed_on_is_refused(
-    request_at_old_port: tuple[bytes, str], served: tuple[Guard, str]
-) -> None:
+def test_request_that_was_passed_on_is_refused(request_at_old_port, served):
     assert talk(served[1], request_at_old_port[0]).startswith(b"HTTP/1.1 401")
     assert served[0].refused["token"] == 1
 
@@ -331,7 +321,7 @@ def test_request_that_was_passed_on_is_refused(
         ("node7", "10.0.0.7", False),
     ],
 )
-def test_signature_holds_at_one_address(host: str, server: str, is_own: bool) -> None:
+def test_signature_holds_at_one_address(host, server, is_own):
     scope = {"method": "GET", "raw_path": b"/copy", "query_string": b"", "server": (server, 8000)}
     place = f"{host}:8000"
     given = authorization("secret", "GET", f"http://{place}/copy").encode()

@@ -3,15 +3,12 @@
 Two clients of one store are used where processes would meet; the memory backend has only one.
 """
 
-from __future__ import annotations
-
 import itertools
 import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -29,7 +26,7 @@ Connect = Callable[[], NameStore]
 
 
 @pytest.fixture(params=BACKENDS)
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
+def connect(request, tmp_path):
     """Makes clients of one and the same store."""
     opened: list[NameStore] = []
     shared = MemoryNameStore()
@@ -49,17 +46,17 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]
 
 
 @pytest.fixture
-def store(connect: Connect) -> NameStore:
+def store(connect):
     return connect()
 
 
 @pytest.fixture
-def short_ttl(store: NameStore) -> float:
+def short_ttl(store):
     return 1.0 if isinstance(store, EtcdNameStore) else 0.3  # etcd counts in whole seconds
 
 
 @pytest.fixture
-def root() -> str:
+def root():
     """etcd is shared by all tests."""
     return f"t/{uuid.uuid4().hex}"
 

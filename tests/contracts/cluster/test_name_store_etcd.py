@@ -1,7 +1,5 @@
 """What only etcd has: a server that may be away, and a client library that must be made to work."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import signal

@@ -1,7 +1,5 @@
 """What only the file backend has: processes that share a directory, clocks, a lock."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools

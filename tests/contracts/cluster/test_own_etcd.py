@@ -1,14 +1,11 @@
 """The etcd that a run starts for itself, with real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +32,7 @@ pytestmark = pytest.mark.needs("etcd")
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def config(tmp_path):
     store = {"backend": "etcd", "start": True, "address": f"127.0.0.1:{lasting_ports(1)[0]}"}
     made = Config.model_validate({"fileroot": str(tmp_path), "cluster": {"name_store": store}})
     write_config(made, TrialPaths(tmp_path).config)
@@ -48,14 +45,14 @@ def start(folder: Path, **environment: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture
-def worker(tmp_path: Path, config: Config) -> Iterator[subprocess.Popen[bytes]]:
+def worker(tmp_path, config):
     process = start(tmp_path, **{SHIELDED: "1"})
     yield process
     process.kill()
     process.wait(BOUND_S)
 
 
-def test_etcd_of_a_job_outlives_sigterm(worker: subprocess.Popen[bytes], config: Config, tmp_path: Path) -> None:
+def test_etcd_of_a_job_outlives_sigterm(worker, config, tmp_path):
     """scancel sends SIGTERM to every process. The last checkpoint needs the leases of the workers."""
     access = EtcdAccess.by_one_file(TrialPaths(tmp_path).etcd_certificate)
     asyncio.run(etcd_answers(config.cluster.name_store.address, access, RUN, BOUND_S))  # the certificate is there
@@ -85,7 +82,7 @@ def refusal(folder: Path, **environment: str) -> str:
     return record.message
 
 
-def test_taken_port_of_own_etcd_is_named(tmp_path: Path, config: Config) -> None:
+def test_taken_port_of_own_etcd_is_named(tmp_path, config):
     address = config.cluster.name_store.address
     with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
         message = refusal(tmp_path)
@@ -93,12 +90,12 @@ def test_taken_port_of_own_etcd_is_named(tmp_path: Path, config: Config) -> None
     assert "set another port" in message
 
 
-def test_machine_without_etcd_is_named(tmp_path: Path, config: Config) -> None:
+def test_machine_without_etcd_is_named(tmp_path, config):
     message = refusal(tmp_path, PATH=str(tmp_path))
     assert f"there is no program named etcd on the PATH of {socket.gethostname()}: install etcd-server" in message
 
 
-def test_etcd_of_another_run_is_not_used(worker: subprocess.Popen[bytes], config: Config, tmp_path: Path) -> None:
+def test_etcd_of_another_run_is_not_used(worker, config, tmp_path):
     """It answers at the port that this run's etcd could not take."""
     address = config.cluster.name_store.address
     access = EtcdAccess.by_one_file(TrialPaths(tmp_path).etcd_certificate)
@@ -107,9 +104,7 @@ def test_etcd_of_another_run_is_not_used(worker: subprocess.Popen[bytes], config
         asyncio.run(etcd_answers(address, access, "arith-other-0123abcd", 0.2))
 
 
-def test_only_members_of_the_trial_reach_its_etcd(
-    worker: subprocess.Popen[bytes], config: Config, tmp_path: Path
-) -> None:
+def test_only_members_of_the_trial_reach_its_etcd(worker, config, tmp_path):
     """A stranger could register a false server, and would get the token of the trial."""
     address, certificate = config.cluster.name_store.address, TrialPaths(tmp_path).etcd_certificate
     member = EtcdAccess.by_one_file(certificate)
@@ -134,7 +129,7 @@ def test_only_members_of_the_trial_reach_its_etcd(
     store.close()
 
 
-def test_certificate_stays_for_running_clients(tmp_path: Path) -> None:
+def test_certificate_stays_for_running_clients(tmp_path):
     """etcd that starts again in a run has the certificate that they have read; a new run makes another one."""
     path = TrialPaths(tmp_path).etcd_certificate
     authority = ensure_certificate(path, "fd00::7")

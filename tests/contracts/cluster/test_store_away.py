@@ -1,9 +1,5 @@
 """Workers and a name store that goes away for a while: shorter than the lease, and longer. Real processes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from realsys.cluster.failure import read_errors
@@ -14,7 +10,7 @@ LONG_S = 120.0  # a lease that no slow machine outlives
 
 
 @pytest.mark.needs("etcd")
-def test_killed_etcd_back_within_the_lease_costs_nothing(tmp_path: Path, own_etcd):
+def test_killed_etcd_back_within_the_lease_costs_nothing(tmp_path, own_etcd):
     trial = Trial(tmp_path, lease_s=LONG_S, backend="etcd", address=own_etcd.address)
     try:
         follower = Follower(trial)
@@ -27,7 +23,7 @@ def test_killed_etcd_back_within_the_lease_costs_nothing(tmp_path: Path, own_etc
 
 
 @pytest.mark.needs("etcd")
-def test_etcd_away_for_a_lease_fences_its_workers(tmp_path: Path, own_etcd):
+def test_etcd_away_for_a_lease_fences_its_workers(tmp_path, own_etcd):
     trial = Trial(tmp_path, lease_s=3.0, backend="etcd", address=own_etcd.address)
     try:
         process = trial.start("quick(); threading.Event().wait()")
@@ -44,7 +40,7 @@ def test_etcd_away_for_a_lease_fences_its_workers(tmp_path: Path, own_etcd):
 
 
 @pytest.mark.needs("etcd")
-def test_worker_starts_when_etcd_is_back(tmp_path: Path, own_etcd):
+def test_worker_starts_when_etcd_is_back(tmp_path, own_etcd):
     trial = Trial(tmp_path, lease_s=LONG_S, backend="etcd", address=own_etcd.address)
     try:
         own_etcd.kill()
@@ -58,7 +54,7 @@ def test_worker_starts_when_etcd_is_back(tmp_path: Path, own_etcd):
         trial.close()
 
 
-def test_directory_back_within_the_lease_costs_nothing(tmp_path: Path):
+def test_directory_back_within_the_lease_costs_nothing(tmp_path):
     trial = Trial(tmp_path / "trial", lease_s=LONG_S, backend="file", root=str(tmp_path / "store"))
     try:
         follower = Follower(trial)
@@ -73,7 +69,7 @@ def test_directory_back_within_the_lease_costs_nothing(tmp_path: Path):
         trial.close()
 
 
-def test_directory_away_for_a_lease_fences_its_workers(tmp_path: Path):
+def test_directory_away_for_a_lease_fences_its_workers(tmp_path):
     trial = Trial(tmp_path / "trial", lease_s=3.0, backend="file", root=str(tmp_path / "store"))
     try:
         process = trial.start("quick(); threading.Event().wait()")

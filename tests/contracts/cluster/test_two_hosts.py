@@ -1,8 +1,5 @@
 """Processes on two hosts: each finds its own address, torch's ranks meet, and HTTP calls arrive."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,7 +76,7 @@ except ConfigError as error:
 
 
 @pytest.fixture(scope="module", params=["ipv4", "ipv6"])
-def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+def hosts(request):
     with Hosts(2, ipv6=request.param == "ipv6") as made:
         yield made
 
@@ -96,7 +93,7 @@ def written(folder: Path, **cluster: object) -> Path:
 
 
 @pytest.mark.parametrize("wildcard", [False, True], ids=["subnet", "wildcard"])
-def test_ranks_and_http_meet_across_hosts(hosts: Hosts, tmp_path: Path, wildcard: bool) -> None:
+def test_ranks_and_http_meet_across_hosts(hosts, tmp_path, wildcard):
     """The own name of each host resolves to 127.0.1.1, which gloo would take without an interface."""
     every = "::" if ":" in hosts.subnet else "0.0.0.0"
     config = str(written(tmp_path, **({"host": every} if wildcard else {"interface": hosts.subnet})))
@@ -106,6 +103,6 @@ def test_ranks_and_http_meet_across_hosts(hosts: Hosts, tmp_path: Path, wildcard
     assert lines == [f"{host} {hosts.addresses[0]} 3 True" for host in own]
 
 
-def test_loopback_is_refused_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
+def test_loopback_is_refused_on_two_hosts(hosts, tmp_path):
     [printed] = outputs([hosts.start(1, REFUSED, str(written(tmp_path)))], 60.0)
     assert "cluster.interface='': other hosts cannot reach 127.0.0.1" in printed

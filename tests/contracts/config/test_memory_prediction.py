@@ -1,8 +1,5 @@
 """Predicted memory against what torch allocates: the real engine on tensors without data, real ranks over gloo."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +54,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "train"), CASES, ids=lambda value: str(value)[:60])
-def test_gpu_peak_is_predicted_within_ten_percent(name: str, text: str, train: dict[str, Any], tmp_path: Path) -> None:
+def test_gpu_peak_is_predicted_within_ten_percent(name, text, train, tmp_path):
     """Peaks of one micro-batch with gradients and of one without, beyond parameters and gradient buffer."""
     model, layout = qwen(tmp_path, name), parse_allocation(f"serve.d1+{text}").actor
     config = make_config("bfloat16", **train)
@@ -77,7 +74,7 @@ def step_of(config: Config, *, on_gpu: bool) -> StepSettings:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory):
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("actor")
     make_model().save_pretrained(path)
@@ -86,7 +83,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("text", "distributed"), [("d2", False), ("d2", True), ("d2m2", True), ("p2", False)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_states_of_real_ranks_are_predicted(text: str, distributed: bool, dtype: str, small: Path) -> None:
+def test_states_of_real_ranks_are_predicted(text, distributed, dtype, small):
     """Parameters, gradient buffer, master weights and moments of each rank after an optimizer step."""
 
     def body(rank: Rank) -> tuple[int, int, int]:
@@ -121,7 +118,7 @@ def predicted_states(model: HfModel, layout: ParallelLayout, stage: int, dtype: 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_saved_bytes_of_a_layer_on_cpu(dtype: str, shared: bool, tmp_path: Path) -> None:
+def test_saved_bytes_of_a_layer_on_cpu(dtype, shared, tmp_path):
     """Sum of the storages that a layer saves for its backward pass, per token, with the CPU's attention.
 
     Rows that begin alike save fewer than the tokens that they take of a micro-batch.
@@ -156,7 +153,7 @@ def test_saved_bytes_of_a_layer_on_cpu(dtype: str, shared: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_stages_hold_the_micro_batches_in_flight(stages: int, tmp_path: Path) -> None:
+def test_stages_hold_the_micro_batches_in_flight(stages, tmp_path):
     """Peak of eight micro-batches minus that of one, on real stages: p - 1 - i more are in flight on stage i."""
     make_model(num_hidden_layers=9, hidden_size=256, intermediate_size=512).save_pretrained(tmp_path)
 
@@ -188,7 +185,7 @@ def test_stages_hold_the_micro_batches_in_flight(stages: int, tmp_path: Path) ->
         (lambda parameters: torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.1, foreach=False), 300_000),
     ],
 )
-def test_temporaries_of_a_step(make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], numbers: int) -> None:
+def test_temporaries_of_a_step(make, numbers):
     """AdamW runs fused. SGD decays a copy of all gradients on CUDA (``foreach``), else of one after the other."""
     sizes = (300_000, 100_000, 100_000)
     parameters = [torch.zeros(size, requires_grad=True) for size in sizes]

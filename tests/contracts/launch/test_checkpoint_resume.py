@@ -1,9 +1,6 @@
 """`resume=DIR`: refusals before anything starts, and the data that continues through real managers' journals."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,7 +35,7 @@ POSITION = DataPosition(14, [9, 2], 20, 1)
 
 
 @pytest.fixture
-def compose_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+def compose_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def make(*overrides: str) -> Config:
@@ -48,7 +45,7 @@ def compose_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 @pytest.fixture
-def trial(compose_in: Callable[..., Config]) -> Path:
+def trial(compose_in):
     """The folder of a trial that has checkpoints of steps 2 and 3, of the model that `arith` makes."""
     with prepare(compose_in("trial=first"), lambda _: None) as ready:
         paths = ready.paths
@@ -73,7 +70,7 @@ def trial(compose_in: Callable[..., Config]) -> Path:
     return paths.root
 
 
-def test_a_trial_folder_means_its_newest_complete_checkpoint(trial: Path, compose_in: Callable[..., Config]) -> None:
+def test_a_trial_folder_means_its_newest_complete_checkpoint(trial, compose_in):
     (trial / "checkpoints" / "step-00000009.tmp").mkdir()
     newest = trial / "checkpoints" / "step-00000003"
     assert compose_in(f"resume={trial}").resume == str(newest)
@@ -82,7 +79,7 @@ def test_a_trial_folder_means_its_newest_complete_checkpoint(trial: Path, compos
     assert compose_in(f"resume={newest.with_name('step-00000002')}").resume.endswith("step-00000002")
 
 
-def test_new_trial_inherits_the_ledger(trial: Path, compose_in: Callable[..., Config]) -> None:
+def test_new_trial_inherits_the_ledger(trial, compose_in):
     said: list[str] = []
     with prepare(compose_in(f"resume={trial}", "trial=second"), said.append) as ready:
         paths = ready.paths
@@ -94,7 +91,7 @@ def test_new_trial_inherits_the_ledger(trial: Path, compose_in: Callable[..., Co
     assert said[-1] == f"continuing at step 3 from {trial / 'checkpoints' / 'step-00000003'}"
 
 
-def test_inherited_groups_count_at_the_new_size(trial: Path, compose_in: Callable[..., Config]) -> None:
+def test_inherited_groups_count_at_the_new_size(trial, compose_in):
     """The capacity is B * (v + eta + 1), and B * v of it is used up, whatever B is: eta + 1 batches are free."""
     with prepare(compose_in(f"resume={trial}", "trial=second", "train.batch_groups=6"), lambda _: None) as ready:
         paths = ready.paths
@@ -119,9 +116,7 @@ def test_inherited_groups_count_at_the_new_size(trial: Path, compose_in: Callabl
         (["train.lora.rank=4"], "resume", "is of another model: role 'actor' has lora_rank 0 there, 4 here"),
     ],
 )
-def test_unfit_checkpoint_is_refused_in_one_line(
-    trial: Path, compose_in: Callable[..., Config], overrides: list[str], field: str, problem: str
-) -> None:
+def test_unfit_checkpoint_is_refused_in_one_line(trial, compose_in, overrides, field, problem):
     """Nothing is left of the new trial."""
     made = compose_in(f"resume={trial}", "trial=second", *overrides)
     with pytest.raises(ConfigError) as caught:
@@ -130,7 +125,7 @@ def test_unfit_checkpoint_is_refused_in_one_line(
     assert not TrialPaths.of(made).root.exists()
 
 
-def test_the_command_refuses_with_exit_code_2(trial: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_with_exit_code_2(trial, tmp_path, capsys):
     (trial / "checkpoints" / "step-00000003" / "state.json").write_text("{}")
     for text, problem in [
         ("nowhere", "is not a directory"),
@@ -142,7 +137,7 @@ def test_the_command_refuses_with_exit_code_2(trial: Path, tmp_path: Path, capsy
         assert "resume=" in error and problem in error and error.count("\n") == 1
 
 
-def test_truncated_file_is_refused_before_the_start(trial: Path, compose_in: Callable[..., Config]) -> None:
+def test_truncated_file_is_refused_before_the_start(trial, compose_in):
     made = compose_in(f"resume={trial}")
     state = read_trial(made, TrialPaths.of(made)).state
     assert state is not None
@@ -154,7 +149,7 @@ def test_truncated_file_is_refused_before_the_start(trial: Path, compose_in: Cal
         read_trial(made, TrialPaths.of(made))
 
 
-def test_resume_issues_every_prompt_once(tmp_path: Path) -> None:
+def test_resume_issues_every_prompt_once(tmp_path):
     """B = 2, eta = 1, 64 prompts: six groups granted, two of them trained; then a new trial."""
     order = permutation(config().seed, 0, 64).tolist()
     found: list[DataPosition] = []
@@ -198,7 +193,7 @@ def test_resume_issues_every_prompt_once(tmp_path: Path) -> None:
     drive(second, resumed)
 
 
-def test_the_position_needs_the_token(tmp_path: Path) -> None:
+def test_the_position_needs_the_token(tmp_path):
     async def scenario(t: Trial) -> None:
         client = ManagerClient(lambda: t.url, "another token")
         with pytest.raises(StreamError, match="status 401: /data_position: needs the trial's token"):

@@ -1,7 +1,5 @@
 """An evaluation keeps one version on real embedded servers while weights are published in the middle."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -28,7 +26,7 @@ LONG = SamplingSpec(max_new_tokens=LENGTH, min_new_tokens=LENGTH)
 
 
 @pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def versions(tmp_path_factory):
     from tests.support.serving.generation_servers import make_versions
 
     return make_versions(tmp_path_factory.mktemp("weights"))
@@ -96,7 +94,7 @@ def drive(tmp_path: Path, versions: Any, scenario: Callable[[Evaluated], Awaitab
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_evaluation_keeps_its_version_through_an_update(tmp_path: Path, versions: Any, servers: int) -> None:
+def test_evaluation_keeps_its_version_through_an_update(tmp_path, versions, servers):
     async def scenario(world: Evaluated) -> None:
         begun = await world.begin(4 * servers)
         world.publish(1)
@@ -114,9 +112,7 @@ def test_evaluation_keeps_its_version_through_an_update(tmp_path: Path, versions
     drive(tmp_path, versions, scenario, servers)
 
 
-def test_evaluation_over_its_limit_has_no_number(
-    tmp_path: Path, versions: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_over_its_limit_has_no_number(tmp_path, versions, monkeypatch):
     """Without the hold the update meets its completions: that the versions would mix is why it ends."""
     monkeypatch.setattr(decisions, "HOLD_S", 0.0)
 
@@ -138,7 +134,7 @@ def test_evaluation_over_its_limit_has_no_number(
     drive(tmp_path, versions, scenario, 1)
 
 
-def test_lost_version_begins_evaluation_anew(tmp_path: Path, versions: Any) -> None:
+def test_lost_version_begins_evaluation_anew(tmp_path, versions):
     async def scenario(world: Evaluated) -> None:
         begun = await world.begin(2)
         world.publish(1)

@@ -1,10 +1,7 @@
 """The manager's real app on a real port: allocation, finishes, evaluations, restarts, status."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,7 +12,7 @@ from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, Trial, dr
 from tests.support.polling import poll
 
 
-def test_caller_that_closed_its_connection_gets_no_ticket(tmp_path: Path) -> None:
+def test_caller_that_closed_its_connection_gets_no_ticket(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready()
         assert len((await t.allocate(100))["tickets"]) == 4
@@ -30,7 +27,7 @@ def test_caller_that_closed_its_connection_gets_no_ticket(tmp_path: Path) -> Non
     drive(tmp_path, scenario)
 
 
-def test_allocation_is_held_and_woken_by_a_publication(tmp_path: Path) -> None:
+def test_allocation_is_held_and_woken_by_a_publication(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready()
         assert len((await t.allocate(100))["tickets"]) == 4  # B (v + eta + 1)
@@ -54,7 +51,7 @@ def test_allocation_is_held_and_woken_by_a_publication(tmp_path: Path) -> None:
         (b'"' + b"x" * (5 << 20) + b'"', TOKEN, 413),
     ],
 )
-def test_bad_call_is_refused_in_one_line(tmp_path: Path, body: bytes, token: str, expected: int) -> None:
+def test_bad_call_is_refused_in_one_line(tmp_path, body, token, expected):
     async def scenario(t: Trial) -> None:
         status, reply = await t.call("/allocate_rollout", body, token=token)
         assert status == expected
@@ -64,7 +61,7 @@ def test_bad_call_is_refused_in_one_line(tmp_path: Path, body: bytes, token: str
     drive(tmp_path, scenario)
 
 
-def test_finish_of_superseded_attempt_is_no_error(tmp_path: Path) -> None:
+def test_finish_of_superseded_attempt_is_no_error(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready()
         assert await t.finish({"ticket_id": "never", "attempt": 0, "n": 1}) == {"known": False, "retry": False}
@@ -84,7 +81,7 @@ def test_finish_of_superseded_attempt_is_no_error(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_tickets_of_dead_worker_are_reissued(tmp_path: Path) -> None:
+def test_tickets_of_dead_worker_are_reissued(tmp_path):
     async def scenario(t: Trial) -> None:
         t.heartbeat(WORKER, "1")
         await t.ready()
@@ -99,7 +96,7 @@ def test_tickets_of_dead_worker_are_reissued(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_lease_that_lapses_wakes_a_held_allocation(tmp_path: Path) -> None:
+def test_lease_that_lapses_wakes_a_held_allocation(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready()
         first = (await t.allocate(4))["tickets"]
@@ -109,7 +106,7 @@ def test_lease_that_lapses_wakes_a_held_allocation(tmp_path: Path) -> None:
     drive(tmp_path, scenario, lease_s=0.2)
 
 
-def test_evaluation_goes_before_training_and_outside_the_quota(tmp_path: Path) -> None:
+def test_evaluation_goes_before_training_and_outside_the_quota(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready()
         assert len((await t.allocate(100))["tickets"]) == 4  # the quota is used up
@@ -142,7 +139,7 @@ def test_evaluation_goes_before_training_and_outside_the_quota(tmp_path: Path) -
     drive(tmp_path, scenario)
 
 
-def test_evaluation_after_publication_waits_for_that_version(tmp_path: Path) -> None:
+def test_evaluation_after_publication_waits_for_that_version(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready()
         t.servers[0].released.clear()
@@ -160,7 +157,7 @@ def test_evaluation_after_publication_waits_for_that_version(tmp_path: Path) -> 
     drive(tmp_path, scenario)
 
 
-def test_restart_with_torn_journal_keeps_tickets(tmp_path: Path) -> None:
+def test_restart_with_torn_journal_keeps_tickets(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready()
         tickets = (await t.allocate(4))["tickets"]
@@ -196,7 +193,7 @@ def test_restart_with_torn_journal_keeps_tickets(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_allocation_repeated_after_restart_gets_same_tickets(tmp_path: Path) -> None:
+def test_allocation_repeated_after_restart_gets_same_tickets(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready()
         lost = await t.post("/allocate_rollout", worker=WORKER, max_tickets=3, request_id="one")
@@ -212,7 +209,7 @@ def test_allocation_repeated_after_restart_gets_same_tickets(tmp_path: Path) -> 
     drive(tmp_path, scenario)
 
 
-def test_second_manager_on_the_same_ledger_is_refused(tmp_path: Path) -> None:
+def test_second_manager_on_the_same_ledger_is_refused(tmp_path):
     async def scenario(t: Trial) -> None:
         second = Trial(t.ledger, t.config)
         try:
@@ -225,7 +222,7 @@ def test_second_manager_on_the_same_ledger_is_refused(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_journal_that_cannot_be_written_ends_the_process(tmp_path: Path) -> None:
+def test_journal_that_cannot_be_written_ends_the_process(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready()
         t.manager.service.journal.close()
@@ -237,7 +234,7 @@ def test_journal_that_cannot_be_written_ends_the_process(tmp_path: Path) -> None
     drive(tmp_path, scenario)
 
 
-def test_status_metrics_and_page_show_the_trial(tmp_path: Path) -> None:
+def test_status_metrics_and_page_show_the_trial(tmp_path):
     async def scenario(t: Trial) -> None:
         t.heartbeat(WORKER, "1")
         await t.ready()
@@ -278,7 +275,7 @@ def test_status_metrics_and_page_show_the_trial(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_stop_answers_held_allocations(tmp_path: Path) -> None:
+def test_stop_answers_held_allocations(tmp_path):
     async def scenario(t: Trial) -> None:
         held = asyncio.create_task(t.allocate(1, wait_s=BOUND_S))
         assert (await t.get("/get_model_version")) == {"version": -1}

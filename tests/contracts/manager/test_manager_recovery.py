@@ -1,9 +1,6 @@
 """Over HTTP: the training side starts again, an older one is fenced, the ledger is compacted under load."""
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,7 +39,7 @@ def events(t: Trial) -> list[Any]:
     return [event for event, _ in read_journal(t.ledger)]
 
 
-def test_trainer_rolls_back_and_older_one_is_refused(tmp_path: Path) -> None:
+def test_trainer_rolls_back_and_older_one_is_refused(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.add_server(0)
         assert await start(t, -1, A) == {"reissued": 0, "evaluations": []}
@@ -92,7 +89,7 @@ def test_trainer_rolls_back_and_older_one_is_refused(tmp_path: Path) -> None:
         ({"version": 0, "step": 0}, TOKEN, 400),
     ],
 )
-def test_a_bad_roll_back_changes_nothing(tmp_path: Path, body: dict[str, Any], token: str, expected: int) -> None:
+def test_a_bad_roll_back_changes_nothing(tmp_path, body, token, expected):
     async def scenario(t: Trial) -> None:
         status, reply = await t.call("/roll_back", body, token=token)
         assert status == expected and "\n" not in reply["error"]
@@ -101,7 +98,7 @@ def test_a_bad_roll_back_changes_nothing(tmp_path: Path, body: dict[str, Any], t
     drive(tmp_path, scenario)
 
 
-def test_a_manager_that_restarts_still_knows_who_trains(tmp_path: Path) -> None:
+def test_a_manager_that_restarts_still_knows_who_trains(tmp_path):
     """The name store holds what the old side published: it is not served, whoever finds it first."""
 
     async def scenario(t: Trial) -> None:
@@ -120,7 +117,7 @@ def test_a_manager_that_restarts_still_knows_who_trains(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_the_client_fences_an_older_training_side(tmp_path: Path) -> None:
+def test_the_client_fences_an_older_training_side(tmp_path):
     async def scenario(t: Trial) -> None:
         client = ManagerClient(lambda: t.url, TOKEN, retry_timeout_s=BOUND_S)
         try:
@@ -139,7 +136,7 @@ def test_the_client_fences_an_older_training_side(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_group_that_never_arrived_wakes_held_allocation(tmp_path: Path) -> None:
+def test_group_that_never_arrived_wakes_held_allocation(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.add_server(0)
         await start(t, -1, A)
@@ -158,7 +155,7 @@ def test_group_that_never_arrived_wakes_held_allocation(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_data_position_is_synced_before_the_reply(tmp_path: Path) -> None:
+def test_data_position_is_synced_before_the_reply(tmp_path):
     async def scenario(t: Trial) -> None:
         synced: list[int] = []
         journal = t.manager.service.journal
@@ -178,7 +175,7 @@ def test_data_position_is_synced_before_the_reply(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_compaction_under_load_loses_nothing(tmp_path: Path) -> None:
+def test_compaction_under_load_loses_nothing(tmp_path):
     """A limit of 4 kB: many compactions beside many calls; then a restart from what is left."""
 
     async def life(t: Trial) -> int:
@@ -212,7 +209,7 @@ def test_compaction_under_load_loses_nothing(tmp_path: Path) -> None:
     drive(tmp_path, scenario, ledger_compact_mb=4 / 1024)
 
 
-def test_reported_server_that_is_dead_is_quarantined(tmp_path: Path) -> None:
+def test_reported_server_that_is_dead_is_quarantined(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready()
         ticket = (await t.allocate())["tickets"][0]

@@ -1,9 +1,6 @@
 """A RolloutWorker that is suspended keeps its connections and loses its heartbeat: nothing may be granted to it."""
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
 
 from realsys.manager.messages import AllocateRequest
 from realsys.manager.operations import ALLOCATE
@@ -15,7 +12,7 @@ async def _never() -> bool:
     return False
 
 
-def test_suspended_worker_gets_no_ticket(tmp_path: Path) -> None:
+def test_suspended_worker_gets_no_ticket(tmp_path):
     async def scenario(t: Trial) -> None:
         t.heartbeat(WORKER, "1")
         await t.ready()
@@ -31,7 +28,7 @@ def test_suspended_worker_gets_no_ticket(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_grant_without_heartbeat_is_lost_with_its_incarnation(tmp_path: Path) -> None:
+def test_grant_without_heartbeat_is_lost_with_its_incarnation(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready()
         body = {"worker": WORKER, "max_tickets": 1, "incarnation": "1"}

@@ -1,17 +1,12 @@
 """Over HTTP: weight updates of servers that hang, refuse, die, lie or restart."""
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
-
-import pytest
 
 from realsys.manager import decisions
 from tests.support.ledger.manager_trial import BOUND_S, FakeServer, Trial, drive
 
 
-def test_update_reaches_healthy_server_beside_broken_ones(tmp_path: Path) -> None:
+def test_update_reaches_healthy_server_beside_broken_ones(tmp_path):
     async def scenario(t: Trial) -> None:
         healthy, hanging, refusing = [await t.add_server(i) for i in range(3)]
         hanging.released.clear()
@@ -40,7 +35,7 @@ def test_update_reaches_healthy_server_beside_broken_ones(tmp_path: Path) -> Non
     drive(tmp_path, scenario)
 
 
-def test_server_that_dies_in_update_is_quarantined(tmp_path: Path) -> None:
+def test_server_that_dies_in_update_is_quarantined(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready()
         dying = await t.add_server(1)
@@ -61,7 +56,7 @@ def test_server_that_dies_in_update_is_quarantined(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_update_that_hangs_beyond_its_timeout_fails(tmp_path: Path) -> None:
+def test_update_that_hangs_beyond_its_timeout_fails(tmp_path):
     async def scenario(t: Trial) -> None:
         hanging = await t.add_server(0)
         hanging.released.clear()
@@ -72,7 +67,7 @@ def test_update_that_hangs_beyond_its_timeout_fails(tmp_path: Path) -> None:
     drive(tmp_path, scenario, update_timeout_s=0.1)
 
 
-def test_restarted_server_is_updated_before_it_gets_requests(tmp_path: Path) -> None:
+def test_restarted_server_is_updated_before_it_gets_requests(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready()
         ticket = (await t.allocate())["tickets"][0]
@@ -93,7 +88,7 @@ def test_restarted_server_is_updated_before_it_gets_requests(tmp_path: Path) -> 
     drive(tmp_path, scenario)
 
 
-def test_reported_server_that_answers_loads_nothing(tmp_path: Path) -> None:
+def test_reported_server_that_answers_loads_nothing(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready(servers=2)
         ticket = (await t.allocate())["tickets"][0]
@@ -108,7 +103,7 @@ def test_reported_server_that_answers_loads_nothing(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_server_with_another_version_is_not_routed_to(tmp_path: Path) -> None:
+def test_server_with_another_version_is_not_routed_to(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready()
         liar = t.servers[0]
@@ -129,7 +124,7 @@ def test_server_with_another_version_is_not_routed_to(tmp_path: Path) -> None:
     drive(tmp_path, scenario)
 
 
-def test_rolling_update_waits_once_for_hanging_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rolling_update_waits_once_for_hanging_server(tmp_path, monkeypatch):
     monkeypatch.setattr(decisions, "TURN_S", 2.0)
 
     async def scenario(t: Trial) -> None:
@@ -150,7 +145,7 @@ def test_rolling_update_waits_once_for_hanging_server(tmp_path: Path, monkeypatc
     drive(tmp_path, scenario, weight_update_mode="rolling")
 
 
-def test_restarted_manager_asks_the_servers_for_their_load(tmp_path: Path) -> None:
+def test_restarted_manager_asks_the_servers_for_their_load(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready(servers=2)
         ticket = (await t.allocate())["tickets"][0]
@@ -167,7 +162,7 @@ def test_restarted_manager_asks_the_servers_for_their_load(tmp_path: Path) -> No
     drive(tmp_path, scenario)
 
 
-def test_restarted_manager_finds_version_kept_for_evaluation(tmp_path: Path) -> None:
+def test_restarted_manager_finds_version_kept_for_evaluation(tmp_path):
     async def scenario(t: Trial) -> None:
         await t.ready(servers=2)
         await t.post("/evaluate", eval_id="e", split="eval", n=1)

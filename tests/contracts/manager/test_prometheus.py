@@ -1,7 +1,5 @@
 """The real Prometheus server scrapes a manager, and answers queries about it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
@@ -103,7 +101,7 @@ def _get(url: str) -> Any:
         return json.load(response)
 
 
-def test_prometheus_scrapes_every_number(tmp_path: Path) -> None:
+def test_prometheus_scrapes_every_number(tmp_path):
     def look(address: str, steps: Path) -> None:
         poll(lambda: values(address, "up") == [1.0], "the first scrape", BOUND_S)
         append(steps, train(6), train(7, **STEP), evaluation(7))

@@ -3,8 +3,6 @@
 Each case also says whether transformers runs the model. Where both run it, tensors and frequencies are compared.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -232,13 +230,13 @@ def sglang_builder(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def directories(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     return [case.write(root / str(number)) for number, case in enumerate(CASES)]
 
 
 @pytest.fixture(scope="module")
-def trainer_verdicts(directories: list[Path]) -> list[str | None]:
+def trainer_verdicts(directories):
     """A trainer's rank loads every directory, as far as it gets."""
 
     def body(rank: int, device: Device) -> list[str | None]:
@@ -254,9 +252,7 @@ def trainer_verdicts(directories: list[Path]) -> list[str | None]:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[name_of(case) for case in CASES])
-def test_all_readers_give_the_same_verdict(
-    number: int, directories: list[Path], trainer_verdicts: list[str | None]
-) -> None:
+def test_all_readers_give_the_same_verdict(number, directories, trainer_verdicts):
     case, path = CASES[number], directories[number]
     found = {"launcher": verdict(lambda: launcher(path, case)), "trainer": trainer_verdicts[number]}
     if case.head == "lm":  # servers serve the actor only
@@ -274,7 +270,7 @@ def test_all_readers_give_the_same_verdict(
 
 @pytest.mark.parametrize("head_dim", [2, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("theta", [500.0, 1e4, 5e5, 1e6])
-def test_frequencies_equal_those_of_transformers(theta: float, head_dim: int) -> None:
+def test_frequencies_equal_those_of_transformers(theta, head_dim):
     """Bit for bit, on sizes of real models."""
     long = LLAMA3 | {"factor": 8.0, "original_max_position_embeddings": 8192}
     ropes: dict[Rope, dict[str, Any]] = {
@@ -300,7 +296,7 @@ def run_in_transformers(path: Path, case: Case) -> Any:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[name_of(case) for case in CASES])
-def test_verdict_follows_transformers(number: int, directories: list[Path]) -> None:
+def test_verdict_follows_transformers(number, directories):
     case, path = CASES[number], directories[number]
     if case.runs is None:
         return

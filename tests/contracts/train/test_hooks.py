@@ -1,8 +1,5 @@
 """Hooks of a model function call, on real ranks: order, and offloading of a role."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +36,7 @@ class Probe:
         return CallOutcome({"step": float(request.step)}, {"s": 0.5})
 
 
-def test_hooks_run_in_order_on_every_rank(folders: dict[str, Path]) -> None:
+def test_hooks_run_in_order_on_every_rank(folders):
     config = make_config(roles={"ref": {"offload": "all"}})
     parts = [REFS[:5], REFS[5:]]
     a, b, probe = (f"{__name__}:{name}" for name in ("Hooks.a", "Hooks.b", "Probe"))
@@ -64,7 +61,7 @@ def test_hooks_run_in_order_on_every_rank(folders: dict[str, Path]) -> None:
         assert plain == offloaded == again and plain["tokens"] == sum(ref.loss_tokens for ref in REFS)
 
 
-def test_an_offloaded_role_is_written_and_stays_offloaded(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_an_offloaded_role_is_written_and_stays_offloaded(folders, tmp_path):
     config = make_config(roles={"ref": {"offload": "all"}})
     script: Script = [
         load("ref", folders, trainable=False),

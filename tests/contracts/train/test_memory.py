@@ -1,7 +1,5 @@
 """Nothing grows from train step to train step: a short form of benchmarks/memory.py, on two real ranks."""
 
-from __future__ import annotations
-
 import json
 
 import torch
@@ -26,7 +24,7 @@ def grows(values: list[int]) -> bool:
     return min(values[half:]) > max(values[:half])
 
 
-def test_rank_holds_no_more_after_many_steps() -> None:
+def test_rank_holds_no_more_after_many_steps():
     histories = run(STEPS, every=1)
     assert len(histories) == 2
     for history in histories:
@@ -39,7 +37,7 @@ def test_rank_holds_no_more_after_many_steps() -> None:
         assert late[-1].rss_bytes - late[0].rss_bytes < 16 << 20
 
 
-def test_torch_records_no_collectives_on_cpu() -> None:
+def test_torch_records_no_collectives_on_cpu():
     """By default it fills for a thousand steps, and then some megabytes stay."""
 
     def body(rank: int, device: Device) -> int:

@@ -1,9 +1,6 @@
 """The request loop on real ranks; only the stream to the master is played."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -47,7 +44,7 @@ D1 = ParallelLayout()
 IDS = [ref.sample_id for ref in REFS]
 
 
-def test_the_loop_serves_what_the_master_asks_for(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_the_loop_serves_what_the_master_asks_for(folders, tmp_path):
     layout = ParallelLayout(data=2, pipeline=2)
     mesh = whole_mesh(layout)
     parts = [REFS[:6], REFS[6:]]
@@ -103,7 +100,7 @@ def test_the_loop_serves_what_the_master_asks_for(folders: dict[str, Path], tmp_
     assert any(not torch.equal(after[name], before[name]) for name in before)
 
 
-def test_masked_tokens_are_in_no_loss(folders: dict[str, Path]) -> None:
+def test_masked_tokens_are_in_no_loss(folders):
     """Training counts the tokens that are left, and the log-probs of those are computed in their whole context."""
     layout = ParallelLayout(data=1)
     versions = {ref.sample_id: np.arange(ref.loss_tokens, dtype=np.int32) for ref in REFS}
@@ -137,7 +134,7 @@ def test_masked_tokens_are_in_no_loss(folders: dict[str, Path]) -> None:
         assert np.allclose(before[2:], after, atol=1e-4)
 
 
-def test_roles_get_data_from_outside_their_mesh(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_roles_get_data_from_outside_their_mesh(folders, tmp_path):
     """Each role runs on separate workers.
 
     actor d2 on workers 0, 1 has the samples; the others work on 2, 3, and the reference's answers go back.
@@ -195,7 +192,7 @@ def test_roles_get_data_from_outside_their_mesh(folders: dict[str, Path], tmp_pa
     assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
-def test_training_resumes_bit_by_bit_from_a_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_training_resumes_bit_by_bit_from_a_checkpoint(folders, tmp_path):
     """Saved while the next step is taken; loaded by workers that start anew and take that step again."""
     layout, config = ParallelLayout(data=2), make_config(train={"ppo": {"use_decoupled_loss": False}})
     parts = [REFS[:5], REFS[5:]]
@@ -267,9 +264,7 @@ KNOWN_HANDLERS = "actor_inf, actor_train, advantages, critic_inf, critic_train, 
     ],
     ids=["handler", "hook", "role of a call", "role to load", "role to save"],
 )
-def test_error_gets_a_one_line_reply(
-    folders: dict[str, Path], entry: tuple[str, msgspec.Struct], expected: str
-) -> None:
+def test_error_gets_a_one_line_reply(folders, entry, expected):
     """The worker ends after it."""
     script: Script = [load("actor", folders), entry, ("clear", ClearRequest([]))]
 

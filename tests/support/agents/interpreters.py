@@ -1,7 +1,5 @@
 """Interpreters in which the tests of agents run other packages: virtual environments that the Makefile makes."""
 
-from __future__ import annotations
-
 from tests.support.agents.trained import ROOT
 from tests.support.needs import lacks
 

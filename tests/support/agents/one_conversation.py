@@ -3,8 +3,6 @@
 It runs in that interpreter, without realsys. It prints the final answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 

@@ -3,8 +3,6 @@
 generation.backend=tests.support.agents.recorded_engine:Recorded generation.backend_args.path=FILE
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Jobs that train an agent of docs/examples/agents, and the comparison of their rows with what the engine saw."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One row in the layout of each published data set, and the answer or tests that it has."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

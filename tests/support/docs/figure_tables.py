@@ -1,7 +1,5 @@
 """What the marks `<!-- figures: NAME -->` of the pages stand for: tables of results, of the code, and of its layers."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable
 

@@ -14,8 +14,6 @@
 ``python -m tests.support.docs.figures`` (`make docs`) rewrites all pages. A test fails if a page differs from that.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The table of settings in docs/allocation.md, made by the predictor."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ run experiment=arith ──> curves.png ──> docs/images/arith_curves.png
                     ──> live display, 80x24 ──> docs/images/display.svg
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """Tables of staleness, ledger and agreement: one function per table, by the name in its mark (figures.py)."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

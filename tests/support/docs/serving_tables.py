@@ -1,7 +1,5 @@
 """Tables of servers, weights and messages: one function per table, by the name in its mark (figures.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tests.support.docs.figures import load, row_of, rows_of

@@ -1,7 +1,5 @@
 """Markdown tables of measured figures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 

@@ -1,7 +1,5 @@
 """Tables of the cost of training and of its processes: one function per table, by the name in its mark (figures.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

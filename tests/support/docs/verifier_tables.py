@@ -1,7 +1,5 @@
 """Tables of the verifiers: one function per table, by the name in its mark (figures.py)."""
 
-from __future__ import annotations
-
 from tests.support.docs.figures import load
 from tests.support.docs.table_layout import listing
 from tests.support.sandbox.attacks import read_attacks

@@ -1,7 +1,5 @@
 """The harm of a fault: to a file, a process or a clock."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

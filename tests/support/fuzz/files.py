@@ -1,7 +1,5 @@
 """Fuzz targets: readers of files and of the name store."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -328,11 +326,7 @@ def others(folder: Path) -> Iterator[Target]:
     dump = folder / "config.json"
     dump.write_text(Config().model_dump_json())
     yield Target(
-        "configuration",
-        spoilt(dump.read_bytes()),
-        through(dump, lambda: read_config(dump)),
-        (ConfigError,),
-        weight=0.3,
+        "configuration", spoilt(dump.read_bytes()), through(dump, lambda: read_config(dump)), (ConfigError,), weight=0.3
     )
     for kind in (Problem, Demonstration):
         reader: Any = LineReader(kind)

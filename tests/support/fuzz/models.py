@@ -1,7 +1,5 @@
 """Fuzz targets: readers of model folders, of tensors and of verifier processes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

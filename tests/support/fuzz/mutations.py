@@ -6,8 +6,6 @@
 A spoilt value still is JSON or msgpack, so that it passes the parser and meets the checks behind it.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """Every decoder that is fuzzed, in one list."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

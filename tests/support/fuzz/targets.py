@@ -1,7 +1,5 @@
 """One fuzzed decoder, and the outcome of its inputs."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections import Counter

@@ -5,8 +5,6 @@ attention is that of CUDA, whose operator keeps the same tensors here. torch's n
 number per row; on a CPU it is several operators that keep more, so ``_Norm`` replaces it.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable

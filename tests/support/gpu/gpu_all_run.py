@@ -1,7 +1,5 @@
 """Runs ``benchmarks.gpu_all``, as a user does, on a machine without a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Stand-ins of torch's variable-length attention: a reference in plain torch, behind the signature of any version."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Agents of users that call the model with OpenAI's client."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import openai

@@ -1,7 +1,5 @@
 """Agents of users, good and bad. Standard library only, because they run in any interpreter."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Loading what a run exports the way a user does: with transformers, offline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """A job over several hosts of a test: `realsys run` on the first one, an agent on each node."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tiny random models of a user: an HF directory with a byte-level BPE tokenizer and a chat template."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Invariants of a finished run: its ledger, from the journal event by event, and its statistics."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """A trial folder with recorded samples, made without a run: data, tokenizer, settings, one record per step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fingerprints of the manager: the parts of its state that decide. Only public names, so that a rename is noticed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Actions and faults of the small trial of ``ledger_world``, with their effect on the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +19,7 @@ from realsys.manager.messages import (
 from realsys.manager.routing.servers import UpdateOrder
 from realsys.types import PublishedVersion
 from tests.support.ledger.ledger_workers import Workers
-from tests.support.ledger.ledger_world import (
-    COPIER,
-    IN_GENERATION,
-    LATE,
-    SERVER,
-    Act,
-    Truth,
-    WorldState,
-)
+from tests.support.ledger.ledger_world import COPIER, IN_GENERATION, LATE, SERVER, Act, Truth, WorldState
 
 
 @dataclass

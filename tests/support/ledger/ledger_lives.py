@@ -1,7 +1,5 @@
 """The life of a small trial as manager and trainer write it, for tests that read the ledger."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,18 +7,10 @@ import msgspec
 
 from realsys.config.paths import TrialPaths
 from realsys.manager.decisions import ManagerState
-from realsys.manager.ledger.events import (
-    Event,
-)
+from realsys.manager.ledger.events import Event
 from realsys.manager.ledger.journal import encode_records
 from realsys.manager.ledger.tickets import ticket_ranges
-from realsys.manager.messages import (
-    AllocateRequest,
-    ClaimRequest,
-    FinishRequest,
-    RollBackRequest,
-    TrainedRequest,
-)
+from realsys.manager.messages import AllocateRequest, ClaimRequest, FinishRequest, RollBackRequest, TrainedRequest
 from realsys.types import PublishedVersion, Ticket
 from tests.support.ledger.manager_states import ANSWER, SETTINGS, address, update
 

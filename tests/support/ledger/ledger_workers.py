@@ -1,7 +1,5 @@
 """Actions of workers and network in the small trial of ``ledger_world``, with their effect on the model."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 

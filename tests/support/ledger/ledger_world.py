@@ -8,8 +8,6 @@ Each action updates the model (``truth``, ``weights``) by hand, and the model is
 stands still: an event that needs it (a lease that lapses, the grace of a finish) happens at any moment.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

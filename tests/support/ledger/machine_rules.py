@@ -1,27 +1,11 @@
 """Rules of the manager's random histories for all that is around it: servers, versions, workers, the clock."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    consumes,
-    multiple,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import Bundle, consumes, multiple, precondition, rule
 
 from realsys.manager.routing.servers import Probe, UpdateOrder
 from realsys.types import ServerAddress
-from tests.support.ledger.manager_model import (
-    ETA,
-    LEASE_S,
-    SERVERS,
-    WORKERS,
-    B,
-    ManagerModel,
-    Truth,
-)
+from tests.support.ledger.manager_model import ETA, LEASE_S, SERVERS, WORKERS, B, ManagerModel, Truth
 
 
 class SurroundingsMachine(ManagerModel):

@@ -1,7 +1,5 @@
 """Model of a manager that knows only its invariants. The rules that drive it are in the test."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field

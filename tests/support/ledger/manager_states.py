@@ -1,18 +1,10 @@
 """A ManagerState to test: made, brought to where tickets are granted, and driven in one line a thing."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
 from realsys.manager.decisions import ManagerSettings, ManagerState
-from realsys.manager.messages import (
-    AllocateRequest,
-    Answer,
-    FinishRequest,
-    ScheduleReply,
-    ScheduleRequest,
-)
+from realsys.manager.messages import AllocateRequest, Answer, FinishRequest, ScheduleReply, ScheduleRequest
 from realsys.manager.routing.servers import Probe, UpdateOrder
 from realsys.types import PublishedVersion, ServerAddress, Ticket
 

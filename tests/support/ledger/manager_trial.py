@@ -1,7 +1,5 @@
 """A manager to test: its real app on a real port, a memory name store, HTTP generation servers, a real journal."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """Simulates a run with known costs, and returns it as the planner would read it from a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise

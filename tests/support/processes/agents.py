@@ -1,7 +1,5 @@
 """Agents of other nodes as real processes, which a test can kill and suspend; and ends whose messages a test writes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -30,12 +28,7 @@ SHOWN = WITH_PARENT + READY + "print(os.getpid(), flush=True); ready(); signal.p
 
 
 def start_agent(
-    root: Path,
-    node: str,
-    output: Path,
-    wait_s: float = BOUND_S,
-    *options: str,
-    env: Mapping[str, str] | None = None,
+    root: Path, node: str, output: Path, wait_s: float = BOUND_S, *options: str, env: Mapping[str, str] | None = None
 ) -> Command:
     """Start ``realsys node-agent`` with ``env`` over our environment; its output goes to the end of ``output``."""
     argv = [*COMMAND, "node-agent", "--trial-dir", str(root), "--node", node, "--wait", str(wait_s), *options]

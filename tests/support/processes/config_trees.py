@@ -1,7 +1,5 @@
 """Configurations for tests, without hydra: composing through it takes a second per ten cases."""
 
-from __future__ import annotations
-
 import functools
 
 import yaml

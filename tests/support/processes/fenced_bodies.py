@@ -4,8 +4,6 @@
 those of the product; what each of them did can be seen in the trial folder or by a connected peer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import sys

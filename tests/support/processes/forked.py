@@ -4,8 +4,6 @@ The server has the modules of every kind of process. A launcher that it forks fo
 these have nothing left to import. A command in another folder, or on a machine without a server, is executed.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import select

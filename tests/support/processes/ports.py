@@ -1,7 +1,5 @@
 """Ports for servers that need a fixed one and keep it over a restart."""
 
-from __future__ import annotations
-
 import random
 import socket
 from pathlib import Path

@@ -3,8 +3,6 @@
 Ray's own module starts it (``ray.cluster_utils``). It runs in a child process, because Ray leaves threads behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Ranks at the rendezvous without a MasterWorker process: a bound socket stands in for it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A program that tells how it was started, for the tests of fork servers."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Runs a supervisor over small Python scripts that say over a socket when they are ready."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

@@ -1,7 +1,5 @@
 """A trial folder in which scripts run as worker ``tester``: real processes, a real name store."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """An OpenAI endpoint on loopback that judges by comparison, and misbehaves as a test says."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Reward services with real sockets and processes, on the event loop of one test."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -11,8 +11,6 @@ The first line of a file's docstring says what the program does; lines ``key: va
 A file with ``gained(outside)`` solves its task if that returns True, so a passing verdict shows that it got through.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Wrong programs: one change in the syntax tree of a right one, chosen by a seed, that its tests notice."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import random

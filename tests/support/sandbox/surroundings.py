@@ -1,7 +1,5 @@
 """The outside of a sandbox, as attacks look for it: files, servers, secrets, processes. It notes what reaches it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

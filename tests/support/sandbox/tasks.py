@@ -1,7 +1,5 @@
 """Short programming tasks in HumanEval's layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -3,8 +3,6 @@
 It shows that an attack is one: with this checker it gets a passing verdict.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Episodes with an address: the gateway over a real engine with the chat form of the tiny model, or a scripted one."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import tempfile

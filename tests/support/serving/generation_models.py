@@ -1,7 +1,5 @@
 """Small random HF models with their directories, and engines over them, for the tests of generation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field

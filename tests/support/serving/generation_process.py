@@ -4,8 +4,6 @@ Prints its URL. After N sampled tokens it pauses in the middle of completions; 0
 GenerationServer when its standard input ends.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small random models of every family, as transformers makes and saves them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

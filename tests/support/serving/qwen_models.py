@@ -1,7 +1,5 @@
 """Published sizes of Qwen2.5 and Qwen3 models as HF directories without weights: values of their config.json only."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Verifiers that misbehave, loaded by name in the pool's processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

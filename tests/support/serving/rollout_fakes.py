@@ -1,7 +1,5 @@
 """An engine and an agent of a GroupPlayer, in memory, that a test scripts."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The engine over SGLang with ``sglang_stand_in`` in its place, for tests of what starts, watches and updates one."""
 
-from __future__ import annotations
-
 import functools
 import os
 import queue

@@ -1,7 +1,5 @@
 """The real SGLang for tests: its interpreter, and an engine over it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

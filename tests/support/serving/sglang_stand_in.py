@@ -8,8 +8,6 @@ its answer, and a load at that time ends the process, as it does SGLang.
 Usage: sglang_stand_in.py [--fail | --silent | --reports] [--loads] [--idle] [--lingers] --port PORT
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import mmap

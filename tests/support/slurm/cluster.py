@@ -4,8 +4,6 @@ slurmctld ──┬─ slurmd -N vn0 ── slurmstepd ── tasks
             └─ slurmd -N vn1 ... each with its own port and its own (fake) GPUs
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

@@ -1,7 +1,5 @@
 """Trials as SLURM jobs, as a user with a second terminal sees them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

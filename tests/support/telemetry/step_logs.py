@@ -1,7 +1,5 @@
 """Step logs for tests of trackers, and the check that the table of fields has every field of a record."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

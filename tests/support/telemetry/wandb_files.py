@@ -1,7 +1,5 @@
 """Reader of the file that W&B writes offline: records of protobuf in blocks, as in the log of LevelDB."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import struct

@@ -1,7 +1,5 @@
 """A made-up trial: segments of spans and a step log with chosen times."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

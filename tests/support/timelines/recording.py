@@ -1,7 +1,5 @@
 """Spans that a test's own process records."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

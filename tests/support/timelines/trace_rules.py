@@ -1,7 +1,5 @@
 """Rules of ui.perfetto.dev for the JSON of trace events, as its importer applies them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A role trained, saved and loaded on real ranks: what the tests of checkpoints share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A character tokenizer in a directory, made once per process, for tests of what needs one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

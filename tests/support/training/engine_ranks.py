@@ -1,7 +1,5 @@
 """Engines on forked ranks, and the plain-torch model to hold them against."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,11 +57,7 @@ ANSWER_TOKENS = sum(ref.loss_tokens for ref in REFS)
 
 def make_config(dtype: str = "float32", **train: Any) -> Config:
     return Config.model_validate(
-        {
-            "model": {"dtype": dtype},
-            "generation": {"sampling": {"temperature": TEMPERATURE}},
-            "train": train,
-        }
+        {"model": {"dtype": dtype}, "generation": {"sampling": {"temperature": TEMPERATURE}}, "train": train}
     )
 
 

@@ -1,7 +1,5 @@
 """Lengths of sequences, in tokens: what packing, balancing and memory are tried on."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

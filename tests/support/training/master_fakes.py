@@ -3,8 +3,6 @@
 What writes to disk is a hand-written fake.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os
@@ -42,12 +40,7 @@ from tests.support.processes.config_trees import changed
 from tests.support.streams.simulated_workers import SimulatedWorkers
 
 BOUND_S = 60.0
-SMALL = (
-    "rollout.group_size=2",
-    "train.batch_groups=2",
-    "train.ppo.minibatches=2",
-    "asynchronous.max_staleness=1",
-)
+SMALL = ("rollout.group_size=2", "train.batch_groups=2", "train.ppo.minibatches=2", "asynchronous.max_staleness=1")
 
 
 class Manager:
@@ -193,10 +186,7 @@ class Run:
         self.workers: Any = SimulatedWorkers(flow, meshes, 1 + max(w for m in meshes.values() for w in m.workers))
         self.disk, self.stop, manager = Disk(self.manager), asyncio.Event(), self.manager
         self.versions = Versions(manager, self.disk.wrote)
-        decisions = IntakeState(
-            IntakeSettings.of(config),
-            trainer_incarnation="",
-        )
+        decisions = IntakeState(IntakeSettings.of(config), trainer_incarnation="")
         self.intake = Intake(decisions, self.workers, manager, self.versions.repair)  # type: ignore[arg-type]
         self.arguments = CallArguments(config, flow, config.train.total_steps)
         written: Any = {"publisher": self.versions, "checkpoints": self.disk, "step_log": self.records}

@@ -1,7 +1,5 @@
 """Train steps on two real ranks, and what each rank holds after them."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Packers of micro-batches, two ways without packing, and the figures by which the default is chosen."""
 
-from __future__ import annotations
-
 import statistics
 import time
 

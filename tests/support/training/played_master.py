@@ -1,7 +1,5 @@
 """A ModelWorker on real ranks, and the stream to its master, without the master."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -104,13 +102,7 @@ def make_config(**settings: Any) -> Config:
 
 
 def call(
-    handler: str,
-    role: str,
-    parts: list[Any],
-    *,
-    lr: float = 0.0,
-    before: Sequence[str] = (),
-    after: Sequence[str] = (),
+    handler: str, role: str, parts: list[Any], *, lr: float = 0.0, before: Sequence[str] = (), after: Sequence[str] = ()
 ) -> tuple[str, MfcRequest]:
     request = MfcRequest(handler, role, handler, 0, 0, [parts], {"lr": lr})
     request.pre_hooks, request.post_hooks = [*before], [*after]

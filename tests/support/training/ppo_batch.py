@@ -1,7 +1,5 @@
 """Tiny models of all roles and one batch, for tests of the interfaces on real ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Records of single-turn samples, as most tests want them: a prompt, then one completion that is trained."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

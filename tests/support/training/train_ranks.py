@@ -1,7 +1,5 @@
 """ModelWorkers as forked processes: the imports are paid once, and torch.distributed is real."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

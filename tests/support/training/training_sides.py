@@ -1,7 +1,5 @@
 """A ManagerState and what training sides say to it, in one line a thing."""
 
-from __future__ import annotations
-
 from realsys.manager.decisions import ManagerState
 from realsys.manager.messages import (
     ClaimReply,

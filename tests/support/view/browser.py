@@ -1,7 +1,5 @@
 """A page of a trial in a headless browser, for tests that are not coroutines."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import tempfile

@@ -1,7 +1,5 @@
 """A headless Chromium that a test or a picture drives over its DevTools protocol. It has a profile of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -3,8 +3,6 @@
 The page of an ended trial has no servers; pictures of a run that goes on are made by its manager's address and token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from pathlib import Path

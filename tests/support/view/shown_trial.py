@@ -1,7 +1,5 @@
 """A small trial folder with everything that the page and the sample viewer show, some of it hostile."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

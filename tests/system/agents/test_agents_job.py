@@ -1,7 +1,5 @@
 """Whole jobs with agents: the built-in ones, and those of a user with base_url, where they run and when they fail."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,13 +51,13 @@ def trained(job: Job) -> list[dict[str, Any]]:
     return steps
 
 
-def test_multi_turn_trains_on_two_tries(tmp_path: Path) -> None:
+def test_multi_turn_trains_on_two_tries(tmp_path):
     steps = trained(run_agent(tmp_path, "arith_multi_turn"))
     assert all(step["metrics"]["turns"] > 1.0 for step in steps)
 
 
 @pytest.mark.parametrize("tool", ["calculator", pytest.param("python", marks=pytest.mark.needs("bwrap"))])
-def test_tool_use_trains_on_calls_and_results(tmp_path: Path, tool: str) -> None:
+def test_tool_use_trains_on_calls_and_results(tmp_path, tool):
     """The demonstrations are calls only, so that few steps teach them; a low temperature keeps their syntax."""
     response = f'<tool_call>{{"name": "{tool}", "arguments": {{{ARGUMENTS[tool]}}}}}</tool_call>'
     prompt = "[{role: user, content: '{prompt}'}]"
@@ -70,14 +68,14 @@ def test_tool_use_trains_on_calls_and_results(tmp_path: Path, tool: str) -> None
     assert any(step["metrics"]["tool_calls"] > step["metrics"]["tool_errors"] for step in steps)
 
 
-def test_openai_client_trains_in_the_worker(tmp_path: Path) -> None:
+def test_openai_client_trains_in_the_worker(tmp_path):
     env = {"PYTHONPATH": str(ROOT / "docs" / "examples")}
     agent = ["rollout.agent=captured_agent:run", "rollout.agent_args.wrong=-1.0"]
     steps = trained(run_agent(tmp_path, "arith_chat", *agent, env=env))
     assert all(step["metrics"]["tries"] > 1.0 for step in steps)
 
 
-def test_plain_function_trains_in_its_own_interpreter(tmp_path: Path) -> None:
+def test_plain_function_trains_in_its_own_interpreter(tmp_path):
     (tmp_path / "plain.py").write_text(PLAIN)
     python = Path(sys.executable).resolve()
     agent = ["rollout.agent=plain:Plain", f"rollout.agent_python={python}", "rollout.agent_args.bonus=0.5"]
@@ -85,7 +83,7 @@ def test_plain_function_trains_in_its_own_interpreter(tmp_path: Path) -> None:
     assert all(step["metrics"]["outer"] == 1.0 for step in steps)
 
 
-def test_tokens_are_trained_at_the_temperature_asked_for(tmp_path: Path) -> None:
+def test_tokens_are_trained_at_the_temperature_asked_for(tmp_path):
     """The weights do not change, so trainer and engine must agree on every token: two ranks, and a reference."""
     (tmp_path / "cool.py").write_text(COOL)
     settings = [
@@ -108,7 +106,7 @@ def test_tokens_are_trained_at_the_temperature_asked_for(tmp_path: Path) -> None
     ],
     ids=["defect", "timeout"],
 )
-def test_agent_that_always_fails_ends_the_run(tmp_path: Path, run: str, settings: list[str], cause: str) -> None:
+def test_agent_that_always_fails_ends_the_run(tmp_path, run, settings, cause):
     (tmp_path / "failing.py").write_text(FAILING)
     settings = [f"rollout.agent=failing:{run}", "rollout.workers=1", "warmup.steps=2", *settings]
     job = run_agent(tmp_path, "arith_chat", *settings, env={"PYTHONPATH": str(tmp_path)})

@@ -1,17 +1,13 @@
 """`realsys status`, `audit`, `samples`, `replay` and Ctrl-C, on a trial that runs, has ended, or is damaged."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
-from pathlib import Path
 
 import pytest
 
 from realsys.launch.cli import main
 from tests.support.jobs.jobs import processes_of
-from tests.system.conftest import Interrupted
 
 pytestmark = pytest.mark.system
 
@@ -22,12 +18,12 @@ COMMANDS = ("status", "audit", "samples", "replay")
     ("command", "text"),
     [("status", "arith/interrupted: running, phase train"), ("audit", "no ticket"), ("samples", "[v")],
 )
-def test_command_reads_a_trial_that_runs(interrupted: Interrupted, command: str, text: str) -> None:
+def test_command_reads_a_trial_that_runs(interrupted, command, text):
     done = interrupted.while_it_ran[command]
     assert (done.returncode, done.stderr) == (0, "") and text in done.stdout
 
 
-def test_ctrl_c_stops_everything_within_ten_seconds(interrupted: Interrupted) -> None:
+def test_ctrl_c_stops_everything_within_ten_seconds(interrupted):
     job = interrupted.job
     assert job.returncode == 130, job.report()
     assert interrupted.stopped_s < 10
@@ -71,9 +67,7 @@ DAMAGES: dict[tuple[str, str], dict[str, tuple[int, str]]] = {
 
 
 @pytest.mark.parametrize(("pattern", "damage"), DAMAGES)
-def test_damaged_file_is_one_line_to_affected_commands(
-    pattern: str, damage: str, interrupted: Interrupted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_file_is_one_line_to_affected_commands(pattern, damage, interrupted, tmp_path, capsys):
     root = tmp_path / "trial"
     shutil.copytree(interrupted.root, root)
     damaged = list(root.glob(pattern))
@@ -103,9 +97,7 @@ NO_TRIAL = [(command, folder) for command in COMMANDS for folder in ("nowhere", 
 
 
 @pytest.mark.parametrize(("command", "folder"), [*NO_TRIAL, ("status", "")])
-def test_folder_without_a_trial_is_one_line(
-    command: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folder_without_a_trial_is_one_line(command, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
@@ -117,9 +109,7 @@ def test_folder_without_a_trial_is_one_line(
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "3", '{"experiment": "a", "trial": "b"}'])
-def test_wrong_summary_is_one_line(
-    content: str, interrupted: Interrupted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_summary_is_one_line(content, interrupted, tmp_path, capsys):
     shutil.copy(interrupted.root / "config.json", tmp_path)
     (tmp_path / "summary.json").write_text(content)
     assert main(["status", str(tmp_path)]) == 2
@@ -127,9 +117,7 @@ def test_wrong_summary_is_one_line(
 
 
 @pytest.mark.parametrize("record", ['{"kind":"train"}', '{"kind":"train","step":"x","tickets":3}', '{"kind":"eval"}'])
-def test_incomplete_step_records_stop_no_command(
-    record: str, interrupted: Interrupted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_incomplete_step_records_stop_no_command(record, interrupted, tmp_path, capsys):
     for name in ("config.json", "ledger.jsonl", "steps.jsonl"):
         shutil.copy(interrupted.root / name, tmp_path)
     with (tmp_path / "steps.jsonl").open("a") as log:

@@ -1,12 +1,9 @@
 """`realsys eval` of a model folder, of a trial, and of the servers of a trial in training, with every process real."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import pytest
 from realsys.config.paths import TrialPaths
 from realsys.observe.evaluation_records import read_samples
 from realsys.observe.step_log import read_steps
-from tests.support.jobs.jobs import SMALL, Job, LiveJob, arith, processes_of, realsys, run_arith, running
+from tests.support.jobs.jobs import SMALL, arith, processes_of, realsys, run_arith, running
 from tests.support.processes.forked import COMMAND
 from tests.support.training.data_models import jsonl
 from tests.system.conftest import ENDLESS
@@ -47,14 +44,14 @@ def everything(root: Path) -> dict[Path, tuple[int, int]]:
 
 
 @pytest.fixture(scope="module")
-def greedy(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def greedy(tmp_path_factory):
     """A finished trial whose evaluations are greedy. No test may change it."""
     settings = [*GREEDY, "train.total_steps=2", "warmup.steps=60", "checkpoint.hf_every_steps=1"]
     return run_arith(tmp_path_factory.mktemp("runs"), "greedy", *settings).completed()
 
 
 @pytest.fixture(scope="module")
-def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveJob]:
+def training(tmp_path_factory):
     """A trial that trains until the end of the module."""
     root, argv = arith(tmp_path_factory.mktemp("runs"), "training", *ENDLESS, "checkpoint.every_steps=2")
     with running(root, argv) as live:

@@ -1,9 +1,6 @@
 """`realsys play` with an engine, a gateway and verifiers that are real, and agents of a user."""
 
-from __future__ import annotations
-
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +23,7 @@ async def run(data, base_url, http_client, wrong=False):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     """An untrained chat model."""
     folder, config = tmp_path_factory.mktemp("model"), compose(["experiment=arith_chat"])
     write_char_tokenizer(folder, chat=True)
@@ -35,13 +32,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def agent(tmp_path, monkeypatch):
     (tmp_path / "played.py").write_text(textwrap.dedent(AGENT))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
 
 
-def test_agent_is_played_with_its_rows_and_reward(model: Path) -> None:
+def test_agent_is_played_with_its_rows_and_reward(model):
     done = realsys("play", "experiment=arith_chat", f"model.path={model}", "rollout.agent=played:run", "--tasks", 2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\n  sampled    ") == done.stdout.count("\n  row 0      ") == 2
@@ -49,7 +46,7 @@ def test_agent_is_played_with_its_rows_and_reward(model: Path) -> None:
     assert done.stdout.endswith("2 played, 0 failed, mean reward 0.5\n")
 
 
-def test_server_of_the_user_is_asked(model: Path) -> None:
+def test_server_of_the_user_is_asked(model):
     words = ["experiment=arith_chat", f"model.path={model}", "rollout.agent=played:run", "--tasks", 1, "--server"]
     config = compose(["experiment=arith_chat", f"model.path={model}"])
     with serving(make_backend(config).build(engine_parts(config, model))) as url:
@@ -61,7 +58,7 @@ def test_server_of_the_user_is_asked(model: Path) -> None:
     assert f"--server='{url}': does not answer as a generation server: " in refused.stderr
 
 
-def test_error_of_an_agent_has_its_line(model: Path) -> None:
+def test_error_of_an_agent_has_its_line(model):
     words = ["experiment=arith_chat", "rollout.agent=played:run", "rollout.agent_args={wrong: true}", "--tasks", 1]
     done = realsys("play", model, *words)
     assert done.returncode == 1

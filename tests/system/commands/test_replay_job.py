@@ -1,7 +1,5 @@
 """A step of a real run, shown and repeated from what the run recorded of it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -26,7 +24,7 @@ def everything(root: Path) -> dict[Path, tuple[int, int]]:
 
 
 @pytest.fixture
-def copy(job, tmp_path) -> TrialPaths:
+def copy(job, tmp_path):
     """The trial, to be damaged."""
     root = tmp_path / "recorded"
     shutil.copytree(job.root, root)

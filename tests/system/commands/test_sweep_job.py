@@ -1,9 +1,6 @@
 """`realsys sweep` with two real trials, read from Python."""
 
-from __future__ import annotations
-
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -22,9 +19,7 @@ TINY = [
 ]
 
 
-def test_trials_are_run_once_and_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trials_are_run_once_and_read(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["sweep", *TINY, "train.optimizer.lr=1e-4,1e-3", "--trial", "s", "--plain"]
     done = subprocess.run([*own_words(), *words], capture_output=True, text=True, timeout=BOUND_S, check=False)

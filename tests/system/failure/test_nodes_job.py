@@ -1,10 +1,7 @@
 """A whole job over two nodes. Its launcher coordinates agents; a spare takes the place of one that is killed."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -41,7 +38,7 @@ def run_with_agent(fileroot: Path, trial: str, *overrides: str) -> Job:
     return job
 
 
-def test_machine_without_gpus_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_machine_without_gpus_ends_the_run_at_once(tmp_path):
     """One line and exit code 2 before any worker starts; the agent ends with the run."""
     gpus = ("cluster.nodes=1", "cluster.gpus_per_node=2", "allocation=serve.d1+d1")
     job = run_with_agent(tmp_path, "gpus", *gpus)
@@ -50,7 +47,7 @@ def test_machine_without_gpus_ends_the_run_at_once(tmp_path: Path) -> None:
     assert [log.name for log in job.paths.logs.glob("*")] == ["trackers.log"]
 
 
-def test_etcd_of_another_run_ends_this_one(tmp_path: Path, etcd_server: Any) -> None:
+def test_etcd_of_another_run_ends_this_one(tmp_path, etcd_server):
     """It has the port on the first node, and answers. No worker starts."""
     address = f"cluster.name_store.address={etcd_server.address}"
     own = ("cluster.nodes=1", "allocation=serve.d1+d1", "name_store=etcd", "cluster.name_store.start=true", address)
@@ -66,7 +63,7 @@ def kinds_of(agent: Command) -> set[str]:
     return {part.rpartition(".")[2] for child in children for part in child.cmdline()[3:4]}
 
 
-def test_spare_takes_the_place_of_a_killed_node(tmp_path: Path) -> None:
+def test_spare_takes_the_place_of_a_killed_node(tmp_path):
     [port] = lasting_ports(1)
     root, argv = arith(tmp_path, "nodes", *SETTINGS, f"cluster.name_store.address=127.0.0.1:{port}")
     agents = [start_agent(root, f"host{letter}", tmp_path / f"{letter}.txt") for letter in "abc"]

@@ -1,7 +1,5 @@
 """Runs that have nothing (more) to learn from: each ends in time with a message that names the cause."""
 
-from __future__ import annotations
-
 import json
 import re
 

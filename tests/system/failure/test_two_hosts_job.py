@@ -1,13 +1,10 @@
 """A whole job over two hosts: each process runs on the node that the plan gave it, and finds its own address."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
@@ -49,7 +46,7 @@ def started(hosts: Hosts, specs: Sequence[ProcessSpec]) -> Iterator[dict[str, su
             process.wait()
 
 
-def test_planned_job_runs_over_two_hosts(tmp_path: Path) -> None:
+def test_planned_job_runs_over_two_hosts(tmp_path):
     config = resolve(compose([*SMALL, *SETTINGS, f"fileroot={tmp_path}", "trial=t"]), now=datetime.now())
     machine, paths = Machine(cpus=2, memory_bytes=64 << 30), TrialPaths.of(config)
     specs = plan(config, paths, seats_of(config, machine, nodes_of(config, machine)), "two-hosts")

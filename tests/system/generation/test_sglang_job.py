@@ -5,7 +5,7 @@ import pytest
 
 from realsys.observe.timeline.clocked_spans import read_timeline
 from realsys.observe.timeline.ways import groups_of_batch, ways_of
-from tests.support.jobs.jobs import Job, processes_of, run_arith
+from tests.support.jobs.jobs import processes_of, run_arith
 from tests.support.jobs.ledgers import check_ledger, check_staleness
 from tests.support.serving.sglang_server import needs_sglang
 
@@ -14,7 +14,7 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory) -> Job:
+def job(tmp_path_factory):
     needs_sglang()
     root = tmp_path_factory.mktemp("runs")
     settings = ["generation=sglang", f"train.total_steps={STEPS}", "cluster.connect_timeout_s=400"]

@@ -1,13 +1,9 @@
 """A whole job with a critic and a reference model, and one that resumes from its checkpoint."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from realsys.observe.step_log import StepTail
-from tests.support.jobs.jobs import Job, run_arith
+from tests.support.jobs.jobs import run_arith
 from tests.support.jobs.ledgers import check_finite, check_ledger, check_staleness
 from tests.support.telemetry.step_logs import undocumented
 
@@ -19,7 +15,7 @@ CRITIC += ["train.ppo.kl.target=0.1", "evaluation.problems=0", "rollout.workers=
 
 
 @pytest.fixture(scope="module")
-def critic_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def critic_job(tmp_path_factory):
     """Three models on separate workers, and a checkpoint of step 2."""
     return run_arith(
         tmp_path_factory.mktemp("runs"),
@@ -32,7 +28,7 @@ def critic_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     ).completed()
 
 
-def test_critic_and_reference_run_on_separate_workers(critic_job: Job) -> None:
+def test_critic_and_reference_run_on_separate_workers(critic_job):
     check_finite(critic_job, "loss", "advantages/return_mean", "critic_train/loss", "critic_train/grad_norm")
     first = critic_job.records("train")[0]["stats"]
     assert first["advantages/kl_ref_mean"] == pytest.approx(0, abs=1e-6), "the reference is the warmed-up actor"
@@ -41,7 +37,7 @@ def test_critic_and_reference_run_on_separate_workers(critic_job: Job) -> None:
     check_staleness(critic_job, 4)
 
 
-def test_run_resumes_in_another_layout(critic_job: Job, tmp_path: Path) -> None:
+def test_run_resumes_in_another_layout(critic_job, tmp_path):
     """Steps, versions, schedule and prompts continue from the checkpoint; admission is right from the start.
 
     So do the critic, and the reference, which is the first trial's actor after its warm-up.

@@ -1,14 +1,12 @@
 """A whole job with two data sets of evaluations: several samples per problem and greedy, during training, too."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
 from realsys.observe.evaluation_records import read_result, read_samples, stored_evaluations
-from tests.support.jobs.jobs import Job, run_arith
+from tests.support.jobs.jobs import run_arith
 
 pytestmark = pytest.mark.system
 STEPS = 3
@@ -16,7 +14,7 @@ PROBLEMS = [{"prompt": f"a{x}b{y}=", "answer": f"{x + y}"} for x in (3, 4) for y
 
 
 @pytest.fixture(scope="module")
-def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def evaluated(tmp_path_factory):
     """A finished run: the held-out problems with n=4, problems of a file greedily."""
     root: Path = tmp_path_factory.mktemp("evaluated")
     file = root / "sums.jsonl"
@@ -33,7 +31,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return run_arith(root, "evaluated", *settings).completed()
 
 
-def test_each_set_has_its_evaluations(evaluated: Job):
+def test_each_set_has_its_evaluations(evaluated):
     records = {record["eval_id"]: record for record in evaluated.records("eval")}
     during = {"step-1.sums", "step-2", "step-2.sums"}
     assert records.keys() == {"before", "before.sums", "after", "after.sums"} | during
@@ -45,7 +43,7 @@ def test_each_set_has_its_evaluations(evaluated: Job):
     assert [*records["after"]["pass_at"]] == ["1", "2", "4"] and [*records["after.sums"]["pass_at"]] == ["1"]
 
 
-def test_completions_of_evaluations_are_stored(evaluated: Job):
+def test_completions_of_evaluations_are_stored(evaluated):
     root = evaluated.paths.evaluations
     assert len(stored_evaluations(root)) == 7
     samples = read_samples(root / f"after-{STEPS}")
@@ -55,12 +53,12 @@ def test_completions_of_evaluations_are_stored(evaluated: Job):
     assert len({s.completion for s in samples if s.problem == 0}) > 1, "samples of a problem have different seeds"
 
 
-def test_set_of_a_file_has_its_references(evaluated: Job):
+def test_set_of_a_file_has_its_references(evaluated):
     samples = read_samples(evaluated.paths.evaluations / f"after-{STEPS}.sums")
     assert [s.problem for s in samples] == [*range(len(PROBLEMS))] and {s.set for s in samples} == {"sums"}
     assert [s.reference for s in samples] == [row["answer"] for row in PROBLEMS]
 
 
-def test_terminal_shows_interval_and_numbers_asked(evaluated: Job):
+def test_terminal_shows_interval_and_numbers_asked(evaluated):
     assert "evaluation before: accuracy " in evaluated.stdout and "(16 problems x 4)" in evaluated.stdout
     assert "evaluation after.sums" in evaluated.stdout and f"({len(PROBLEMS)} problems)" in evaluated.stdout

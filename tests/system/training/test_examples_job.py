@@ -1,7 +1,5 @@
 """Whole jobs with the examples of docs/examples, from a folder outside the checkout, against an installed package."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -29,7 +27,7 @@ BUDGET, PROBLEMS = 40, 40
 
 
 @pytest.fixture(scope="module")
-def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def outside(tmp_path_factory):
     """A user's folder with the examples, next to realsys as pip installs it."""
     folder = tmp_path_factory.mktemp("user")
     source = folder / "source"
@@ -53,7 +51,7 @@ def run_outside(outside: Path, root: Path, argv: list[str]) -> Job:
     return live.job.completed()
 
 
-def test_loss_agent_environment_and_transport_train_together(outside: Path, tmp_path: Path) -> None:
+def test_loss_agent_environment_and_transport_train_together(outside, tmp_path):
     copies = tmp_path / "copies"
     copies.mkdir()
     tests = [{"input": "", "output": "1"}]
@@ -95,7 +93,7 @@ def test_loss_agent_environment_and_transport_train_together(outside: Path, tmp_
     assert processes_of(job.root) == []
 
 
-def test_files_of_the_tutorial_train_together(tmp_path: Path) -> None:
+def test_files_of_the_tutorial_train_together(tmp_path):
     """Rows, verifier, agent and loss in one job, with the settings of its file, on a model that knows nothing yet."""
     files = ROOT / "docs" / "examples" / "tutorial"
     rows = subprocess.run([sys.executable, files / "rows.py"], capture_output=True, text=True, check=True).stdout
@@ -119,7 +117,7 @@ def test_files_of_the_tutorial_train_together(tmp_path: Path) -> None:
         assert 1 <= step["metrics"]["tries"] <= 2 and 0 <= step["metrics"]["right_sums"] <= 1
 
 
-def test_backend_that_echoes_serves_a_whole_job(outside: Path, tmp_path: Path) -> None:
+def test_backend_that_echoes_serves_a_whole_job(outside, tmp_path):
     settings = [
         "allocation=serve.d1+d1",
         "generation.backend=backend:Echo",

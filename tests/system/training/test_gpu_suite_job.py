@@ -1,9 +1,6 @@
 """The command that runs everything that needs a GPU, on a machine without one: skipped, or on the CPU."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ SGLANG = 8
 ITEMS = range(SGLANG) if os.environ.get("REALSYS_EXPLORE") == "1" else [int(os.environ.get("REALSYS_DAY", 0)) % SGLANG]
 
 
-def test_every_row_says_that_there_is_no_gpu(tmp_path: Path) -> None:
+def test_every_row_says_that_there_is_no_gpu(tmp_path):
     """A benchmark and a file of tests."""
     code, output, rows = gpu_all(tmp_path / "out", "--budget", "280", "--items", "1", "7")
     assert code == 0, output
@@ -26,12 +23,12 @@ def test_every_row_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     assert output.splitlines()[-1].split()[:3] == ["7", "generation_rate", "skipped"]
 
 
-def test_item_out_of_time_is_a_row(tmp_path: Path) -> None:
+def test_item_out_of_time_is_a_row(tmp_path):
     code, _, rows = gpu_all(tmp_path / "out", "--budget", "0.1", "--items", "0", "1")
     assert [row["result"] for row in rows] == ["out of time", "not run"] and code == 1
 
 
 @pytest.mark.parametrize("item", ITEMS)
-def test_item_runs_on_the_cpu(item: int, tmp_path: Path) -> None:
+def test_item_runs_on_the_cpu(item, tmp_path):
     """A typo must not wait for a GPU."""
     check_on_cpu(item, tmp_path / "out")

@@ -1,7 +1,5 @@
 """A whole job whose completions are judged by a model behind an OpenAI endpoint, and judged again afterwards."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -36,7 +34,7 @@ def settings(url: str) -> list[str]:
     ]
 
 
-def test_judge_decides_the_rewards_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_decides_the_rewards_of_a_job(tmp_path, monkeypatch):
     """Malformed verdicts and a busy endpoint in between cost no wrong reward. The live run can be judged again."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
     faults = ["", "429", "malformed", "500", "truncated", "nan", "range"]
@@ -65,7 +63,7 @@ def test_judge_decides_the_rewards_of_a_job(tmp_path: Path, monkeypatch: pytest.
     assert processes_of(job.root) == []
 
 
-def test_wrong_key_ends_the_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_key_ends_the_run_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with judge_endpoint(always="401") as endpoint:
         job = run_arith(tmp_path / "runs", "refused", *settings(endpoint.url))

@@ -36,7 +36,7 @@ SMALL = [
 
 
 @pytest.fixture
-def problems(tmp_path) -> Path:
+def problems(tmp_path):
     path = tmp_path / "problems.jsonl"
     lines = [{"prompt": f"What is {k} + {k + 3}?", "answer": str(2 * k + 3)} for k in range(PROBLEMS)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

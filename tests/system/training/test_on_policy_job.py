@@ -1,9 +1,6 @@
 """Staleness bound 0: every batch is of exactly one version, also after the training side went back to a checkpoint."""
 
-from __future__ import annotations
-
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +24,7 @@ ON_POLICY = [
 ]
 
 
-def test_eta_zero_trains_one_version_per_batch(tmp_path: Path) -> None:
+def test_eta_zero_trains_one_version_per_batch(tmp_path):
     """Also after the training side went back to a checkpoint."""
     root, argv = arith(tmp_path, "on-policy", *ON_POLICY)
     with running(root, argv) as live:

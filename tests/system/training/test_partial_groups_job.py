@@ -1,9 +1,5 @@
 """A whole job in which some completions have no verdict: groups are trained without them, and none has reward 0."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from realsys.train.record_files import read_arrays, read_record, recorded_steps
@@ -24,7 +20,7 @@ def verify(item):
 """
 
 
-def test_groups_train_without_undecided_episodes(tmp_path: Path) -> None:
+def test_groups_train_without_undecided_episodes(tmp_path):
     (tmp_path / "picky.py").write_text(VERIFIER)
     settings = [
         "data.verifier=picky:verify",

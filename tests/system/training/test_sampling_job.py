@@ -1,9 +1,5 @@
 """A whole job with every choice by outcome: filter and refill, over-sampling, choice of episodes, curriculum."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.support.jobs.jobs import run_arith
@@ -27,7 +23,7 @@ SETTINGS = [
 ]
 
 
-def test_every_choice_by_outcome_ends_each_ticket_once(tmp_path: Path) -> None:
+def test_every_choice_by_outcome_ends_each_ticket_once(tmp_path):
     job = run_arith(tmp_path, "sampling", *SETTINGS).completed()
     steps = job.records("train")
     assert [step["signal"]["equal"] for step in steps] == [0.0] * 4, "a group without a signal was trained"

@@ -1,7 +1,5 @@
 """Whole jobs of the training side: several models on shared and separate workers, published algorithms, checkpoints."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -35,7 +33,7 @@ def make_reward_model(path: Path) -> Path:
     return path
 
 
-def test_reward_model_scores_and_offloads(tmp_path: Path) -> None:
+def test_reward_model_scores_and_offloads(tmp_path):
     scorer = make_reward_model(tmp_path / "scorer")
     job = run_arith(
         tmp_path,
@@ -52,7 +50,7 @@ def test_reward_model_scores_and_offloads(tmp_path: Path) -> None:
     assert all(step["stats"]["grad_norm"] > 0 for step in job.records("train"))
 
 
-def test_dynamic_sampling_replaces_groups_and_every_ticket_ends(tmp_path: Path) -> None:
+def test_dynamic_sampling_replaces_groups_and_every_ticket_ends(tmp_path):
     """DAPO: groups without a right answer, or without a wrong one, are dropped."""
     job = run_arith(tmp_path, "dapo", "algorithm=dapo", *SIMPLE, "train.ppo.overlong.buffer=16", *QUICK[:3]).completed()
     dropped = sum(step["dropped_filtered"] for step in job.records("train"))
@@ -61,7 +59,7 @@ def test_dynamic_sampling_replaces_groups_and_every_ticket_ends(tmp_path: Path) 
     assert ledger.counts.filtered()["success_rate"] >= dropped
 
 
-def test_adapters_are_trained_and_served_merged(tmp_path: Path) -> None:
+def test_adapters_are_trained_and_served_merged(tmp_path):
     """Only adapters learn; the export is a plain model that differs from the base in the targeted weights."""
     job = run_arith(
         tmp_path,
@@ -81,14 +79,14 @@ def test_adapters_are_trained_and_served_merged(tmp_path: Path) -> None:
     load_checkpoint(job.root / "hf" / "step-2", "a1b2=")
 
 
-def test_folder_without_a_checkpoint_is_refused_at_start(tmp_path: Path) -> None:
+def test_folder_without_a_checkpoint_is_refused_at_start(tmp_path):
     job = run(*arith(tmp_path, "none", f"resume={tmp_path}", *QUICK))
     assert job.returncode == 2
     assert "resume" in job.stderr and job.stderr.count("\n") == 1
     assert not job.root.exists()
 
 
-def test_examples_of_algorithm_and_loss_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_algorithm_and_loss_run(tmp_path, monkeypatch):
     """docs/examples/distill.py adds a role, a call handler and an algorithm; loss.py a loss."""
     monkeypatch.setenv("PYTHONPATH", str(DOCS / "examples"))
     write_char_tokenizer(tmp_path / "teacher")

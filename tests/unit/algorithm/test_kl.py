@@ -1,7 +1,5 @@
 """KL estimators: their numbers, what their gradients estimate, and the controller of the coefficient."""
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess
@@ -33,7 +31,7 @@ Kind = Literal["k1", "k2", "k3"]
         ("k3", [0.5 - 1 + math.log(2), 0.0, 4 - 1 - math.log(4)]),  # ref / policy = 1/2, 1, 4
     ],
 )
-def test_estimators(kind: Kind, expected: list[float]) -> None:
+def test_estimators(kind, expected):
     policy, ref = torch.tensor([0.5, 0.3, 0.2]).log(), torch.tensor([0.25, 0.3, 0.8]).log()
     assert kl_estimate(policy, ref, kind).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
@@ -54,7 +52,7 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_unbiased_estimators_have_the_divergence_as_their_mean(kind: Kind) -> None:
+def test_unbiased_estimators_have_the_divergence_as_their_mean(kind):
     log_p = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64).log_softmax(0)
     mean = (log_p.exp() * kl_estimate(log_p, REFERENCE, kind)).sum()
     assert mean.item() == pytest.approx(divergence(log_p, REFERENCE).item())
@@ -68,21 +66,21 @@ def test_unbiased_estimators_have_the_divergence_as_their_mean(kind: Kind) -> No
         ("k3", lambda log_p: divergence(REFERENCE, log_p)),  # the other way round
     ],
 )
-def test_mean_gradient_of_an_estimator_in_the_loss(kind: Kind, objective: Callable[[Tensor], Tensor]) -> None:
+def test_mean_gradient_of_an_estimator_in_the_loss(kind, objective):
     """Tokens are drawn by the policy, then the estimator is differentiated (docs/algorithms.md)."""
     found = gradient(lambda log_p: (log_p.exp().detach() * kl_estimate(log_p, REFERENCE, kind)).sum())
     assert found == pytest.approx(gradient(objective), abs=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "exact"), [("k1", True), ("k2", False), ("k3", False)])
-def test_policy_gradient_of_estimator_in_reward(kind: Kind, exact: bool) -> None:
+def test_policy_gradient_of_estimator_in_reward(kind, exact):
     """In the reward the estimator is a number that weighs the gradient of the log-prob: only k1 is right there."""
     found = gradient(lambda log_p: (log_p.exp().detach() * kl_estimate(log_p, REFERENCE, kind).detach() * log_p).sum())
     right = gradient(lambda log_p: divergence(log_p, REFERENCE))
     assert (found == pytest.approx(right, abs=1e-12)) is exact
 
 
-def test_k3_of_a_hopeless_token_stays_finite() -> None:
+def test_k3_of_a_hopeless_token_stays_finite():
     theta = torch.tensor([-400.0, 0.0], requires_grad=True)
     loss = kl_estimate(theta, torch.tensor([0.0, -400.0]), "k3").sum()
     loss.backward()
@@ -102,13 +100,13 @@ def test_k3_of_a_hopeless_token_stays_finite() -> None:
         (-1.0, 0.05 * (1 - 0.2 * 0.3)),
     ],
 )
-def test_coefficient_follows_the_clipped_error(kl: float, expected: float) -> None:
+def test_coefficient_follows_the_clipped_error(kl, expected):
     controller = AdaptiveKL(0.05, target=0.1, horizon=10_000)
     controller.update(kl, 3_000)
     assert controller.coef == pytest.approx(expected)
 
 
-def test_coefficient_reaches_the_target_of_a_simple_plant() -> None:
+def test_coefficient_reaches_the_target_of_a_simple_plant():
     controller = AdaptiveKL(0.01, target=0.1, horizon=1000)
     for _ in range(400):
         controller.update(0.02 / controller.coef, 200)  # the more it costs, the smaller the KL
@@ -116,20 +114,20 @@ def test_coefficient_reaches_the_target_of_a_simple_plant() -> None:
 
 
 @pytest.mark.parametrize("answers", [8_000, 1_000_000])
-def test_batch_beyond_horizon_keeps_coefficient_positive(answers: int) -> None:
+def test_batch_beyond_horizon_keeps_coefficient_positive(answers):
     controller = AdaptiveKL(0.05, target=0.1, horizon=1_000)
     controller.update(0.0, answers)
     assert controller.coef == pytest.approx(0.05 * 0.8)
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
-def test_a_step_that_measured_nothing_changes_nothing(kl: float) -> None:
+def test_a_step_that_measured_nothing_changes_nothing(kl):
     controller = AdaptiveKL(0.05, target=0.1, horizon=1_000)
     controller.update(kl, 500)
     assert controller.coef == 0.05
 
 
-def test_controller_continues_from_its_state() -> None:
+def test_controller_continues_from_its_state():
     first = AdaptiveKL(0.05, target=0.1, horizon=1_000)
     first.update(1.0, 500)
     second = AdaptiveKL(0.9, target=0.1, horizon=1_000)
@@ -138,7 +136,7 @@ def test_controller_continues_from_its_state() -> None:
 
 
 @pytest.mark.processes
-def test_the_controller_needs_no_torch() -> None:
+def test_the_controller_needs_no_torch():
     """The master's process has none."""
     code = "import sys, realsys.algorithm.kl; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
@@ -182,7 +180,7 @@ REF = [-1.5, -1.5, -1.0, -1.5]  # theta - ref = 0.5, 0, -1, 1
         ("k3", [0.1065307, 0.0, 0.7182818, 0.3678794], [0.3934693, 0.0, -1.7182818, 0.6321206]),
     ],
 )
-def test_kl_term(estimator: str, values: list[float], gradients: list[float]) -> None:
+def test_kl_term(estimator, values, gradients):
     cfg = config(kl={"coef": 0.1, "estimator": estimator}, aggregation="sequence")
     loss, gradient, stats = penalised(cfg, kl_coef=0.3, ref=torch.tensor(REF))
     weights = [1 / 2, 1 / 6, 1 / 6, 1 / 6]
@@ -191,7 +189,7 @@ def test_kl_term(estimator: str, values: list[float], gradients: list[float]) ->
     assert stats["kl_ref_mean"] == pytest.approx(sum(values) / 4, rel=1e-5)
 
 
-def test_k3_of_a_collapsed_token_is_bounded() -> None:
+def test_k3_of_a_collapsed_token_is_bounded():
     policy = torch.tensor([-30.0], requires_grad=True)
     estimate = kl_estimate(policy, torch.tensor([-1.0]), "k3")
     estimate.backward()
@@ -199,14 +197,14 @@ def test_k3_of_a_collapsed_token_is_bounded() -> None:
     assert (estimate.item(), policy.grad.item()) == (MAX_K3, 0.0)
 
 
-def test_kl_without_coefficient_is_reported_only() -> None:
+def test_kl_without_coefficient_is_reported_only():
     """Without a coefficient the KL is a metric and adds no term to the loss."""
     loss, _, stats = penalised(config(), ref=torch.tensor(REF))
     assert loss.item() == 0.0
     assert stats["kl_ref_mean"] == pytest.approx(1.1926919 / 4, rel=1e-5)
 
 
-def test_entropy_bonus_pulls_the_loss_down() -> None:
+def test_entropy_bonus_pulls_the_loss_down():
     entropy = torch.tensor([1.0, 2.0, 0.5, 4.0], requires_grad=True)
     loss, gradient, stats = penalised(config(entropy_coef=0.01), entropy=entropy)
     assert loss.item() == pytest.approx(-0.01 * 7.5 / 2, rel=1e-6)
@@ -216,13 +214,13 @@ def test_entropy_bonus_pulls_the_loss_down() -> None:
     assert stats["entropy_mean"] == pytest.approx(7.5 / 4)
 
 
-def test_entropy_is_reported_without_a_bonus() -> None:
+def test_entropy_is_reported_without_a_bonus():
     loss, _, stats = penalised(config(), entropy=torch.tensor([1.0, 2.0, 0.5, 4.0]))
     assert loss.item() == 0.0
     assert stats["entropy_mean"] == pytest.approx(7.5 / 4)
 
 
-def test_penalties_of_a_capped_token_stay() -> None:
+def test_penalties_of_a_capped_token_stay():
     """Its weight says nothing of how far the policy is from the reference."""
     theta = torch.tensor([-1.0], requires_grad=True)
     loss, _ = actor_loss(
@@ -239,7 +237,7 @@ def test_penalties_of_a_capped_token_stay() -> None:
     assert loss.item() == pytest.approx(0.5)
 
 
-def test_missing_inputs_are_named() -> None:
+def test_missing_inputs_are_named():
     x = torch.zeros(4)
     with pytest.raises(ValueError, match=r"kl_coef is 0\.1: pass the log-probs of the reference"):
         actor_loss(x, x, x, x, ALL, 1, config(), kl_coef=0.1)
@@ -249,7 +247,7 @@ def test_missing_inputs_are_named() -> None:
         actor_loss(x, x, x, x, ALL, 1, config(), ref=torch.zeros(1))
 
 
-def test_garbage_behind_the_mask_reaches_no_penalty() -> None:
+def test_garbage_behind_the_mask_reaches_no_penalty():
     bad = torch.tensor([0.5, math.nan])
     theta = torch.tensor([-1.0, math.nan], requires_grad=True)
     entropy = bad.clone().requires_grad_()
@@ -277,7 +275,7 @@ def test_garbage_behind_the_mask_reaches_no_penalty() -> None:
         ({"early_stop_kl": 0.2, "early_stop_ratio": 3.0}, None),
     ],
 )
-def test_early_stop(fields: dict[str, float], reason: str | None) -> None:
+def test_early_stop(fields, reason):
     found = should_stop({"u_mean": 2.0, "kl_prox_theta_mean": 0.1}, config(**fields))
     if reason is None:
         assert found is None
@@ -302,14 +300,14 @@ def run(cfg: CriticConfig, denominator: float = 4.0) -> tuple[float, list[float]
     return loss.item(), values.grad.tolist(), {name: value.item() for name, value in stats.items()}
 
 
-def test_squared_error_without_a_clip() -> None:
+def test_squared_error_without_a_clip():
     loss, gradient, stats = run(CriticConfig(eps_clip=0.0))
     assert loss == pytest.approx((0.81 + 4 + 1 + 25) / 2 / 4)
     assert gradient == pytest.approx([-0.9 / 4, 2 / 4, -1 / 4, -5 / 4])
     assert stats["clip_count"] == 0
 
 
-def test_value_clip_takes_the_larger_loss() -> None:
+def test_value_clip_takes_the_larger_loss():
     loss, gradient, stats = run(CriticConfig(eps_clip=0.2))
     # token 1: 2 to 1.2, nearer to its return, so the loss stays 2. Token 2: 3 to 2.2, loss 1.8^2 / 2, no gradient
     assert loss == pytest.approx((0.405 + 2 + 1.62 + 12.5) / 4)
@@ -317,14 +315,14 @@ def test_value_clip_takes_the_larger_loss() -> None:
     assert stats["clip_count"] == 1
 
 
-def test_huber_is_linear_far_from_the_return() -> None:
+def test_huber_is_linear_far_from_the_return():
     loss, gradient, _ = run(CriticConfig(eps_clip=0.0, huber_delta=2.0))
     # 2 * (5 - 1)
     assert loss == pytest.approx((0.405 + 2 + 0.5 + 8) / 4)
     assert gradient == pytest.approx([-0.9 / 4, 2 / 4, -1 / 4, -2 / 4])
 
 
-def test_explained_variance() -> None:
+def test_explained_variance():
     _, _, stats = run(CriticConfig())
     means = finish_stats(stats)
     # returns 2 0 4 5: mean 2.75, variance 14.75/4; errors 0.9 -2 1 5: mean 1.225, variance 30.81/4 - 1.225^2
@@ -334,19 +332,19 @@ def test_explained_variance() -> None:
 
 
 @pytest.mark.parametrize("constant", [0.0, 0.1, 1e4])
-def test_equal_returns_leave_nothing_to_explain(constant: float) -> None:
+def test_equal_returns_leave_nothing_to_explain(constant):
     values, returns = torch.rand(1000), torch.full((1000,), constant)
     _, stats = critic_loss(values, values, returns, torch.ones(1000, dtype=torch.bool), 1, CriticConfig())
     assert explained_variance(finish_stats({name: value.item() for name, value in stats.items()})) == 0.0
 
 
-def test_a_perfect_critic_explains_everything() -> None:
+def test_a_perfect_critic_explains_everything():
     values = torch.tensor([1.0, -2.0, 3.5])
     _, stats = critic_loss(values, values, values, torch.ones(3, dtype=torch.bool), 1, CriticConfig())
     assert explained_variance(finish_stats({name: value.item() for name, value in stats.items()})) == 1.0
 
 
-def test_garbage_behind_the_mask_reaches_nothing() -> None:
+def test_garbage_behind_the_mask_reaches_nothing():
     values = torch.tensor([1.0, math.nan], requires_grad=True)
     bad = torch.tensor([2.0, math.inf])
     loss, stats = critic_loss(values, bad, bad, torch.tensor([True, False]), 1, CriticConfig(eps_clip=2.0))
@@ -356,7 +354,7 @@ def test_garbage_behind_the_mask_reaches_nothing() -> None:
     assert all(math.isfinite(value.item()) for value in stats.values())
 
 
-def test_a_tensor_that_would_broadcast_is_refused() -> None:
+def test_a_tensor_that_would_broadcast_is_refused():
     with pytest.raises(ValueError, match=r"returns has shape \[1\]"):
         critic_loss(torch.zeros(4), torch.zeros(4), torch.zeros(1), ALL, 1, CriticConfig())
 
@@ -366,7 +364,7 @@ number = st.floats(-5, 5, width=32)
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(number, number, number, st.booleans()), min_size=1, max_size=12), st.integers(0, 12))
-def test_shares_of_micro_batches_add_up(rows: list[tuple[float, float, float, bool]], cut: int) -> None:
+def test_shares_of_micro_batches_add_up(rows, cut):
     columns = [torch.tensor(column) for column in zip(*rows, strict=True)]
     cfg = CriticConfig(huber_delta=1.0)
     whole, stats = critic_loss(*columns, 3.0, cfg)
@@ -388,7 +386,7 @@ def running(kind: str, beta: float = 0.9) -> RunningMoments:
     return RunningMoments(CriticConfig.model_validate({"value_norm": kind}), beta)
 
 
-def test_none_is_the_identity() -> None:
+def test_none_is_the_identity():
     norm = running("none")
     update(norm, 100.0, 300.0)
     assert (norm.mean, norm.std) == (0.0, 1.0)
@@ -396,7 +394,7 @@ def test_none_is_the_identity() -> None:
 
 
 @pytest.mark.parametrize("kind", ["exponential", "moving"])
-def test_identity_before_the_first_return(kind: str) -> None:
+def test_identity_before_the_first_return(kind):
     norm = running(kind)
     norm.update(0, 0.0, 0.0)
     assert (norm.mean, norm.std) == (0.0, 1.0)
@@ -404,14 +402,14 @@ def test_identity_before_the_first_return(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["exponential", "moving"])
-def test_the_first_batch_counts_in_full(kind: str) -> None:
+def test_the_first_batch_counts_in_full(kind):
     """Bias correction: no pull towards 0."""
     norm = running(kind, beta=0.99)
     update(norm, 1.0, 3.0)
     assert (norm.mean, norm.std) == pytest.approx((2.0, 1.0))
 
 
-def test_moving_is_over_all_returns_seen() -> None:
+def test_moving_is_over_all_returns_seen():
     norm = running("moving")
     for batch in ([1.0, 2.0, 3.0], [10.0], [-4.0, 0.0]):
         update(norm, *batch)
@@ -420,7 +418,7 @@ def test_moving_is_over_all_returns_seen() -> None:
     assert norm.std == pytest.approx(np.std(everything))
 
 
-def test_exponential_weighs_batches_by_age_not_by_size() -> None:
+def test_exponential_weighs_batches_by_age_not_by_size():
     norm = running("exponential", beta=0.9)
     update(norm, 1.0, 3.0)  # mean 2, mean square 5
     update(norm, 5.0, 5.0, 5.0, 9.0)  # mean 6, mean square 39
@@ -430,7 +428,7 @@ def test_exponential_weighs_batches_by_age_not_by_size() -> None:
     assert norm.std == pytest.approx(math.sqrt(square - mean**2))
 
 
-def test_exponential_forgets() -> None:
+def test_exponential_forgets():
     norm = running("exponential", beta=0.9)
     update(norm, -500.0, 500.0)
     for _ in range(300):
@@ -438,7 +436,7 @@ def test_exponential_forgets() -> None:
     assert (norm.mean, norm.std) == pytest.approx((2.0, 1.0), rel=1e-3)
 
 
-def test_equal_returns_keep_the_next_ones_finite() -> None:
+def test_equal_returns_keep_the_next_ones_finite():
     norm = running("moving")
     update(norm, -5.0, -5.0, -5.0)
     assert norm.mean == -5.0
@@ -446,7 +444,7 @@ def test_equal_returns_keep_the_next_ones_finite() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "exponential", "moving"])
-def test_denormalise_undoes_normalise(kind: str) -> None:
+def test_denormalise_undoes_normalise(kind):
     norm = running(kind)
     update(norm, 3.0, 8.0, -1.0)
     x = np.array([[1.5, -2.0], [0.0, 7.0]], np.float32)
@@ -455,7 +453,7 @@ def test_denormalise_undoes_normalise(kind: str) -> None:
     assert np.allclose(norm.denormalise(there), x, atol=1e-5)
 
 
-def test_statistics_continue_from_their_state() -> None:
+def test_statistics_continue_from_their_state():
     first, second = running("exponential"), running("exponential")
     update(first, 3.0, 8.0)
     second.load_state_dict(first.state_dict())

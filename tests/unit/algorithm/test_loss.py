@@ -1,7 +1,5 @@
 """The decoupled PPO loss against numbers worked out by hand, a scalar loop, and its limits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -38,7 +36,7 @@ def loss_and_gradient(cfg: PPOConfig, denominator: float = 5.0) -> tuple[float, 
     return loss.item(), theta.grad.tolist(), {name: value.item() for name, value in stats.items()}
 
 
-def test_decoupled_loss_is_the_formula_of_the_paper() -> None:
+def test_decoupled_loss_is_the_formula_of_the_paper():
     loss, gradient, stats = loss_and_gradient(PPOConfig())
     assert loss == pytest.approx(2.9477703 / 5, rel=1e-6)
     # a clipped token has no gradient; the others have d/dtheta(-w*u*A) = -w*u*A
@@ -62,13 +60,13 @@ def test_decoupled_loss_is_the_formula_of_the_paper() -> None:
     )
 
 
-def test_weight_multiplies_the_clipped_term_too() -> None:
+def test_weight_multiplies_the_clipped_term_too():
     theta, prox, behav, advantages = tensors([-1.0], [-1.2], [-1.5], [2.0])
     loss, _ = actor_loss(theta, prox, behav, advantages, torch.ones(1, dtype=torch.bool), 1, PPOConfig())
     assert loss.item() == pytest.approx(-1.2 * 2.0 * 1.3498588, rel=1e-6)
 
 
-def test_capped_token_counts_in_the_denominator_only() -> None:
+def test_capped_token_counts_in_the_denominator_only():
     loss, gradient, stats = loss_and_gradient(PPOConfig(behav_imp_weight_cap=1.1))
     assert loss == pytest.approx((2.9477703 + 3.2396611) / 5, rel=1e-6)
     assert gradient[0] == 0.0
@@ -77,7 +75,7 @@ def test_capped_token_counts_in_the_denominator_only() -> None:
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_token_that_was_impossible_weighs_nothing(decoupled: bool) -> None:
+def test_token_that_was_impossible_weighs_nothing(decoupled):
     """Its ratio would be infinite: with log w clamped at 20 it would outweigh every other token."""
     theta, prox, behav, advantages = tensors([-1.15, -1.15], [-1.2, -1.2], [-1.3, -math.inf], [2.0, 2.0])
     theta.requires_grad_()
@@ -89,20 +87,20 @@ def test_token_that_was_impossible_weighs_nothing(decoupled: bool) -> None:
     assert math.isfinite(loss.item()) and stats["w_max"].item() < 2
 
 
-def test_cap_on_the_weight_is_on_by_default() -> None:
+def test_cap_on_the_weight_is_on_by_default():
     """One token with prox - behav = 6 nats would carry 85 % of the gradient of 64,000 tokens."""
     theta, prox, behav, advantages = tensors([-1.0], [-1.0], [-7.0], [2.0])
     loss, stats = actor_loss(theta, prox, behav, advantages, torch.ones(1, dtype=torch.bool), 1, PPOConfig())
     assert (loss.item(), stats["capped_count"].item()) == (0.0, 1.0)
 
 
-def test_weight_equal_to_the_cap_is_kept() -> None:
+def test_weight_equal_to_the_cap_is_kept():
     _, gradient, stats = loss_and_gradient(PPOConfig(behav_imp_weight_cap=1.0))
     assert stats["capped_count"] == 1  # only w = e^0.3; w = 1 is not larger than 1
     assert gradient[2] != 0.0
 
 
-def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
+def test_dual_clip_bounds_the_loss_of_negative_advantages():
     loss, gradient, stats = loss_and_gradient(PPOConfig(c_clip=2.0))
     # last token: w * min(e*3, 2*3)
     assert loss == pytest.approx((sum(TOKEN_LOSSES[:3]) + 0.8187308 * 6) / 5, rel=1e-6)
@@ -110,7 +108,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
     assert stats["dual_clip_count"] == 1
 
 
-def test_asymmetric_clip_moves_only_the_upper_bound() -> None:
+def test_asymmetric_clip_moves_only_the_upper_bound():
     loss, gradient, stats = loss_and_gradient(PPOConfig(eps_clip_higher=0.3))
     # first token: u = 1.2214 is below 1.3 now
     assert loss == pytest.approx((sum(TOKEN_LOSSES[1:]) - 1.3498588 * 1.2214028 * 2) / 5, rel=1e-6)
@@ -118,14 +116,14 @@ def test_asymmetric_clip_moves_only_the_upper_bound() -> None:
     assert stats["clip_count"] == 1
 
 
-def test_plain_ppo_uses_behav_as_proximal_policy() -> None:
+def test_plain_ppo_uses_behav_as_proximal_policy():
     loss, _, stats = loss_and_gradient(PPOConfig(use_decoupled_loss=False, behav_imp_weight_cap=1.1))
     # u = e^0.5, e^-0.6, e^-0.5, e^0.8 against behav; w = 1, so no cap either
     assert loss == pytest.approx((-1.2 * 2 + 0.8 - 0.6065307 * 2 + 2.2255409 * 3) / 5, rel=1e-6)
     assert (stats["w_sum"], stats["w_max"], stats["capped_count"], stats["kl_behav_prox_sum"]) == (4, 1, 0, 0)
 
 
-def test_plain_ppo_never_looks_at_prox() -> None:
+def test_plain_ppo_never_looks_at_prox():
     theta, behav, advantages = tensors(THETA, BEHAV, ADVANTAGES)
     mask, cfg = torch.ones(4, dtype=torch.bool), PPOConfig(use_decoupled_loss=False)
     with_nan, _ = actor_loss(theta, torch.full((4,), math.nan), behav, advantages, mask, 4, cfg)
@@ -166,7 +164,7 @@ def scalar_loss(tokens: list[tuple[float, float, float, float, bool]], cfg: PPOC
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(token, max_size=12), configs)
-def test_loss_agrees_with_a_scalar_loop(tokens: list[tuple[float, float, float, float, bool]], cfg: PPOConfig) -> None:
+def test_loss_agrees_with_a_scalar_loop(tokens, cfg):
     columns = [list(c) for c in zip(*tokens, strict=True)] if tokens else [[], [], [], [], []]
     theta, prox, behav, advantages = tensors(*columns[:4])
     mask = torch.tensor(columns[4], dtype=torch.bool)
@@ -181,7 +179,7 @@ def test_loss_agrees_with_a_scalar_loop(tokens: list[tuple[float, float, float, 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(token, min_size=2, max_size=12), st.integers(1, 11))
-def test_shares_of_micro_batches_add_up(tokens: list[tuple[float, float, float, float, bool]], cut: int) -> None:
+def test_shares_of_micro_batches_add_up(tokens, cut):
     """Loss and merged statistics do not depend on how the tokens are packed."""
     cfg = PPOConfig(c_clip=2.0, behav_imp_weight_cap=3.0)
     columns = [list(c) for c in zip(*tokens, strict=True)]
@@ -194,7 +192,7 @@ def test_shares_of_micro_batches_add_up(tokens: list[tuple[float, float, float, 
         assert merged[name].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-4), name
 
 
-def test_on_policy_gradient_is_minus_the_advantage() -> None:
+def test_on_policy_gradient_is_minus_the_advantage():
     theta = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     old = theta.detach().clone()
     advantages = torch.tensor([1.5, -0.5, 0.0])
@@ -205,7 +203,7 @@ def test_on_policy_gradient_is_minus_the_advantage() -> None:
     assert stats["clip_count"].item() == 0
 
 
-def test_gradient_agrees_with_finite_differences() -> None:
+def test_gradient_agrees_with_finite_differences():
     _, gradient, _ = loss_and_gradient(PPOConfig(c_clip=3.0, eps_clip_higher=0.3))
     for i in range(4):
         sides = []
@@ -216,7 +214,7 @@ def test_gradient_agrees_with_finite_differences() -> None:
         assert gradient[i] == pytest.approx((sides[0] - sides[1]) / 2e-3, rel=1e-4, abs=1e-6)
 
 
-def test_garbage_behind_the_mask_reaches_nothing() -> None:
+def test_garbage_behind_the_mask_reaches_nothing():
     bad = math.nan
     theta = torch.tensor([-1.0, bad, math.inf, -2.0], requires_grad=True)
     others = tensors([-1.2, bad, 0.0, bad], [-1.5, 0.0, bad, 0.0], [2.0, bad, bad, -math.inf])
@@ -228,14 +226,14 @@ def test_garbage_behind_the_mask_reaches_nothing() -> None:
     assert all(math.isfinite(value.item()) for value in stats.values())
 
 
-def test_nan_among_counted_tokens_shows_in_the_loss() -> None:
+def test_nan_among_counted_tokens_shows_in_the_loss():
     theta, prox, behav, advantages = tensors([-1.0, math.nan], [-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0])
     loss, _ = actor_loss(theta, prox, behav, advantages, torch.ones(2, dtype=torch.bool), 2, PPOConfig())
     assert math.isnan(loss.item())
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_huge_ratios_leave_loss_and_gradient_finite(advantage: float) -> None:
+def test_huge_ratios_leave_loss_and_gradient_finite(advantage):
     theta = torch.tensor([0.0, -200.0], requires_grad=True)
     prox, behav, advantages = tensors([-200.0, 0.0], [-400.0, 0.0], [advantage, advantage])
     loss, stats = actor_loss(theta, prox, behav, advantages, torch.ones(2, dtype=torch.bool), 2, PPOConfig())
@@ -245,7 +243,7 @@ def test_huge_ratios_leave_loss_and_gradient_finite(advantage: float) -> None:
     assert all(math.isfinite(value.item()) for value in stats.values())
 
 
-def test_no_tokens_give_differentiable_zero_loss() -> None:
+def test_no_tokens_give_differentiable_zero_loss():
     empty = torch.zeros(0)
     theta = torch.zeros(0, requires_grad=True)
     loss, stats = actor_loss(theta, empty, empty, empty, torch.zeros(0, dtype=torch.bool), 5, PPOConfig())
@@ -254,7 +252,7 @@ def test_no_tokens_give_differentiable_zero_loss() -> None:
     assert stats["u_max"].item() == 0.0
 
 
-def test_a_tensor_that_would_broadcast_is_refused() -> None:
+def test_a_tensor_that_would_broadcast_is_refused():
     one = torch.zeros(3)
     with pytest.raises(ValueError, match=r"advantages has shape \[1\]"):
         actor_loss(one, one, one, torch.zeros(1), torch.ones(3, dtype=torch.bool), 1, PPOConfig())
@@ -262,7 +260,7 @@ def test_a_tensor_that_would_broadcast_is_refused() -> None:
         actor_loss(one, one, one, one, torch.ones(3), 1, PPOConfig())
 
 
-def test_sft_loss_is_token_mean_negative_log_likelihood() -> None:
+def test_sft_loss_is_token_mean_negative_log_likelihood():
     theta = torch.tensor([-1.0, -3.0, math.nan], requires_grad=True)
     loss, stats = sft_loss(theta, torch.tensor([True, True, False]), 4.0)
     loss.backward()
@@ -271,20 +269,20 @@ def test_sft_loss_is_token_mean_negative_log_likelihood() -> None:
     assert (stats["tokens"].item(), stats["loss_sum"].item()) == (2, 4)
 
 
-def test_effective_sample_size_falls_with_one_weight() -> None:
+def test_effective_sample_size_falls_with_one_weight():
     equal = finish_stats({"tokens": 4.0, "w_sum": 2.0, "w_squared_sum": 1.0})
     one = finish_stats({"tokens": 4.0, "w_sum": 8.0, "w_squared_sum": 64.0})
     assert (equal["w_ess"], one["w_ess"]) == (1.0, 0.25)
     assert "w_ess" not in finish_stats({"tokens": 0.0, "w_sum": 0.0, "w_squared_sum": 0.0})
 
 
-def test_denominator_counts_episodes_not_their_rows() -> None:
+def test_denominator_counts_episodes_not_their_rows():
     rows = [SequenceRef(f"t/{k}", 9, tokens, 1.0, False, 0, k // 2, 7) for k, tokens in enumerate((3, 4, 7))]
     found = [loss_denominator(rows, PPOConfig(aggregation=how), 100) for how in ("token", "sequence", "constant")]
     assert found == [14.0, 2.0, 200.0]
 
 
-def test_finish_stats_divides_by_tokens_and_renames() -> None:
+def test_finish_stats_divides_by_tokens_and_renames():
     totals = {"tokens": 4.0, "loss_sum": 2.0, "u_sum": 6.0, "u_max": 9.0, "clip_count": 1.0}
     assert finish_stats(totals) == {"tokens": 4.0, "loss": 0.5, "u_mean": 1.5, "u_max": 9.0, "clip_fraction": 0.25}
     empty = finish_stats({"tokens": 0.0, "u_sum": 0.0, "entropy_sum": 0.0, "u_max": 0.0})

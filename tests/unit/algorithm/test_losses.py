@@ -1,7 +1,5 @@
 """The loss door: losses of the user with arguments, episode ratios and clip statistics; losses that are refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -86,14 +84,14 @@ def run(cfg: PPOConfig, mask: Tensor | None = None) -> tuple[float, list[float],
 TERMS = [-3.2974425, 0.5488116, -1.2130613, 6.6766228]
 
 
-def test_shared_code_weighs_and_averages_an_own_loss() -> None:
+def test_shared_code_weighs_and_averages_an_own_loss():
     loss, gradient, stats = run(config("ratio"))
     assert loss == pytest.approx(sum(TERMS) / 4, rel=1e-6)
     assert gradient == pytest.approx([term / 4 for term in TERMS], rel=1e-6)
     assert (stats["clip_fraction"], stats["dual_clip_fraction"], stats["tokens"]) == (0, 0, 4)
 
 
-def test_cap_and_mask_apply_to_an_own_loss() -> None:
+def test_cap_and_mask_apply_to_an_own_loss():
     cfg = config("ratio", behav_imp_weight_cap=1.2, behav_imp_weight_mode="truncate")
     loss, gradient, stats = run(cfg, torch.tensor([True, False, True, True]))
     first = -1.2 * 1.2214028 * 2  # w = e^0.3 is set to 1.2
@@ -101,19 +99,19 @@ def test_cap_and_mask_apply_to_an_own_loss() -> None:
     assert gradient[1] == 0.0 and stats["capped_fraction"] == pytest.approx(1 / 3)
 
 
-def test_nan_at_masked_tokens_reaches_nothing() -> None:
+def test_nan_at_masked_tokens_reaches_nothing():
     loss, gradient, _ = run(config("log_of_masked"), torch.tensor([True, True, False, True]))
     # w * log(-theta) / A, with the gradient w / (theta * A)
     assert loss == pytest.approx((0.0 - 0.9048374 * 0.6931472 + 0.8187308 * -0.6931472 / -3) / 4, rel=1e-6)
     assert gradient == pytest.approx([1.3498588 / -2 / 4, 0.9048374 / 2 / 4, 0.0, 0.8187308 / 1.5 / 4], rel=1e-6)
 
 
-def test_loss_args_are_keyword_arguments() -> None:
+def test_loss_args_are_keyword_arguments():
     loss, _, _ = run(config("ratio", loss_args={"scale": 3.0}))
     assert loss == pytest.approx(3 * sum(TERMS) / 4, rel=1e-6)
 
 
-def test_episode_level_loss_gets_ratios_of_episodes() -> None:
+def test_episode_level_loss_gets_ratios_of_episodes():
     """Mean log u: -0.15, 0.25; mean log w: 0.1, -0.1."""
     loss, _, stats = run(config("episode_ratio"))
     first, second = 0.9512294, 1.1618342  # e^-0.05, e^0.15
@@ -121,7 +119,7 @@ def test_episode_level_loss_gets_ratios_of_episodes() -> None:
     assert stats["clip_fraction"] == 0.5  # e^0.25 = 1.28 for the second episode
 
 
-def test_episode_level_loss_needs_segments() -> None:
+def test_episode_level_loss_needs_segments():
     x = torch.zeros(4)
     with pytest.raises(ValueError, match=rf"loss={HERE}:episode_ratio needs the episode of each token"):
         actor_loss(x, x, x, x, torch.ones(4, dtype=torch.bool), 1, config("episode_ratio"))
@@ -135,14 +133,14 @@ def test_episode_level_loss_needs_segments() -> None:
         ("bad_flags", r"clipped has shape \[\]: return"),
     ],
 )
-def test_loss_without_one_number_per_token_is_refused(function: str, problem: str) -> None:
+def test_loss_without_one_number_per_token_is_refused(function, problem):
     """Broadcasting a mean over the tokens would train another objective without a word."""
     with pytest.raises(ValueError, match=problem):
         run(config(function))
 
 
 @pytest.mark.parametrize("loss", [*LOSS.builtin, f"{HERE}:ratio", f"{HERE}:episode_ratio"])
-def test_good_losses_pass_the_trial(loss: str) -> None:
+def test_good_losses_pass_the_trial(loss):
     try_loss(PPOConfig.model_validate({"loss": loss, "aggregation": "sequence", "entropy_coef": 0.1}))
 
 
@@ -156,7 +154,7 @@ def test_good_losses_pass_the_trial(loss: str) -> None:
         ("log_of_less_than_nothing", "loss or gradient is not finite on a trial batch"),
     ],
 )
-def test_broken_loss_fails_the_trial_in_one_line(function: str, problem: str) -> None:
+def test_broken_loss_fails_the_trial_in_one_line(function, problem):
     with pytest.raises(ConfigError) as caught:
         try_loss(config(function))
     text = str(caught.value)
@@ -170,7 +168,7 @@ def row(ticket: str, tokens: int, episode: int = 0) -> SampleMeta:
     return SampleMeta(f"{ticket}.0/{episode}.0", ticket, 0, tokens, tokens, 0.0, False, 0, 0, 0, episode=episode)
 
 
-def test_shares_are_of_trained_and_discarded_tokens() -> None:
+def test_shares_are_of_trained_and_discarded_tokens():
     losses = TokenLosses()
     losses.lose("stale", [row("t1", 10)])
     losses.lose("success_rate", [row("t2", 20)])
@@ -181,13 +179,13 @@ def test_shares_are_of_trained_and_discarded_tokens() -> None:
     assert losses.close_step().untrained == {}, "a step counts what ended since the one before"
 
 
-def test_nothing_lost_means_no_distance() -> None:
+def test_nothing_lost_means_no_distance():
     losses = TokenLosses()
     losses.train([row("t1", 10), row("t2", 99)], [row("t1", 10), row("t2", 99)])
     assert (losses.close_step().length_ks, losses.close_step().too_old) == (0.0, 0.0)
 
 
-def test_starved_length_shows_as_distance() -> None:
+def test_starved_length_shows_as_distance():
     losses = TokenLosses()
     losses.train([row("t1", 10), row("t2", 20), row("t3", 30)], [row("t1", 10), row("t2", 20), row("t3", 30)])
     losses.lose("stale", [row("t4", 500)])
@@ -195,14 +193,14 @@ def test_starved_length_shows_as_distance() -> None:
     assert losses.close_step().length_ks == pytest.approx(0.25)
 
 
-def test_window_forgets_old_steps() -> None:
+def test_window_forgets_old_steps():
     losses = TokenLosses()
     losses.lose("stale", [row("t1", 10)])
     steps = [losses.close_step() for _ in range(WINDOW_STEPS + 1)]
     assert [step.too_old for step in steps] == [1.0] * WINDOW_STEPS + [0.0]
 
 
-def test_distance_matches_worked_examples() -> None:
+def test_distance_matches_worked_examples():
     assert ks_distance([1, 2, 3, 4], [1, 2, 3, 4]) == 0.0
     assert ks_distance([1, 2], [3, 4]) == 1.0
     assert ks_distance([1, 2, 3, 4], [3, 4, 5, 6]) == 0.5
@@ -211,6 +209,6 @@ def test_distance_matches_worked_examples() -> None:
 
 
 @given(st.lists(st.integers(0, 20), min_size=1), st.lists(st.integers(0, 20), min_size=1))
-def test_distance_is_largest_gap_of_distributions(a: list[int], b: list[int]) -> None:
+def test_distance_is_largest_gap_of_distributions(a, b):
     gaps = [abs(np.mean(np.array(a) <= x) - np.mean(np.array(b) <= x)) for x in range(21)]
     assert ks_distance(a, b) == pytest.approx(max(gaps))

@@ -1,13 +1,9 @@
 """Packing sequences into micro-batches: Algorithm 1 step by step, and what every packer owes."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +22,7 @@ from realsys.algorithm.balance import (
     split_balanced,
     training_flops,
 )
-from realsys.algorithm.microbatch import Packer, balanced, fewest_sequences, first_fit, pack, pack_equal
+from realsys.algorithm.microbatch import balanced, fewest_sequences, first_fit, pack, pack_equal
 from realsys.algorithm.minibatches import plan_minibatches, row_units, sequence_refs
 from realsys.config.schema import Config
 from realsys.errors import DataError
@@ -45,20 +41,20 @@ def sums(batches: list[list[int]], lengths: list[int]) -> list[int]:
     return [sum(lengths[i] for i in batch) for batch in batches]
 
 
-def test_algorithm_1_takes_the_fewest_sequences() -> None:
+def test_algorithm_1_takes_the_fewest_sequences():
     # 6 | 5: no room -> new | 4: to 5, which could take it first | 3: to 6 | 2: nowhere -> new | 1: [2] has the fewest
     assert fewest_sequences([6, 5, 4, 3, 2, 1], 10) == [[0, 3], [1, 2], [4, 5]]
     # 7 | 3 fits exactly with 7; 2 and 1 then open and fill another
     assert fewest_sequences([7, 3, 2, 1], 10) == [[0, 1], [2, 3]]
 
 
-def test_algorithm_1_opens_k_min_micro_batches_first() -> None:
+def test_algorithm_1_opens_k_min_micro_batches_first():
     assert fewest_sequences([1, 4, 2, 3], 100, 3) == [[1, 0], [3], [2]]
 
 
 @settings(max_examples=150, deadline=None)
 @given(length_lists, st.integers(1, 6))
-def test_algorithm_1_holds_at_every_placement(lengths: list[int], k_min: int) -> None:
+def test_algorithm_1_holds_at_every_placement(lengths, k_min):
     """Replays the result: each placement must be one the pseudo-code allows."""
     batches = fewest_sequences(lengths, CAPACITY, k_min)
     home = {index: b for b, batch in enumerate(batches) for index in batch}
@@ -86,7 +82,7 @@ def test_algorithm_1_holds_at_every_placement(lengths: list[int], k_min: int) ->
 @pytest.mark.parametrize("packer", PACKERS)
 @settings(max_examples=100, deadline=None)
 @given(lengths=length_lists, k_min=st.integers(1, 8))
-def test_every_packer_partitions_within_capacity(packer: Packer, lengths: list[int], k_min: int) -> None:
+def test_every_packer_partitions_within_capacity(packer, lengths, k_min):
     batches = packer(lengths, CAPACITY, k_min)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     assert all(batches), "an empty micro-batch is a forward pass on nothing"
@@ -99,7 +95,7 @@ def test_every_packer_partitions_within_capacity(packer: Packer, lengths: list[i
 
 @settings(max_examples=150, deadline=None)
 @given(length_lists, st.integers(1, 8))
-def test_balanced_is_no_worse_than_first_fit(lengths: list[int], k_min: int) -> None:
+def test_balanced_is_no_worse_than_first_fit(lengths, k_min):
     reference, found = first_fit(lengths, CAPACITY, k_min), balanced(lengths, CAPACITY, k_min)
     assert len(found) == len(reference)
     assert len(found) == min(len(lengths), max(k_min, len(first_fit(lengths, CAPACITY))))
@@ -121,19 +117,19 @@ def naive_first_fit(lengths: list[int]) -> list[int]:
 
 @settings(max_examples=150, deadline=None)
 @given(length_lists)
-def test_first_fit_is_first_fit_decreasing(lengths: list[int]) -> None:
+def test_first_fit_is_first_fit_decreasing(lengths):
     assert sums(first_fit(lengths, CAPACITY), lengths) == naive_first_fit(lengths)
 
 
 @pytest.mark.parametrize("packer", PACKERS)
-def test_heavy_tail_stays_near_the_lower_bound(packer: Packer) -> None:
+def test_heavy_tail_stays_near_the_lower_bound(packer):
     rng = np.random.default_rng(7)
     lengths = np.clip((300 * (1 + rng.pareto(1.1, 20_000))).astype(np.int64), 1, 28_672)
     batches = packer(lengths, 32_768)
     assert len(batches) <= 1.02 * packers.lower_bound(lengths, 32_768)
 
 
-def test_balanced_evens_out_what_first_fit_leaves() -> None:
+def test_balanced_evens_out_what_first_fit_leaves():
     lengths = [10] * 11
     assert sorted(sums(first_fit(lengths, 40), lengths)) == [30, 40, 40]
     assert sorted(sums(balanced([10] * 9, 40), [10] * 9)) == [30, 30, 30]
@@ -147,19 +143,19 @@ def test_balanced_evens_out_what_first_fit_leaves() -> None:
         ([3, 1, 0], "sequence 2 has 0 tokens"),
     ],
 )
-def test_sequence_that_cannot_be_packed_is_named(packer: Packer, lengths: list[int], message: str) -> None:
+def test_sequence_that_cannot_be_packed_is_named(packer, lengths, message):
     with pytest.raises(DataError, match=message):
         packer(lengths, 40)
 
 
 @pytest.mark.parametrize("packer", PACKERS)
-def test_nothing_to_pack(packer: Packer) -> None:
+def test_nothing_to_pack(packer):
     assert packer([], 40, 3) == []
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(length_lists, min_size=1, max_size=4), st.integers(1, 5))
-def test_ranks_stay_in_step(ranks: list[list[int]], k_min: int) -> None:
+def test_ranks_stay_in_step(ranks, k_min):
     equal = pack_equal(ranks, CAPACITY, k_min)
     counts = {len(batches) for batches in equal}
     assert counts == {max([k_min, *(len(pack(own, CAPACITY)) for own in ranks)])}
@@ -169,7 +165,7 @@ def test_ranks_stay_in_step(ranks: list[list[int]], k_min: int) -> None:
         assert sum(not batch for batch in batches) == max(0, len(batches) - len(own)), "dummies only for want of work"
 
 
-def test_balanced_spreads_costs_within_the_capacity() -> None:
+def test_balanced_spreads_costs_within_the_capacity():
     """One sequence of 32 costs as much as 18 of 4: by tokens, the micro-batch with it would be the slowest."""
     lengths = [32, *[4] * 24]
     costs = [length + length**2 / 16 for length in lengths]
@@ -184,7 +180,7 @@ def test_balanced_spreads_costs_within_the_capacity() -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 6))
-def test_costs_change_neither_count_nor_capacity(lengths: list[int], k_min: int) -> None:
+def test_costs_change_neither_count_nor_capacity(lengths, k_min):
     costs = [length**2 for length in lengths]
     batches = balanced(lengths, 40, k_min, costs)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
@@ -192,20 +188,20 @@ def test_costs_change_neither_count_nor_capacity(lengths: list[int], k_min: int)
     assert len(batches) == len(balanced(lengths, 40, k_min))
 
 
-def test_packers_accept_numpy_and_return_plain_integers() -> None:
+def test_packers_accept_numpy_and_return_plain_integers():
     batches = pack(np.array([5, 4, 3], np.int32), 8)
     assert all(type(i) is int for batch in batches for i in batch)
 
 
 @pytest.mark.parametrize("packer", PACKERS)
-def test_packing_is_not_quadratic(packer: Packer) -> None:
+def test_packing_is_not_quadratic(packer):
     """100,000 sequences in 40,000 micro-batches: a scan over the open ones would be 2e9 comparisons."""
     lengths = np.random.default_rng(3).integers(1, 28_672, 100_000)
     assert len(packer(lengths, 32_768)) <= 1.01 * packers.lower_bound(lengths, 32_768)
 
 
 @pytest.mark.parametrize("make", [heavy, lognormal, uniform, bimodal])
-def test_default_is_the_packer_the_benchmark_would_choose(make: Callable[..., npt.NDArray[np.int64]]) -> None:
+def test_default_is_the_packer_the_benchmark_would_choose(make):
     """Fewest micro-batches; among those the most even. Recomputed small, so that a new packer has to win it."""
     batches = [make(np.random.default_rng(seed), 128) for seed in range(5)]
     figures = {name: packers.measure(packer, batches, repeat=1) for name, packer in packers.PACKERS.items()}
@@ -230,14 +226,14 @@ def totals(split: list[list[int]], costs: list[int]) -> list[int]:
     return [sum(costs[i] for i in part) for part in split]
 
 
-def test_differencing_beats_greedy_on_bad_case_for_greedy() -> None:
+def test_differencing_beats_greedy_on_bad_case_for_greedy():
     costs = [8, 7, 6, 5, 4]
     assert sorted(totals(largest_first(costs, 2), costs)) == [13, 17]
     assert sorted(totals(karmarkar_karp(costs, 2), costs)) == [14, 16]
     assert heaviest_sum(split_balanced(costs, 2), costs) == 16
 
 
-def test_greedy_is_kept_where_it_is_better() -> None:
+def test_greedy_is_kept_where_it_is_better():
     costs = [20, 17, 16, 7, 5, 4, 3, 2]
     assert heaviest_sum(karmarkar_karp(costs, 3), costs) == 26
     assert heaviest_sum(split_balanced(costs, 3), costs) == heaviest_sum(largest_first(costs, 3), costs) == 25
@@ -245,7 +241,7 @@ def test_greedy_is_kept_where_it_is_better() -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(costs_strategy, st.integers(1, 6))
-def test_every_split_is_a_partition_in_ascending_order(costs: list[int], parts: int) -> None:
+def test_every_split_is_a_partition_in_ascending_order(costs, parts):
     for split in (largest_first(costs, parts), karmarkar_karp(costs, parts), split_balanced(costs, parts)):
         assert len(split) == parts
         assert sorted(i for part in split for i in part) == list(range(len(costs)))
@@ -254,7 +250,7 @@ def test_every_split_is_a_partition_in_ascending_order(costs: list[int], parts: 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
-def test_split_is_within_four_thirds_of_the_optimum(costs: list[int], parts: int) -> None:
+def test_split_is_within_four_thirds_of_the_optimum(costs, parts):
     """Graham's bound for largest-first, against all assignments."""
     optimum = min(
         max(sum(c for c, p in zip(costs, choice, strict=True) if p == part) for part in range(parts))
@@ -265,20 +261,20 @@ def test_split_is_within_four_thirds_of_the_optimum(costs: list[int], parts: int
     assert lower_bound_of_sum(costs, parts) <= optimum <= found <= optimum * (4 / 3) + 1e-9
 
 
-def test_split_of_many_costs_is_nearly_even() -> None:
+def test_split_of_many_costs_is_nearly_even():
     costs = [(i * 7919) % 997 + 1 for i in range(5000)]
     assert heaviest_sum(split_balanced(costs, 8), costs) <= lower_bound_of_sum(costs, 8) * 1.001
 
 
 @pytest.mark.parametrize(("costs", "parts", "message"), [([1], 0, "0 parts"), ([1, -1], 2, "a cost is -1.0")])
-def test_impossible_splits_are_refused(costs: list[int], parts: int, message: str) -> None:
+def test_impossible_splits_are_refused(costs, parts, message):
     with pytest.raises(ValueError, match=message):
         split_balanced(costs, parts)
     with pytest.raises(ValueError, match="it must be a number of at least 0"):
         split_balanced([float("nan")], 1)
 
 
-def test_flop_cost_is_linear_plus_quadratic() -> None:
+def test_flop_cost_is_linear_plus_quadratic():
     assert flop_costs([1, 10], 2.0, 0.5).tolist() == [2.5, 70.0]
 
 
@@ -287,7 +283,7 @@ def test_flop_cost_is_linear_plus_quadratic() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(2, 200), max_size=40), st.integers(1, 5), st.integers(1, 4))
-def test_each_sequence_has_one_minibatch_and_rank(lengths: list[int], n: int, dp: int) -> None:
+def test_each_sequence_has_one_minibatch_and_rank(lengths, n, dp):
     refs = make_refs(lengths)
     plan = plan_minibatches(refs, n, dp)
     assert sorted(r.sample_id for ranks in plan for rank in ranks for r in rank) == [r.sample_id for r in refs]
@@ -297,7 +293,7 @@ def test_each_sequence_has_one_minibatch_and_rank(lengths: list[int], n: int, dp
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(2, 200), min_size=1, max_size=40), st.integers(1, 5))
-def test_minibatch_composition_does_not_depend_on_layout(lengths: list[int], n: int) -> None:
+def test_minibatch_composition_does_not_depend_on_layout(lengths, n):
     refs = make_refs(lengths)
     composed = {
         dp: [sorted(r.sample_id for rank in ranks for r in rank) for ranks in plan_minibatches(refs, n, dp)]
@@ -306,7 +302,7 @@ def test_minibatch_composition_does_not_depend_on_layout(lengths: list[int], n: 
     assert composed[1] == composed[2] == composed[3] == composed[8]
 
 
-def test_minibatches_and_ranks_are_balanced_in_tokens() -> None:
+def test_minibatches_and_ranks_are_balanced_in_tokens():
     lengths = [20 + (i * 37) % 170 for i in range(512)]
     plan = plan_minibatches(make_refs(lengths), 4, 2)
     minibatches = [sum(r.length for rank in ranks for r in rank) for ranks in plan]
@@ -316,13 +312,13 @@ def test_minibatches_and_ranks_are_balanced_in_tokens() -> None:
         assert max(tokens) <= 1.01 * min(tokens)
 
 
-def test_plan_of_nothing_and_of_no_ranks() -> None:
+def test_plan_of_nothing_and_of_no_ranks():
     assert plan_minibatches([], 4, 2) == []
     with pytest.raises(ValueError, match="0 ranks"):
         plan_minibatches(make_refs([3]), 4, 0)
 
 
-def test_refs_number_the_groups_of_the_batch() -> None:
+def test_refs_number_the_groups_of_the_batch():
     def meta(ticket: str, k: int) -> SampleMeta:
         return SampleMeta(f"{ticket}/{k}", ticket, 0, 9 + k, 5 + k, 5.0, k == 1, 3, 3, owner=2, episode=k)
 
@@ -334,7 +330,7 @@ def test_refs_number_the_groups_of_the_batch() -> None:
     ]
 
 
-def test_refs_number_episodes_and_know_last_row() -> None:
+def test_refs_number_episodes_and_know_last_row():
     def meta(ticket: str, episode: int, row: int) -> SampleMeta:
         place = {"episode": episode, "row": row, "episode_tokens": 7}
         name = f"{ticket}/{episode}.{row}"
@@ -355,7 +351,7 @@ def episode_refs(rows: list[list[int]]) -> list[SequenceRef]:
     ]
 
 
-def test_units_hold_neighbouring_rows_up_to_the_capacity() -> None:
+def test_units_hold_neighbouring_rows_up_to_the_capacity():
     refs = episode_refs([[4, 4, 4], [10], [6, 5, 1]])
     assert [[ref.length for ref in unit] for unit in row_units(refs, 10)] == [[4, 4], [4], [10], [6], [5, 1]]
     assert [[ref.length for ref in unit] for unit in row_units(refs, 0)] == [[4, 4, 4], [10], [6, 5, 1]]
@@ -367,7 +363,7 @@ def test_units_hold_neighbouring_rows_up_to_the_capacity() -> None:
     st.integers(1, 5),
     st.integers(1, 4),
 )
-def test_rows_of_an_episode_share_minibatch_and_rank(rows: list[list[int]], n: int, dp: int) -> None:
+def test_rows_of_an_episode_share_minibatch_and_rank(rows, n, dp):
     refs, capacity = episode_refs(rows), 100
     plan = plan_minibatches(refs, n, dp, capacity=capacity)
     assert sorted(r.sample_id for ranks in plan for rank in ranks for r in rank) == [r.sample_id for r in refs]
@@ -384,7 +380,7 @@ def test_rows_of_an_episode_share_minibatch_and_rank(rows: list[list[int]], n: i
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
-def test_work_is_balanced_without_what_is_left_out(ranks: int) -> None:
+def test_work_is_balanced_without_what_is_left_out(ranks):
     """Half of the groups have no advantage. A plan with them gives the slowest of 64 ranks 1.6 times the mean."""
     rng = np.random.default_rng(3)
     refs = make_refs(np.minimum(rng.lognormal(8.0, 1.0, 8192), 32_000).astype(int).tolist())
@@ -399,7 +395,7 @@ def test_work_is_balanced_without_what_is_left_out(ranks: int) -> None:
     assert max(denominators) < 1.1 * min(denominators), "minibatches must keep equal weights"
 
 
-def test_each_minibatch_has_rows_to_compute() -> None:
+def test_each_minibatch_has_rows_to_compute():
     refs = make_refs([10] * 12)
     left_out = {ref.sample_id for ref in refs[2:]}
     plan = plan_minibatches(refs, 4, 2, left_out=left_out)
@@ -427,19 +423,19 @@ def lengths_of(plan: list[list[list[SequenceRef]]]) -> list[list[list[int]]]:
     return [[sorted(ref.length for ref in part) for part in minibatch] for minibatch in plan]
 
 
-def test_flops_of_a_small_model_by_hand() -> None:
+def test_flops_of_a_small_model_by_hand():
     # A layer: q and o 8x8, k and v 8x4, three of 8x12: 64 + 64 + 32 + 32 + 288 = 480 weights. Head: 8x20 = 160.
     # Two layers and the head: 1120 weights, 2 FLOPs each forwards and 4 backwards.
     # A pair of tokens: (2 * 2 + 2 * 2) FLOPs in each of 4 heads of 2 layers = 64; times 3; half the pairs are met.
     assert training_flops(SIZES) == (6720.0, 96.0)
 
 
-def test_model_flops_have_the_head_for_scored_tokens_only() -> None:
+def test_model_flops_have_the_head_for_scored_tokens_only():
     # The head takes 6 * 160 = 960 FLOPs per token; 13 - 4 tokens skip it.
     assert model_flops(SIZES, [10, 3], scored=4) == 6720 * 13 + 96 * (100 + 9) - 960 * 9
 
 
-def test_flops_are_those_that_torch_counts() -> None:
+def test_flops_are_those_that_torch_counts():
     model = Qwen2ForCausalLM(
         Qwen2Config(**HF, attn_implementation="eager", tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)
     )
@@ -452,20 +448,20 @@ def test_flops_are_those_that_torch_counts() -> None:
         assert counter.get_total_flops() - angles == linear * tokens + 2 * quadratic * tokens**2
 
 
-def test_a_value_head_has_one_output() -> None:
+def test_a_value_head_has_one_output():
     # As above, with a head of 8x1 weights: 960 + 8 = 968.
     value = ModelSizes(hidden=8, layers=2, heads=4, kv_heads=2, head_dim=2, ffn=12, outputs=1)
     assert training_flops(value) == (5808.0, 96.0)
 
 
-def test_cost_is_what_the_configuration_balances() -> None:
+def test_cost_is_what_the_configuration_balances():
     refs = [10, 100]
     assert cost_function(BY_TOKENS, SIZES)(refs) == [10.0, 100.0]
     assert cost_function(BY_FLOPS, SIZES)(refs) == [67_200.0 + 9_600.0, 672_000.0 + 960_000.0]
     assert cost_function(BY_FLOPS, SIZES)([]) == []
 
 
-def test_long_sequence_costs_more_than_its_tokens() -> None:
+def test_long_sequence_costs_more_than_its_tokens():
     """One long sequence is as much work as many short ones with more tokens together."""
     # One of 100 tokens: 1,632,000 FLOPs. One of 20: 134,400 + 38,400 = 172,800, so ten of them: 1,728,000.
     refs = make_refs([20] * 10 + [100])
@@ -482,7 +478,7 @@ def test_long_sequence_costs_more_than_its_tokens() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(2, 2000), min_size=1, max_size=40), st.integers(1, 5))
-def test_composition_balanced_by_flops_ignores_layout(lengths: list[int], n: int) -> None:
+def test_composition_balanced_by_flops_ignores_layout(lengths, n):
     refs, cost = make_refs(lengths), cost_function(BY_FLOPS, SIZES)
     composed = {
         dp: [sorted(r.sample_id for rank in ranks for r in rank) for ranks in plan_minibatches(refs, n, dp, cost)]

@@ -1,7 +1,5 @@
 """The losses beside PPO's, and aggregation over tokens and answers: by hand and against autograd."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -11,11 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realsys.algorithm.loss import (
-    actor_loss,
-    loss_denominator,
-    merge_stats,
-)
+from realsys.algorithm.loss import actor_loss, loss_denominator, merge_stats
 from realsys.algorithm.loss_tokens import Segments
 from realsys.algorithm.minibatches import counts_in_loss
 from realsys.config.schema_train import PPOConfig
@@ -58,7 +52,7 @@ def run(
 # --- GSPO
 
 
-def test_gspo_has_one_ratio_and_weight_per_completion() -> None:
+def test_gspo_has_one_ratio_and_weight_per_completion():
     loss, gradient, stats = run(config(loss="gspo", aggregation="sequence"), ANSWERS, denominator=2)
     # mean log u: -0.15, 0.25; mean log w: 0.1, -0.1. Answer 0: -e^(0.1-0.15)*2; answer 1, A < 0 and u above the clip,
     # which bounds nothing there: e^(-0.1+0.25)*3
@@ -73,7 +67,7 @@ def test_gspo_has_one_ratio_and_weight_per_completion() -> None:
     assert stats["kl_prox_theta_sum"] == pytest.approx(0.9527459, rel=1e-5)
 
 
-def test_gspo_clips_whole_answers() -> None:
+def test_gspo_clips_whole_answers():
     """The first token of the answer is below the clip by itself, and has no gradient all the same."""
     loss, gradient, stats = run(config(loss="gspo", aggregation="sequence"), [0.0, 0.0, 3.0, 3.0], denominator=2)
     assert loss == pytest.approx(-0.9048374 * 1.2 * 3 / 2, rel=1e-6)
@@ -81,7 +75,7 @@ def test_gspo_clips_whole_answers() -> None:
     assert stats["clip_count"] == 2
 
 
-def test_gspo_gradient_is_that_of_the_sequence_mean() -> None:
+def test_gspo_gradient_is_that_of_the_sequence_mean():
     generator = torch.Generator().manual_seed(3)
     lengths = [3, 1, 5, 2]
     prox, behav = -torch.rand(2, 11, generator=generator)
@@ -116,13 +110,13 @@ def test_gspo_gradient_is_that_of_the_sequence_mean() -> None:
     assert (theta.grad != 0).tolist() == [False] * 3 + [True] * 8
 
 
-def test_gspo_keeps_advantages_of_tokens_apart() -> None:
+def test_gspo_keeps_advantages_of_tokens_apart():
     """GSPO-token: the ratio is the answer's, the gradient goes to the token that earned it."""
     _, gradient, _ = run(config(loss="gspo"), [2.0, 0.0, 0.0, 0.0])
     assert gradient == pytest.approx([-1.9024588, 0.0, 0.0, 0.0], rel=1e-6)
 
 
-def test_gspo_caps_whole_answers() -> None:
+def test_gspo_caps_whole_answers():
     """w of the first answer is e^0.1 though one of its tokens has e^-0.1."""
     _, gradient, stats = run(config(loss="gspo", behav_imp_weight_cap=1.1), ANSWERS)
     assert gradient[:2] == [0.0, 0.0] and gradient[2] != 0.0
@@ -132,7 +126,7 @@ def test_gspo_caps_whole_answers() -> None:
 # --- CISPO, REINFORCE, TIS
 
 
-def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
+def test_cispo_clips_the_weight_and_keeps_every_gradient():
     loss, gradient, stats = run(config(loss="cispo"), TOKENS, denominator=5)
     # -w * clip(u) * A with u clipped to 1.2, 0.8, 0.8, 1.2
     terms = [-3.2396611, 0.7238699, -1.6, 2.9474308]
@@ -141,7 +135,7 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
     assert stats["clip_count"] == 4
 
 
-def test_cispo_within_clip_has_gradient_of_ratio() -> None:
+def test_cispo_within_clip_has_gradient_of_ratio():
     """d(u*A)/dtheta = u*A: inside the range CISPO and PPO agree, whatever their values."""
     wide = {"eps_clip": 1.0, "eps_clip_higher": 4.0}
     _, cispo, stats = run(config(loss="cispo", **wide), TOKENS)
@@ -154,7 +148,7 @@ def test_cispo_within_clip_has_gradient_of_ratio() -> None:
     ("decoupled", "terms"),
     [(True, [-2.6997176, 0.9048374, -2.0, 2.4561923]), (False, [-2.0, 1.0, -2.0, 3.0])],  # -w * A; -A
 )
-def test_reinforce_has_no_ratio(decoupled: bool, terms: list[float]) -> None:
+def test_reinforce_has_no_ratio(decoupled, terms):
     loss, gradient, stats = run(config(loss="reinforce", use_decoupled_loss=decoupled), TOKENS, denominator=4)
     assert gradient == pytest.approx([t / 4 for t in terms], rel=1e-6)
     assert loss == pytest.approx(sum(t * theta for t, theta in zip(terms, THETA, strict=True)) / 4, rel=1e-6)
@@ -162,7 +156,7 @@ def test_reinforce_has_no_ratio(decoupled: bool, terms: list[float]) -> None:
     assert stats["u_sum"] > 0, "the ratio is still reported"
 
 
-def test_truncated_importance_sampling_caps_the_weight() -> None:
+def test_truncated_importance_sampling_caps_the_weight():
     cfg = config(behav_imp_weight_cap=0.85, behav_imp_weight_mode="truncate")
     _, gradient, stats = run(cfg, TOKENS)
     # token 2: w = 1 becomes 0.85; token 3: w = e^-0.2 is below the cap. Tokens 0 and 1 are clipped.
@@ -172,7 +166,7 @@ def test_truncated_importance_sampling_caps_the_weight() -> None:
 
 
 @pytest.mark.parametrize("loss", ["gspo", "cispo", "reinforce"])
-def test_masked_mode_drops_what_is_beyond_the_cap(loss: str) -> None:
+def test_masked_mode_drops_what_is_beyond_the_cap(loss):
     _, gradient, stats = run(config(loss=loss, behav_imp_weight_cap=0.95), ANSWERS)
     kept = [g != 0.0 for g in gradient]
     # token weights e^0.3, e^-0.1, 1, e^-0.2; those of the answers e^0.1, e^-0.1
@@ -193,10 +187,9 @@ REFS = [ref(3), ref(1), ref(10, truncated=True)]
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "kept", "masked"),
-    [("token", 14.0, 4.0), ("sequence", 3.0, 2.0), ("constant", 300.0, 200.0)],
+    ("aggregation", "kept", "masked"), [("token", 14.0, 4.0), ("sequence", 3.0, 2.0), ("constant", 300.0, 200.0)]
 )
-def test_denominators_and_masked_answers(aggregation: str, kept: float, masked: float) -> None:
+def test_denominators_and_masked_answers(aggregation, kept, masked):
     assert loss_denominator(REFS, config(aggregation=aggregation), 100) == kept
     assert loss_denominator(REFS, config(aggregation=aggregation, truncated_answers="zero_reward"), 100) == kept
     without = config(aggregation=aggregation, truncated_answers="mask")
@@ -205,7 +198,7 @@ def test_denominators_and_masked_answers(aggregation: str, kept: float, masked: 
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_a_step_without_answers_divides_by_something(aggregation: str) -> None:
+def test_a_step_without_answers_divides_by_something(aggregation):
     assert loss_denominator([], config(aggregation=aggregation), 100) >= 1
     assert loss_denominator(REFS[2:], config(aggregation=aggregation, truncated_answers="mask"), 100) >= 1
 
@@ -218,7 +211,7 @@ def test_a_step_without_answers_divides_by_something(aggregation: str) -> None:
         ("constant", sum(PPO_TERMS) / (2 * 50), [1 / 100] * 4),
     ],
 )
-def test_aggregation(aggregation: str, expected: float, weights: list[float]) -> None:
+def test_aggregation(aggregation, expected, weights):
     cfg = config(aggregation=aggregation)
     loss, gradient, stats = run(
         cfg, TOKENS, lengths=(3, 1), denominator=loss_denominator([ref(3), ref(1)], cfg, max_new_tokens=50)
@@ -229,7 +222,7 @@ def test_aggregation(aggregation: str, expected: float, weights: list[float]) ->
     assert stats["tokens"] == 4
 
 
-def test_masked_tokens_leave_sequence_means_and_sequence_ratios() -> None:
+def test_masked_tokens_leave_sequence_means_and_sequence_ratios():
     mask = torch.tensor([True, False, True, True])
     loss, gradient, stats = run(config(loss="gspo", aggregation="sequence"), ANSWERS, mask=mask)
     # answer 0 is its first token alone: u = e^0.2 above the clip, w = e^0.3
@@ -238,7 +231,7 @@ def test_masked_tokens_leave_sequence_means_and_sequence_ratios() -> None:
     assert stats["tokens"] == 3
 
 
-def test_a_masked_answer_contributes_nothing() -> None:
+def test_a_masked_answer_contributes_nothing():
     mask = torch.tensor([False, False, True, True])
     for loss in ("ppo", "gspo", "cispo", "reinforce"):
         share, gradient, _ = run(config(loss=loss, aggregation="sequence"), ANSWERS, mask=mask)
@@ -246,7 +239,7 @@ def test_a_masked_answer_contributes_nothing() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"loss": "gspo"}, {"aggregation": "sequence"}])
-def test_what_needs_segments_says_so(fields: dict[str, str]) -> None:
+def test_what_needs_segments_says_so(fields):
     x = torch.zeros(4)
     with pytest.raises(ValueError, match="needs the episode of each token"):
         actor_loss(x, x, x, x, ALL, 1, config(**fields))
@@ -293,7 +286,7 @@ def share(part: Answers, cfg: PPOConfig) -> tuple[float, dict[str, Tensor]]:
 
 @settings(max_examples=60, deadline=None)
 @given(answers, policies, st.randoms(use_true_random=False))
-def test_shares_add_up_whatever_the_micro_batches(rows: Answers, cfg: PPOConfig, random: object) -> None:
+def test_shares_add_up_whatever_the_micro_batches(rows, cfg, random):
     """Any order of the answers, cut anywhere between them."""
     whole, stats = share(rows, cfg)
     shuffled = list(rows)
@@ -309,7 +302,7 @@ def test_shares_add_up_whatever_the_micro_batches(rows: Answers, cfg: PPOConfig,
 
 @settings(max_examples=40, deadline=None)
 @given(answers, st.sampled_from(["ppo", "gspo"]), st.sampled_from([-2.0, 0.5]))
-def test_ratios_ignore_shift_of_all_log_probs(rows: Answers, loss: str, shift: float) -> None:
+def test_ratios_ignore_shift_of_all_log_probs(rows, loss, shift):
     cfg = config(loss=loss, aggregation="sequence")
     no_kl = [([(*row[:4], row[0]) for row in tokens], counted) for tokens, counted in rows]  # ref = theta
     moved = [

@@ -1,7 +1,5 @@
 """Trees of rows that begin alike: found from tokens, made from metadata, and worth their cost."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +54,7 @@ def conversations(seed: int, groups: int = 3, rows: int = 8) -> Rows:
     return made(every)
 
 
-def test_drawing_of_the_module() -> None:
+def test_drawing_of_the_module():
     rows = made([[[7, 7, 7, 7, 1, 1, 1], [7, 7, 7, 7, 2, 3, 3, 3], [7, 7, 7, 7, 2]]])
     assert [ref.shared for ref in rows.refs] == [[(0, 4)], [(0, 4), (1, 5)], [(0, 4), (1, 5)]]
     tree = row_tree(rows.refs)
@@ -70,7 +68,7 @@ def test_drawing_of_the_module() -> None:
 
 @settings(max_examples=200)
 @given(st.integers(0, 10**6), st.randoms(use_true_random=False))
-def test_tree_of_any_rows_has_their_tokens_once(seed: int, rng: random.Random) -> None:
+def test_tree_of_any_rows_has_their_tokens_once(seed, rng):
     rows = conversations(seed)
     chosen = rng.sample(range(len(rows.refs)), rng.randrange(1, len(rows.refs) + 1))
     refs = [rows.refs[k] for k in chosen]
@@ -91,21 +89,21 @@ def test_tree_of_any_rows_has_their_tokens_once(seed: int, rng: random.Random) -
         assert unit_size(own) >= len(beginnings)
 
 
-def test_long_conversation_has_bounded_metadata() -> None:
+def test_long_conversation_has_bounded_metadata():
     """Each turn is a row, which begins with the one before it."""
     rows = made([[list(range(k + 2)) for k in range(2000)]])
     assert max(len(ref.shared) for ref in rows.refs) == MOST_BEGINNINGS
     assert rows.refs[-1].shared[:3] == [(0, 2), (1, 3), (2, 4)]
 
 
-def test_short_common_beginning_does_not_pay() -> None:
+def test_short_common_beginning_does_not_pay():
     """All prompts of a model begin with the same token."""
     rows = made([[[1, *[k] * 40] for k in range(2, 10)]])
     assert row_tree(rows.refs).tokens == sum(ref.length for ref in rows.refs)
     assert tree_units([[ref] for ref in rows.refs]) == [[ref] for ref in rows.refs]
 
 
-def test_rows_of_a_group_join_up_to_the_capacity() -> None:
+def test_rows_of_a_group_join_up_to_the_capacity():
     rows = made([[[1] * 60 + [k] * 10 for k in range(2, 10)]])
     units = [[ref] for ref in rows.refs]
     assert [len(unit) for unit in tree_units(units)] == [8]
@@ -114,7 +112,7 @@ def test_rows_of_a_group_join_up_to_the_capacity() -> None:
     assert unit_size(joined[0]) == 60 + 4 * 10 + 4 * 9  # the keys of each row count an eighth
 
 
-def test_beginnings_cost_once() -> None:
+def test_beginnings_cost_once():
     rows = made([[[1] * 60 + [k] * 10 for k in range(2, 10)]])
     assert tree_cost(rows.refs, token_costs) == 60 + 8 * 10
     tree = row_tree(rows.refs)
@@ -124,7 +122,7 @@ def test_beginnings_cost_once() -> None:
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_groups_that_share_stay_whole(dp: int) -> None:
+def test_groups_that_share_stay_whole(dp):
     rows = made([[[g] * 60 + [k] * 10 for k in range(8)] for g in range(100, 132)])
     plan = plan_minibatches(rows.refs, 4, dp, token_costs, capacity=1000)
     sizes = [len(part) for minibatch in plan for part in minibatch]
@@ -134,7 +132,7 @@ def test_groups_that_share_stay_whole(dp: int) -> None:
             assert all(sum(ref.group == group for ref in part) == 8 for group in {ref.group for ref in part})
 
 
-def test_few_groups_are_divided() -> None:
+def test_few_groups_are_divided():
     """Balance comes first."""
     rows = made([[[1] * 60 + [k] * 10 for k in range(8)]])
     assert [len(part) for [part] in plan_minibatches(rows.refs, 4, 1, token_costs)] == [2] * 4
@@ -173,7 +171,7 @@ def run(
     return loss.item(), theta.grad.tolist(), {name: value.item() for name, value in stats.items()}
 
 
-def test_two_rows_of_one_episode_share_one_ratio() -> None:
+def test_two_rows_of_one_episode_share_one_ratio():
     loss, gradient, stats = run(GSPO, segments())
     # Each token weighs 1 / 2: both episodes have two tokens.
     assert loss == pytest.approx((SEVEN + THREE) / 2, rel=1e-6)
@@ -182,7 +180,7 @@ def test_two_rows_of_one_episode_share_one_ratio() -> None:
     assert stats["w_sum"] == pytest.approx(2 * 1.0512711 + 2 * 0.9512294, rel=1e-6)
 
 
-def test_mask_with_holes_leaves_ratio_and_count() -> None:
+def test_mask_with_holes_leaves_ratio_and_count():
     """Token 1 is no loss token: episode 3 is token 2 alone, with log u = -0.5 and log w = 0."""
     loss, gradient, stats = run(GSPO, segments(), [True, False, True, True])
     assert loss == pytest.approx((SEVEN + 0.6065307) / 2, rel=1e-6)
@@ -190,14 +188,14 @@ def test_mask_with_holes_leaves_ratio_and_count() -> None:
     assert stats["tokens"] == 3
 
 
-def test_masked_row_leaves_its_episode() -> None:
+def test_masked_row_leaves_its_episode():
     """The last row is masked: episode 7 is token 0 alone, with log u = 0.2 and log w = 0.3."""
     loss, gradient, _ = run(GSPO, segments(), [True, True, True, False])
     assert loss == pytest.approx((-2 * 1.6487213 + THREE) / 2, rel=1e-6)
     assert gradient[3] == 0.0
 
 
-def test_episode_tokens_count_rows_elsewhere() -> None:
+def test_episode_tokens_count_rows_elsewhere():
     """Episode 7 has ten loss tokens, eight of them in other micro-batches. Its ratio is that of the two here."""
     loss, gradient, _ = run(GSPO, segments([10.0, 2.0, 10.0]))
     assert loss == pytest.approx((2 * SEVEN / 10 + THREE) / 2, rel=1e-6)
@@ -212,13 +210,13 @@ PPO_TERMS = [-3.2396611, 0.7238699, 0.8, -1.9649538]
     ("aggregation", "weights"),
     [("token", [1.0] * 4), ("sequence", [1 / 10, 1 / 2, 1 / 2, 1 / 10]), ("constant", [1.0] * 4)],
 )
-def test_only_sequence_aggregation_divides_by_episode_tokens(aggregation: str, weights: list[float]) -> None:
+def test_only_sequence_aggregation_divides_by_episode_tokens(aggregation, weights):
     cfg = PPOConfig.model_validate({"aggregation": aggregation})
     loss, _, _ = run(cfg, segments([10.0, 2.0, 10.0]))
     assert loss == pytest.approx(sum(t * w for t, w in zip(PPO_TERMS, weights, strict=True)) / 2, rel=1e-6)
 
 
-def test_episode_split_over_micro_batches_adds_up() -> None:
+def test_episode_split_over_micro_batches_adds_up():
     """Mask with a hole: episode 7 has two tokens, episode 3 one. Rows 0 and 1 are apart from row 2."""
     cfg, mask = PPOConfig(aggregation="sequence"), [True, False, True, True]
     whole, gradient, _ = run(cfg, segments(), mask)
@@ -230,7 +228,7 @@ def test_episode_split_over_micro_batches_adds_up() -> None:
     assert [g for _, part, _ in shares for g in part] == gradient
 
 
-def test_rows_are_episodes_by_default_bit_for_bit() -> None:
+def test_rows_are_episodes_by_default_bit_for_bit():
     generator = torch.Generator().manual_seed(2)
     lengths = torch.tensor([5, 0, 300, 1, 17])
     x = torch.randn(323, generator=generator)
@@ -241,7 +239,7 @@ def test_rows_are_episodes_by_default_bit_for_bit() -> None:
     assert torch.equal(plain.counted(mask), named.counted(mask))
 
 
-def test_mean_of_episode_is_mean_of_its_tokens() -> None:
+def test_mean_of_episode_is_mean_of_its_tokens():
     generator = torch.Generator().manual_seed(3)
     lengths, episodes = torch.tensor([4, 2, 0, 7, 1, 3]), torch.tensor([5, 1, 5, 5, 1, 2])
     x = torch.randn(17, generator=generator)
@@ -259,7 +257,7 @@ def test_mean_of_episode_is_mean_of_its_tokens() -> None:
     assert means[14:].tolist() == [0.0] * 3 and counts[14:].tolist() == [0.0] * 3
 
 
-def test_empty_micro_batch_has_no_loss() -> None:
+def test_empty_micro_batch_has_no_loss():
     empty = torch.zeros(0, dtype=torch.int64)
     x = torch.zeros(0, requires_grad=True)
     rows = Segments(empty, empty, torch.zeros(0))
@@ -276,6 +274,6 @@ def test_empty_micro_batch_has_no_loss() -> None:
         (Segments(torch.tensor([3, 1]), None, torch.tensor([4.0])), r"episode_tokens has shape \[1\], lengths has"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(rows: Segments, problem: str) -> None:
+def test_rows_that_do_not_fit_are_refused(rows, problem):
     with pytest.raises(ValueError, match=problem):
         run(PPOConfig(aggregation="sequence"), rows)

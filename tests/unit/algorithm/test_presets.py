@@ -3,10 +3,6 @@
 The policy that sampled is the one before the step (w = 1): what the papers assume.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -158,7 +154,7 @@ def of_preset(config: Config, theta: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("paper", [grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce_plus_plus, decoupled_ppo])
-def test_preset_is_the_objective_of_its_paper(paper: Callable[[Tensor], Tensor]) -> None:
+def test_preset_is_the_objective_of_its_paper(paper):
     config = compose(["experiment=math", f"algorithm={paper.__name__}"])
     mine, theirs = (make_logprobs()[0].requires_grad_() for _ in range(2))
     found, expected = of_preset(config, mine), paper(theirs)

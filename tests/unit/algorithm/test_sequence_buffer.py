@@ -1,7 +1,5 @@
 """The replay buffer: each ticket trained at most once, nothing lost, nothing too stale."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 
@@ -55,7 +53,7 @@ def ids(groups: list[list[SampleMeta]]) -> list[str]:
     return [members[0].ticket_id for members in groups]
 
 
-def test_group_is_ready_when_last_completion_arrived() -> None:
+def test_group_is_ready_when_last_completion_arrived():
     buffer = SequenceBuffer()
     buffer.add(group("t1", 3)[:2])
     assert (buffer.ready_groups, buffer.incomplete_groups) == (0, 1)
@@ -63,7 +61,7 @@ def test_group_is_ready_when_last_completion_arrived() -> None:
     assert (buffer.ready_groups, buffer.incomplete_groups) == (1, 0)
 
 
-def test_oldest_ticket_first_whatever_the_order_of_arrival() -> None:
+def test_oldest_ticket_first_whatever_the_order_of_arrival():
     buffer = SequenceBuffer()
     for ticket in ("t0003", "t0001", "t0010", "t0002"):
         buffer.add(group(ticket))
@@ -71,14 +69,14 @@ def test_oldest_ticket_first_whatever_the_order_of_arrival() -> None:
     assert buffer.ready_groups == 1
 
 
-def test_answers_of_a_group_are_ordered_by_number() -> None:
+def test_answers_of_a_group_are_ordered_by_number():
     buffer = SequenceBuffer()
     buffer.add(reversed(group("t1", 12)))
     (members,) = buffer.take(1).groups
     assert [m.sample_id for m in members] == [f"t1.0/{k}.0" for k in range(12)]
 
 
-def test_group_completes_with_all_rows_of_all_episodes() -> None:
+def test_group_completes_with_all_rows_of_all_episodes():
     """Episodes may have different numbers of rows, and a group may have fewer episodes than were asked for."""
     buffer = SequenceBuffer()
     rows = [row("t1", 0, 0, 4), row("t1", 0, 1, 4), row("t1", 1, 0, 4), row("t1", 0, 2, 4)]
@@ -89,14 +87,14 @@ def test_group_completes_with_all_rows_of_all_episodes() -> None:
     assert [(m.episode, m.row) for m in members] == [(0, 0), (0, 1), (0, 2), (1, 0)]
 
 
-def test_too_few_groups_leave_buffer_unchanged() -> None:
+def test_too_few_groups_leave_buffer_unchanged():
     buffer = SequenceBuffer()
     buffer.add(group("t1"))
     assert buffer.take(2).groups == []
     assert buffer.ready_groups == 1
 
 
-def test_masking_leaves_only_tokens_within_bound() -> None:
+def test_masking_leaves_only_tokens_within_bound():
     buffer = SequenceBuffer()
     buffer.add([sample("t1", 0, versions=(2, 7)), sample("t1", 1, versions=(2, 2))])
     batch = buffer.take(1, oldest=3)
@@ -105,7 +103,7 @@ def test_masking_leaves_only_tokens_within_bound() -> None:
     assert [s.sample_id for s in batch.masked] == ["t1.0/0.0"] and [s.sample_id for s in batch.unused] == ["t1.0/1.0"]
 
 
-def test_group_without_remaining_token_is_dropped() -> None:
+def test_group_without_remaining_token_is_dropped():
     """Even if the batch does not fill: otherwise their quota is never refunded, and the batch never fills."""
     buffer = SequenceBuffer()
     buffer.add(group("t1", version=0))
@@ -115,14 +113,14 @@ def test_group_without_remaining_token_is_dropped() -> None:
     assert [s.sample_id for s in batch.clear] == ["t1.0/0.0", "t1.0/1.0"]
 
 
-def test_without_bound_every_group_is_trained() -> None:
+def test_without_bound_every_group_is_trained():
     buffer = SequenceBuffer()
     buffer.add([*group("t1", version=0), *group("t2", version=5)])
     batch = buffer.take(2)
     assert (ids(batch.groups), batch.dropped, batch.masked) == (["t1", "t2"], [], [])
 
 
-def test_released_group_has_all_its_tokens_again() -> None:
+def test_released_group_has_all_its_tokens_again():
     buffer = SequenceBuffer()
     buffer.add([sample("t1", 0, versions=(2, 7)), sample("t1", 1, versions=(2, 2))])
     buffer.take(1, oldest=3)
@@ -130,7 +128,7 @@ def test_released_group_has_all_its_tokens_again() -> None:
     assert [row.loss_tokens for row in buffer.take(1).groups[0]] == [4, 4]
 
 
-def test_too_old_group_leaves_until_later_attempt() -> None:
+def test_too_old_group_leaves_until_later_attempt():
     buffer = SequenceBuffer(too_old=lambda group: "stale" if group[0].version_min < 3 else "")
     added = buffer.add(group("t1", version=2, attempt=1))
     assert (added.stale, added.dropped, len(added.clear), buffer.ready_groups) == ([("t1", 1)], [], 2, 0)
@@ -140,7 +138,7 @@ def test_too_old_group_leaves_until_later_attempt() -> None:
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
-def test_copy_or_earlier_attempt_is_rejected(attempt: int) -> None:
+def test_copy_or_earlier_attempt_is_rejected(attempt):
     """The buffer has the group ready. The rejected copy is cleared on the worker that stores it."""
     buffer = SequenceBuffer()
     buffer.add(group("t1", owner=0, attempt=1))
@@ -149,7 +147,7 @@ def test_copy_or_earlier_attempt_is_rejected(attempt: int) -> None:
     assert [(s.sample_id, s.owner) for s in result.clear] == [(f"t1.{attempt}/0.0", 1), (f"t1.{attempt}/1.0", 1)]
 
 
-def test_copy_beside_its_original_is_not_cleared() -> None:
+def test_copy_beside_its_original_is_not_cleared():
     """Both have the same sample id on that worker: clearing the copy would take the original's tensors."""
     buffer = SequenceBuffer()
     buffer.add(group("t1", owner=0))
@@ -158,7 +156,7 @@ def test_copy_beside_its_original_is_not_cleared() -> None:
 
 
 @pytest.mark.parametrize("owner", [0, 1])
-def test_later_attempt_replaces_ready_one_before_training(owner: int) -> None:
+def test_later_attempt_replaces_ready_one_before_training(owner):
     """The ledger goes by the later one, and it is the fresher: the earlier one here is too stale to be trained."""
     buffer = SequenceBuffer()
     buffer.add(group("t1", owner=0))
@@ -173,7 +171,7 @@ def test_later_attempt_replaces_ready_one_before_training(owner: int) -> None:
     assert [s.sample_id for s in buffer.take(1).clear] == ["t1.2/0.0", "t1.2/1.0"], "the batch is trained"
 
 
-def test_partial_later_attempt_does_not_delay_complete_one() -> None:
+def test_partial_later_attempt_does_not_delay_complete_one():
     """The incomplete later attempt leaves nothing behind."""
     buffer = SequenceBuffer()
     buffer.add([*group("t1"), *group("t2", version=9)])
@@ -188,7 +186,7 @@ def test_partial_later_attempt_does_not_delay_complete_one() -> None:
 
 
 @pytest.mark.parametrize("owner", [0, 1])
-def test_copy_of_training_group_is_cleared_after_step(owner: int) -> None:
+def test_copy_of_training_group_is_cleared_after_step(owner):
     """Also on another worker: the plan may have moved the original there."""
     buffer = SequenceBuffer()
     buffer.add(group("t1", owner=0))
@@ -201,7 +199,7 @@ def test_copy_of_training_group_is_cleared_after_step(owner: int) -> None:
     assert buffer.take(1).clear == [], "once"
 
 
-def test_untrained_batch_is_ready_again_without_ended_tickets() -> None:
+def test_untrained_batch_is_ready_again_without_ended_tickets():
     """A copy that came meanwhile goes, where it is not the original itself."""
     buffer = SequenceBuffer()
     for ticket in ("t1", "t2", "t3"):
@@ -217,7 +215,7 @@ def test_untrained_batch_is_ready_again_without_ended_tickets() -> None:
     assert (ids(again.groups), again.clear) == (["t2", "t3"], [])
 
 
-def test_trained_ticket_never_comes_back() -> None:
+def test_trained_ticket_never_comes_back():
     buffer = SequenceBuffer()
     buffer.add(group("t1", 1))
     buffer.take(1)
@@ -226,7 +224,7 @@ def test_trained_ticket_never_comes_back() -> None:
     assert (result.accepted, [s.sample_id for s in result.clear]) == (0, ["t1.1/0.0"])
 
 
-def test_dropped_ticket_never_comes_back() -> None:
+def test_dropped_ticket_never_comes_back():
     """Its place is taken by another ticket: N would be exceeded."""
     buffer = SequenceBuffer()
     buffer.add(group("t1", 1, version=0))
@@ -235,7 +233,7 @@ def test_dropped_ticket_never_comes_back() -> None:
     assert (result.accepted, [s.sample_id for s in result.clear]) == (0, ["t1.1/0.0"])
 
 
-def test_later_attempt_replaces_an_incomplete_one_whole() -> None:
+def test_later_attempt_replaces_an_incomplete_one_whole():
     """Answers of two attempts never mix: they may come from different prompts' seeds and policies."""
     buffer = SequenceBuffer()
     buffer.add([sample("t1", 0, attempt=0, owner=0)])
@@ -248,7 +246,7 @@ def test_later_attempt_replaces_an_incomplete_one_whole() -> None:
     assert {m.attempt for m in members} == {1}
 
 
-def test_memory_of_finished_tickets_is_bounded() -> None:
+def test_memory_of_finished_tickets_is_bounded():
     buffer = SequenceBuffer(remember=3)
     for number in range(50):
         buffer.add(group(f"t{number:03d}", 1))
@@ -257,12 +255,12 @@ def test_memory_of_finished_tickets_is_bounded() -> None:
     assert buffer.add(group("t048", 1)).accepted == 0
 
 
-def test_sizes_below_one_are_refused() -> None:
+def test_sizes_below_one_are_refused():
     with pytest.raises(ValueError, match="remember=0"):
         SequenceBuffer(remember=0)
 
 
-def test_owners_are_where_the_stream_brought_the_samples() -> None:
+def test_owners_are_where_the_stream_brought_the_samples():
     assert owners_of([group("t1", owner=4)]) == {"t1.0/0.0": {4}, "t1.0/1.0": {4}}
 
 
@@ -371,7 +369,7 @@ def held_after(plan: TransferPlan, owners: Owners) -> dict[int, set[tuple[str, s
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 1 << 30))
-def test_plan_meets_every_need_and_moves_nothing_twice(seed: int) -> None:
+def test_plan_meets_every_need_and_moves_nothing_twice(seed):
     mesh, minibatches, owners = random_batch(random.Random(seed))
     plan = plan_call(mesh, minibatches, KEYS, owners)
     held = held_after(plan, owners)
@@ -387,7 +385,7 @@ def test_plan_meets_every_need_and_moves_nothing_twice(seed: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 30))
-def test_plan_names_the_holders_after_it(seed: int) -> None:
+def test_plan_names_the_holders_after_it(seed):
     mesh, minibatches, owners = random_batch(random.Random(seed))
     plan = plan_call(mesh, minibatches, KEYS, owners)
     named: dict[tuple[str, str], set[int]] = {(k, s): set(owners[k][s]) for k in owners for s in owners[k]}
@@ -400,7 +398,7 @@ def test_plan_names_the_holders_after_it(seed: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 30))
-def test_requests_hold_own_transfers_in_plan_order(seed: int) -> None:
+def test_requests_hold_own_transfers_in_plan_order(seed):
     mesh, minibatches, owners = random_batch(random.Random(seed))
     plan = plan_call(mesh, minibatches, KEYS, owners)
     requests = plan.by_worker(minibatches)
@@ -411,13 +409,13 @@ def test_requests_hold_own_transfers_in_plan_order(seed: int) -> None:
         assert {ref.sample_id for ref in request.sequences} == moved and len(request.sequences) == len(moved)
 
 
-def test_plan_does_not_depend_on_mapping_order() -> None:
+def test_plan_does_not_depend_on_mapping_order():
     mesh, minibatches, owners = random_batch(random.Random(4))
     backwards = {key: dict(reversed(owners[key].items())) for key in reversed(owners)}
     assert plan_call(mesh, minibatches, KEYS, owners) == plan_call(mesh, minibatches, KEYS, backwards)
 
 
-def test_sources_share_the_load_by_size() -> None:
+def test_sources_share_the_load_by_size():
     sizes = {f"s{i}": size for i, size in enumerate([80, 10, 10, 10, 10, 10, 40, 40, 30])}
     refs = [make_ref(name, size, 1, 1.0, False, 0) for name, size in sizes.items()]
     owners = {"tokens": dict.fromkeys(sizes, frozenset([0, 1, 2]))}
@@ -427,13 +425,13 @@ def test_sources_share_the_load_by_size() -> None:
     assert dict(sent) == {0: 80, 1: 80, 2: 80}
 
 
-def test_sole_owner_is_counted_before_free_choices() -> None:
+def test_sole_owner_is_counted_before_free_choices():
     """By name alone the free one would come first, and take worker 0."""
     owners = {"tokens": {"a": {0, 1}, "b": {0}}}
     assert moves(Mesh(ParallelLayout(), (2,)), [[[A, B]]], "tokens", owners) == {"0>2: tokens: b", "1>2: tokens: a"}
 
 
-def test_request_stays_small_with_512_workers() -> None:
+def test_request_stays_small_with_512_workers():
     """Before, every worker got all transfers: 3.4 MB each."""
     mesh, rng = whole_mesh(ParallelLayout(data=128, tensor=4)), random.Random(1)
     refs = [make_ref(f"{i:010d}.0/0.0", rng.randint(500, 8000), 100, 1.0, False, i // 16) for i in range(8192)]
@@ -462,12 +460,9 @@ def moves(
 A, B, C = (make_ref(name, 10, 4, 1.0, False, 0) for name in "abc")
 
 
-def test_every_stage_gets_sequences_last_one_completions() -> None:
+def test_every_stage_gets_sequences_last_one_completions():
     mesh = whole_mesh(ParallelLayout(data=2, pipeline=2))  # workers 0, 1: first stage of data rank 0, 1; 2, 3: last
-    owners = {
-        "tokens": {"a": {2}, "b": {3}, "c": {3}},
-        "values": {"a": {2}, "b": {3}, "c": {3}},
-    }
+    owners = {"tokens": {"a": {2}, "b": {3}, "c": {3}}, "values": {"a": {2}, "b": {3}, "c": {3}}}
     plan = [[[A], [B]], [[C], []]]
     assert moves(mesh, plan, "tokens values", owners) == {
         "2>0: tokens: a",
@@ -478,7 +473,7 @@ def test_every_stage_gets_sequences_last_one_completions() -> None:
     assert holders_of_outputs(mesh, plan) == {"a": {2}, "b": {3}, "c": {2}}
 
 
-def test_role_on_other_workers_gathers_scatters_and_broadcasts() -> None:
+def test_role_on_other_workers_gathers_scatters_and_broadcasts():
     tensor = Mesh(ParallelLayout(tensor=2), (4, 5))  # one data rank: all samples on both of its workers
     owners = {"tokens": {"a": {0}, "b": {1}, "c": {1, 4}}}
     assert moves(tensor, [[[A, B, C]]], "tokens", owners) == {
@@ -497,7 +492,7 @@ def test_role_on_other_workers_gathers_scatters_and_broadcasts() -> None:
     }
 
 
-def test_scores_and_arrays_in_place_are_not_moved() -> None:
+def test_scores_and_arrays_in_place_are_not_moved():
     mesh = whole_mesh(ParallelLayout())
     assert moves(mesh, [[[A]]], "tokens scores", {"tokens": {"a": {0}}}) == set()
     with pytest.raises(StuckError, match="worker 0 needs values of sample a, but no worker holds it"):
@@ -515,27 +510,27 @@ def rates(cfg: OptimizerConfig, total: int) -> list[float]:
     return [learning_rate(cfg, step, total) for step in range(total)]
 
 
-def test_warm_up_starts_above_zero_reaches_full_rate() -> None:
+def test_warm_up_starts_above_zero_reaches_full_rate():
     assert rates(optimizer(warmup_fraction=0.4), 10)[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 
 
-def test_constant_stays() -> None:
+def test_constant_stays():
     assert rates(optimizer(), 4) == [1.0] * 4
 
 
-def test_linear_reaches_the_floor_at_the_last_step() -> None:
+def test_linear_reaches_the_floor_at_the_last_step():
     cfg = optimizer(schedule="linear", min_lr_ratio=0.2, warmup_fraction=0.2)
     assert rates(cfg, 5) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
 
 
-def test_cosine_is_half_way_down_in_the_middle() -> None:
+def test_cosine_is_half_way_down_in_the_middle():
     cfg = optimizer(schedule="cosine", min_lr_ratio=0.2)
     assert learning_rate(cfg, 4, 10) == pytest.approx(0.6)
     assert learning_rate(cfg, 9, 10) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_rates_never_rise_after_warm_up(schedule: str) -> None:
+def test_rates_never_rise_after_warm_up(schedule):
     """Beyond the last step the rate stays as it is."""
     cfg = optimizer(schedule=schedule, min_lr_ratio=0.1, warmup_fraction=0.1)
     after = rates(cfg, 50)[4:]
@@ -543,15 +538,15 @@ def test_rates_never_rise_after_warm_up(schedule: str) -> None:
     assert learning_rate(cfg, 500, 50) == pytest.approx(after[-1])
 
 
-def test_warm_up_over_everything() -> None:
+def test_warm_up_over_everything():
     assert rates(optimizer(warmup_fraction=1.0, schedule="linear"), 4) == pytest.approx([0.25, 0.5, 0.75, 1.0])
 
 
-def test_rounding_adds_no_warm_up_step() -> None:
+def test_rounding_adds_no_warm_up_step():
     assert learning_rate(optimizer(warmup_fraction=0.07), 6, 100) == 1.0  # 0.07 * 100 > 7 in floats
 
 
 @pytest.mark.parametrize(("step", "total"), [(-1, 10), (0, 0)])
-def test_steps_outside_the_run_are_refused(step: int, total: int) -> None:
+def test_steps_outside_the_run_are_refused(step, total):
     with pytest.raises(ValueError, match=f"step {step} of {total}"):
         learning_rate(optimizer(), step, total)

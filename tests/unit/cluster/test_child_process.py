@@ -1,7 +1,5 @@
 """Child processes: groups, pids and descendants, with real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -44,7 +42,7 @@ def start(script: str, output: int = subprocess.DEVNULL) -> ChildProcess:
     return ChildProcess([sys.executable, "-c", script], os.environ, output)
 
 
-def test_pid_stays_valid_until_reaped() -> None:
+def test_pid_stays_valid_until_reaped():
     async def body() -> None:
         process = start("raise SystemExit(3)")
         assert await process.exits_within(BOUND_S)
@@ -60,7 +58,7 @@ def test_pid_stays_valid_until_reaped() -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_group_dies_with_its_leader(tmp_path: Path) -> None:
+def test_group_dies_with_its_leader(tmp_path):
     script = ESCAPED.replace("start_new_session=True, ", "")
 
     async def body() -> int:
@@ -75,7 +73,7 @@ def test_group_dies_with_its_leader(tmp_path: Path) -> None:
         assert psutil.Process(grandchild).wait(BOUND_S) == -signal.SIGKILL
 
 
-def test_descendants_are_killed_wherever_they_hide(tmp_path: Path) -> None:
+def test_descendants_are_killed_wherever_they_hide(tmp_path):
     earlier = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     spare = child_pids()
     try:
@@ -88,7 +86,7 @@ def test_descendants_are_killed_wherever_they_hide(tmp_path: Path) -> None:
         earlier.communicate(b"\n")
 
 
-def test_process_that_may_end_is_waited_for() -> None:
+def test_process_that_may_end_is_waited_for():
     waits = "import sys; sys.stdin.read()"
     spare = child_pids()
     slow = subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE)
@@ -100,7 +98,7 @@ def test_process_that_may_end_is_waited_for() -> None:
     slow.wait()
 
 
-def test_delays_double_until_the_budget_is_spent() -> None:
+def test_delays_double_until_the_budget_is_spent():
     backoff = Backoff(8, 0.5)
     delays = [backoff.next_delay(1.0) for _ in range(9)]
     assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_BACKOFF_S, LONGEST_BACKOFF_S, None]
@@ -116,7 +114,7 @@ def test_delays_double_until_the_budget_is_spent() -> None:
         (-99, "was killed by signal 99"),
     ],
 )
-def test_end_of_a_process_in_words(returncode: int, words: str) -> None:
+def test_end_of_a_process_in_words(returncode, words):
     assert how_it_ended(returncode) == words
 
 

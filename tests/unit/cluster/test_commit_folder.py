@@ -1,7 +1,5 @@
 """Folders that exist completely or not at all."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
@@ -42,13 +40,13 @@ def committed(root: Path, name: str) -> Path:
     return NOTES.commit(tmp, root / name, notes)
 
 
-def test_committed_folder_is_complete_and_verified(tmp_path: Path) -> None:
+def test_committed_folder_is_complete_and_verified(tmp_path):
     folder = committed(tmp_path, "n1")
     assert NOTES.complete(tmp_path) == [folder] and NOTES.unfinished(tmp_path) == []
     assert NOTES.verify(folder) == NOTES.read(folder) and NOTES.read(folder).author == "me"
 
 
-def test_lost_lease_leaves_no_complete_folder(tmp_path: Path) -> None:
+def test_lost_lease_leaves_no_complete_folder(tmp_path):
     """The lease is checked before the manifest and again before the rename."""
     for checks in (0, 1):
         tmp, notes = filled(tmp_path, "n1")
@@ -66,7 +64,7 @@ def test_lost_lease_leaves_no_complete_folder(tmp_path: Path) -> None:
             NOTES.read(tmp)
 
 
-def test_folder_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
     order: list[str] = []
     monkeypatch.setattr(commit_folder, "fsync_directory", lambda path: order.append(f"{path.name} {final.exists()}"))
     final = tmp_path / "n1"
@@ -74,7 +72,7 @@ def test_folder_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pyte
     assert order == ["n1.tmp False", f"{tmp_path.name} True"]
 
 
-def test_replaced_folder_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_replaced_folder_leaves_nothing_behind(tmp_path):
     folder = committed(tmp_path, "n1")
     tmp, notes = filled(tmp_path, "n1", b"other")
     with pytest.raises(CheckpointError, match="exists already: a note is written once"):
@@ -85,14 +83,14 @@ def test_replaced_folder_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"contenu", b"conten", None])
-def test_damaged_file_is_named_with_advice(tmp_path: Path, damage: bytes | None) -> None:
+def test_damaged_file_is_named_with_advice(tmp_path, damage):
     path = committed(tmp_path, "n1") / "a.bin"
     path.unlink() if damage is None else path.write_bytes(damage)
     with pytest.raises(CheckpointError, match=rf"{path} .*; write it again"):
         NOTES.verify(path.parent)
 
 
-def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path):
     path = committed(tmp_path, "n1") / "notes.json"
     whole = path.read_bytes()
     for position in range(len(whole)):
@@ -113,14 +111,14 @@ OUTSIDE = NOTES.encode(Notes("me", files={"../x": FileInfo(1, "")}))
         (OUTSIDE, "names a file outside its folder"),
     ],
 )
-def test_other_manifest_is_refused(tmp_path: Path, manifest: bytes, problem: str) -> None:
+def test_other_manifest_is_refused(tmp_path, manifest, problem):
     folder = committed(tmp_path, "n1")
     (folder / "notes.json").write_bytes(manifest)
     with pytest.raises(CheckpointError, match=problem):
         NOTES.read(folder)
 
 
-def test_removal_starts_with_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_starts_with_the_manifest(tmp_path, monkeypatch):
     """A removal that fails leaves an unfinished folder, and is a problem of the result."""
     first, second = committed(tmp_path, "n1"), committed(tmp_path, "n2")
 
@@ -135,12 +133,12 @@ def test_removal_starts_with_the_manifest(tmp_path: Path, monkeypatch: pytest.Mo
     assert NOTES.remove(NOTES.unfinished(tmp_path)) == Removed([str(first)])
 
 
-def test_folder_set_aside_is_not_found(tmp_path: Path) -> None:
+def test_folder_set_aside_is_not_found(tmp_path):
     aside = NOTES.set_aside(committed(tmp_path, "n1"))
     assert NOTES.complete(tmp_path) == [] and NOTES.unfinished(tmp_path) == [aside]
 
 
-def test_safetensors_file_begins_tensors_where_it_says(tmp_path: Path) -> None:
+def test_safetensors_file_begins_tensors_where_it_says(tmp_path):
     path, contents = tmp_path / "x.safetensors", [bytes(range(16)), b"", b"\x01\x02"]
     entries = [TensorEntry("f", "F32", [2, 2], 16), TensorEntry("none", "U8", [0], 0), TensorEntry("u", "U8", [2], 2)]
     info, starts = write_safetensors(path, entries, map(memoryview, contents))

@@ -1,10 +1,7 @@
 """Choice of the device: a process that was given a GPU uses it or ends, and says why."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +12,7 @@ from hypothesis import strategies as st
 from realsys.cluster import gpu_devices
 from realsys.cluster.gpu_devices import choose_device
 from realsys.cluster.gpu_environment import is_given_gpu, prepare_environment
-from realsys.cluster.topology import (
-    Mesh,
-    group_contiguously,
-    place,
-    receivers_of,
-    routing_table,
-    whole_mesh,
-)
+from realsys.cluster.topology import Mesh, group_contiguously, place, receivers_of, routing_table, whole_mesh
 from realsys.config import machine
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.machine import visible_gpus
@@ -42,7 +32,7 @@ from realsys.errors import DeviceError
         ("1,8", ("1",)),
     ],
 )
-def test_only_ids_before_an_invalid_one_count(chosen: str, ids: tuple[str, ...]) -> None:
+def test_only_ids_before_an_invalid_one_count(chosen, ids):
     assert visible_gpus(chosen, 8) == ids
 
 
@@ -58,9 +48,7 @@ def test_only_ids_before_an_invalid_one_count(chosen: str, ids: tuple[str, ...])
         ("", True, 8, False),
     ],
 )
-def test_process_with_an_id_was_given_a_gpu(
-    chosen: str | None, cuda_build: bool, present: int, given: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_with_an_id_was_given_a_gpu(chosen, cuda_build, present, given, monkeypatch):
     monkeypatch.setattr(machine, "_torch_has_cuda", lambda: cuda_build)
     monkeypatch.setattr(machine, "_present_gpus", lambda: present)
     environment = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
@@ -69,7 +57,7 @@ def test_process_with_an_id_was_given_a_gpu(
     assert ("CUBLAS_WORKSPACE_CONFIG" in environment) is ("PYTORCH_ALLOC_CONF" in environment) is given
 
 
-def test_process_without_gpu_computes_on_the_cpu() -> None:
+def test_process_without_gpu_computes_on_the_cpu():
     assert choose_device(3, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == torch.device("cpu")
 
 
@@ -84,9 +72,7 @@ def fails(*_: Any, **__: Any) -> None:
         (lambda: True, fails, "all CUDA-capable devices are busy or unavailable"),
     ],
 )
-def test_unusable_gpu_is_an_error_with_its_circumstances(
-    available: Callable[[], bool], set_device: Callable[..., None], cause: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_gpu_is_an_error_with_its_circumstances(available, set_device, cause, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", available)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
@@ -100,9 +86,7 @@ def test_unusable_gpu_is_an_error_with_its_circumstances(
     assert "\n" not in message and caught.value.exit_code == 2 and caught.value.permanent
 
 
-def test_gpu_without_expandable_segments_works_without_them(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gpu_without_expandable_segments_works_without_them(monkeypatch, caplog):
     """The first allocation fails, until the allocator is told to do without."""
     settings = ["expandable_segments:True"]
     zeros = torch.zeros
@@ -135,7 +119,7 @@ def test_gpu_without_expandable_segments_works_without_them(
         ({"CUDA_VISIBLE_DEVICES": "0", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None),
     ],
 )
-def test_rank_with_a_gpu_gets_expandable_segments(environment: dict[str, str], expected: str | None) -> None:
+def test_rank_with_a_gpu_gets_expandable_segments(environment, expected):
     prepare_environment(environment)
     assert environment.get("PYTORCH_ALLOC_CONF") == expected
 
@@ -289,5 +273,5 @@ def test_cluster_package_is_light():
     assert done.stdout.strip() == "set()", done.stderr
 
 
-def test_sender_beyond_the_configured_number_has_receivers() -> None:
+def test_sender_beyond_the_configured_number_has_receivers():
     assert [receivers_of(sender, 2, 4) for sender in range(4)] == [[0, 1], [2, 3], [0, 1], [2, 3]]

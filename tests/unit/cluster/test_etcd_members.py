@@ -1,7 +1,5 @@
 """Choice of the member, and repetition of failed calls. The channels are never used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import grpc
@@ -47,7 +45,7 @@ WAITED = Answer(grpc.StatusCode.UNKNOWN, "context deadline exceeded")
 FULL = Answer(grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded")
 
 
-def test_next_member_is_asked_until_one_answers() -> None:
+def test_next_member_is_asked_until_one_answers():
     asked = Asked(NO_LEADER, WAITED)
     assert asked.members.call(asked, "read k") == "reply"
     assert sorted(asked.addresses) == ["a:1", "b:2", "c:3"] and asked.moves == 2
@@ -57,7 +55,7 @@ def test_next_member_is_asked_until_one_answers() -> None:
 
 
 @pytest.mark.parametrize(("known", "limit"), [(False, "0.01 s"), (True, "0.3 s")])
-def test_known_etcd_is_waited_for(known: bool, limit: str) -> None:
+def test_known_etcd_is_waited_for(known, limit):
     """A worker that starts while etcd is away; the launcher has found etcd at this address."""
     members = EtcdMembers("a:1", EtcdAccess(), lambda: None, 0.01, 0.3, known=known)
 
@@ -69,7 +67,7 @@ def test_known_etcd_is_waited_for(known: bool, limit: str) -> None:
     members.close()
 
 
-def test_calls_end_when_the_store_closes() -> None:
+def test_calls_end_when_the_store_closes():
     asked = Asked(*[NO_LEADER] * 1000)
     asked.members.interrupt()
     with pytest.raises(NameStoreError, match="no leader"):
@@ -86,7 +84,7 @@ def test_calls_end_when_the_store_closes() -> None:
         (FULL, True, 0, "RESOURCE_EXHAUSTED"),
     ],
 )
-def test_call_that_must_not_be_repeated_fails_once(failure: Answer, repeatable: bool, moves: int, problem: str) -> None:
+def test_call_that_must_not_be_repeated_fails_once(failure, repeatable, moves, problem):
     asked = Asked(failure)
     with pytest.raises(NameStoreError, match=problem):
         asked.members.call(asked, "add k", repeatable=repeatable)

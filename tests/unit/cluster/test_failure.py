@@ -1,7 +1,5 @@
 """Error files."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
@@ -109,9 +107,7 @@ def random_tensors(heads: int, kv_heads: int, size: int = 16, **how: Any) -> lis
 
 @pytest.mark.parametrize("version", ["2.11", "2.12", "2.13"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1)])
-def test_kernel_path_equals_bucket_path(
-    version: str, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_path_equals_bucket_path(version, heads, kv_heads, monkeypatch):
     """Outputs and the gradients of query, key and value, with a kernel of each torch's signature."""
     torch.manual_seed(3)
     tensors = random_tensors(heads, kv_heads)
@@ -131,9 +127,7 @@ SIZES = [9, 4, 2, 3, 5, 4]
 
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
-def test_shared_beginning_equals_whole_rows(
-    kernel: bool, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_beginning_equals_whole_rows(kernel, heads, kv_heads, monkeypatch):
     """Outputs and gradients of rows in segments are those of the rows one after the other."""
     torch.manual_seed(3)
     monkeypatch.setattr(layers, "attention_kernel", lambda: choose_kernel(recorded("2.13", reference), "2.13"))
@@ -164,7 +158,7 @@ def test_shared_beginning_equals_whole_rows(
 
 
 @pytest.mark.parametrize("size", [12, 20])
-def test_kernel_gets_heads_of_a_multiple_of_eight(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_gets_heads_of_a_multiple_of_eight(size, monkeypatch):
     """Others are refused by its backward pass. The padding changes neither outputs nor gradients."""
     torch.manual_seed(3)
     tensors = random_tensors(4, 2, size)
@@ -186,7 +180,7 @@ def test_kernel_gets_heads_of_a_multiple_of_eight(size: int, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("version", "named"), [("2.11", False), ("2.12", True), ("2.13", True)])
-def test_grouped_heads_are_named_where_known(version: str, named: bool) -> None:
+def test_grouped_heads_are_named_where_known(version, named):
     calls: list[dict[str, Any]] = []
 
     def run(**arguments: Any) -> torch.Tensor:
@@ -199,12 +193,12 @@ def test_grouped_heads_are_named_where_known(version: str, named: bool) -> None:
     assert [call.get("enable_gqa") for call in calls] == ([True, False] if named else [None, None])
 
 
-def test_kernel_without_window_is_refused_by_name() -> None:
+def test_kernel_without_window_is_refused_by_name():
     with pytest.raises(DeviceError, match=r"varlen_attn of torch 2\.10 has no parameter scale and no window_size"):
         choose_kernel(recorded("2.10", reference), "2.10")
 
 
-def test_installed_torch_has_a_recorded_signature() -> None:
+def test_installed_torch_has_a_recorded_signature():
     """A new torch whose kernel differs must be looked at before it is allowed in setup.py."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -213,7 +207,7 @@ def test_installed_torch_has_a_recorded_signature() -> None:
     assert parameters == POSITIONAL + RECORDED[version]
 
 
-def test_installed_kernel_runs_under_fake_tensors() -> None:
+def test_installed_kernel_runs_under_fake_tensors():
     """bfloat16, grouped heads, forwards and backwards: no argument is refused, and the shapes are right."""
     attention_kernel.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -233,9 +227,7 @@ def test_installed_kernel_runs_under_fake_tensors() -> None:
         (9, True, RuntimeError("built for another CUDA"), False, ["FA3", "restored"]),
     ],
 )
-def test_flash_attention_3_is_used_where_it_runs(
-    major: int, installed: bool, error: Exception | None, used: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attention_3_is_used_where_it_runs(major, installed, error, used, calls, monkeypatch):
     seen: list[str] = []
 
     def trial() -> None:
@@ -254,7 +246,7 @@ def test_flash_attention_3_is_used_where_it_runs(
 # ---- Disk work of the master: in a thread, and with a time limit
 
 
-def test_result_and_error_are_passed_on() -> None:
+def test_result_and_error_are_passed_on():
     async def body() -> None:
         assert await on_disk("reading", 60.0, lambda: threading.current_thread().name) == "reading"
         for error in (OSError(28, "No space left on device"), TimeoutError("of its own")):
@@ -269,7 +261,7 @@ def test_result_and_error_are_passed_on() -> None:
     asyncio.run(body())
 
 
-def test_hanging_disk_blocks_no_loop() -> None:
+def test_hanging_disk_blocks_no_loop():
     """The loop's own threads are waited for when it ends: this would never return."""
     released = threading.Event()
     try:
@@ -279,7 +271,7 @@ def test_hanging_disk_blocks_no_loop() -> None:
         released.set()
 
 
-def test_late_result_does_not_disturb_the_loop() -> None:
+def test_late_result_does_not_disturb_the_loop():
     async def body() -> None:
         released, ended = threading.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -310,7 +302,7 @@ class NvmlError(Exception):
 
 
 @pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def nvml(monkeypatch):
     """A pynvml that knows one GPU."""
 
     def handle(uuid: str) -> str:
@@ -343,16 +335,16 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         ("Tesla T4", 0),
     ],
 )
-def test_peak_rate_is_found_by_name(name: str, tflops: float) -> None:
+def test_peak_rate_is_found_by_name(name, tflops):
     assert peak_flops(name) == tflops * 1e12
     assert peak_flops(name, 790.0) == 790e12
 
 
-def test_every_line_of_the_table_can_match() -> None:
+def test_every_line_of_the_table_can_match():
     assert [peak_flops(f"NVIDIA {part}") for part, _ in PEAK_TFLOPS] == [peak * 1e12 for _, peak in PEAK_TFLOPS]
 
 
-def test_reading_covers_the_time_since_the_last() -> None:
+def test_reading_covers_the_time_since_the_last():
     samples = iter([(0.2, 5.0), (0.6, 9.0), (1.0, 7.0)])
     sampler = NvmlSampler(lambda: next(samples))
     assert sampler.read() == {}
@@ -363,7 +355,7 @@ def test_reading_covers_the_time_since_the_last() -> None:
     assert sampler.read() == {"utilisation": 1.0, "used_bytes": 7.0}
 
 
-def test_thread_samples_until_it_is_stopped() -> None:
+def test_thread_samples_until_it_is_stopped():
     taken = threading.Event()
 
     def sample() -> tuple[float, float]:
@@ -377,7 +369,7 @@ def test_thread_samples_until_it_is_stopped() -> None:
     assert sampler.read() == {"utilisation": 0.5, "used_bytes": 1.0}
 
 
-def test_failing_nvml_ends_only_its_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_nvml_ends_only_its_thread(caplog):
     def sample() -> tuple[float, float]:
         raise NvmlError("GPU is lost")
 
@@ -387,18 +379,18 @@ def test_failing_nvml_ends_only_its_thread(caplog: pytest.LogCaptureFixture) -> 
     assert sampler.read() == {} and "GPU is lost" in caplog.text
 
 
-def test_sample_has_utilisation_and_memory(nvml: SimpleNamespace) -> None:
+def test_sample_has_utilisation_and_memory(nvml):
     sample = nvml_sample("GPU-1")
     assert sample is not None and sample() == (0.75, float(3 << 30))
 
 
-def test_without_nvml_or_its_gpu_nothing_is_sampled(nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvml_or_its_gpu_nothing_is_sampled(nvml, monkeypatch):
     assert nvml_sample("GPU-2") is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml_sample("GPU-1") is None
 
 
-def test_meter_reports_peak_memory_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meter_reports_peak_memory_and_rates(monkeypatch):
     resets: list[Any] = []
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 40 << 30)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
@@ -411,7 +403,7 @@ def test_meter_reports_peak_memory_and_rates(monkeypatch: pytest.MonkeyPatch) ->
     assert resets == [CUDA, CUDA]
 
 
-def test_meter_is_made_for_gpus_only(nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meter_is_made_for_gpus_only(nvml, monkeypatch):
     properties = SimpleNamespace(name="NVIDIA H200", uuid="1")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert make_meter(torch.device("cpu"), 0.0) is None

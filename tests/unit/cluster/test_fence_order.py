@@ -3,8 +3,6 @@
 The check says yes until the moment under test and then no for ever, as it does in a process that was suspended there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path
@@ -61,7 +59,7 @@ class Lease:
 
 
 @pytest.mark.parametrize(("holds", "on_disk"), [(0, 0), (1, 1)])
-def test_fenced_publication_stops_before_manifest_and_names(tmp_path: Path, holds: int, on_disk: int):
+def test_fenced_publication_stops_before_manifest_and_names(tmp_path, holds, on_disk):
     store, lease, model = MemoryNameStore(), Lease(holds), tmp_path / "hf"
     model.mkdir()
 
@@ -84,7 +82,7 @@ def test_fenced_publication_stops_before_manifest_and_names(tmp_path: Path, hold
     store.close()
 
 
-def test_checkpoint_stops_before_its_state_is_written(tmp_path: Path):
+def test_checkpoint_stops_before_its_state_is_written(tmp_path):
     tmp = tmp_path / "step-00000001.tmp"
     tmp.mkdir()
     with pytest.raises(Fenced):
@@ -110,7 +108,7 @@ def _state() -> CheckpointState:
     )
 
 
-def test_checkpoint_begins_with_nothing_removed(tmp_path: Path):
+def test_checkpoint_begins_with_nothing_removed(tmp_path):
     """A successor may be writing the folder that would go."""
     theirs = tmp_path / "checkpoints" / "step-00000001.2.tmp"
     theirs.mkdir(parents=True)
@@ -131,7 +129,7 @@ def test_checkpoint_begins_with_nothing_removed(tmp_path: Path):
     assert theirs.is_dir()
 
 
-def test_rank_of_earlier_incarnation_finds_no_folder(tmp_path: Path):
+def test_rank_of_earlier_incarnation_finds_no_folder(tmp_path):
     """It was suspended right before it opened its file; the step is being saved again."""
     before, now = prepare(tmp_path, 1, "1"), prepare(tmp_path, 1, "2")
     with pytest.raises(FileNotFoundError):
@@ -139,13 +137,13 @@ def test_rank_of_earlier_incarnation_finds_no_folder(tmp_path: Path):
     assert commit(now, _state(), []) == tmp_path / "step-00000001"
 
 
-def test_records_of_two_training_sides_are_written_apart(tmp_path: Path):
+def test_records_of_two_training_sides_are_written_apart(tmp_path):
     paths = TrialPaths(tmp_path)
     recorders = [StepRecorder(Config(), paths, {}, cast(Any, None), incarnation) for incarnation in ("1", "2")]
     assert recorders[0].tmp(7) != recorders[1].tmp(7)
 
 
-def test_step_log_gets_no_line(tmp_path: Path):
+def test_step_log_gets_no_line(tmp_path):
     lease, path = Lease(1), tmp_path / "steps.jsonl"
     log = StepLog(path, lease.check)
     log.append({"kind": "train", "step": 1})
@@ -155,7 +153,7 @@ def test_step_log_gets_no_line(tmp_path: Path):
     assert path.read_bytes().count(b"\n") == 1
 
 
-def test_export_is_not_written(tmp_path: Path):
+def test_export_is_not_written(tmp_path):
     weights = DiskPublisher(PublisherParts(tmp_path, tmp_path, "1"), keep=2)
     key = VersionKey(MemoryNameStore(), "model_version", check_alive=Lease(0).check)
     publisher = Publisher(weights, cast(Any, None), key, incarnation="1")
@@ -279,7 +277,7 @@ def test_call_of_a_server_is_not_made():
 
 
 @pytest.mark.parametrize(("holds", "served"), [(0, 0), (1, 1)])
-def test_fenced_service_takes_and_answers_no_request(holds: int, served: int):
+def test_fenced_service_takes_and_answers_no_request(holds, served):
     """No answer at all: in a worker the check does not return."""
     taken, sent = [], []
 
@@ -307,7 +305,7 @@ def test_fenced_service_takes_and_answers_no_request(holds: int, served: int):
     assert (len(taken), sent) == (served, [])
 
 
-def test_ledger_gets_no_record(tmp_path: Path):
+def test_ledger_gets_no_record(tmp_path):
     async def run() -> None:
         with Journal(tmp_path / "ledger.jsonl") as journal:
             state, lease = ManagerState(ManagerSettings.of(Config(), {"train": 8})), Lease(0)

@@ -1,10 +1,7 @@
 """The heartbeat against the memory store: each way to lose it, and the order of incarnations."""
 
-from __future__ import annotations
-
 import json
 import queue
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +17,7 @@ Losses = queue.SimpleQueue[Fenced]
 
 
 @pytest.fixture
-def store() -> Iterator[MemoryNameStore]:
+def store():
     made = MemoryNameStore()
     yield made
     made.close()
@@ -31,7 +28,7 @@ def heartbeat(store: MemoryNameStore, losses: Losses, lease_s: float = 60.0, **o
 
 
 @pytest.fixture
-def losses() -> Losses:
+def losses():
     return queue.SimpleQueue()
 
 

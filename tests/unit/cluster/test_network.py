@@ -1,7 +1,5 @@
 """Addresses and bound sockets."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest
@@ -183,7 +181,7 @@ def test_wildcard_without_ipv4_advertises_ipv6(monkeypatch):
     assert advertised_host("::") == "fd00::7"
 
 
-def test_bound_socket_names_its_protocol() -> None:
+def test_bound_socket_names_its_protocol():
     """Otherwise asyncio leaves Nagle's algorithm on, and replies on kept connections wait for delayed ACKs."""
     with bind_tcp("127.0.0.1", 0) as bound:
         assert bound.proto == socket.IPPROTO_TCP

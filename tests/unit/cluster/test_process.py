@@ -1,7 +1,5 @@
 """Waits on a thread that a stop ends."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
@@ -35,11 +33,11 @@ def never(_: Callable[[], None]) -> None:
     """Take a callback for a stop that does not come."""
 
 
-def test_result_of_the_thread_is_returned() -> None:
+def test_result_of_the_thread_is_returned():
     assert on_thread(lambda: 7, never, BOUND_S, lambda: "") == 7
 
 
-def test_error_of_the_thread_is_raised() -> None:
+def test_error_of_the_thread_is_raised():
     def fail() -> None:
         raise NameStoreError("gone")
 
@@ -55,9 +53,7 @@ def test_error_of_the_thread_is_raised() -> None:
     ],
     ids=["stop", "deadline"],
 )
-def test_wait_ends_before_the_thread(
-    on_stop: Callable[[Callable[[], None]], None], timeout_s: float, message: str
-) -> None:
+def test_wait_ends_before_the_thread(on_stop, timeout_s, message):
     release = threading.Event()
     with pytest.raises(WaitTimeout) as raised:
         on_thread(lambda: release.wait(BOUND_S), on_stop, timeout_s, lambda: "a peer")
@@ -66,7 +62,7 @@ def test_wait_ends_before_the_thread(
 
 
 @pytest.mark.parametrize(("initialized", "peak"), [(True, 9), (False, 0)])
-def test_gpu_peak_is_that_of_the_fullest(monkeypatch: pytest.MonkeyPatch, initialized: bool, peak: int) -> None:
+def test_gpu_peak_is_that_of_the_fullest(monkeypatch, initialized, peak):
     """A process that has not used its GPU is not made to: that would take hundreds of MiB of it."""
     cuda = SimpleNamespace(
         is_initialized=lambda: initialized, device_count=lambda: 2, max_memory_allocated=[4, 9].__getitem__
@@ -75,7 +71,7 @@ def test_gpu_peak_is_that_of_the_fullest(monkeypatch: pytest.MonkeyPatch, initia
     assert gpu_peak_bytes() == peak
 
 
-def test_process_without_torch_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_torch_has_no_gpu(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert gpu_peak_bytes() == 0
 
@@ -89,7 +85,7 @@ CORES = {0: "0-3,8-11", 1: "4-7,12-15"}
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     for address, (minor, node) in GPUS.items():
         information = f"Model: \t\t NVIDIA H100\nGPU UUID: \t GPU-{minor}\nDevice Minor: \t {minor}\n"
         write(tmp_path / f"proc/driver/nvidia/gpus/{address}/information", information)
@@ -116,18 +112,18 @@ def write(path: Path, text: str) -> None:
         (["MIG-7"], ""),
     ],
 )
-def test_cores_are_those_of_the_numa_nodes(root: Path, ids: list[str], cores: str) -> None:
+def test_cores_are_those_of_the_numa_nodes(root, ids, cores):
     assert as_cpu_list(cores_near(ids, present_gpus(root), root)) == cores
 
 
-def test_hidden_gpus_are_not_counted(root: Path) -> None:
+def test_hidden_gpus_are_not_counted(root):
     """CUDA's GPU 0 is the first one that the process may open."""
     for minor in (0, 1):
         (root / f"dev/nvidia{minor}").unlink()
     assert as_cpu_list(cores_near(["0"], present_gpus(root), root)) == CORES[1]
 
 
-def test_unknown_numa_node_gives_no_cores(root: Path) -> None:
+def test_unknown_numa_node_gives_no_cores(root):
     write(root / "sys/bus/pci/devices/0000:0f:00.0/numa_node", "-1\n")
     gpus = present_gpus(root)
     assert not cores_near(["0"], gpus, root)
@@ -138,9 +134,7 @@ def test_unknown_numa_node_gives_no_cores(root: Path) -> None:
     ("visible", "allowed", "bound"),
     [("0", "0-15", "0-3,8-11"), ("0", "2-5", "2-3"), ("0", "4-7", None), ("", "0-15", None), (None, "0-15", None)],
 )
-def test_process_is_bound_within_its_allowed_cores(
-    monkeypatch: pytest.MonkeyPatch, root: Path, visible: str | None, allowed: str, bound: str | None
-) -> None:
+def test_process_is_bound_within_its_allowed_cores(monkeypatch, root, visible, allowed, bound):
     calls: list[str] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(parse_cpu_list(allowed)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: calls.append(as_cpu_list(frozenset(cores))))
@@ -152,7 +146,7 @@ def test_process_is_bound_within_its_allowed_cores(
 # ---- Environment of training ranks on GPUs, and the algorithms that they ask torch for
 
 
-def test_deterministic_rank_sets_cublas_and_nccl() -> None:
+def test_deterministic_rank_sets_cublas_and_nccl():
     environment = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_ALGO": "Tree"}
     prepare_environment(environment, deterministic=True)
     assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
@@ -160,7 +154,7 @@ def test_deterministic_rank_sets_cublas_and_nccl() -> None:
 
 
 @pytest.mark.parametrize(("visible", "deterministic"), [("0", False), ("", True)])
-def test_other_ranks_set_neither(visible: str, deterministic: bool) -> None:
+def test_other_ranks_set_neither(visible, deterministic):
     environment = {"CUDA_VISIBLE_DEVICES": visible}
     prepare_environment(environment, deterministic=deterministic)
     assert not environment.keys() & {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"}
@@ -169,9 +163,7 @@ def test_other_ranks_set_neither(visible: str, deterministic: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "deterministic", "asked"), [("cuda", True, [True]), ("cuda", False, []), ("cpu", True, [])]
 )
-def test_torch_is_asked_before_the_first_kernel(
-    monkeypatch: pytest.MonkeyPatch, kind: str, deterministic: bool, asked: list[bool]
-) -> None:
+def test_torch_is_asked_before_the_first_kernel(monkeypatch, kind, deterministic, asked):
     calls: list[object] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
@@ -182,7 +174,7 @@ def test_torch_is_asked_before_the_first_kernel(
     assert calls == [*asked, *(["kernel"] if kind == "cuda" else [])]
 
 
-def test_deterministic_attention_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_attention_is_torchs_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("looked for FlashAttention 3"))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not activate_flash_attention_3(lambda: None)
@@ -205,7 +197,7 @@ class Context:
         self.ask = callback
 
 
-def test_unless_gives_the_result_or_nothing_and_cancels() -> None:
+def test_unless_gives_the_result_or_nothing_and_cancels():
     async def body() -> None:
         stop, began, ended = asyncio.Event(), asyncio.Event(), list[str]()
 
@@ -235,7 +227,7 @@ def test_unless_gives_the_result_or_nothing_and_cancels() -> None:
     run(body())
 
 
-def test_work_that_stops_by_itself_has_its_grace() -> None:
+def test_work_that_stops_by_itself_has_its_grace():
     async def body() -> None:
         ctx: Any = Context()
         began, finish, log = asyncio.Event(), asyncio.Event(), list[str]()
@@ -255,7 +247,7 @@ def test_work_that_stops_by_itself_has_its_grace() -> None:
     run(body())
 
 
-def test_work_is_cancelled_after_its_grace() -> None:
+def test_work_is_cancelled_after_its_grace():
     async def body() -> None:
         for grace in (0.0, 0.01):
             ctx: Any = Context()
@@ -273,7 +265,7 @@ def test_work_is_cancelled_after_its_grace() -> None:
     run(body())
 
 
-def test_grace_begins_again_with_progress() -> None:
+def test_grace_begins_again_with_progress():
     async def body() -> None:
         ctx: Any = Context()
         began, seen = asyncio.Event(), list[int]()
@@ -295,7 +287,7 @@ def test_grace_begins_again_with_progress() -> None:
     run(body())
 
 
-def test_an_error_within_the_grace_comes_out() -> None:
+def test_an_error_within_the_grace_comes_out():
     async def body() -> None:
         ctx: Any = Context()
         began, fail = asyncio.Event(), asyncio.Event()

@@ -1,7 +1,5 @@
 """The life of a worker process, with real processes and the file backend."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -10,8 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +23,7 @@ LONG_EXIT = pytest.mark.parametrize("trial", [{"stop_timeout_s": 600.0}], indire
 
 
 @pytest.fixture
-def trial(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trial]:
+def trial(tmp_path, request):
     made = Trial(tmp_path, **getattr(request, "param", {}))
     yield made
     made.close()

@@ -1,7 +1,5 @@
 """The allocation expression and where it puts each role, against placements worked out by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from realsys.cluster.topology import place
@@ -19,19 +17,19 @@ PLACEMENTS = [
 
 
 @pytest.mark.parametrize(("text", "workers", "roles"), PLACEMENTS, ids=[text for text, *_ in PLACEMENTS])
-def test_roles_sit_where_the_expression_says(text: str, workers: int, roles: dict[str, tuple[int, ...]]) -> None:
+def test_roles_sit_where_the_expression_says(text, workers, roles):
     allocation = parse_allocation(text)
     assert allocation.workers == workers
     assert {role: mesh.workers for role, mesh in place(allocation, roles).items()} == roles
 
 
 @pytest.mark.parametrize("name", ["embedded", "sglang"])
-def test_name_of_a_builtin_backend_means_serve(name: str) -> None:
+def test_name_of_a_builtin_backend_means_serve(name):
     """The engine is chosen by ``generation.backend``; older configurations say ``sglang.`` whichever it is."""
     assert parse_allocation(f"{name}.d3m2+d2,ref.d1") == parse_allocation("serve.d3m2+d2,ref.d1")
 
 
-def test_comma_shares_workers_between_layouts() -> None:
+def test_comma_shares_workers_between_layouts():
     """Each role keeps its layout on the shared workers."""
     allocation = parse_allocation("sglang.d3+actor.d2p2,critic.m2")
     assert allocation.inference == ParallelLayout(data=3)
@@ -58,13 +56,13 @@ def test_comma_shares_workers_between_layouts() -> None:
         ("", "cannot read"),
     ],
 )
-def test_what_cannot_be_read_is_named(text: str, problem: str) -> None:
+def test_what_cannot_be_read_is_named(text, problem):
     with pytest.raises(ConfigError) as caught:
         parse_allocation(text)
     assert problem in str(caught.value) and caught.value.value == text
 
 
-def test_role_without_a_call_is_refused() -> None:
+def test_role_without_a_call_is_refused():
     """The allocation may name only roles that the dataflow calls."""
     allocation = parse_allocation("sglang.d1+d1+judge.d1")
     allocation.check_roles(["actor", "judge"], "")

@@ -1,7 +1,5 @@
 """Rules over several fields, the file system and the machine: each bad case names the field to change."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable
@@ -124,7 +122,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("overrides", "field", "problem"), WRONG, ids=lambda value: str(value)[:40])
-def test_wrong_combination_names_the_field_to_change(overrides: list[str], field: str, problem: str) -> None:
+def test_wrong_combination_names_the_field_to_change(overrides, field, problem):
     config = changed(*overrides)
     with pytest.raises(ConfigError) as caught:
         check(config, CPU)
@@ -136,7 +134,7 @@ def test_wrong_combination_names_the_field_to_change(overrides: list[str], field
     "allocation",
     ["serve.d1+d2p2m2", "d1p2m1+serve.d4", "sglang.d2p1m1+d4", "embedded.d1+actor.d2p2,ref.m2", "d2+ref.d1+serve.d1"],
 )
-def test_layouts_that_fit(allocation: str) -> None:
+def test_layouts_that_fit(allocation):
     assert check(changed(f"allocation={allocation}", "train.ppo.kl.coef=0.1"), CPU) == parse_allocation(allocation)
 
 
@@ -164,7 +162,7 @@ def own_loss(inputs: object, scale: float) -> None: ...
 OWN_LOSS = ["train.ppo.loss_args={scale: 2.0}", f"train.ppo.loss={HERE}:own_loss"]
 
 
-def test_own_loss_may_read_every_setting() -> None:
+def test_own_loss_may_read_every_setting():
     check(changed(*OWN_LOSS, "train.ppo.c_clip=3"), CPU)
 
 
@@ -212,9 +210,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("passes", "fails", "message"), PAIRS, ids=[message[:30] for _, _, message in PAIRS])
-def test_wrong_pair_is_refused_beside_good_one(
-    passes: tuple[Machine, str], fails: tuple[Machine, str], message: str
-) -> None:
+def test_wrong_pair_is_refused_beside_good_one(passes, fails, message):
     """Each pair of machine and settings differs in little from one that is accepted."""
     machine, *overrides = passes
     check(changed(*overrides), machine)
@@ -223,7 +219,7 @@ def test_wrong_pair_is_refused_beside_good_one(
         check(changed(*overrides), machine)
 
 
-def test_data_files_of_a_jsonl_experiment(tmp_path: Path) -> None:
+def test_data_files_of_a_jsonl_experiment(tmp_path):
     train = tmp_path / "train.jsonl"
     train.write_text('{"prompt": "1+1", "answer": "2"}\n')
     base = ["allocation=sglang.d1+d1", f"data.train={train}", f"model.path={hf_model(tmp_path)}"]
@@ -260,10 +256,7 @@ MODELS: list[tuple[Callable[[Path], object], str]] = [
     (lambda p: hf_model(p, intermediate_size=63), "intermediate_size 63 .* does not divide by m2"),
     (lambda p: hf_model(p, num_hidden_layers=1), "1 layers .* are fewer than p2"),
     (lambda p: hf_model(p, num_hidden_layers="x"), "num_hidden_layers='x' must be a positive integer"),
-    (
-        lambda p: hf_model(p, architectures=["GPT2LMHeadModel"]),
-        "'GPT2LMHeadModel'. is not supported for qwen2",
-    ),
+    (lambda p: hf_model(p, architectures=["GPT2LMHeadModel"]), "'GPT2LMHeadModel'. is not supported for qwen2"),
     (lambda p: hf_model(p, max_position_embeddings=128), "128 positions"),
     (lambda p: (hf_model(p) / "tokenizer.json").unlink(), "no tokenizer.json"),
     (lambda p: (hf_model(p) / "model.safetensors").unlink(), "no \\*.safetensors"),
@@ -274,7 +267,7 @@ MODELS: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "problem"), MODELS, ids=[problem[:30] for _, problem in MODELS])
-def test_model_directory_that_does_not_fit(tmp_path: Path, spoil: Callable[[Path], object], problem: str) -> None:
+def test_model_directory_that_does_not_fit(tmp_path, spoil, problem):
     overrides = [f"model.path={tmp_path / 'hf'}", "allocation=sglang.d1+p2m2"]
     hf_model(tmp_path)
     check(changed(*overrides), CPU)
@@ -306,9 +299,7 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("other", "sizes", "problem"), OTHERS, ids=[str(i) for i in range(len(OTHERS))])
 @pytest.mark.parametrize("made", [False, True])
-def test_other_models_must_share_the_actors_vocabulary(
-    tmp_path: Path, other: str, sizes: dict[str, Any], problem: str, made: bool
-) -> None:
+def test_other_models_must_share_the_actors_vocabulary(tmp_path, other, sizes, problem, made):
     """``made``: the actor's model is made at the start, after the check of everything else."""
     (tmp_path / "beside").mkdir()
     actor, ref = hf_model(tmp_path), hf_model(tmp_path / "beside", **sizes)
@@ -333,7 +324,7 @@ def test_other_models_must_share_the_actors_vocabulary(
 
 
 @pytest.mark.parametrize(("seed", "refused"), [(0, False), (1, True)])
-def test_only_own_handlers_read_other_tokens(tmp_path: Path, seed: int, refused: bool) -> None:
+def test_only_own_handlers_read_other_tokens(tmp_path, seed, refused):
     """A handler of the user knows what it does; a built-in one feeds the actor's token ids to every role."""
     (tmp_path / "beside").mkdir()
     actor, other = hf_model(tmp_path), hf_model(tmp_path / "beside", vocab_size=148)
@@ -344,7 +335,7 @@ def test_only_own_handlers_read_other_tokens(tmp_path: Path, seed: int, refused:
         check_models(config, allocation, dataflow_of(config))
 
 
-def test_linear_scaling_adds_positions_llama3_does_not(tmp_path: Path) -> None:
+def test_linear_scaling_adds_positions_llama3_does_not(tmp_path):
     """A file with llama3 states the positions after stretching."""
     linear = {"type": "linear", "factor": 4.0}
     llama3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -1,7 +1,5 @@
 """Composition of the shipped files, and every kind of wrong input: one line that names the field."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging
@@ -29,43 +27,43 @@ MACHINE = Machine(cpus=8, memory_bytes=64 << 30)
 
 
 @pytest.mark.parametrize("experiment", SHIPPED)
-def test_every_shipped_experiment_is_valid(experiment: str, tmp_path: Path) -> None:
+def test_every_shipped_experiment_is_valid(experiment, tmp_path):
     config = compose([f"experiment={experiment}"])
     assert config.experiment == experiment
     write_config(config, tmp_path / "config.json")
     assert read_config(tmp_path / "config.json") == config
 
 
-def test_experiments_are_shipped() -> None:
+def test_experiments_are_shipped():
     assert {"arith", "math"} <= set(SHIPPED)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_shipped_algorithm_is_valid(algorithm: str) -> None:
+def test_every_shipped_algorithm_is_valid(algorithm):
     config = compose(["experiment=arith", f"algorithm={algorithm}"])
     check(config, MACHINE)
     assert "actor_train" in [call.name for call in dataflow_of(config).calls]
 
 
-def test_field_overrides_algorithm_overrides_experiment() -> None:
+def test_field_overrides_algorithm_overrides_experiment():
     """The parts of a configuration override each other in this order."""
     config = compose(["experiment=arith", "algorithm=dapo", "train.ppo.eps_clip_higher=0.5"])
     assert (config.train.ppo.filter.max, config.train.ppo.eps_clip_higher) == (0.999, 0.5)
     assert config.train.optimizer.lr == 1e-4  # the experiment's
 
 
-def test_comma_is_allowed_in_text_only() -> None:
+def test_comma_is_allowed_in_text_only():
     config = compose(["experiment=arith", "allocation=sglang.d1+actor.d2,ref.d1"])
     assert config.allocation == "sglang.d1+actor.d2,ref.d1"
 
 
-def test_arith_fits_a_small_cpu_machine() -> None:
+def test_arith_fits_a_small_cpu_machine():
     """The shipped experiment passes all checks on two cores."""
     allocation = check(compose(["experiment=arith"]), Machine(cpus=2, memory_bytes=4 << 30))
     assert allocation.actor.world_size == 2
 
 
-def test_math_has_the_settings_of_the_paper() -> None:
+def test_math_has_the_settings_of_the_paper():
     config = compose(["experiment=math"])
     assert (config.train.batch_groups, config.rollout.group_size, config.train.ppo.minibatches) == (512, 16, 4)
     assert (config.train.optimizer.lr, config.train.optimizer.beta2, config.train.optimizer.eps) == (2e-5, 0.95, 1e-5)
@@ -74,7 +72,7 @@ def test_math_has_the_settings_of_the_paper() -> None:
     assert (config.rollout.reward.correct, config.rollout.reward.wrong) == (5.0, -5.0)
 
 
-def test_overrides_reach_every_depth_and_groups_switch() -> None:
+def test_overrides_reach_every_depth_and_groups_switch():
     config = compose(
         [
             "experiment=arith",
@@ -93,7 +91,7 @@ def test_overrides_reach_every_depth_and_groups_switch() -> None:
     assert config.seed == config.train.total_steps and config.trial == "7"
 
 
-def test_experiment_of_ones_own(tmp_path: Path) -> None:
+def test_experiment_of_ones_own(tmp_path):
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ndefaults:\n  - arith\nexperiment: mine\ntrain:\n  total_steps: 3\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
@@ -109,7 +107,7 @@ def test_experiment_of_ones_own(tmp_path: Path) -> None:
         ("", "must have '# @package _global_' on line 1"),
     ],
 )
-def test_experiment_outside_the_root_names_its_file(tmp_path: Path, head: str, problem: str) -> None:
+def test_experiment_outside_the_root_names_its_file(tmp_path, head, problem):
     """Otherwise all of its fields would be below a section named experiment."""
     file = tmp_path / "experiment" / "mine.yaml"
     file.parent.mkdir()
@@ -121,7 +119,7 @@ def test_experiment_outside_the_root_names_its_file(tmp_path: Path, head: str, p
     assert compose(["experiment=mine"], config_dir=tmp_path).train.total_steps == 3
 
 
-def test_composition_leaves_no_state_behind() -> None:
+def test_composition_leaves_no_state_behind():
     handlers = list(logging.getLogger().handlers)
     compose(["experiment=arith", "seed=3"])
     assert compose(["experiment=arith"]).seed == Config().seed
@@ -161,7 +159,7 @@ WRONG_VALUES = [
 
 
 @pytest.mark.parametrize(("text", "problem"), WRONG_VALUES)
-def test_wrong_value_names_its_field(text: str, problem: str) -> None:
+def test_wrong_value_names_its_field(text, problem):
     with pytest.raises(ConfigError) as caught:
         changed(text)
     assert caught.value.field == text.partition("=")[0]
@@ -194,7 +192,7 @@ WRONG_OVERRIDES = [
 
 
 @pytest.mark.parametrize(("overrides", "field", "problem"), WRONG_OVERRIDES, ids=lambda value: str(value)[:40])
-def test_wrong_override_names_its_field(overrides: list[str], field: str, problem: str) -> None:
+def test_wrong_override_names_its_field(overrides, field, problem):
     chosen = any(text.startswith("experiment=") for text in overrides) or not overrides
     with pytest.raises(ConfigError) as caught:
         compose(overrides if chosen else ["experiment=arith", *overrides])
@@ -204,12 +202,12 @@ def test_wrong_override_names_its_field(overrides: list[str], field: str, proble
     assert caught.value.exit_code == 2
 
 
-def test_config_dir_that_is_none(tmp_path: Path) -> None:
+def test_config_dir_that_is_none(tmp_path):
     with pytest.raises(ConfigError, match="is not a directory"):
         compose(["experiment=arith"], config_dir=tmp_path / "none")
 
 
-def test_broken_file_of_ones_own_is_named(tmp_path: Path) -> None:
+def test_broken_file_of_ones_own_is_named(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("train: [1, 2\n")
     with pytest.raises(ConfigError) as caught:
@@ -217,7 +215,7 @@ def test_broken_file_of_ones_own_is_named(tmp_path: Path) -> None:
     assert "mine" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_optimizer_of_a_role_is_that_of_the_actor_but_for_its_own_fields() -> None:
+def test_optimizer_of_a_role_is_that_of_the_actor_but_for_its_own_fields():
     config = compose(["experiment=arith", "train.optimizer.clip_grad=3", "roles.critic.optimizer.lr=0.5"])
     actor, critic = config.train.optimizer, role_settings(config, "critic").optimizer
     assert critic == actor.model_copy(update={"lr": 0.5}) and critic.clip_grad == 3
@@ -227,7 +225,7 @@ def test_optimizer_of_a_role_is_that_of_the_actor_but_for_its_own_fields() -> No
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"seed": "x"}', '{"sed": 1}', None])
-def test_dump_that_is_not_ours_is_named(tmp_path: Path, text: str | None) -> None:
+def test_dump_that_is_not_ours_is_named(tmp_path, text):
     problem = r"config\.json"
     if text is None:
         problem = "not found: the folder is not a trial"
@@ -238,9 +236,7 @@ def test_dump_that_is_not_ours_is_named(tmp_path: Path, text: str | None) -> Non
 
 
 @pytest.mark.parametrize("field", [*RENAMED, *EXPRESSED, *CONSTANT])
-def test_field_of_an_earlier_build_is_refused_and_a_stored_one_is_read(
-    tmp_path: Path, field: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_field_of_an_earlier_build_is_refused_and_a_stored_one_is_read(tmp_path, field, caplog):
     with pytest.raises(ConfigError) as caught:
         compose(["experiment=arith", f"+{field}=7"])
     new = RENAMED.get(field) or EXPRESSED.get(field, ("",))[0]
@@ -294,11 +290,11 @@ def stored(folder: Path, values: Mapping[str, object]) -> Path:
     return path
 
 
-def test_trial_of_an_earlier_build_has_the_same_settings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trial_of_an_earlier_build_has_the_same_settings(tmp_path, caplog):
     assert read_config(stored(tmp_path, {})) == Config() and not caplog.text
 
 
-def test_stored_settings_of_the_judge_are_arguments_of_each_judge(tmp_path: Path) -> None:
+def test_stored_settings_of_the_judge_are_arguments_of_each_judge(tmp_path):
     sets = {"open": {"verifier": "judge"}, "math": {"verifier": "math"}}
     given = {"data.verifier": "judge", "evaluation.sets": sets, "rollout.reward.judge": {"model": "m"}}
     config = read_config(stored(tmp_path, given))
@@ -306,7 +302,7 @@ def test_stored_settings_of_the_judge_are_arguments_of_each_judge(tmp_path: Path
     assert [user.verifier_args for user in users] == [{"model": "m"}, {"model": "m"}, {}]
 
 
-def test_dump_is_replaced_whole(tmp_path: Path) -> None:
+def test_dump_is_replaced_whole(tmp_path):
     path = tmp_path / "config.json"
     write_config(Config(), path)
     write_config(Config(seed=9), path)
@@ -314,13 +310,13 @@ def test_dump_is_replaced_whole(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_fields_are_the_leaves_of_the_schema() -> None:
+def test_fields_are_the_leaves_of_the_schema():
     paths = list(fields())
     assert "train.ppo.advantage.leave_one_out" in paths and "train" not in paths
     assert len(paths) == len(set(paths))
 
 
-def test_stored_configuration_takes_overrides() -> None:
+def test_stored_configuration_takes_overrides():
     config = Config(seed=9)
     texts = [
         "evaluation.sampling.temperature=0",
@@ -332,7 +328,7 @@ def test_stored_configuration_takes_overrides() -> None:
     assert made.allocation == "serve.d2+actor.d2,critic.d1"
 
 
-def test_override_keeps_the_rest_of_its_section() -> None:
+def test_override_keeps_the_rest_of_its_section():
     config = Config.model_validate({"data": {"verifier_args": {"rubric": "Is ${x}$ right?"}, "eval_fraction": 0.5}})
     data = with_overrides(config, ["data={verifier_args: {a: 1}, verifier: judge}"]).data
     assert (data.verifier_args, data.verifier, data.eval_fraction) == (
@@ -351,6 +347,6 @@ def test_override_keeps_the_rest_of_its_section() -> None:
         ("seed", "write field=value"),
     ],
 )
-def test_wrong_override_of_a_stored_configuration_is_named(text: str, problem: str) -> None:
+def test_wrong_override_of_a_stored_configuration_is_named(text, problem):
     with pytest.raises(ConfigError, match=problem):
         with_overrides(Config(), [text])

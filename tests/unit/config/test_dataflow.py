@@ -87,11 +87,7 @@ def test_everything_at_once():
         "actor_inf": ("actor", "behav_logprobs loss_mask tokens versions", "prox_logprobs"),
         "ref_inf": ("ref", "loss_mask tokens", "ref_logprobs"),
         "critic_inf": ("critic", "loss_mask tokens", "values"),
-        "advantages": (
-            "actor",
-            "behav_logprobs prox_logprobs ref_logprobs scores values",
-            "advantages returns",
-        ),
+        "advantages": ("actor", "behav_logprobs prox_logprobs ref_logprobs scores values", "advantages returns"),
         "actor_train": ("actor", "advantages behav_logprobs loss_mask prox_logprobs scores tokens", ""),
         "critic_train": ("critic", "loss_mask returns tokens values", ""),
     }

@@ -1,7 +1,5 @@
 """Predicted bytes of whole devices: published models, roles that share a worker, servers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -35,13 +33,13 @@ def ranks(config: Config) -> list[tuple[DeviceUse, int]]:
 
 
 @pytest.mark.parametrize(("name", "kib"), [("1.5B", 75), ("7B", 163), ("32B", 238)])
-def test_layer_keeps_its_bytes_per_token(name: str, kib: int, tmp_path: Path) -> None:
+def test_layer_keeps_its_bytes_per_token(name, kib, tmp_path):
     model = read_model(write_qwen(tmp_path, name))
     assert layer_bytes(model, ParallelLayout(), PLAIN).kept / 1024 == pytest.approx(kib, abs=1)
 
 
 @pytest.mark.parametrize(("name", "states", "layers"), [("1.5B", 26, 66), ("7B", 127, 143), ("32B", 550, 476)])
-def test_unsharded_model_in_gib(name: str, states: float, layers: float, tmp_path: Path) -> None:
+def test_unsharded_model_in_gib(name, states, layers, tmp_path):
     """Without any of the settings: 18 bytes per parameter, 32,768 tokens of activations, 37 GiB of logits."""
     model = read_model(write_qwen(tmp_path, name))
     shard = shard_of(model, ParallelLayout(), 0)
@@ -52,7 +50,7 @@ def test_unsharded_model_in_gib(name: str, states: float, layers: float, tmp_pat
     assert logits / GIB == pytest.approx(37, rel=0.01)
 
 
-def test_first_stage_has_most_micro_batches_in_flight(tmp_path: Path) -> None:
+def test_first_stage_has_most_micro_batches_in_flight(tmp_path):
     """Without recompute stage 0 of 4 holds four micro-batches of its 7 layers, stage 2 holds two."""
     model, layout = read_model(write_qwen(tmp_path, "1.5B")), ParallelLayout(1, 4)
     work = [training_work(model, shard_of(model, layout, stage), layout, PLAIN, stage).layers for stage in range(3)]
@@ -60,7 +58,7 @@ def test_first_stage_has_most_micro_batches_in_flight(tmp_path: Path) -> None:
     assert work[0] - work[2] == pytest.approx(2 * kept, rel=0.01)
 
 
-def test_roles_of_a_worker_add_up(tmp_path: Path) -> None:
+def test_roles_of_a_worker_add_up(tmp_path):
     """A frozen reference beside the actor takes its weights, and nothing if it is offloaded."""
     alone = ranks(math_config(tmp_path, "1.5B", "allocation=serve.d1+d2"))[0][0]
     settings = ("allocation=serve.d1+d2", "train.ppo.kl.coef=0.1")
@@ -70,7 +68,7 @@ def test_roles_of_a_worker_add_up(tmp_path: Path) -> None:
     assert ranks(math_config(tmp_path, "1.5B", *settings, "roles.ref.offload=all"))[0][0].total == alone.total
 
 
-def test_roles_on_separate_workers_are_separate(tmp_path: Path) -> None:
+def test_roles_on_separate_workers_are_separate(tmp_path):
     settings = ("allocation=serve.d1+actor.d2+ref.d1", "train.ppo.kl.coef=0.1")
     actor, reference = ranks(math_config(tmp_path, "1.5B", *settings))
     assert (actor[0].owner, actor[1]) == ("model_worker/0-1", 2)
@@ -81,7 +79,7 @@ def test_roles_on_separate_workers_are_separate(tmp_path: Path) -> None:
     ("allocation", "communicators"),
     [("d1", 0), ("d2", 1), ("d2m2", 3), ("d2p4", 4), ("d2p2m2", 6), ("actor.d2+ref.d2", 2), ("actor.d2m2+ref.d1", 4)],
 )
-def test_communicators_take_memory(allocation: str, communicators: int, tmp_path: Path) -> None:
+def test_communicators_take_memory(allocation, communicators, tmp_path):
     """One for each axis with several ranks and for all of them; one for the world if roles have ranks of their own."""
     settings = (f"allocation=serve.d1+{allocation}", "train.ppo.kl.coef=0.1")
     uses = ranks(math_config(tmp_path, "1.5B", *settings))
@@ -92,7 +90,7 @@ def test_communicators_take_memory(allocation: str, communicators: int, tmp_path
     assert len(groups) + (placed.workers > 1) == communicators
 
 
-def test_embedded_server_allocates_its_whole_cache(tmp_path: Path) -> None:
+def test_embedded_server_allocates_its_whole_cache(tmp_path):
     """7B: 57,344 bytes per position; 65 rows of 28,672 positions are 107 GB."""
     config = math_config(tmp_path, "7B", "generation.backend=embedded", "allocation=serve.d1+d1")
     use = server_use(config, parse_allocation("serve.d1+d1"), on_gpu=True)
@@ -100,7 +98,7 @@ def test_embedded_server_allocates_its_whole_cache(tmp_path: Path) -> None:
     assert (use.weights, use.libraries) == (2 * read_model(tmp_path / "7B").parameters, LIBRARIES)
 
 
-def test_other_servers_split_the_model(tmp_path: Path) -> None:
+def test_other_servers_split_the_model(tmp_path):
     config = math_config(tmp_path, "32B", "generation.backend=sglang", "allocation=serve.d1m2+d1")
     use = server_use(config, parse_allocation("serve.d1m2+d1"), on_gpu=True)
     norms = (2 * 64 + 1) * 5120  # whole on each GPU
@@ -111,7 +109,7 @@ def test_other_servers_split_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "gpus"), [("{tp-size: 2}", 2), ("{pp-size: 4}", 4), ("{pp-size: 2, tp-size: 4}", 8), ("{dp-size: 4}", 1)]
 )
-def test_sizes_of_sglang_split_the_model(args: str, gpus: int, tmp_path: Path) -> None:
+def test_sizes_of_sglang_split_the_model(args, gpus, tmp_path):
     """Copies do not split it; the last stage has the head, but not the embedding."""
     given = ["generation.backend=sglang", f"generation.sglang.args={args}"]
     config, allocation = math_config(tmp_path, "32B", "allocation=serve.d1+d1", *given), parse_allocation("serve.d1+d1")

@@ -4,8 +4,6 @@ A line of a file is a plan: nodes as COUNTxGPUS, the allocation, settings. Its o
 ``REALSYS_REWRITE=1`` records it anew.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +56,7 @@ def planned(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("script", PLANS, ids=lambda script: script.stem)
-def test_plan_has_its_recorded_output(script: Path) -> None:
+def test_plan_has_its_recorded_output(script):
     played: list[str] = []
     for line in script.read_text().splitlines():
         if not line.startswith("    "):
@@ -108,9 +106,7 @@ def check_seats(seats: Sequence[Seat], wanted: Sequence[Block], nodes: Sequence[
     servers=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 4)), max_size=5),
     share=st.booleans(),
 )
-def test_every_plan_obeys_the_rules(
-    gpus: list[int], groups: list[int], servers: list[tuple[int, int]], share: bool
-) -> None:
+def test_every_plan_obeys_the_rules(gpus, groups, servers, share):
     nodes = [NodeDevices(f"n{number}", 64, 0, size) for number, size in enumerate(gpus)]
     wanted = blocks(groups, servers)
     try:
@@ -132,24 +128,24 @@ def test_every_plan_obeys_the_rules(
         ("serve.d1+d1m2+critic.m3", ["01", "234"]),
     ],
 )
-def test_overlapping_groups_of_roles_stay_together(text: str, groups: list[str]) -> None:
+def test_overlapping_groups_of_roles_stay_together(text, groups):
     found = tensor_groups(parse_allocation(text), ["actor", "critic"])
     assert ["".join(map(str, group)) for group in found] == groups
 
 
-def test_node_that_is_listed_twice_is_refused() -> None:
+def test_node_that_is_listed_twice_is_refused():
     node = NodeDevices("a", 8, 0, 8)
     with pytest.raises(ConfigError, match="cluster.nodes=2: node a is listed twice"):
         place([node, node], blocks([1], []), "serve.d1+d1")
 
 
-def test_node_without_memory_for_processes_is_refused() -> None:
+def test_node_without_memory_for_processes_is_refused():
     block = Block(RANK, range(2), 0, 1, 3 * GIB)
     with pytest.raises(ConfigError, match=r"need about 6\.0 GiB, 5\.0 GiB are free on a"):
         place([NodeDevices("a", 8, 5 * GIB, 0)], [block], "serve.d1+d2")
 
 
-def test_nodes_are_those_of_the_configuration() -> None:
+def test_nodes_are_those_of_the_configuration():
     sizes = ["cluster.gpus_per_node=8", "cluster.cpus_per_node=96", "cluster.memory_gb_per_node=1000"]
     assert nodes_of(changed("cluster.nodes=2", *sizes), MACHINE) == [
         NodeDevices("node0", 96, 1000 * GIB, 8),
@@ -164,6 +160,6 @@ def test_nodes_are_those_of_the_configuration() -> None:
     assert (here.name, here.cpus, here.memory, here.gpus) == ("this machine", 8, 64 * GIB, 0)
 
 
-def test_light_nodes_leave_room_for_others() -> None:
+def test_light_nodes_leave_room_for_others():
     with pytest.raises(ConfigError, match="cluster.cpu_nodes=2: are among the nodes.* cluster.nodes is 2"):
         nodes_of(changed("cluster.nodes=2", "cluster.cpu_nodes=2"), MACHINE)

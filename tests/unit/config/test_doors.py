@@ -1,11 +1,8 @@
 """Every door refuses what cannot be used with one line and exit code 2, before anything starts."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -169,7 +166,7 @@ def test_code_that_exits_is_one_line(field, modules, capsys):
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_tiny_model_is_counted_as_written(chat: bool, tmp_path: Path) -> None:
+def test_tiny_model_is_counted_as_written(chat, tmp_path):
     config = Config.model_validate({"model": {"tiny": {"chat": chat}}})
     make_tiny_model(config.model.tiny, tmp_path, seed=0)
     written, counted = read_model(tmp_path), model_of(config)
@@ -179,7 +176,7 @@ def test_tiny_model_is_counted_as_written(chat: bool, tmp_path: Path) -> None:
 # ---- Estimates of the disk against numbers that are worked out by hand
 
 
-def test_disk_counts_versions_and_checkpoints() -> None:
+def test_disk_counts_versions_and_checkpoints():
     config = changed("weights.keep_versions=3", "checkpoint.keep=2", "checkpoint.every_steps=5")
     count = model_of(config).parameters
     assert disk_bytes(config, dataflow_of(config)) == (3 + 2) * 4 * count + (2 + 1) * 12 * count
@@ -187,7 +184,7 @@ def test_disk_counts_versions_and_checkpoints() -> None:
     assert disk_bytes(none, dataflow_of(none)) == (2 + 2) * 4 * count
 
 
-def test_records_are_bounded_by_the_longest_rows() -> None:
+def test_records_are_bounded_by_the_longest_rows():
     config = changed("record.keep_steps=10")
     assert record_bytes(config) == 10 * 24 * batch_tokens(config) == 10 * 24 * 64 * 8 * 248
     assert record_bytes(changed("record.keep_steps=0")) == 0
@@ -221,12 +218,12 @@ ACTOR_SETTINGS = RoleSettings(ACTOR, "", "lm", "none", OptimizerConfig())
 
 
 @pytest.mark.parametrize("name", [*QWEN, "3-4B"])
-def test_one_rank_has_the_whole_checkpoint(name: str, tmp_path: Path) -> None:
+def test_one_rank_has_the_whole_checkpoint(name, tmp_path):
     model = read_model(write_qwen(tmp_path, name))
     assert shard_of(model, ParallelLayout(), 0).parameters == model.parameters
 
 
-def test_stages_and_tensor_ranks_add_up(tmp_path: Path) -> None:
+def test_stages_and_tensor_ranks_add_up(tmp_path):
     """28 layers over 3 stages are 10, 9 and 9. Norms are on every tensor rank; a tied head is a copy."""
     model = read_model(write_qwen(tmp_path, "1.5B"))
     shards = [shard_of(model, ParallelLayout(1, 3, 2), stage) for stage in range(3)]
@@ -235,13 +232,13 @@ def test_stages_and_tensor_ranks_add_up(tmp_path: Path) -> None:
     assert sum(2 * shard.parameters for shard in shards) == model.parameters + norms + model.vocab * model.hidden
 
 
-def test_vocabulary_is_padded(tmp_path: Path) -> None:
+def test_vocabulary_is_padded(tmp_path):
     model = read_model(write_qwen(tmp_path, "7B", vocab_size=152065))
     shard = shard_of(model, ParallelLayout(1, 1, 4), 0)
     assert shard.vocab == 38017 and shard.embedding == shard.head == 38017 * 3584
 
 
-def test_states_of_full_training(tmp_path: Path) -> None:
+def test_states_of_full_training(tmp_path):
     """18 bytes per parameter in bf16; two data ranks share 12 of them. The fused step holds nothing more."""
     model = read_model(write_qwen(tmp_path, "7B"))
     count = model.parameters
@@ -254,7 +251,7 @@ def test_states_of_full_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("on_gpu", "decay"), [(True, 0.1), (False, 0.1), (True, 0.0)])
-def test_decay_of_sgd_copies_gradients(on_gpu: bool, decay: float, tmp_path: Path) -> None:
+def test_decay_of_sgd_copies_gradients(on_gpu, decay, tmp_path):
     model, layout = read_model(write_qwen(tmp_path, "7B")), ParallelLayout()
     settings = replace(ACTOR_SETTINGS, optimizer=OptimizerConfig(name="sgd", weight_decay=decay))
     shard = shard_of(model, layout, 0)
@@ -263,7 +260,7 @@ def test_decay_of_sgd_copies_gradients(on_gpu: bool, decay: float, tmp_path: Pat
     assert found.temporary == (4 * (model.parameters if on_gpu else shard.largest) if decay else 0)
 
 
-def test_frozen_role_has_weights_only(tmp_path: Path) -> None:
+def test_frozen_role_has_weights_only(tmp_path):
     model = read_model(write_qwen(tmp_path, "7B"))
     frozen = replace(BF16, trained=False)
     assert states_of(model, shard_of(model, ParallelLayout(), 0), ParallelLayout(), ACTOR_SETTINGS, frozen) == States(
@@ -271,7 +268,7 @@ def test_frozen_role_has_weights_only(tmp_path: Path) -> None:
     )
 
 
-def test_adapters_keep_their_bases_twice(tmp_path: Path) -> None:
+def test_adapters_keep_their_bases_twice(tmp_path):
     """Rank 16 on `down` alone: [16, 18944] and [3584, 16] per layer."""
     model = read_model(write_qwen(tmp_path, "7B"))
     settings = replace(ACTOR_SETTINGS, lora=LoraConfig(rank=16, targets=["down"]))
@@ -280,7 +277,7 @@ def test_adapters_keep_their_bases_twice(tmp_path: Path) -> None:
     assert found == States(2 * (model.parameters + bases + adapters), 4 * adapters, 12 * adapters)
 
 
-def test_offload_moves_states_and_drops_gradients() -> None:
+def test_offload_moves_states_and_drops_gradients():
     states = States(weights=2, gradients=4, optimizer=12)
     assert [states.left(kind) for kind in ("none", "optimizer", "all")] == [18, 2, 0]
     assert [states.moved(kind) for kind in ("none", "optimizer", "all")] == [0, 12, 14]
@@ -289,7 +286,7 @@ def test_offload_moves_states_and_drops_gradients() -> None:
 # ---- Description of the machine: CPU cores, memory and visible GPUs
 
 
-def test_machine_describes_this_one() -> None:
+def test_machine_describes_this_one():
     here = Machine.here({"CUDA_VISIBLE_DEVICES": ""})
     assert here.cpus >= 1 and here.memory_bytes > 1 << 20
     assert here.gpus == () and here.node().gpus == 0
@@ -307,10 +304,10 @@ def test_machine_describes_this_one() -> None:
         ("GPU-ab", "GPU-ab"),
     ],
 )
-def test_visible_gpus_are_those_that_cuda_shows(chosen: str | None, gpus: str) -> None:
+def test_visible_gpus_are_those_that_cuda_shows(chosen, gpus):
     assert visible_gpus(chosen, present=3) == tuple(gpus.split())
 
 
-def test_gpu_that_is_visible_twice_is_refused() -> None:
+def test_gpu_that_is_visible_twice_is_refused():
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='0,0': names a GPU twice"):
         visible_gpus("0,0", present=1)

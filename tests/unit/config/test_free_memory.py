@@ -1,7 +1,5 @@
 """Free memory under cgroups of both versions, and the memory of GPUs, from files and text of this test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -29,11 +27,11 @@ def limit(folder: Path, names: tuple[str, str, str], most: object, usage: int, c
     (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
 
 
-def test_node_without_cgroups_has_what_is_available(tmp_path: Path) -> None:
+def test_node_without_cgroups_has_what_is_available(tmp_path):
     assert free_host_bytes(machine(tmp_path)) == 100 * GIB
 
 
-def test_limit_of_version_2_counts_without_page_cache(tmp_path: Path) -> None:
+def test_limit_of_version_2_counts_without_page_cache(tmp_path):
     root = machine(tmp_path, "0::/slurm/job_7/step_0\n")
     limit(root / "sys/fs/cgroup/slurm/job_7/step_0", V2, "max", 30 * GIB)
     limit(root / "sys/fs/cgroup/slurm/job_7", V2, 40 * GIB, 30 * GIB, cache=5 * GIB)
@@ -49,38 +47,37 @@ def test_limit_of_version_2_counts_without_page_cache(tmp_path: Path) -> None:
         ({"SLURM_MEM_PER_CPU": "2048"}, 100),
     ],
 )
-def test_limit_of_slurm_counts_without_cgroups(tmp_path: Path, environment: dict[str, str], gib: int) -> None:
+def test_limit_of_slurm_counts_without_cgroups(tmp_path, environment, gib):
     assert free_host_bytes(machine(tmp_path), environment) == gib * GIB
 
 
-def test_limit_of_version_1_counts(tmp_path: Path) -> None:
+def test_limit_of_version_1_counts(tmp_path):
     root = machine(tmp_path, "9:cpu,cpuacct:/x\n8:memory:/slurm/uid_1/job_7\n")
     limit(root / "sys/fs/cgroup/memory/slurm/uid_1/job_7", V1, 1 << 62, GIB)
     limit(root / "sys/fs/cgroup/memory/slurm", V1, 8 * GIB, 6 * GIB)
     assert free_host_bytes(root) == 2 * GIB
 
 
-def test_container_sees_only_its_own_mount(tmp_path: Path) -> None:
+def test_container_sees_only_its_own_mount(tmp_path):
     """The path is the host's, and the files of the container's cgroup are at the root of the mount."""
     root = machine(tmp_path, "0::/docker/0123\n")
     limit(root / "sys/fs/cgroup", V2, 16 * GIB, 4 * GIB)
     assert free_host_bytes(root) == 12 * GIB
 
 
-def test_full_cgroup_leaves_nothing(tmp_path: Path) -> None:
+def test_full_cgroup_leaves_nothing(tmp_path):
     root = machine(tmp_path, "0::/job\n")
     limit(root / "sys/fs/cgroup/job", V2, GIB, 2 * GIB)
     assert free_host_bytes(root) == 0
 
 
 @pytest.mark.parametrize(
-    ("gpus", "mib"),
-    [(["0", "1"], 81559), (["1"], 143771), (["GPU-bb"], 143771), (["2"], 0), (["MIG-1"], 0), ([], 0)],
+    ("gpus", "mib"), [(["0", "1"], 81559), (["1"], 143771), (["GPU-bb"], 143771), (["2"], 0), (["MIG-1"], 0), ([], 0)]
 )
-def test_smallest_gpu_counts(gpus: list[str], mib: int) -> None:
+def test_smallest_gpu_counts(gpus, mib):
     assert smallest_gpu(LISTED, gpus) == mib << 20
 
 
-def test_missing_nvidia_smi_means_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nvidia_smi_means_unknown(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert gpu_bytes(["0"]) == 0

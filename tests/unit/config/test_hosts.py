@@ -1,9 +1,5 @@
 """Host memory: processes, snapshots, offload buffers, published and staged weights."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from realsys.config.allocation import parse_allocation
@@ -21,7 +17,7 @@ def use(config: Config, here: OnHost = EIGHT_GPUS) -> HostUse:
     return host_use(config, parse_allocation(config.allocation), dataflow_of(config), here)
 
 
-def test_servers_share_the_staged_copy(tmp_path: Path) -> None:
+def test_servers_share_the_staged_copy(tmp_path):
     """7B on four servers: 15.2 GB; each embedded engine has one copy more, and one tensor in fp32."""
     found = use(math_config(tmp_path, "7B", "allocation=serve.d4+d2m2", "generation.backend=sglang"))
     model = read_model(tmp_path / "7B")
@@ -32,14 +28,14 @@ def test_servers_share_the_staged_copy(tmp_path: Path) -> None:
     assert found.ranks == found.servers == 0
 
 
-def test_deltas_add_a_copy_on_the_ranks(tmp_path: Path) -> None:
+def test_deltas_add_a_copy_on_the_ranks(tmp_path):
     plain = use(math_config(tmp_path, "7B", "allocation=serve.d4+d2m2"))
     delta = use(math_config(tmp_path, "7B", "allocation=serve.d4+d2m2", "weights.delta=auto"))
     size = 2 * read_model(tmp_path / "7B").parameters
     assert (delta.staged - plain.staged, delta.published - plain.published) == (0, size)
 
 
-def test_half_of_the_ranks_move_half_to_host(tmp_path: Path) -> None:
+def test_half_of_the_ranks_move_half_to_host(tmp_path):
     config = math_config(tmp_path, "1.5B", "allocation=serve.d4+d4", "train.offload=optimizer")
     whole, half = use(config), use(config, OnHost(2, 2, 2, ranks_on_gpu=True, servers_on_gpu=True))
     count = read_model(tmp_path / "1.5B").parameters
@@ -48,7 +44,7 @@ def test_half_of_the_ranks_move_half_to_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["d2m2", "d4", "d1p2m2"])
-def test_checkpoint_is_copied_once(layout: str, tmp_path: Path) -> None:
+def test_checkpoint_is_copied_once(layout, tmp_path):
     """Master weights and two moments in fp32, whatever the layout; half of it if half of the ranks are here."""
     config = math_config(tmp_path, "7B", f"allocation=serve.d4+{layout}")
     count = read_model(tmp_path / "7B").parameters
@@ -59,19 +55,19 @@ def test_checkpoint_is_copied_once(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "bytes_each"), [("model.dtype=float32", 12), ("train.optimizer.name=sgd", 8), ("train.lora.rank=1", 2)]
 )
-def test_checkpoint_has_what_is_trained(given: str, bytes_each: int, tmp_path: Path) -> None:
+def test_checkpoint_has_what_is_trained(given, bytes_each, tmp_path):
     config = math_config(tmp_path, "7B", "allocation=serve.d4+d4", given)
     count = read_model(tmp_path / "7B").parameters
     assert use(config).checkpoint == pytest.approx(bytes_each * count, rel=0.01)
 
 
-def test_no_copy_without_checkpoints(tmp_path: Path) -> None:
+def test_no_copy_without_checkpoints(tmp_path):
     off = ["every_steps=0", "at_end=false", "on_stop=false"]
     config = math_config(tmp_path, "7B", "allocation=serve.d4+d4", *(f"checkpoint.{field}" for field in off))
     assert use(config).checkpoint == 0
 
 
-def test_without_gpus_the_models_are_in_host_memory() -> None:
+def test_without_gpus_the_models_are_in_host_memory():
     """The arith job: 16 bytes per parameter and rank; the cache of 513 rows of 248 positions, 2 KiB each."""
     config = changed("train.microbatch_tokens=248", "train.engine_check=0")
     found = use(config, OnHost(2, 1, 4))
@@ -80,12 +76,12 @@ def test_without_gpus_the_models_are_in_host_memory() -> None:
     assert (found.snapshot, found.offload) == (0, 0)
 
 
-def test_all_parts_of_a_server_are_on_its_host(tmp_path: Path) -> None:
+def test_all_parts_of_a_server_are_on_its_host(tmp_path):
     given = ["generation.backend=sglang", "allocation=serve.d1+d1"]
     one = use(math_config(tmp_path, "7B", *given), OnHost(1, 1, 4))
     two = use(math_config(tmp_path, "7B", *given, "generation.sglang.args={dp-size: 2}"), OnHost(1, 1, 4))
     assert two.servers == 2 * one.servers > 0
 
 
-def test_engine_of_its_own_adds_to_the_processes() -> None:
+def test_engine_of_its_own_adds_to_the_processes():
     assert OnHost(1, 2, 3, engine=7).processes - OnHost(1, 2, 3).processes == 14

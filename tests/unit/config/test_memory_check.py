@@ -1,9 +1,6 @@
 """What does not fit is refused with the number and the cheapest change; the shipped experiment fits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -42,7 +39,7 @@ def refusal(config: Config, place: Place) -> ConfigError:
 
 
 @pytest.mark.parametrize(("name", "allocation"), [("1.5B", "serve.d6+d2"), ("7B", "serve.d4+d2m2")])
-def test_shipped_experiment_fits_eight_gpus(name: str, allocation: str, tmp_path: Path) -> None:
+def test_shipped_experiment_fits_eight_gpus(name, allocation, tmp_path):
     data = tmp_path / "train.jsonl"
     data.write_text("".join(f'{{"prompt": "{n}+1", "answer": "2"}}\n' for n in range(100)))
     config = math_config(tmp_path, name, f"data.train={data}", *SGLANG)
@@ -51,7 +48,7 @@ def test_shipped_experiment_fits_eight_gpus(name: str, allocation: str, tmp_path
     check(config, EIGHT)
 
 
-def test_defaults_without_the_settings_are_refused(tmp_path: Path) -> None:
+def test_defaults_without_the_settings_are_refused(tmp_path):
     """1.5B needs 129 GiB; chunks of logits and smaller micro-batches are cheaper than recompute, and not enough."""
     error = refusal(config := math_config(tmp_path, "1.5B", *OFF, *SGLANG, "allocation=serve.d6+d2"), gpus(config))
     assert "model_worker/0-1 needs about 1" in str(error) and "76.6 GiB are usable" in str(error)
@@ -73,12 +70,12 @@ def test_defaults_without_the_settings_are_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_cheapest_change_is_named(name: str, overrides: list[str], change: str, tmp_path: Path) -> None:
+def test_cheapest_change_is_named(name, overrides, change, tmp_path):
     config = math_config(tmp_path, name, *SGLANG, f"allocation={overrides[0]}", *overrides[1:])
     assert f": set train.{change}, then it needs" in str(refusal(config, gpus(config)))
 
 
-def test_named_change_is_enough(tmp_path: Path) -> None:
+def test_named_change_is_enough(tmp_path):
     config = math_config(tmp_path, "7B", *OFF, *SGLANG, "allocation=serve.d4+d4")
     message = str(refusal(config, gpus(config)))
     words = message.partition(": set ")[2].partition(", then")[0].split()
@@ -96,20 +93,20 @@ def _tree(config: Config, values: dict[str, str]) -> dict[str, str]:
     )
 
 
-def test_other_allocation_is_named_if_settings_fail(tmp_path: Path) -> None:
+def test_other_allocation_is_named_if_settings_fail(tmp_path):
     config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d7+d1")
     error = refusal(config, gpus(config))
     assert error.field == "allocation" and "set allocation=serve.d4+d2m2" in str(error)
 
 
-def test_stages_of_a_server_fit_small_gpus(tmp_path: Path) -> None:
+def test_stages_of_a_server_fit_small_gpus(tmp_path):
     """32B on four GPUs of 39 GiB: each has a quarter of the weights."""
     config = math_config(tmp_path, "32B", *SGLANG, "allocation=serve.d1+d8", "generation.sglang.args.pp-size=4")
     place = replace(gpus(config), gpu_bytes=39 * GIB, host_bytes=0)
     check_memory(config, replace(place, here=replace(place.here, ranks_on_gpu=False)))
 
 
-def test_other_allocation_counts_gpus_of_servers(tmp_path: Path) -> None:
+def test_other_allocation_counts_gpus_of_servers(tmp_path):
     """Three servers of two GPUs each, and two ranks: the other allocation has 8 GPUs, too."""
     config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d3+d2", "generation.sglang.args.tp-size=2")
     config = replaced(config, ["train", "distributed_optimizer"], value=False)
@@ -117,18 +114,18 @@ def test_other_allocation_counts_gpus_of_servers(tmp_path: Path) -> None:
     assert "set allocation=serve.d2+d1m4" in str(refusal(config, small))
 
 
-def test_too_large_a_model_says_so(tmp_path: Path) -> None:
+def test_too_large_a_model_says_so(tmp_path):
     config = math_config(tmp_path, "32B", *SGLANG, "allocation=serve.d2m2+d4")
     assert smallest_training(config, 8, H100) is None
     assert "use more GPUs" in str(refusal(config, gpus(config)))
 
 
-def test_adapters_make_a_large_model_fit(tmp_path: Path) -> None:
+def test_adapters_make_a_large_model_fit(tmp_path):
     config = math_config(tmp_path, "32B", *SGLANG, "allocation=serve.d2m2+m4", "train.lora.rank=16")
     check_memory(config, gpus(config))
 
 
-def test_cache_of_the_embedded_engine_is_bounded(tmp_path: Path) -> None:
+def test_cache_of_the_embedded_engine_is_bounded(tmp_path):
     embedded = ["generation.backend=embedded", "allocation=serve.d4+d2m2"]
     error = refusal(config := math_config(tmp_path, "7B", *embedded), gpus(config))
     assert error.field == "generation.embedded.max_running"
@@ -137,7 +134,7 @@ def test_cache_of_the_embedded_engine_is_bounded(tmp_path: Path) -> None:
     refusal(math_config(tmp_path, "7B", *embedded, f"generation.embedded.max_running={running + 1}"), gpus(config))
 
 
-def test_server_beside_a_rank_counts_both(tmp_path: Path) -> None:
+def test_server_beside_a_rank_counts_both(tmp_path):
     """On one GPU a server has what the rank leaves."""
     config = math_config(tmp_path, "1.5B", *SGLANG, "allocation=serve.d1+d1")
     check_memory(config, gpus(config))
@@ -147,7 +144,7 @@ def test_server_beside_a_rank_counts_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("servers", [2, 3])
-def test_servers_of_one_gpu_are_counted(servers: int, tmp_path: Path) -> None:
+def test_servers_of_one_gpu_are_counted(servers, tmp_path):
     """Each has a part of what the rank leaves; the number of completions that is named fits, and no more does."""
     one = Machine(64, 1024 * GIB, ("0",), torch_has_cuda=True, gpu_bytes=H100)
 
@@ -167,7 +164,7 @@ def test_servers_of_one_gpu_are_counted(servers: int, tmp_path: Path) -> None:
     assert 0.9 * H100 < servers * use.total + largest_rank(fitting) <= 0.97 * H100
 
 
-def test_host_memory_names_its_parts() -> None:
+def test_host_memory_names_its_parts():
     config = changed()
     here = OnHost(2, 1, 4)
     check_memory(config, Place(0, 8 * GIB, here))
@@ -184,7 +181,7 @@ def test_host_memory_names_its_parts() -> None:
         (150, "train.engine_check=0 weights.delta=off train.offload=none"),
     ],
 )
-def test_host_of_gpus_names_a_change(free: int, changes: str, tmp_path: Path) -> None:
+def test_host_of_gpus_names_a_change(free, changes, tmp_path):
     """7B on 8 GPUs: snapshot 20 GiB, copies of deltas 14, offloaded optimizer 123, and 144 without these."""
     given = ["allocation=serve.d4+d2m2", "weights.delta=auto", "train.offload=optimizer"]
     config = math_config(tmp_path, "7B", *SGLANG, *given)
@@ -192,7 +189,7 @@ def test_host_of_gpus_names_a_change(free: int, changes: str, tmp_path: Path) ->
     assert f": set {changes}, then it needs" in str(refusal(config, place))
 
 
-def test_named_change_must_fit_the_gpus(tmp_path: Path) -> None:
+def test_named_change_must_fit_the_gpus(tmp_path):
     """Without offload of the reference a rank needs 60 GiB, with it 54."""
     given = ["allocation=serve.d4+d2m2", "train.ppo.kl.coef=0.1", "roles.ref.offload=all"]
     config = math_config(tmp_path, "7B", *SGLANG, *given)
@@ -201,7 +198,7 @@ def test_named_change_must_fit_the_gpus(tmp_path: Path) -> None:
     assert "use a smaller model" in str(refusal(config, replace(large, gpu_bytes=57 * GIB)))
 
 
-def test_logits_on_a_cpu_are_chunked(tmp_path: Path) -> None:
+def test_logits_on_a_cpu_are_chunked(tmp_path):
     """Without GPUs the same changes are tried against the memory of the host."""
     config = math_config(tmp_path, "1.5B", *OFF, "allocation=serve.d1+d1", "train.microbatch_tokens=28672")
     config = config.model_copy(update={"generation": changed().generation})
@@ -209,7 +206,7 @@ def test_logits_on_a_cpu_are_chunked(tmp_path: Path) -> None:
     assert error.field.startswith("train.") and "then it needs" in str(error)
 
 
-def test_plan_for_another_machine_needs_its_gpu_memory(tmp_path: Path) -> None:
+def test_plan_for_another_machine_needs_its_gpu_memory(tmp_path):
     """A login node without GPUs and with little memory plans for GPUs elsewhere."""
     login = Machine(4, 8 * GIB)
     config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d4+d2m2", "cluster.gpu_memory_gb=79")
@@ -224,7 +221,7 @@ def test_plan_for_another_machine_needs_its_gpu_memory(tmp_path: Path) -> None:
 NODES = ["cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.gpu_memory_gb=79", "allocation=serve.d8+d8m2"]
 
 
-def test_each_node_is_checked_with_its_own_processes(tmp_path: Path) -> None:
+def test_each_node_is_checked_with_its_own_processes(tmp_path):
     """Two nodes of ranks, one of servers, one without: not the sum of the trial, and not the login node."""
     config = math_config(tmp_path, "7B", *SGLANG, *NODES, "cluster.memory_gb_per_node=900")
     place = place_of(config, parse_allocation(config.allocation), backend_rules(config), Machine(4, 8 * GIB))
@@ -236,7 +233,7 @@ def test_each_node_is_checked_with_its_own_processes(tmp_path: Path) -> None:
     assert "node0 needs about" in str(error := refusal(small, place)) and "40.0 GiB are free" in str(error)
 
 
-def test_table_has_a_line_per_kind_of_device(tmp_path: Path) -> None:
+def test_table_has_a_line_per_kind_of_device(tmp_path):
     config = math_config(tmp_path, "7B", *SGLANG, "allocation=serve.d4+d2m2")
     head, rank, server = device_lines(config, gpus(config))
     assert head.split()[:4] == ["device,", "GiB", "weights", "gradients"]
@@ -246,7 +243,7 @@ def test_table_has_a_line_per_kind_of_device(tmp_path: Path) -> None:
     assert "staged" in host_line(config, gpus(config))
 
 
-def test_change_is_shown_as_it_is_typed() -> None:
+def test_change_is_shown_as_it_is_typed():
     remedy = Remedy(1.0, {"train.recompute": True, "train.head_chunk_tokens": 2048})
     assert str(remedy) == "train.recompute=true train.head_chunk_tokens=2048"
     applied = remedy.apply(changed())

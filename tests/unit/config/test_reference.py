@@ -1,7 +1,5 @@
 """The table of fields in docs/configuration.md is that of the schema, and says what each field means."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, get_origin
@@ -11,7 +9,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from realsys.config.compose import fields
-from realsys.config.fields import Section
 from realsys.config.reference import PAGES, reference, rewrite
 from realsys.config.schema import Config
 from realsys.config.schema_data import EvalSetConfig, MixtureSource
@@ -38,42 +35,38 @@ def is_of_an_entry(path: str) -> bool:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_page_has_the_fields_of_the_schema(name: str) -> None:
+def test_page_has_the_fields_of_the_schema(name):
     page = (ROOT / name).read_text("utf-8")
     assert rewrite(page) == page and "| field | values |" in page, "run `make docs`"
 
 
-def test_reference_has_each_field_once() -> None:
+def test_reference_has_each_field_once():
     assert {path for path in ROWS if not is_of_an_entry(path)} == set(fields())
 
 
 @pytest.mark.parametrize(
     ("entry", "section"),
-    [
-        ("evaluation.sets.NAME.", EvalSetConfig),
-        ("data.mixture[].", MixtureSource),
-        ("roles.NAME.", RoleConfig),
-    ],
+    [("evaluation.sets.NAME.", EvalSetConfig), ("data.mixture[].", MixtureSource), ("roles.NAME.", RoleConfig)],
 )
-def test_entries_have_rows_with_their_meaning(entry: str, section: type[Section]) -> None:
+def test_entries_have_rows_with_their_meaning(entry, section):
     """A mapping or list of sections has a row for each field of its entries."""
     rows = {path.removeprefix(entry): row for path, row in ROWS.items() if path.startswith(entry)}
     assert set(rows) == set(fields(section))
     assert [path for path, row in rows.items() if row.endswith("| ")] == []
 
 
-def test_rows_of_entries_say_values_and_default() -> None:
+def test_rows_of_entries_say_values_and_default():
     assert ROWS["evaluation.sets.NAME.problems"].startswith("int ≥ 0 or null | `null` |")
     assert ROWS["evaluation.sets.NAME.k"].startswith("list of int > 0 or null | `null` |")
     assert ROWS["data.mixture[].path"].startswith("text |  |")
     assert ROWS["data.mixture"].startswith("list | `[]` |")
 
 
-def test_every_field_has_a_description() -> None:
+def test_every_field_has_a_description():
     assert [path for path in fields() if not described(path).strip()] == []
 
 
-def test_descriptions_name_their_unit() -> None:
+def test_descriptions_name_their_unit():
     """A field whose name ends with a unit has the unit in its description."""
     missing = [
         path
@@ -84,7 +77,7 @@ def test_descriptions_name_their_unit() -> None:
     assert missing == []
 
 
-def test_every_section_has_a_description() -> None:
+def test_every_section_has_a_description():
     def sections(section: type[BaseModel]) -> list[type[BaseModel]]:
         inner = [info.annotation for info in section.model_fields.values()]
         inner = [kind for kind in inner if isinstance(kind, type) and get_origin(kind) is None]
@@ -93,18 +86,18 @@ def test_every_section_has_a_description() -> None:
     assert [section.__name__ for section in sections(Config) if not (section.__doc__ or "").strip()] == []
 
 
-def test_arguments_of_a_part_are_one_row_with_their_own_defaults() -> None:
+def test_arguments_of_a_part_are_one_row_with_their_own_defaults():
     assert ROWS["warmup.optimizer"].startswith(f"mapping | `{{'lr': {Config().warmup.optimizer.lr}, ")
     assert ROWS["data.arith"].startswith("mapping |  |")
     assert "| `data.arith.alpha` | float | `1.5` |" in reference("data.arith")
     assert {"data.arith", "data.arith.alpha"} & set(fields(arguments=True)) == {"data.arith.alpha"}
 
 
-def test_default_of_a_section_decides_its_rows() -> None:
+def test_default_of_a_section_decides_its_rows():
     assert ROWS["evaluation.problems"].split(" | ")[1] == f"`{Config().evaluation.problems}`"
 
 
-def test_lists_and_mappings_are_told_apart() -> None:
+def test_lists_and_mappings_are_told_apart():
     assert ROWS["generation.sampling.stop"].startswith("list of text |")
     assert ROWS["generation.sampling.stop_token_ids"].startswith("list of int ≥ 0 |")
     assert ROWS["train.lora.targets"].startswith("list of `qkv`, `proj`, `gate_up`, `down` |")

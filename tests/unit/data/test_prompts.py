@@ -1,7 +1,5 @@
 """Datasets from files: splits, bad lines, limits."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import pairwise
@@ -302,7 +300,7 @@ def rows(*prompts: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_problems_of_a_set_are_not_trained_on(tmp_path: Path, fraction: float):
+def test_problems_of_a_set_are_not_trained_on(tmp_path, fraction):
     train = jsonl(tmp_path / "t.jsonl", rows(*(f"{n}+{n}=" for n in range(20))))
     config = config_of(train, jsonl(tmp_path / "m.jsonl", rows("3+3=", "4 + 4=", "5+5= ", "x")), fraction)
     paths = trial(tmp_path)
@@ -317,7 +315,7 @@ def test_problems_of_a_set_are_not_trained_on(tmp_path: Path, fraction: float):
     assert PromptDataset(config, paths, tokenizer).prompt("more", 3).text == "x"
 
 
-def test_set_has_its_own_layout(tmp_path: Path):
+def test_set_has_its_own_layout(tmp_path):
     train = jsonl(tmp_path / "t.jsonl", rows("a"))
     config = config_of(train, jsonl(tmp_path / "m.jsonl", [GSM8K]), layout="gsm8k")
     convert_sets(config, trial(tmp_path))
@@ -325,7 +323,7 @@ def test_set_has_its_own_layout(tmp_path: Path):
     assert problem.prompt == GSM8K["question"]
 
 
-def test_changed_source_of_a_set_is_refused(tmp_path: Path):
+def test_changed_source_of_a_set_is_refused(tmp_path):
     train, paths = jsonl(tmp_path / "t.jsonl", rows("a")), trial(tmp_path)
     begun = config_of(train, tmp_path / "m.jsonl")
     check_copy(begun, begun, paths)
@@ -337,7 +335,7 @@ def test_changed_source_of_a_set_is_refused(tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_references_of_a_set_are_checked_by_its_verifier(tmp_path: Path):
+def test_references_of_a_set_are_checked_by_its_verifier(tmp_path):
     train = jsonl(tmp_path / "t.jsonl", [{"prompt": "a", "answer": "it depends"}])
     more = jsonl(tmp_path / "m.jsonl", [{"prompt": "b", "answer": "it depends, too"}])
     paths = trial(tmp_path)
@@ -354,7 +352,7 @@ def judged_by_exact(train: Path, held_out: Path, **fields: Any) -> Config:
 
 
 @pytest.mark.processes
-def test_held_out_references_have_one_verifier(tmp_path: Path):
+def test_held_out_references_have_one_verifier(tmp_path):
     """The verifier of the train prompts never judges the held-out problems, so it need not know their references."""
     good, other = (
         jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": answer}])
@@ -366,7 +364,7 @@ def test_held_out_references_have_one_verifier(tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_evaluation_alone_checks_no_train_reference(tmp_path: Path):
+def test_evaluation_alone_checks_no_train_reference(tmp_path):
     one, other = (jsonl(tmp_path / f"{n}.jsonl", [{"prompt": "a", "answer": "it depends"}]) for n in (1, 2))
     check_references(judged_by_exact(one, other, evaluate_only=True), trial(tmp_path))
 

@@ -1,7 +1,5 @@
 """The sums of experiment=smol; `make smol` itself converts and trains the model."""
 
-from __future__ import annotations
-
 import pytest
 
 from realsys.data import smol

@@ -1,7 +1,5 @@
 """The command `realsys` itself: its help, its speed, and words that it does not know."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from realsys.launch.cli import COMMANDS, main, make_parser
 _HEAVY = ("torch", "pydantic", "hydra", "aiohttp", "rich", "numpy", "msgspec", "argcomplete", "asyncio")
 
 
-def test_help_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_eighty_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     parsers = [each for name in COMMANDS if (each := make_parser(name)[1]) is not None]
     assert len(parsers) == len(COMMANDS)
@@ -23,7 +21,7 @@ def test_help_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy():
     script = (
         "import sys; from realsys.launch.cli import make_parser; make_parser()[0].format_help(); print(*sys.modules)"
     )
@@ -41,22 +39,20 @@ def test_help_imports_nothing_heavy() -> None:
         (["fly"], "unknown command fly"),
     ],
 )
-def test_unknown_word_is_named_with_the_likely_one(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_word_is_named_with_the_likely_one(argv, said, capsys):
     with pytest.raises(SystemExit) as ended:
         main(argv)
     shown = capsys.readouterr().err
     assert ended.value.code == 2 and said in shown and "usage: realsys" in shown
 
 
-def test_every_command_is_on_its_page() -> None:
+def test_every_command_is_on_its_page():
     page = (Path(__file__).parents[3] / "docs" / "run.md").read_text("utf-8")
     named = {name for line in page.splitlines() if line.startswith("| `") for name in re.findall("`([^`]+)`", line)}
     assert COMMANDS.keys() <= named
 
 
-def test_every_command_has_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_its_own_help(capsys):
     for name in COMMANDS:
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])
@@ -64,7 +60,7 @@ def test_every_command_has_its_own_help(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.processes
-def test_reader_that_ends_first_is_no_error() -> None:
+def test_reader_that_ends_first_is_no_error():
     """As in `realsys list | head`."""
     script = "import sys; from realsys.launch.cli import main; sys.exit(main(['config', 'experiment=arith']))"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -3,8 +3,6 @@
 Small scripts stand in for the workers; what is waited for is a line, the end of a process, or a lock of the kernel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -106,14 +104,11 @@ Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path):
     started: list[subprocess.Popen[str]] = []
 
     def begin(
-        *overrides: str,
-        scripts: dict[str, str] | None = None,
-        modules: Path | None = None,
-        largest_file: int = 0,
+        *overrides: str, scripts: dict[str, str] | None = None, modules: Path | None = None, largest_file: int = 0
     ) -> Command:
         """``modules``: a folder that is looked into before the packages that are installed; then curves are drawn."""
         path = os.pathsep.join(map(str, [*([modules] if modules else []), REPOSITORY]))
@@ -144,7 +139,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.fixture
-def slow_matplotlib(tmp_path: Path) -> Path:
+def slow_matplotlib(tmp_path):
     """A matplotlib that takes for ever to be imported, as it seems to on a machine that is busy."""
     folder = tmp_path / "modules" / "matplotlib"
     folder.mkdir(parents=True)
@@ -152,7 +147,7 @@ def slow_matplotlib(tmp_path: Path) -> Path:
     return folder.parent
 
 
-def test_ctrl_c_reports_before_drawing(start: Start, slow_matplotlib: Path) -> None:
+def test_ctrl_c_reports_before_drawing(start, slow_matplotlib):
     """A second Ctrl-C ends the drawing."""
     command = start(modules=slow_matplotlib)
     command.until(SHOWN)
@@ -168,7 +163,7 @@ def test_ctrl_c_reports_before_drawing(start: Start, slow_matplotlib: Path) -> N
     assert command.end() == (130, "realsys: curves.png is not drawn\n")
 
 
-def test_finished_run_reports_before_drawing(start: Start, slow_matplotlib: Path) -> None:
+def test_finished_run_reports_before_drawing(start, slow_matplotlib):
     command = start(scripts={"master_worker": ONE_STEP + DONE}, modules=slow_matplotlib)
     command.until("summary.json, curves.png")
     command.until("drawing", of_errors=True)
@@ -177,7 +172,7 @@ def test_finished_run_reports_before_drawing(start: Start, slow_matplotlib: Path
 
 
 @pytest.mark.parametrize("errors_too", [False, True])
-def test_ctrl_c_stops_in_order_without_output_reader(start: Start, errors_too: bool) -> None:
+def test_ctrl_c_stops_in_order_without_output_reader(start, errors_too):
     """`realsys run | tee log`: the terminal's Ctrl-C goes to both. With 2>&1 nobody hears a word."""
     asked = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(143)); signal.pause()"
     command = start(scripts={"master_worker": FOREVER, "rollout_worker": asked})
@@ -192,7 +187,7 @@ def test_ctrl_c_stops_in_order_without_output_reader(start: Start, errors_too: b
     assert json.loads(command.paths.summary.read_text())["status"] == "interrupted"
 
 
-def test_a_run_whose_reader_is_gone_goes_on(start: Start, tmp_path: Path) -> None:
+def test_a_run_whose_reader_is_gone_goes_on(start, tmp_path):
     """A restart that cannot be shown is a restart all the same."""
     die, back = tmp_path / "die", tmp_path / "back"
     with fifo(die) as dying, fifo(back) as coming:
@@ -223,7 +218,7 @@ def fifo(path: Path) -> Iterator[int]:
 # ---- the disk
 
 
-def test_full_disk_at_start_is_one_line(start: Start) -> None:
+def test_full_disk_at_start_is_one_line(start):
     """A limit on the size of a file stands in for it: the first one that is too large cannot be written."""
     command = start(largest_file=300)
     code, errors = command.end()
@@ -235,7 +230,7 @@ def test_full_disk_at_start_is_one_line(start: Start) -> None:
 @pytest.mark.parametrize(
     ("end", "code"), [(DONE, 0), ("os.kill(os.getppid(), signal.SIGINT); signal.pause()", 130), ("os._exit(3)", 1)]
 )
-def test_unwritable_summary_does_not_hide_the_outcome(start: Start, end: str, code: int) -> None:
+def test_unwritable_summary_does_not_hide_the_outcome(start, end, code):
     blocked = f"{ONE_STEP}os.makedirs(ROOT + '/summary.json/x')\n{end}"
     command = start(scripts={"master_worker": blocked})
     found, errors = command.end()
@@ -251,7 +246,7 @@ def test_unwritable_summary_does_not_hide_the_outcome(start: Start, end: str, co
 # ---- two launchers, and one that is killed
 
 
-def test_one_of_two_simultaneous_launchers_runs(start: Start) -> None:
+def test_one_of_two_simultaneous_launchers_runs(start):
     both = {command.process.pid: command for command in (start(), start())}
     loser = both.pop(first_to_end(list(both)))
     code, errors = loser.end()
@@ -273,7 +268,7 @@ def first_to_end(pids: list[int]) -> int:
 
 
 @pytest.mark.needs("etcd")
-def test_killed_launcher_leaves_nothing_running(start: Start) -> None:
+def test_killed_launcher_leaves_nothing_running(start):
     """No process, no lock and no name store is left."""
     address = f"127.0.0.1:{lasting_ports(1)[0]}"
     own = ["name_store=etcd", "cluster.name_store.start=true", f"cluster.name_store.address={address}"]

@@ -1,11 +1,7 @@
 """Settings that the user left open adapt to the machine; those that were given do not."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,7 +28,7 @@ def machine(gpus: int) -> Machine:
     ("gpus", "allocation"),
     [(0, "serve.d1+d1"), (1, "serve.d1+d1"), (2, "serve.d1+d1"), (4, "serve.d3+d1"), (8, "serve.d6+d2")],
 )
-def test_automatic_allocation_divides_the_gpus(gpus: int, allocation: str) -> None:
+def test_automatic_allocation_divides_the_gpus(gpus, allocation):
     config, lines = fit(Config(allocation="auto"), {"generation", "train"}, machine(gpus))
     assert config.allocation == allocation
     assert lines[0].startswith(f"set allocation={allocation}: this machine has ")
@@ -40,14 +36,14 @@ def test_automatic_allocation_divides_the_gpus(gpus: int, allocation: str) -> No
 
 
 @pytest.mark.parametrize(("args", "allocation"), [({"tp-size": 2}, "serve.d3+d2"), ({"pp-size": 4}, "serve.d1+d4")])
-def test_servers_of_several_gpus_leave_the_rest(args: dict[str, int], allocation: str) -> None:
+def test_servers_of_several_gpus_leave_the_rest(args, allocation):
     """Also if the memory of the GPUs is not known."""
     generation = GenerationConfig(backend="sglang", sglang=SglangConfig(args=args))
     config, _ = fit(Config(allocation="auto", generation=generation), {"generation", "train"}, machine(8))
     assert config.allocation == allocation
 
 
-def test_automatic_allocation_divides_the_gpus_of_all_nodes() -> None:
+def test_automatic_allocation_divides_the_gpus_of_all_nodes():
     cluster = ClusterConfig(nodes=4, gpus_per_node=8)
     _, lines = fit(Config(allocation="auto", cluster=cluster), {"generation.backend", "train"}, machine(0))
     assert lines[0] == "set allocation=serve.d24+d8: the 4 nodes have 32 GPUs"
@@ -57,7 +53,7 @@ def test_automatic_allocation_divides_the_gpus_of_all_nodes() -> None:
     ("nodes", "servers", "given", "readers"),
     [(0, 64, "", 0), (3, 24, "", 0), (64, 2, "", 0), (4, 24, "", 2), (64, 64, "", 2), (64, 64, "storage_readers", 0)],
 )
-def test_few_of_many_hosts_read_the_storage(nodes: int, servers: int, given: str, readers: int) -> None:
+def test_few_of_many_hosts_read_the_storage(nodes, servers, given, readers):
     """A choice on the command line stays, also that all hosts read the storage."""
     cluster = ClusterConfig(nodes=nodes, gpus_per_node=8 if nodes else 0)
     config = Config(allocation=f"serve.d{servers}+d1", cluster=cluster)
@@ -78,9 +74,7 @@ def test_few_of_many_hosts_read_the_storage(nodes: int, servers: int, given: str
         (384, 0, {}, set(), 2, ""),
     ],
 )
-def test_rollout_workers_keep_many_servers_busy(
-    servers: int, gpus: int, values: dict[str, Any], given: set[str], workers: int, reason: str
-) -> None:
+def test_rollout_workers_keep_many_servers_busy(servers, gpus, values, given, workers, reason):
     """Two workers would give 2,048 episodes to any number of servers."""
     cluster = {"nodes": 64, "gpus_per_node": gpus}
     config = Config.model_validate({"allocation": f"serve.d{servers}+d128", "cluster": cluster, **values})
@@ -101,9 +95,7 @@ def test_rollout_workers_keep_many_servers_busy(
         ([], 1024, "generation.sampling.max_new_tokens=27648"),
     ],
 )
-def test_prompt_leaves_room_for_rows_of_an_agent(
-    settings: list[str], prompt: int, blamed: str | None, tmp_path: Path
-) -> None:
+def test_prompt_leaves_room_for_rows_of_an_agent(settings, prompt, blamed, tmp_path):
     """Two completions, and 65 tokens of feedback, in one row of a model with 512 positions."""
     make_tiny_model(TinyModelConfig(), tmp_path, seed=1)
     write_char_tokenizer(tmp_path)
@@ -118,7 +110,7 @@ def test_prompt_leaves_room_for_rows_of_an_agent(
 
 
 @pytest.mark.parametrize("gpus_here", [0, 1, 8])
-def test_settings_fit_the_described_nodes(gpus_here: int) -> None:
+def test_settings_fit_the_described_nodes(gpus_here):
     """A login node has other GPUs than the nodes, or none."""
     config, lines = fit(
         Config(allocation="auto", cluster=ClusterConfig(nodes=2, gpus_per_node=8)), set(), machine(gpus_here)
@@ -137,14 +129,14 @@ def test_settings_fit_the_described_nodes(gpus_here: int) -> None:
         ("serve.d1m2+d1", {}, 0.45),
     ],
 )
-def test_shared_gpu_is_split_evenly(allocation: str, args: dict[str, float], share: float | None) -> None:
+def test_shared_gpu_is_split_evenly(allocation, args, share):
     generation = GenerationConfig(backend="sglang", sglang=SglangConfig(args=args))
     config = Config(allocation=allocation, generation=generation, cluster=ClusterConfig(share_gpus=True))
     config, _ = fit(config, set(), machine(2 if "m2" in allocation else 1))
     assert config.generation.sglang.args == (args if share is None else {"mem-fraction-static": share})
 
 
-def test_server_gets_what_the_rank_leaves(tmp_path: Path) -> None:
+def test_server_gets_what_the_rank_leaves(tmp_path):
     """An even split would leave much of a large GPU unused, and be too much of a small one."""
     generation, cluster = GenerationConfig(backend="sglang"), ClusterConfig(share_gpus=True)
     model = {"path": str(write_qwen(tmp_path, "1.5B")), "dtype": "bfloat16"}
@@ -175,7 +167,7 @@ ROWS = "generation.embedded.cache_rows"
         ({"agent": "single_turn"}, "serve.d1+d1", 0),
     ],
 )
-def test_episodes_of_several_turns_get_rows(rollout: dict[str, Any], allocation: str, rows: int) -> None:
+def test_episodes_of_several_turns_get_rows(rollout, allocation, rows):
     """Rows for those that do not run: admission lets 5 batches of 8 groups of 4 be in progress."""
     values = {"allocation": allocation, "rollout": {"group_size": 4, **rollout}, "train": {"batch_groups": 8}}
     lengths = {"data": {"max_prompt_tokens": 64}, "generation": {"sampling": {"max_new_tokens": 64}}}
@@ -185,7 +177,7 @@ def test_episodes_of_several_turns_get_rows(rollout: dict[str, Any], allocation:
 
 
 @pytest.mark.parametrize("given", [{ROWS}, set()])
-def test_rows_for_turns_leave_most_memory(given: set[str]) -> None:
+def test_rows_for_turns_leave_most_memory(given):
     """Rows of 28k tokens would take more than there is. A choice on the command line stays, also that of no row."""
     values = {"rollout": {"agent": "multi_turn"}, "train": {"batch_groups": 64}}
     config = Config.model_validate(values)
@@ -204,13 +196,13 @@ def spare(config: Config, here: Machine) -> int:
     return spare_bytes(config, place)
 
 
-def test_gpu_with_one_owner_is_not_split() -> None:
+def test_gpu_with_one_owner_is_not_split():
     generation, cluster = GenerationConfig(backend="sglang"), ClusterConfig(share_gpus=True)
     config = Config(allocation="serve.d1+d1", generation=generation, cluster=cluster)
     assert fit(config, {"train"}, machine(2)) == (config, [])
 
 
-def test_other_allocations_stay_as_they_are() -> None:
+def test_other_allocations_stay_as_they_are():
     config = Config(allocation="serve.d1+d2")
     assert fit(config, {"generation", "train"}, machine(8)) == (config, [])
 
@@ -225,7 +217,7 @@ def test_other_allocations_stay_as_they_are() -> None:
         (1, set(), {"small_on_gpu": True}, "embedded"),
     ],
 )
-def test_open_engine_on_gpus_is_sglang(gpus: int, given: set[str], model: dict[str, bool], backend: str) -> None:
+def test_open_engine_on_gpus_is_sglang(gpus, given, model, backend):
     config = Config.model_validate({"model": model})
     config, lines = fit(config, given | {"train"}, machine(gpus))
     assert config.generation.backend == backend
@@ -247,9 +239,7 @@ SAVED = {"recompute": True, "distributed_optimizer": True, "sequence_parallel": 
         (2, {}, {"optimizer": {"name": "sgd"}}, set(), {**SAVED, "distributed_optimizer": False}),
     ],
 )
-def test_training_on_gpus_saves_memory(
-    gpus: int, cluster: dict[str, int], train: dict[str, Any], given: set[str], saved: dict[str, Any]
-) -> None:
+def test_training_on_gpus_saves_memory(gpus, cluster, train, given, saved):
     """In every experiment, unless the user has chosen or the optimizer cannot be sharded."""
     config = Config.model_validate({"cluster": cluster, "train": train, "allocation": "serve.d1+d1"})
     fitted, lines = fit(config, given | {"generation"}, machine(gpus))
@@ -265,12 +255,12 @@ def test_training_on_gpus_saves_memory(
     ("dtype", "given", "chosen"),
     [("bfloat16", set(), "float32"), ("float32", set(), "model"), ("bfloat16", {"model.head_dtype"}, "model")],
 )
-def test_logits_on_gpus_are_fp32(dtype: str, given: set[str], chosen: str) -> None:
+def test_logits_on_gpus_are_fp32(dtype, given, chosen):
     config = Config.model_validate({"model": {"dtype": dtype}, "allocation": "serve.d1+d1"})
     assert fit(config, given | {"generation"}, machine(2))[0].model.head_dtype == chosen
 
 
-def test_choice_in_a_file_is_not_open(tmp_path: Path) -> None:
+def test_choice_in_a_file_is_not_open(tmp_path):
     """Also if it is the default of the schema."""
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ndefaults:\n  - arith\nexperiment: ours\ntrain:\n  recompute: false\n"

@@ -1,7 +1,5 @@
 """The process plan, and what the command does before anything starts."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -45,7 +43,7 @@ def gpus(count: int) -> Machine:
     return Machine(cpus=16, memory_bytes=64 << 30, gpus=tuple(map(str, range(count))), torch_has_cuda=True)
 
 
-def test_plan_of_one_server_and_one_rank_golden() -> None:
+def test_plan_of_one_server_and_one_rank_golden():
     specs = planned()
     assert [spec.name for spec in specs] == [
         "gserver_manager/0",
@@ -78,11 +76,11 @@ def test_plan_of_one_server_and_one_rank_golden() -> None:
 
 
 @pytest.mark.parametrize(("given", "others"), [("", ""), ("/a:/b", ":/a:/b"), (f"{ROOT}:/a:{ROOT}", ":/a")])
-def test_python_path_has_this_realsys_once(given: str, others: str) -> None:
+def test_python_path_has_this_realsys_once(given, others):
     assert own_python_path(given) == f"{ROOT}{others}"
 
 
-def test_each_kind_has_number_and_restart_policy() -> None:
+def test_each_kind_has_number_and_restart_policy():
     specs = planned(allocation="sglang.d3+d2p2m2", rollout=RolloutConfig(workers=4))
     kinds = [spec.kind for spec in specs]
     assert {kind: kinds.count(kind) for kind in set(kinds)} == {
@@ -97,7 +95,7 @@ def test_each_kind_has_number_and_restart_policy() -> None:
     assert len({spec.log for spec in specs}) == len(specs)
 
 
-def test_reward_services_judge_for_rollout_workers() -> None:
+def test_reward_services_judge_for_rollout_workers():
     """They have the cores of the verifier processes, and are restarted alone."""
     specs = planned(rollout=RolloutConfig(workers=2, reward=RewardConfig(services=2, processes=3)))
     by_name = {spec.name: spec for spec in specs}
@@ -106,46 +104,46 @@ def test_reward_services_judge_for_rollout_workers() -> None:
     assert by_name["reward_service/0"].on_death == "restart"
 
 
-def test_threads_are_those_of_the_kind() -> None:
+def test_threads_are_those_of_the_kind():
     specs = planned(cluster={"threads": 3})
     assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["generation_server/0"] == "3"
     assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["model_worker/0"] == "3"
     assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["master_worker/0"] == "1"
 
 
-def test_ranks_get_one_gpu_each_servers_the_rest() -> None:
+def test_ranks_get_one_gpu_each_servers_the_rest():
     placed = devices(planned(gpus(4), allocation="sglang.d2+d2"))
     assert [placed[f"model_worker/{i}"] for i in range(2)] == ["0", "1"]
     assert [placed[f"generation_server/{i}"] for i in range(2)] == ["2", "3"]
     assert placed["rollout_worker/0"] == placed["master_worker/0"] == placed["gserver_manager/0"] == ""
 
 
-def test_one_gpu_is_shared_only_on_request() -> None:
+def test_one_gpu_is_shared_only_on_request():
     with pytest.raises(ConfigError, match="2 GPUs are needed .* and there are 1: .*cluster.share_gpus=true"):
         planned(gpus(1))
     placed = devices(planned(gpus(1), cluster={"share_gpus": True}))
     assert placed["model_worker/0"] == placed["generation_server/0"] == "0"
 
 
-def test_shared_gpus_are_those_with_fewest_owners() -> None:
+def test_shared_gpus_are_those_with_fewest_owners():
     placed = devices(planned(gpus(3), allocation="sglang.d3+d1", cluster={"share_gpus": True}))
     assert [placed[f"generation_server/{i}"] for i in range(3)] == ["1", "2", "0"]
 
 
-def test_tensor_parallel_server_gets_as_many_gpus() -> None:
+def test_tensor_parallel_server_gets_as_many_gpus():
     generation = GenerationConfig(backend="sglang")
     placed = devices(planned(gpus(6), allocation="sglang.d2m2+d2", generation=generation))
     assert [placed[f"generation_server/{i}"] for i in range(2)] == ["2,3", "4,5"]
 
 
-def test_seat_is_an_index_not_a_device_id() -> None:
+def test_seat_is_an_index_not_a_device_id():
     machine = Machine(cpus=16, memory_bytes=64 << 30, gpus=("4", "6"), torch_has_cuda=True)
     server, rank = planned(machine)[1:3]
     assert (rank.node, rank.gpus, rank.env["CUDA_VISIBLE_DEVICES"]) == ("this machine", (0,), "4")
     assert (server.gpus, server.env["CUDA_VISIBLE_DEVICES"]) == ((1,), "6")
 
 
-def test_spec_has_what_its_process_needs() -> None:
+def test_spec_has_what_its_process_needs():
     reward = {"processes": 3}
     by_name = {spec.name: spec for spec in planned(cluster={"threads": 4}, rollout={"workers": 1, "reward": reward})}
     assert (by_name["model_worker/0"].cpus, by_name["rollout_worker/0"].cpus) == (4, 4)
@@ -153,7 +151,7 @@ def test_spec_has_what_its_process_needs() -> None:
 
 
 @pytest.mark.parametrize(("ports", "meeting"), [("", 25000), ("20000-20099", 20099)])
-def test_server_over_two_nodes_is_two_processes(ports: str, meeting: int) -> None:
+def test_server_over_two_nodes_is_two_processes(ports, meeting):
     """Each has its own log, its node rank and the address at which both meet."""
     config = Config.model_validate(
         {
@@ -171,7 +169,7 @@ def test_server_over_two_nodes_is_two_processes(ports: str, meeting: int) -> Non
     assert first.log != second.log and "CUDA_VISIBLE_DEVICES" not in first.env
 
 
-def test_torch_without_cuda_leaves_the_gpus_to_sglang() -> None:
+def test_torch_without_cuda_leaves_the_gpus_to_sglang():
     machine = Machine(cpus=16, memory_bytes=64 << 30, gpus=("0", "1"), torch_has_cuda=False)
     placed = devices(planned(machine, generation=GenerationConfig(backend="sglang")))
     assert placed["model_worker/0"] == "" and placed["generation_server/0"] == "0"
@@ -180,7 +178,7 @@ def test_torch_without_cuda_leaves_the_gpus_to_sglang() -> None:
 # ---- names and folders
 
 
-def test_unnamed_trial_is_named_by_start_time(tmp_path: Path) -> None:
+def test_unnamed_trial_is_named_by_start_time(tmp_path):
     now = datetime(2026, 1, 2, 3, 4, 5)
     first = resolve(Config(fileroot=str(tmp_path)), now=now)
     assert first.trial == "20260102-030405"
@@ -188,14 +186,14 @@ def test_unnamed_trial_is_named_by_start_time(tmp_path: Path) -> None:
     assert resolve(Config(fileroot=str(tmp_path)), now=now).trial == "20260102-030405-2"
 
 
-def test_paths_are_absolute_in_the_resolved_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_absolute_in_the_resolved_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = resolve(Config.model_validate({"data": {"train": "t.jsonl"}, "model": {"path": "m"}}), now=datetime.now())
     assert config.data.train == str(tmp_path / "t.jsonl") and config.data.eval == ""
     assert config.model.path == str(tmp_path / "m") and config.fileroot == str(tmp_path / "runs")
 
 
-def test_trial_that_exists_is_refused_and_untouched(tmp_path: Path) -> None:
+def test_trial_that_exists_is_refused_and_untouched(tmp_path):
     config = Config(fileroot=str(tmp_path), trial="mine")
     TrialPaths.of(config).root.mkdir(parents=True)
     for recover, problem in (("off", "exists already"), ("auto", "is not a trial"), ("resume", "is not a trial")):
@@ -214,7 +212,7 @@ def arith(tmp_path: Path, **sections: dict[str, Any]) -> Config:
     return resolve(Config.model_validate(tree), now=datetime.now())
 
 
-def test_prepared_folder_has_all_that_workers_read(tmp_path: Path) -> None:
+def test_prepared_folder_has_all_that_workers_read(tmp_path):
     said: list[str] = []
     config = arith(tmp_path)
     with prepare(config, said.append) as ready:
@@ -236,7 +234,7 @@ def test_prepared_folder_has_all_that_workers_read(tmp_path: Path) -> None:
         ({"data": {"kind": "jsonl", "train": __file__, "max_prompt_tokens": 48}}, f"{__file__}:1"),
     ],
 )
-def test_trial_that_cannot_start_leaves_no_folder(sections: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_trial_that_cannot_start_leaves_no_folder(sections, problem, tmp_path):
     with pytest.raises(RealsysError) as caught:
         prepare(arith(tmp_path, **sections), print)
     assert problem in str(caught.value) and caught.value.exit_code == 2
@@ -247,7 +245,7 @@ def test_trial_that_cannot_start_leaves_no_folder(sections: dict[str, Any], prob
 
 
 @pytest.mark.processes
-def test_help_and_version_import_nothing_heavy() -> None:
+def test_help_and_version_import_nothing_heavy():
     """What makes them answer at once; a time limit would only measure the machine."""
     script = """
 import sys
@@ -265,7 +263,7 @@ assert not heavy, heavy
     assert "realsys 0." in done.stdout and "experiment=arith" in done.stdout
 
 
-def test_dry_run_prints_every_process_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_prints_every_process_and_writes_nothing(tmp_path, capsys):
     argv = [
         "run",
         "experiment=arith",
@@ -292,9 +290,7 @@ NODES = [
 LARGE = ["allocation=serve.d24+d8", "model.dtype=bfloat16", "rollout.workers=4", *NODES]
 
 
-def test_dry_run_for_other_machines_prints_the_placement(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dry_run_for_other_machines_prints_the_placement(tmp_path, capsys, monkeypatch):
     """This machine needs no etcd: the first node starts it."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["run", "experiment=arith", *FEW_ROWS, *LARGE, "--dry-run", f"fileroot={tmp_path / 'runs'}"]) == 0
@@ -307,7 +303,7 @@ def test_dry_run_for_other_machines_prints_the_placement(
     assert not (tmp_path / "runs").exists()
 
 
-def test_gpus_of_unknown_size_must_hold_a_rank() -> None:
+def test_gpus_of_unknown_size_must_hold_a_rank():
     """Only on nodes with training ranks. A given size has been checked with the plan."""
     cluster = {"nodes": 2, "gpus_per_node": 8}
     for size, ranks_known in ((0, True), (79, False)):
@@ -319,7 +315,7 @@ def test_gpus_of_unknown_size_must_hold_a_rank() -> None:
         assert not ranks_known or largest_rank(config) <= usable_bytes(config, needs["node0"].rank_gpu, server=False)
 
 
-def test_dry_run_for_other_machines_warns_of_the_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_for_other_machines_warns_of_the_disk(tmp_path, capsys):
     """The disk of this machine may not be theirs."""
     argv = [
         "run",
@@ -336,14 +332,14 @@ def test_dry_run_for_other_machines_warns_of_the_disk(tmp_path: Path, capsys: py
     assert capsys.readouterr().out.count(warning) == 1
 
 
-def test_launcher_on_loopback_cannot_have_agents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launcher_on_loopback_cannot_have_agents(tmp_path, capsys):
     assert main(["run", "experiment=arith", *FEW_ROWS, *LARGE, f"fileroot={tmp_path / 'runs'}"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "cluster.interface='': other hosts cannot reach 127.0.0.1, which this process of 4 nodes" in line
     assert not (tmp_path / "runs").exists()
 
 
-def test_start_warns_of_sampling_that_biases_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_start_warns_of_sampling_that_biases_training(tmp_path, capsys):
     argv = [
         "run",
         "experiment=arith",
@@ -356,7 +352,7 @@ def test_start_warns_of_sampling_that_biases_training(tmp_path: Path, capsys: py
     assert capsys.readouterr().out.count("warning: generation.sampling.top_p=0.9: ") == 1
 
 
-def test_dry_run_prints_commands_that_can_be_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_prints_commands_that_can_be_copied(tmp_path, capsys):
     root = tmp_path / "my runs"
     assert main(["run", "experiment=arith", *FEW_ROWS, "--dry-run", "--trial", "t", f"fileroot={root}"]) == 0
     lines = capsys.readouterr().out.split("commands:\n")[1].splitlines()
@@ -388,9 +384,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("argv", "field"), BAD, ids=[" ".join(argv)[:50] for argv, _ in BAD])
-def test_bad_input_prints_one_line_and_exits_two(
-    argv: list[str], field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_prints_one_line_and_exits_two(argv, field, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(argv) == 2
     printed = capsys.readouterr()
@@ -398,7 +392,7 @@ def test_bad_input_prints_one_line_and_exits_two(
     assert not os.listdir(tmp_path)
 
 
-def test_overrides_may_precede_or_follow_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_may_precede_or_follow_options(tmp_path, capsys):
     argv = [
         "run",
         "experiment=arith",

@@ -1,14 +1,11 @@
 """`realsys run` of a trial that exists: what goes on, what is refused and left alone. Scripts stand in for workers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -34,13 +31,13 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return Runs(tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def refused(run: Runs, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(run, capsys):
     """The one line with which the command refuses; the trial's folder is as it was."""
 
     def call(*overrides: str, **kwargs: str) -> str:
@@ -58,7 +55,7 @@ def refused(run: Runs, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]
 # ---- going on
 
 
-def test_ctrl_c_message_is_a_command_that_resumes(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_message_is_a_command_that_resumes(run, capsys):
     assert run(records=STOPPED, end=CTRL_C) == 130
     token = run.paths.token.read_text()
     err = capsys.readouterr().err
@@ -75,7 +72,7 @@ def test_ctrl_c_message_is_a_command_that_resumes(run: Runs, capsys: pytest.Capt
     assert run.paths.token.read_text() == token
 
 
-def test_resumed_trial_says_start_point_and_changes(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumed_trial_says_start_point_and_changes(run, capsys):
     run(records=STOPPED, end=CTRL_C)
     run.checkpoint(1), run.checkpoint(2)
     capsys.readouterr()
@@ -87,7 +84,7 @@ def test_resumed_trial_says_start_point_and_changes(run: Runs, capsys: pytest.Ca
     assert read_config(run.paths.config).train.optimizer.lr == 0.5
 
 
-def test_what_the_dead_run_left_is_put_away(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_dead_run_left_is_put_away(run, capsys):
     run(records=STOPPED, end=CTRL_C)
     paths = run.paths
     for _ in range(2):  # a pid that comes again
@@ -107,7 +104,7 @@ def test_what_the_dead_run_left_is_put_away(run: Runs, capsys: pytest.CaptureFix
     assert not list(paths.errors.glob("*.json"))
 
 
-def test_newest_error_files_of_earlier_starts_stay(run: Runs) -> None:
+def test_newest_error_files_of_earlier_starts_stay(run):
     run(records=STOPPED, end=CTRL_C)
     old = run.paths.errors / "old"
     for pid in range(120):
@@ -119,7 +116,7 @@ def test_newest_error_files_of_earlier_starts_stay(run: Runs) -> None:
     assert kept == {*range(71, 120), 500}
 
 
-def test_preparation_that_was_cut_short_is_done_again(run: Runs) -> None:
+def test_preparation_that_was_cut_short_is_done_again(run):
     run(records=STOPPED, end=CTRL_C)
     run.paths.config.unlink()
     run.paths.steps.unlink()
@@ -129,9 +126,7 @@ def test_preparation_that_was_cut_short_is_done_again(run: Runs) -> None:
 
 
 @pytest.mark.parametrize(("folder", "what"), [("start_model", "model"), ("data", "data")])
-def test_lost_folder_of_a_trial_is_named_with_its_remedy(
-    run: Runs, refused: Callable[..., str], folder: str, what: str
-) -> None:
+def test_lost_folder_of_a_trial_is_named_with_its_remedy(run, refused, folder, what):
     run(records=STOPPED, end=CTRL_C)
     shutil.rmtree(run.paths.root / folder)
     error = refused()
@@ -139,7 +134,7 @@ def test_lost_folder_of_a_trial_is_named_with_its_remedy(
     assert f"or copy the {folder} of a new trial with the same settings" in error
 
 
-def test_resume_without_a_name_means_the_newest_trial(run: Runs, refused: Callable[..., str]) -> None:
+def test_resume_without_a_name_means_the_newest_trial(run, refused):
     assert "recover='resume': there is no trial of experiment 'arith'" in refused("recover=resume", trial="")
     assert "trial='t': there is no such trial" in refused("recover=resume")
     run(records=STOPPED, end=CTRL_C)
@@ -147,7 +142,7 @@ def test_resume_without_a_name_means_the_newest_trial(run: Runs, refused: Callab
     assert json.loads(run.paths.summary.read_text())["trial"] == "t"
 
 
-def test_dry_run_of_resume_changes_nothing(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_of_resume_changes_nothing(run, capsys):
     """The dry run says at which step the trial would resume."""
     run(records=STOPPED, end=CTRL_C)
     run.checkpoint(2)
@@ -159,7 +154,7 @@ def test_dry_run_of_resume_changes_nothing(run: Runs, capsys: pytest.CaptureFixt
     assert run.contents() == before
 
 
-def test_damaged_checkpoint_is_named_and_previous_taken(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_checkpoint_is_named_and_previous_taken(run, capsys):
     run(records=STOPPED, end=CTRL_C)
     run.checkpoint(1)
     (run.checkpoint(2) / "state.json").write_text("{}")
@@ -186,22 +181,20 @@ def test_damaged_checkpoint_is_named_and_previous_taken(run: Runs, capsys: pytes
         ("recover=off", "trial='t': exists already"),
     ],
 )
-def test_what_the_trial_was_made_with_cannot_change(
-    override: str, problem: str, run: Runs, refused: Callable[..., str]
-) -> None:
+def test_what_the_trial_was_made_with_cannot_change(override, problem, run, refused):
     run(records=STOPPED, end=CTRL_C)
     run.checkpoint(2)
     assert problem in refused(override)
 
 
-def test_role_that_the_checkpoint_lacks_is_refused(run: Runs, refused: Callable[..., str]) -> None:
+def test_role_that_the_checkpoint_lacks_is_refused(run, refused):
     run(records=STOPPED, end=CTRL_C)
     run.checkpoint(2)
     critic = refused("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false")
     assert "has no role 'critic', which this run trains; it has: actor" in critic
 
 
-def test_finished_trial_resumes_only_with_raised_limit(run: Runs, refused: Callable[..., str]) -> None:
+def test_finished_trial_resumes_only_with_raised_limit(run, refused):
     assert run() == 0
     err = refused()
     assert "train.total_steps=3: trial 't' has trained its 3 steps: increase it" in err
@@ -209,13 +202,13 @@ def test_finished_trial_resumes_only_with_raised_limit(run: Runs, refused: Calla
     assert run("train.total_steps=4") == 0
 
 
-def test_no_good_checkpoint_is_refused_by_name(run: Runs, refused: Callable[..., str]) -> None:
+def test_no_good_checkpoint_is_refused_by_name(run, refused):
     run(records=STOPPED, end=CTRL_C)
     (run.checkpoint(2) / "state.json").write_text("{}")
     assert "no checkpoint of this trial can be used" in refused()
 
 
-def test_trial_without_configuration_is_not_recreated(run: Runs, refused: Callable[..., str]) -> None:
+def test_trial_without_configuration_is_not_recreated(run, refused):
     """With what was trained in it: that would be removed."""
     run(records=STOPPED, end=CTRL_C)
     run.checkpoint(2)
@@ -225,7 +218,7 @@ def test_trial_without_configuration_is_not_recreated(run: Runs, refused: Callab
     assert "t has checkpoints and no config.json" in refused()
 
 
-def test_missing_or_damaged_ledger_is_refused(run: Runs, refused: Callable[..., str]) -> None:
+def test_missing_or_damaged_ledger_is_refused(run, refused):
     run(records=STOPPED, end=CTRL_C)
     run.checkpoint(2)
     with Journal(run.paths.ledger) as journal:
@@ -238,7 +231,7 @@ def test_missing_or_damaged_ledger_is_refused(run: Runs, refused: Callable[..., 
     assert "has checkpoints and no ledger.jsonl" in refused()
 
 
-def test_copied_trial_keeps_names_of_running_one(run: Runs, refused: Callable[..., str], tmp_path: Path) -> None:
+def test_copied_trial_keeps_names_of_running_one(run, refused, tmp_path):
     """A copy of a trial's folder, and a name store outside of both."""
     store = FileNameStore(tmp_path / "names")
     outside = [f"cluster.name_store.root={tmp_path / 'names'}", "cluster.lease_s=0.2", "cluster.heartbeat_s=0.1"]
@@ -263,14 +256,14 @@ def test_copied_trial_keeps_names_of_running_one(run: Runs, refused: Callable[..
     store.close()
 
 
-def test_folder_that_is_no_trial_is_refused(run: Runs, refused: Callable[..., str]) -> None:
+def test_folder_that_is_no_trial_is_refused(run, refused):
     run.paths.root.mkdir(parents=True)
     (run.paths.root / "thesis.txt").write_text("mine")
     assert "exists and is not a trial" in refused()
 
 
 @pytest.mark.needs("etcd")
-def test_own_name_store_address_must_be_free(run: Runs, refused: Callable[..., str]) -> None:
+def test_own_name_store_address_must_be_free(run, refused):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -299,7 +292,7 @@ if not sys.argv[2:]:
 
 
 @pytest.fixture
-def holder() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def holder():
     """Starts a launcher that holds the lock; with further arguments it leaves a worker that inherited it, and dies."""
     started: list[subprocess.Popen[str]] = []
 
@@ -318,9 +311,7 @@ def holder() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.wait(60)
 
 
-def test_trial_of_live_launcher_is_refused_with_pid(
-    run: Runs, refused: Callable[..., str], holder: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_trial_of_live_launcher_is_refused_with_pid(run, refused, holder):
     run(records=STOPPED, end=CTRL_C)
     process = holder(run.paths.lock)
     assert f"is run by another launcher, pid {process.pid}" in refused()
@@ -331,7 +322,7 @@ def test_trial_of_live_launcher_is_refused_with_pid(
     assert run() == 0
 
 
-def test_resume_waits_for_worker_of_dead_launcher(tmp_path: Path, holder: Callable[..., subprocess.Popen[str]]) -> None:
+def test_resume_waits_for_worker_of_dead_launcher(tmp_path, holder):
     process = holder(tmp_path / "lock", "--trial-dir", str(tmp_path))
     process.wait(60)
     with pytest.raises(ConfigError, match=r"is still held by processes of its last run, or .* \(pid \d+\)"):

@@ -1,14 +1,11 @@
 """A whole `realsys run` with small scripts in the place of the workers: exit codes, messages, what is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -47,7 +44,7 @@ def failing(paths: Path, exit_code: int) -> str:
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[int, TrialPaths]]:
+def command(tmp_path, monkeypatch):
     """Runs `realsys run` with a MasterWorker that ends as given, and a ModelWorker that waits."""
     monkeypatch.chdir(tmp_path)
     paths = TrialPaths(tmp_path / "runs" / "arith" / "t")
@@ -67,9 +64,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return run
 
 
-def test_run_that_is_done_reports_and_returns_zero(
-    command: Callable[..., tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_that_is_done_reports_and_returns_zero(command, capsys):
     code, paths = command("", last="done")
     out = capsys.readouterr().out
     assert code == 0
@@ -79,18 +74,14 @@ def test_run_that_is_done_reports_and_returns_zero(
     assert paths.curves.is_file()
 
 
-def test_early_exit_0_of_master_fails_run(
-    command: Callable[..., tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_early_exit_0_of_master_fails_run(command, capsys):
     code, paths = command("")
     assert code == 1 and json.loads(paths.summary.read_text())["status"] == "failed"
     err = capsys.readouterr().err
     assert "the run failed: master_worker/0 (pid " in err and "exited with code 0, before its work was done" in err
 
 
-def test_failed_run_names_first_failure_returns_one(
-    command: Callable[[str], tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_failed_run_names_first_failure_returns_one(command, capsys, tmp_path):
     code, paths = command(failing(tmp_path / "runs" / "arith" / "t" / "errors", 1))
     err = capsys.readouterr().err.splitlines()
     assert code == 1
@@ -99,16 +90,12 @@ def test_failed_run_names_first_failure_returns_one(
     assert json.loads(paths.summary.read_text())["failure"]["process"] == "model_worker/0"
 
 
-def test_failure_that_is_bad_input_returns_two(
-    command: Callable[[str], tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_failure_that_is_bad_input_returns_two(command, capsys, tmp_path):
     code, _ = command(failing(tmp_path / "runs" / "arith" / "t" / "errors", 2))
     assert code == 2 and "no such tensor" in capsys.readouterr().err
 
 
-def test_full_disk_and_share_of_workers_reach_supervisor(
-    command: Callable[..., tuple[int, TrialPaths]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_and_share_of_workers_reach_supervisor(command, capsys, monkeypatch):
     supervisor = Mock(wraps=Supervisor)
     monkeypatch.setattr(realsys.launch.run, "Supervisor", supervisor)
     monkeypatch.setattr(realsys.launch.run, "full_disk", lambda folder: f"No space left on device: {folder}")
@@ -121,26 +108,21 @@ def test_full_disk_and_share_of_workers_reach_supervisor(
 
 
 @pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_stops_run_and_sets_exit_code(
-    signum: signal.Signals,
-    expected: int,
-    command: Callable[[str], tuple[int, TrialPaths]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_signal_stops_run_and_sets_exit_code(signum, expected, command, capsys):
     code, paths = command(f"import os, signal; os.kill(os.getppid(), {int(signum)}); signal.pause()")
     assert code == expected
     assert f"stopped by {signum.name}" in capsys.readouterr().err
     assert json.loads(paths.summary.read_text())["status"] == "interrupted"
 
 
-def test_resume_command_can_be_pasted_into_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_command_can_be_pasted_into_a_shell(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     inside, outside = tmp_path / "runs" / "arith" / "a b", tmp_path.parent / "x"
     assert shlex.split(resume_command(inside, plain=True)) == [*own_command(), "resume", "runs/arith/a b", "--plain"]
     assert shlex.split(resume_command(outside))[-1] == str(outside)
 
 
-def test_printed_command_starts_this_realsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_command_starts_this_realsys(tmp_path, monkeypatch):
     """Its name if the shell finds it, else its path."""
     here = Path(sys.executable).parent
     monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")

@@ -1,7 +1,5 @@
 """Completion in a shell: fields, values, trials, logs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -41,7 +39,7 @@ def completions(line: str, folder: Path) -> list[str]:
         ("realsys run --tri", ["--trial"]),
     ],
 )
-def test_shell_is_offered(line: str, offered: list[str], tmp_path: Path) -> None:
+def test_shell_is_offered(line, offered, tmp_path):
     paths = TrialPaths(tmp_path / "runs" / "math" / "t")
     paths.logs.mkdir(parents=True)
     write_config(Config(trial="t"), paths.config)
@@ -49,7 +47,7 @@ def test_shell_is_offered(line: str, offered: list[str], tmp_path: Path) -> None
     assert sorted(completions(line, tmp_path)) == offered
 
 
-def test_script_is_valid_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_is_valid_bash(tmp_path, capsys):
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     bash = shutil.which("bash")

@@ -1,14 +1,11 @@
 """How a trial starts: a pure decision over what was read from the disk."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,7 @@ from realsys.launch.slurm.client import JobState
 from realsys.launch.slurm.trial_job import TrialJob, describe_job, trial_state, trials_in
 from realsys.launch.start import StoredTrial, _read_ledger, decide_start, describe, newer_data
 from realsys.launch.trial_folder import TrialLock, running_launcher
-from realsys.manager.ledger.events import Event, Resumed, RolledBack, Trained
+from realsys.manager.ledger.events import Resumed, RolledBack, Trained
 from realsys.manager.ledger.journal import Journal
 from realsys.manager.messages import DataPosition
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState
@@ -67,9 +64,7 @@ RESUMING = CONFIG.model_copy(update={"resume": str(OTHER)})
     ],
     ids=["new", "resumed", "resumed again", "recovered", "recovered without checkpoint"],
 )
-def test_start_follows_from_the_disk(
-    config: Config, trial: StoredTrial, start: TrialStart, line: str, tmp_path: Path
-) -> None:
+def test_start_follows_from_the_disk(config, trial, start, line, tmp_path):
     decided = decide_start(config, trial)
     assert decided == start and "\n".join(describe(decided)) == line
     assert decided.resumed_from == (str(OTHER) if start.kind == "resumed" else "")
@@ -77,14 +72,14 @@ def test_start_follows_from_the_disk(
     assert read_start(tmp_path / "start.json") == decided
 
 
-def test_changed_settings_are_listed() -> None:
+def test_changed_settings_are_listed():
     other = CONFIG.model_copy(update={"allocation": "serve.d1+d2"})
     assert list(describe(decide_start(other, StoredTrial(config=CONFIG))))[1:] == [
         "changed: allocation='serve.d1+d2' (was 'serve.d1p1m1+d1p1m1')"
     ]
 
 
-def test_checkpoints_without_a_ledger_are_refused() -> None:
+def test_checkpoints_without_a_ledger_are_refused():
     with pytest.raises(ConfigError, match=r"no ledger.jsonl.*: restore it from a copy, or start a new trial with"):
         decide_start(CONFIG, StoredTrial(config=CONFIG, begin=TrainingStart(OWN, 5, own=True), state=STATE))
 
@@ -96,7 +91,7 @@ def ledger_of(path: Path, *versions: int) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 4])
-def test_ledger_that_ends_before_the_checkpoint_is_refused(tmp_path: Path, kept: int) -> None:
+def test_ledger_that_ends_before_the_checkpoint_is_refused(tmp_path, kept):
     """By the files alone: before, the manager refused it when all workers had started."""
     paths = TrialPaths(tmp_path)
     ledger_of(paths.ledger, *range(1, 6))
@@ -120,14 +115,14 @@ def test_ledger_that_ends_before_the_checkpoint_is_refused(tmp_path: Path, kept:
         ([Trained(3, 3, [], 0.0), RolledBack(-1, 0, "b", "", 0.0), Trained(1, 1, [], 0.0)], 1),
     ],
 )
-def test_newest_version_follows_roll_backs(tmp_path: Path, events: list[Event], newest: int) -> None:
+def test_newest_version_follows_roll_backs(tmp_path, events, newest):
     paths = TrialPaths(tmp_path)
     with Journal(paths.ledger) as journal:
         journal.append(events)
     assert _read_ledger(CONFIG, paths)[1] == newest
 
 
-def test_unreadable_decision_names_the_file(tmp_path: Path) -> None:
+def test_unreadable_decision_names_the_file(tmp_path):
     path = tmp_path / "start.json"
     with pytest.raises(ConfigError, match=r"start.json.*No such file or directory; run the same"):
         read_start(path)
@@ -136,7 +131,7 @@ def test_unreadable_decision_names_the_file(tmp_path: Path) -> None:
         read_start(path)
 
 
-def test_prompts_changed_after_last_start_are_named(tmp_path: Path) -> None:
+def test_prompts_changed_after_last_start_are_named(tmp_path):
     """As many as before, in another order perhaps: the ledger would take them for the old ones."""
     paths, train = TrialPaths(tmp_path), tmp_path / "train.jsonl"
     data = {"kind": "jsonl", "train": str(train), "eval": str(tmp_path / "none.jsonl")}
@@ -166,7 +161,7 @@ def refusal(path: Path, retry_timeout_s: float = 0.0) -> str:
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[Path]:
+def held(tmp_path):
     """A lock that another process has inherited, and nobody has signed."""
     path = tmp_path / "lock"
     lock = TrialLock(path, "t", retry_timeout_s=0.0)
@@ -184,7 +179,7 @@ def signature_of(pid: int, shift: int = 0) -> str:
     return f"{pid} {started + shift} {boot} here\n"
 
 
-def test_who_signed_is_named(tmp_path: Path) -> None:
+def test_who_signed_is_named(tmp_path):
     lock = TrialLock(tmp_path / "lock", "t", retry_timeout_s=0.0)
     assert running_launcher(tmp_path / "lock") is None, "not before it has signed"
     lock.sign()
@@ -198,14 +193,14 @@ def test_who_signed_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("shift", [1, -500, None])
-def test_process_with_reused_launcher_pid_is_not_blamed(held: Path, shift: int | None) -> None:
+def test_process_with_reused_launcher_pid_is_not_blamed(held, shift):
     held.write_text(f"{os.getpid()}\n" if shift is None else signature_of(os.getpid(), shift))
     assert running_launcher(held) is None
     assert "is run by another launcher" not in refusal(held)
 
 
 @pytest.mark.processes
-def test_zombie_launcher_counts_as_dead(held: Path) -> None:
+def test_zombie_launcher_counts_as_dead(held):
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     held.write_text(signature_of(dead.pid))
     assert running_launcher(held) == dead.pid
@@ -217,7 +212,7 @@ def test_zombie_launcher_counts_as_dead(held: Path) -> None:
 
 
 @pytest.mark.processes
-def test_only_processes_that_hold_the_lock_are_named(held: Path) -> None:
+def test_only_processes_that_hold_the_lock_are_named(held):
     """Processes that wait for the lock are not named."""
     waiting = os.open(held, os.O_RDWR)
     text = refusal(held)
@@ -228,7 +223,7 @@ def test_only_processes_that_hold_the_lock_are_named(held: Path) -> None:
 
 
 @pytest.mark.processes
-def test_holder_that_opens_and_closes_files_is_named(tmp_path: Path) -> None:
+def test_holder_that_opens_and_closes_files_is_named(tmp_path):
     """A file that it closes while its files are listed does not hide the lock."""
     path = tmp_path / "lock"
     lock = TrialLock(path, "t", retry_timeout_s=0.0)
@@ -243,14 +238,14 @@ def test_holder_that_opens_and_closes_files_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_is_waited_for_is_said(held: Path) -> None:
+def test_what_is_waited_for_is_said(held):
     said: list[str] = []
     with pytest.raises(ConfigError):
         TrialLock(held, "t", retry_timeout_s=1.0, say=said.append)
     assert len(said) == 1 and said[0].startswith("waiting up to 1 s for processes of its last run")
 
 
-def test_the_wait_ends_when_the_last_holder_has(tmp_path: Path) -> None:
+def test_the_wait_ends_when_the_last_holder_has(tmp_path):
     first = TrialLock(tmp_path / "lock", "t", retry_timeout_s=0.0)
 
     def let_go(text: str) -> None:
@@ -259,13 +254,13 @@ def test_the_wait_ends_when_the_last_holder_has(tmp_path: Path) -> None:
     TrialLock(tmp_path / "lock", "t", retry_timeout_s=BOUND_S, say=let_go).close()
 
 
-def test_missing_folder_error_says_what_to_do(tmp_path: Path) -> None:
+def test_missing_folder_error_says_what_to_do(tmp_path):
     text = refusal(tmp_path / "none" / "lock")
     assert f"{tmp_path}/none/lock cannot be opened for writing: No such file or directory" in text
     assert "another fileroot" in text
 
 
-def test_file_system_without_locks_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_locks_says_what_to_do(tmp_path, monkeypatch):
     def no_locks(fd: int, operation: int) -> None:  # what NFS without lockd answers; no local file system does
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -277,7 +272,7 @@ def test_file_system_without_locks_says_what_to_do(tmp_path: Path, monkeypatch: 
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_full_disk_is_named_when_signing_the_lock() -> None:
+def test_full_disk_is_named_when_signing_the_lock():
     lock = TrialLock(Path("/dev/full"), "t", retry_timeout_s=0.0)
     with pytest.raises(ConfigError, match="trial='t': /dev/full cannot be written: ") as caught:
         lock.sign()
@@ -294,7 +289,7 @@ def trial(folder: Path, name: str = "a") -> TrialPaths:
     return paths
 
 
-def test_job_is_read_as_written(tmp_path: Path) -> None:
+def test_job_is_read_as_written(tmp_path):
     paths = trial(tmp_path)
     assert TrialJob.read(paths) is None
     TrialJob.write(paths, "12")
@@ -302,14 +297,14 @@ def test_job_is_read_as_written(tmp_path: Path) -> None:
     assert record is not None and record.job == "12"
 
 
-def test_damaged_job_file_is_one_line(tmp_path: Path) -> None:
+def test_damaged_job_file_is_one_line(tmp_path):
     paths = trial(tmp_path)
     paths.job.write_text("{")
     with pytest.raises(ConfigError, match="job.json"):
         TrialJob.read(paths)
 
 
-def test_state_comes_from_job_lock_and_summary(tmp_path: Path) -> None:
+def test_state_comes_from_job_lock_and_summary(tmp_path):
     paths = trial(tmp_path)
     assert trial_state(paths, None) == "not started"
     assert trial_state(paths, JobState("PENDING")) == "pending"
@@ -325,7 +320,7 @@ def test_state_comes_from_job_lock_and_summary(tmp_path: Path) -> None:
     assert trial_state(paths, None) == "unreadable"
 
 
-def test_newest_trial_comes_first(tmp_path: Path) -> None:
+def test_newest_trial_comes_first(tmp_path):
     for age, name in enumerate(("new", "old")):
         paths = trial(tmp_path, name)
         TrialJob.write(paths, "1")
@@ -343,5 +338,5 @@ def test_newest_trial_comes_first(tmp_path: Path) -> None:
         (JobState("FAILED", "NonZeroExitCode", "a1"), "job 7 is failed"),
     ],
 )
-def test_state_of_a_job_in_words(state: JobState | None, text: str) -> None:
+def test_state_of_a_job_in_words(state, text):
     assert describe_job("7", state) == text

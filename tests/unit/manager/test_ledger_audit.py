@@ -1,10 +1,7 @@
 """`realsys audit`: clean for a file that a manager wrote; its errors for damaged and missing files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -34,7 +31,7 @@ from tests.support.ledger.ledger_lives import A, B, index, life, write
 from tests.support.ledger.manager_states import SETTINGS
 
 
-def test_a_whole_life_is_clean_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_life_is_clean_and_counted(tmp_path, capsys):
     run = life()
     paths = write(tmp_path, run.state.outbox, run.steps)
     report = audit_trial(paths)
@@ -54,7 +51,7 @@ def test_a_whole_life_is_clean_and_counted(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["states"] == report.states
 
 
-def test_damaged_record_fails_and_torn_one_is_reported(tmp_path: Path) -> None:
+def test_damaged_record_fails_and_torn_one_is_reported(tmp_path):
     run = life()
     paths = write(tmp_path, run.state.outbox, run.steps)
     content = paths.ledger.read_bytes()
@@ -68,19 +65,16 @@ def test_damaged_record_fails_and_torn_one_is_reported(tmp_path: Path) -> None:
     assert not report.ok and "line 5 is damaged" in report.checks[0].problems[0]
 
 
-def test_step_log_with_other_tickets_fails(tmp_path: Path) -> None:
+def test_step_log_with_other_tickets_fails(tmp_path):
     run = life()
     steps = json.loads(json.dumps(run.steps))
     steps[0]["tickets"] = "0,0"
     paths = write(tmp_path, run.state.outbox, steps)
     problems = audit_trial(paths).checks[list(CLAIMS).index("steps")].problems
-    assert problems == [
-        "step 1: the step log names 1 tickets twice",
-        "step 1: not in the step log: ticket 0000000001",
-    ]
+    assert problems == ["step 1: the step log names 1 tickets twice", "step 1: not in the step log: ticket 0000000001"]
 
 
-def test_last_step_may_be_missing_from_log(tmp_path: Path) -> None:
+def test_last_step_may_be_missing_from_log(tmp_path):
     """The trainer reports to the manager first: only the newest step, or one with a checkpoint, may be missing."""
     run = life()
     without = [[s for s in run.steps if (s["kind"], s["step"]) != ("train", step)] for step in (1, 2)]
@@ -91,7 +85,7 @@ def test_last_step_may_be_missing_from_log(tmp_path: Path) -> None:
     assert not audit_trial(write(tmp_path, until, [s for s in without[0] if s["kind"] == "train"][:1])).ok
 
 
-def test_audit_of_compacted_journal_counts_everything(tmp_path: Path) -> None:
+def test_audit_of_compacted_journal_counts_everything(tmp_path):
     run = life()
     whole = audit_trial(write(tmp_path, run.state.outbox, run.steps))
     replayed = ManagerState(SETTINGS)
@@ -109,7 +103,7 @@ def test_audit_of_compacted_journal_counts_everything(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_resumed_trial_inherited_counts_for_admission(tmp_path: Path) -> None:
+def test_what_a_resumed_trial_inherited_counts_for_admission(tmp_path):
     opened = Opened(10, 1, 2, 1, "drop", 4, 0.0)
     prompt = int(permutation(1, 4, 10)[4])
     pending = Granted("0000000000", 0, 5, -1, "w", "1", 20, 2.0)
@@ -121,14 +115,14 @@ def test_what_a_resumed_trial_inherited_counts_for_admission(tmp_path: Path) -> 
     assert "granted as number 42, beyond 40 at version 18" in report.checks[7].problems[0]
 
 
-def test_folder_without_trial_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_trial_is_bad_input(tmp_path, capsys):
     assert main(["audit", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "TRIAL_DIR" in error and "not the folder of a trial" in error
     assert not list(tmp_path.iterdir()), "it reads only"
 
 
-def test_audit_runs_while_manager_has_ledger_open(tmp_path: Path) -> None:
+def test_audit_runs_while_manager_has_ledger_open(tmp_path):
     run = life()
     paths = TrialPaths(tmp_path)
     with Journal(paths.ledger) as journal:
@@ -292,11 +286,7 @@ def nothing_opened(events: list[Event]) -> None:
         (trained_after_drop, "ends", "ticket 0000000002 trained at version 2 after it was dropped"),
         (finished_twice, "ends", "ticket 0000000005 finished (rejected) after it was dropped"),
         (too_old, "staleness", "ticket 0000000003 trained at version 4: 2 versions behind, max_staleness is 1"),
-        (
-            reissued_too_often,
-            "staleness",
-            "ticket 0000000003 reissued 1 times as too old, and the bound",
-        ),
+        (reissued_too_often, "staleness", "ticket 0000000003 reissued 1 times as too old, and the bound"),
         (smaller_eta, "staleness", "ticket 0000000004 trained at version 2: 1 versions behind, max_staleness is 0"),
         (smaller_eta, "admission", "ticket 0000000002 granted as number 3, beyond 2 at version 0"),
         (beyond_the_bound, "admission", "line 5: ticket 0000000002 granted as number 3, beyond 2 at version -1"),
@@ -327,9 +317,7 @@ def nothing_opened(events: list[Event]) -> None:
         (twice_trained, "replay", "ticket 0000000000 is not open: it is trained@1"),
     ],
 )
-def test_each_check_fails_on_tampered_journal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, check: str, names: str
-) -> None:
+def test_each_check_fails_on_tampered_journal(tmp_path, capsys, change, check, names):
     run = life()
     events = list(run.state.outbox)
     change(events)
@@ -352,7 +340,7 @@ def names_the_line(paths: TrialPaths, lines: list[bytes], first: int) -> bool:
 
 
 @pytest.mark.parametrize("at", range(len(LINES)))
-def test_missing_or_moved_line_is_detected(tmp_path: Path, at: int) -> None:
+def test_missing_or_moved_line_is_detected(tmp_path, at):
     """Also where the rest makes sense: a finish that nobody misses, two grants in another order."""
     paths, rest = TrialPaths(tmp_path), LINES[:at] + LINES[at + 1 :]
     if at < len(LINES) - 1:

@@ -3,21 +3,13 @@
 In both roll-out modes, with updates in the middle of answers and with draining, and with every routing strategy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
 import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    MultipleResults,
-    initialize,
-    multiple,
-    rule,
-)
+from hypothesis.stateful import Bundle, MultipleResults, initialize, multiple, rule
 
 from realsys.manager.decisions import ARRIVAL_GRACE_S, ManagerState
 from realsys.manager.ledger.events import EvalsResumed, Event, Outcome
@@ -40,17 +32,7 @@ from realsys.manager.routing.placement import STRATEGIES
 from realsys.manager.routing.servers import Pace
 from realsys.types import Ticket
 from tests.support.ledger.machine_rules import SurroundingsMachine
-from tests.support.ledger.manager_model import (
-    ATTEMPTS,
-    CALLS,
-    ETA,
-    OUTCOMES,
-    PACES,
-    SETTINGS,
-    WORKERS,
-    B,
-    Known,
-)
+from tests.support.ledger.manager_model import ATTEMPTS, CALLS, ETA, OUTCOMES, PACES, SETTINGS, WORKERS, B, Known
 
 
 class RolloutMachine(SurroundingsMachine):

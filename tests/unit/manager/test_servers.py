@@ -1,7 +1,5 @@
 """ManagerState: servers, quarantine, drains, roll-out of weights."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -24,7 +22,7 @@ from tests.support.ledger.manager_states import (
 )
 
 
-def test_superseded_update_leaves_the_server_routable() -> None:
+def test_superseded_update_leaves_the_server_routable():
     """It is no failure of the server: the next update takes the newest version without a delay."""
     state = ready(eta=2)
     state.servers.publish(version(1))
@@ -37,7 +35,7 @@ def test_superseded_update_leaves_the_server_routable() -> None:
     assert state.refusal() == "no_server", "now it is beyond the bound"
 
 
-def test_failed_update_backs_off_and_takes_newest_version() -> None:
+def test_failed_update_backs_off_and_takes_newest_version():
     state = ready()
     state.servers.publish(version(1))
     waits = []
@@ -56,7 +54,7 @@ def test_failed_update_backs_off_and_takes_newest_version() -> None:
     assert order(state, 0, now).target.version == 2
 
 
-def test_report_before_last_proof_is_ignored() -> None:
+def test_report_before_last_proof_is_ignored():
     state = ready(servers=2)
     first, second = tickets(state, 2)
     states = [place(state, first), place(state, second)]
@@ -70,14 +68,14 @@ def test_report_before_last_proof_is_ignored() -> None:
     assert server.health.state == "healthy"
 
 
-def test_failure_report_about_another_server_is_ignored() -> None:
+def test_failure_report_about_another_server_is_ignored():
     state = ready()
     [ticket] = tickets(state)
     place(state, ticket, failed_server="generation_server/0", failure="never was there")
     assert not state.servers.reports
 
 
-def test_route_releases_reservation_when_the_server_dies() -> None:
+def test_route_releases_reservation_when_the_server_dies():
     state = ready(servers=2)
     [ticket] = tickets(state)
     held = place(state, ticket)
@@ -89,7 +87,7 @@ def test_route_releases_reservation_when_the_server_dies() -> None:
     assert len(state.reservations) == 0
 
 
-def test_restarted_server_ignores_reports_of_old_incarnation() -> None:
+def test_restarted_server_ignores_reports_of_old_incarnation():
     state = ready()
     state.servers.publish(version(1))
     late = order(state, 0)
@@ -100,7 +98,7 @@ def test_restarted_server_ignores_reports_of_old_incarnation() -> None:
     assert fresh.probe and state.refusal() == "no_server"
 
 
-def test_drain_waits_for_running_completions() -> None:
+def test_drain_waits_for_running_completions():
     state = ready(interruptible=False)
     first, second = tickets(state, 2)
     place(state, first)
@@ -128,7 +126,7 @@ def done(state: ManagerState, made: object, seconds: float = 0.1, **timings: flo
     assert isinstance(made, UpdateOrder) and state.servers.succeeded(made, seconds, timings)
 
 
-def test_rolling_updates_oldest_weights_first() -> None:
+def test_rolling_updates_oldest_weights_first():
     state = ready(4, pace=Pace(0.5, 30.0), eta=3)
     state.servers.publish(version(1))
     first, second = begin(state, 0, 0.0), begin(state, 1, 1.0)
@@ -140,7 +138,7 @@ def test_rolling_updates_oldest_weights_first() -> None:
     assert isinstance(begin(state, 2, 3.0), UpdateOrder)
 
 
-def test_rolling_waits_for_hanging_server_once() -> None:
+def test_rolling_waits_for_hanging_server_once():
     state = ready(3, pace=Pace(0.1, 30.0), eta=3)
     state.servers.publish(version(1))
     assert isinstance(begin(state, 0, 0.0), UpdateOrder), "at least one at a time; this one hangs"
@@ -152,7 +150,7 @@ def test_rolling_waits_for_hanging_server_once() -> None:
     assert hanging is not None and hanging.state == "updating" and state.refusal() is None
 
 
-def test_rolling_goes_on_while_failed_server_waits() -> None:
+def test_rolling_goes_on_while_failed_server_waits():
     """A server in the delay after a failed update does not keep the slot from the others."""
     state = ready(servers=3, pace=Pace(0.3))
     state.servers.publish(version(1))
@@ -162,7 +160,7 @@ def test_rolling_goes_on_while_failed_server_waits() -> None:
     assert isinstance(begin(state, 0, 0.0), Idle) and isinstance(begin(state, 1, 0.0), UpdateOrder)
 
 
-def test_rolling_gives_no_slot_to_unused_servers() -> None:
+def test_rolling_gives_no_slot_to_unused_servers():
     state = ready(4, pace=Pace(0.25, 30.0), eta=1)
     state.servers.publish(version(1))
     assert isinstance(begin(state, 0, 0.0), UpdateOrder)
@@ -173,7 +171,7 @@ def test_rolling_gives_no_slot_to_unused_servers() -> None:
     assert all(isinstance(begin(state, index, 0.0), UpdateOrder) for index in (1, 2, 3))
 
 
-def test_drain_after_restart_waits_for_unplaced_attempts() -> None:
+def test_drain_after_restart_waits_for_unplaced_attempts():
     state = ready(interruptible=False)
     [ticket] = tickets(state)
     place(state, ticket)
@@ -186,7 +184,7 @@ def test_drain_after_restart_waits_for_unplaced_attempts() -> None:
     assert restarted.begin_update(order(restarted, 0), 0.0)
 
 
-def test_updates_are_recorded_by_stage() -> None:
+def test_updates_are_recorded_by_stage():
     state = ready(2)
     state.servers.publish(version(1))
     made, other = begin(state, 0, 5.0), begin(state, 1, 6.0)
@@ -209,7 +207,7 @@ def test_updates_are_recorded_by_stage() -> None:
     assert pauses.total == pytest.approx(0.014)
 
 
-def test_probed_server_counts_as_no_update() -> None:
+def test_probed_server_counts_as_no_update():
     state = ManagerState(SETTINGS)
     state.observe_servers([address(0)])
     state.servers.publish(version(0))
@@ -219,7 +217,7 @@ def test_probed_server_counts_as_no_update() -> None:
     assert not state.servers.updates.recent and status(state, 1.0, 0.0)["servers"][0]["updates"] == 0
 
 
-def test_held_request_reports_its_failure_once() -> None:
+def test_held_request_reports_its_failure_once():
     """It is decided again when the server has answered: an old report must not count again."""
     state = ready()
     [ticket] = tickets(state)
@@ -232,7 +230,7 @@ def test_held_request_reports_its_failure_once() -> None:
         assert state.schedule(request, 0.0).server == failed
 
 
-def test_one_worker_cannot_remove_healthy_servers() -> None:
+def test_one_worker_cannot_remove_healthy_servers():
     """Its network is broken: it reports every server. The others keep all of them, and nothing is loaded again."""
     state = ready(servers=64)
     for index in range(64):
@@ -245,7 +243,7 @@ def test_one_worker_cannot_remove_healthy_servers() -> None:
     assert status(state, 0.0, 0.0)["blame"]["suspects"] == {"broken": reported}
 
 
-def test_reporter_is_routed_elsewhere_during_probe() -> None:
+def test_reporter_is_routed_elsewhere_during_probe():
     state = ready(servers=2)
     mine, other = (state.allocate(AllocateRequest(name, 1), 0.0).tickets[0] for name in ("a", "b"))
     failed = place(state, mine).server
@@ -256,7 +254,7 @@ def test_reporter_is_routed_elsewhere_during_probe() -> None:
     assert place(state, mine, call="2.0").server == failed
 
 
-def test_silent_server_returns_without_reload() -> None:
+def test_silent_server_returns_without_reload():
     state = ready()
     state.servers.report("generation_server/0", 0, "w", "reset", 5.0)
     probe = state.servers.next_probe("generation_server/0", "1", 5.0)
@@ -267,14 +265,14 @@ def test_silent_server_returns_without_reload() -> None:
     assert state.refusal() is None and state.servers.next_order("generation_server/0", "1", 5.5) == Idle()
 
 
-def test_server_with_unexpected_version_is_updated_first() -> None:
+def test_server_with_unexpected_version_is_updated_first():
     state = ready()
     state.servers.report("generation_server/0", 0, "w", "reset", 0.0)
     answer(state, 0, -1)
     assert state.refusal() == "no_server" and order(state, 0).target.version == 0
 
 
-def test_overtaken_probe_changes_nothing() -> None:
+def test_overtaken_probe_changes_nothing():
     """A second worker has reported the server since the probe began: it stays in quarantine for its time."""
     state = ready()
     name = "generation_server/0"
@@ -286,7 +284,7 @@ def test_overtaken_probe_changes_nothing() -> None:
     assert state.servers.next_probe(name, "1", 0.0) == Idle(0.5) and state.refusal() == "no_server"
 
 
-def test_used_versions_are_named_within_bound() -> None:
+def test_used_versions_are_named_within_bound():
     state = ready(servers=3, eta=2)
     state.servers.publish(version(1))
     slow = order(state, 0)
@@ -301,14 +299,14 @@ def test_used_versions_are_named_within_bound() -> None:
     assert state.servers.in_use() == [3], "a dead server keeps no version for ever"
 
 
-def test_new_manager_routes_by_the_reported_loads() -> None:
+def test_new_manager_routes_by_the_reported_loads():
     """Its predecessor has placed calls that it does not know of."""
     state = ready(servers=2)
     state.reservations.report("generation_server/0", sequences=50, tokens=5000, asked=0.0)
     assert {place(state, ticket).server for ticket in tickets(state, 4)} == {"generation_server/1"}
 
 
-def test_completed_lengths_change_the_route() -> None:
+def test_completed_lengths_change_the_route():
     """Many short completions weigh more than few cached tokens until the manager has seen how short they are."""
     state = ready(servers=2)
     state.reservations.report("generation_server/0", sequences=12, tokens=100, asked=0.0)

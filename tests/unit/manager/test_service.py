@@ -1,10 +1,7 @@
 """The shell around ManagerState: its clock, and a disk that fails."""
 
-from __future__ import annotations
-
 import asyncio
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from tests.support.ledger.manager_states import SETTINGS, ready, tickets, update
 
 
 @pytest.mark.parametrize("jump", [1e9, -1e9])
-def test_leases_ignore_changes_of_wall_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
+def test_leases_ignore_changes_of_wall_clock(tmp_path, monkeypatch, jump):
     async def scenario() -> None:
         state = ready()
         with Journal(tmp_path / "ledger") as journal:
@@ -36,7 +33,7 @@ def test_leases_ignore_changes_of_wall_clock(tmp_path: Path, monkeypatch: pytest
     asyncio.run(scenario())
 
 
-def test_the_clock_goes_on() -> None:
+def test_the_clock_goes_on():
     clock = steady_clock()
     first = clock()
     while clock() == first:  # until the machine's clock advances
@@ -62,9 +59,7 @@ async def _trained_again(service: ManagerService) -> None:
 
 
 @pytest.mark.parametrize("call", [_roll_back, _position, _trained_again])
-def test_failed_sync_ends_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[ManagerService], object]
-) -> None:
+def test_failed_sync_ends_the_process(tmp_path, monkeypatch, call):
     async def scenario() -> None:
         with Journal(tmp_path / "ledger") as journal:
             service = ManagerService(ready(), journal)
@@ -80,7 +75,7 @@ def test_failed_sync_ends_the_process(
     asyncio.run(scenario())
 
 
-def test_unrecorded_grant_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unrecorded_grant_is_not_repeated(tmp_path, monkeypatch):
     """A grant that could not be recorded is in memory. A worker that asks again must not get it: the next manager
     would grant the same tickets once more.
     """
@@ -101,7 +96,7 @@ def test_unrecorded_grant_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Mo
     asyncio.run(scenario())
 
 
-def test_drop_is_synced_before_the_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drop_is_synced_before_the_reply(tmp_path, monkeypatch):
     """Else a ledger that lost its last records would miss the group, and the trainer refuse each of its copies."""
 
     async def scenario() -> None:
@@ -138,7 +133,7 @@ def _service(tmp_path: Path, batch: int) -> ManagerService:
     return ManagerService(state, Journal(tmp_path / "ledger"))
 
 
-def test_grants_are_spread_over_waiting_workers(tmp_path: Path) -> None:
+def test_grants_are_spread_over_waiting_workers(tmp_path):
     async def scenario() -> None:
         service = _service(tmp_path, 512)
         held = await _held(service, 512)
@@ -153,7 +148,7 @@ def test_grants_are_spread_over_waiting_workers(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_release_wakes_as_many_as_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_wakes_as_many_as_it_serves(tmp_path, monkeypatch):
     async def scenario() -> None:
         service = _service(tmp_path, 16)
         held = await _held(service, 512)
@@ -181,7 +176,7 @@ def test_release_wakes_as_many_as_it_serves(tmp_path: Path, monkeypatch: pytest.
     asyncio.run(scenario())
 
 
-def test_turn_of_a_caller_that_left_passes_on(tmp_path: Path) -> None:
+def test_turn_of_a_caller_that_left_passes_on(tmp_path):
     async def scenario() -> None:
         service = _service(tmp_path, 1)
 
@@ -201,7 +196,7 @@ def test_turn_of_a_caller_that_left_passes_on(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_allocation_that_its_worker_gave_up_gets_no_tickets(tmp_path: Path) -> None:
+def test_allocation_that_its_worker_gave_up_gets_no_tickets(tmp_path):
     """Its first try arrives late, or is held while its connection seems alive. The tickets would reach nobody."""
 
     def request(name: str, worker: str = "w") -> AllocateRequest:
@@ -230,11 +225,11 @@ def test_allocation_that_its_worker_gave_up_gets_no_tickets(tmp_path: Path) -> N
 # ---- The table of the manager's operations
 
 
-def test_every_operation_is_on_the_page_of_the_manager() -> None:
+def test_every_operation_is_on_the_page_of_the_manager():
     page = (Path(realsys.__file__).parents[1] / "docs" / "manager.md").read_text(encoding="utf-8")
     table = page[page.index("| call | effect |") :].split("\n\n", 1)[0]
     assert [o.path for o in OPERATIONS if f"{o.path.partition('{')[0]}" not in table] == []
 
 
-def test_request_of_a_read_is_in_its_path() -> None:
+def test_request_of_a_read_is_in_its_path():
     assert EVALUATION.url_path("step-1") == "/evaluate/step-1"

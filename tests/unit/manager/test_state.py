@@ -1,7 +1,5 @@
 """ManagerState: admission, tickets, evaluations, rates, status."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from unittest.mock import Mock
@@ -48,7 +46,7 @@ from tests.support.ledger.manager_states import (
 from tests.support.training.training_sides import A, B, published, replayed, running, serve, start, trained
 
 
-def test_evaluation_means_each_metric_over_its_answers() -> None:
+def test_evaluation_means_each_metric_over_its_answers():
     state = ready()
     state.evaluate(EvaluateRequest("e", "eval", 2), 0.0)
     results: list[tuple[bool | None, dict[str, float]]] = [(True, {"turns": 1.0}), (None, {"turns": 2.0, "x": 5.0})]
@@ -65,7 +63,7 @@ def test_evaluation_means_each_metric_over_its_answers() -> None:
         assert (reply.done, reply.accuracy, reply.metrics) == (2, 1.0, {"turns": 1.5, "x": 5.0})
 
 
-def test_evaluation_without_right_or_wrong_has_no_accuracy() -> None:
+def test_evaluation_without_right_or_wrong_has_no_accuracy():
     """An absent number is not 0 %."""
     state = ready()
     state.evaluate(EvaluateRequest("e", "eval", 1), 0.0)
@@ -76,7 +74,7 @@ def test_evaluation_without_right_or_wrong_has_no_accuracy() -> None:
     assert (reply.done, reply.accuracy) == (1, None)
 
 
-def test_status_has_the_words_of_the_last_failure() -> None:
+def test_status_has_the_words_of_the_last_failure():
     state = ready()
     for ticket, outcome in zip(tickets(state, 2), ("failed", "accepted"), strict=True):
         reason = "RewardError: KeyError: 'word' at mine.py:4" if outcome == "failed" else ""
@@ -85,7 +83,7 @@ def test_status_has_the_words_of_the_last_failure() -> None:
 
 
 @pytest.mark.parametrize(("newest", "accuracy", "reason"), [(0, 2 / 3, ""), (1, None, "versions 0 to 1 are mixed")])
-def test_evaluation_of_an_older_journal_is_read(newest: int, accuracy: float | None, reason: str) -> None:
+def test_evaluation_of_an_older_journal_is_read(newest, accuracy, reason):
     """Its snapshot has sums only, and its versions may be mixed."""
     started = b'{"eval_id":"e","split":"eval","total":3,"seed":0,"version":0,"time":0.0,"type":"eval_started"}'
     older = EvaluationState(msgspec.json.decode(started, type=EvalStarted), [0, 2, 1], correct=2, length=60)
@@ -97,7 +95,7 @@ def test_evaluation_of_an_older_journal_is_read(newest: int, accuracy: float | N
     assert reply.tallies == [(1, 0, 1), (1, 1, 2)]
 
 
-def test_metrics_show_the_verifiers_of_each_worker() -> None:
+def test_metrics_show_the_verifiers_of_each_worker():
     state = ready()
     for worker, waiting, undecided in (("w", 7, 1), ("x", 0, 0), ("w", 2, 3)):
         (ticket,) = tickets(state, 1)
@@ -113,7 +111,7 @@ def test_metrics_show_the_verifiers_of_each_worker() -> None:
     assert 'realsys_verdict_failures_total{cause="cpu_time"} 4.0' in text
 
 
-def test_call_avoids_busy_server_if_another_serves() -> None:
+def test_call_avoids_busy_server_if_another_serves():
     state = ready(servers=2)
     (ticket,) = tickets(state, 1)
     first = place(state, ticket).server
@@ -125,7 +123,7 @@ def test_call_avoids_busy_server_if_another_serves() -> None:
     assert place(alone, ticket, avoid=only).server == only
 
 
-def test_call_returns_to_server_of_last_call() -> None:
+def test_call_returns_to_server_of_last_call():
     state = ready(servers=3)
     first, second = tickets(state, 2)
     held = place(state, first, call="0.0")
@@ -137,7 +135,7 @@ def test_call_returns_to_server_of_last_call() -> None:
     assert other.server != held.server, "its cache is of other weights"
 
 
-def test_release_of_an_older_attempt_changes_nothing() -> None:
+def test_release_of_an_older_attempt_changes_nothing():
     state = ready()
     [ticket] = tickets(state)
     finish(state, ticket, "failed")
@@ -147,7 +145,7 @@ def test_release_of_an_older_attempt_changes_nothing() -> None:
     assert (again.attempt, state.reservations.calls(again.ticket_id)) == (1, ["0.0", "1.0"])
 
 
-def test_tokens_are_counted_by_server() -> None:
+def test_tokens_are_counted_by_server():
     state = ready(servers=2)
     [ticket] = tickets(state)
     servers = {"generation_server/0": 10, "generation_server/1": 20, "gone": 5}
@@ -156,7 +154,7 @@ def test_tokens_are_counted_by_server() -> None:
     assert [row["tokens_per_s"] for row in status(state, 1.0, 0.0)["servers"]] == pytest.approx([10.0, 20.0])
 
 
-def test_answers_are_counted_once_and_by_server() -> None:
+def test_answers_are_counted_once_and_by_server():
     state = ready()
     [ticket] = tickets(state)
     place(state, ticket)
@@ -168,7 +166,7 @@ def test_answers_are_counted_once_and_by_server() -> None:
     json.dumps(shown, allow_nan=False)
 
 
-def test_unchanged_heartbeats_look_at_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_heartbeats_look_at_no_ticket(monkeypatch):
     """State and counters of a worker change often, and a trial has thousands of tickets."""
 
     def beat(incarnation: str, state: str) -> dict[str, str]:
@@ -185,7 +183,7 @@ def test_unchanged_heartbeats_look_at_no_ticket(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("eta", [0, 1])
-def test_ticket_waits_until_half_of_the_servers_serve(eta: int) -> None:
+def test_ticket_waits_until_half_of_the_servers_serve(eta):
     """The first server to serve a version would get the calls of a whole batch."""
     state = ready(servers=4, eta=eta)
     while state.refusal() is None:
@@ -201,14 +199,14 @@ def test_ticket_waits_until_half_of_the_servers_serve(eta: int) -> None:
     assert refusals == ["staleness", None, None, None]
 
 
-def test_settings_come_from_the_configuration() -> None:
+def test_settings_come_from_the_configuration():
     config = Config()
     made = ManagerSettings.of(config, {"train": 5})
     assert (made.batch_groups, made.eta, made.group_size) == (512, 4, 16)
     assert made.routing == "sticky" and made.interruptible and made.total_steps == config.train.total_steps
 
 
-def test_resumed_trial_draws_new_seeds() -> None:
+def test_resumed_trial_draws_new_seeds():
     def first_seed(*events: Resumed) -> int:
         state = ready()
         state.restore_from(events)
@@ -219,7 +217,7 @@ def test_resumed_trial_draws_new_seeds() -> None:
     assert first_seed() != first_seed(Resumed("/c", 5, 10, 12, [], 0.0))
 
 
-def test_memory_of_servers_and_workers_is_shown() -> None:
+def test_memory_of_servers_and_workers_is_shown():
     """In the rows of workers, in /metrics, and as sums in the reply to the trainer. An ended worker has none."""
     state = ready()
     beat = {"index": 0, "host": "h", "pid": 1, "incarnation": "1", "state": "rolling out"}
@@ -241,7 +239,7 @@ def test_memory_of_servers_and_workers_is_shown() -> None:
     assert (sums["worker_bytes"], sums["workers_bytes"]) == (7, 12)
 
 
-def test_sums_of_memory_have_the_names_of_the_step_log() -> None:
+def test_sums_of_memory_have_the_names_of_the_step_log():
     sizes = {"generation_server/0": 3, "generation_server/1": 4, "rollout_worker/0": 5}
     assert memory_sums(sizes) == {"server_bytes": 4, "servers_bytes": 7, "worker_bytes": 5, "workers_bytes": 5}
     assert memory_sums({}) == {}
@@ -251,7 +249,7 @@ def test_sums_of_memory_have_the_names_of_the_step_log() -> None:
 # ---- Calls of the trainer: journal records of /trained and /finish_rollout, repetitions, bounds of numbers
 
 
-def test_oldest_versions_are_journalled_once() -> None:
+def test_oldest_versions_are_journalled_once():
     state = running()
     ids = [ticket.ticket_id for ticket in tickets(state, 3)]
     trained(state, 1, ids[:1], A, oldest=[0])
@@ -265,7 +263,7 @@ def test_oldest_versions_are_journalled_once() -> None:
         state.trained(TrainedRequest(3, 3, ids, incarnation=A, oldest=[0]), 0.0)
 
 
-def test_a_step_that_is_told_again_shows_once() -> None:
+def test_a_step_that_is_told_again_shows_once():
     """Its first reply was lost."""
     state = running()
     for number in (1, 1, 2):
@@ -273,7 +271,7 @@ def test_a_step_that_is_told_again_shows_once() -> None:
     assert [(step.version, step.histogram) for step in state.staleness] == [(1, {"0": 1}), (2, {"0": 2})]
 
 
-def test_tokens_of_failed_episodes_reach_the_trainer() -> None:
+def test_tokens_of_failed_episodes_reach_the_trainer():
     state = running()
     [ticket] = tickets(state, 1)
     lost = {"lost_tokens": {"failed": [70], "not_kept": [5, 100]}, "verdict_failures": {"raised": 1}}
@@ -288,12 +286,12 @@ def test_tokens_of_failed_episodes_reach_the_trainer() -> None:
 @pytest.mark.parametrize(
     "body", [{"version": -1}, {"version": 1 << 31}, {"version": 1, "trained": ["0000000000"], "oldest": [1 << 31]}]
 )
-def test_numbers_that_no_ledger_can_hold_are_refused(body: dict[str, object]) -> None:
+def test_numbers_that_no_ledger_can_hold_are_refused(body):
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(msgspec.json.encode({"step": 1} | body), type=TrainedRequest)
 
 
-def test_finished_tells_the_versions_of_the_answers() -> None:
+def test_finished_tells_the_versions_of_the_answers():
     state = running()
     first, second = tickets(state, 2)
     answers = [type(ANSWER)(0.0, False, 3, "stop", low, high) for low, high in ((2, 3), (1, 2))]
@@ -306,7 +304,7 @@ def test_finished_tells_the_versions_of_the_answers() -> None:
 # ---- Roll-backs of ManagerState: journal records, servers, settings. Further: scenarios/roll_back.txt
 
 
-def test_roll_back_is_one_record() -> None:
+def test_roll_back_is_one_record():
     state = running()
     for ticket in tickets(state, 4):
         finish(state, ticket)
@@ -321,7 +319,7 @@ def test_roll_back_is_one_record() -> None:
     assert again.snapshot(9.0) == state.snapshot(9.0)
 
 
-def test_evaluation_of_undone_version_is_discarded() -> None:
+def test_evaluation_of_undone_version_is_discarded():
     """It was requested at version 0, and no server had that version any more."""
     state = running()
     granted = tickets(state, 2)
@@ -342,7 +340,7 @@ def test_evaluation_of_undone_version_is_discarded() -> None:
     assert not state.evaluations.by_id
 
 
-def test_update_from_before_roll_back_verifies_nothing() -> None:
+def test_update_from_before_roll_back_verifies_nothing():
     state = running()
     assert state.servers.publish(published(1, A))
     success, failure = order(state, 0), order(state, 0)
@@ -358,7 +356,7 @@ def test_update_from_before_roll_back_verifies_nothing() -> None:
     assert state.refusal() is None
 
 
-def test_roll_back_ends_a_drain() -> None:
+def test_roll_back_ends_a_drain():
     state = running()
     state.settings = dataclasses.replace(SETTINGS, interruptible=False)
     [ticket] = tickets(state)
@@ -370,7 +368,7 @@ def test_roll_back_ends_a_drain() -> None:
     assert state.refusal() is None
 
 
-def test_settings_are_recorded_when_changed() -> None:
+def test_settings_are_recorded_when_changed():
     state = ManagerState(SETTINGS)
     state.open(1.0)
     assert state.outbox == [Opened(10, 1, 2, 1, "drop", 4, 1.0, 2)]
@@ -383,7 +381,7 @@ def test_settings_are_recorded_when_changed() -> None:
     assert [event.eta for event in changed.outbox if isinstance(event, Opened)] == [3]
 
 
-def test_tickets_of_another_order_of_prompts_are_refused() -> None:
+def test_tickets_of_another_order_of_prompts_are_refused():
     state = running()
     tickets(state)
     for other_settings in (
@@ -397,7 +395,7 @@ def test_tickets_of_another_order_of_prompts_are_refused() -> None:
             other.open(0.0)
 
 
-def test_status_shows_the_training_side() -> None:
+def test_status_shows_the_training_side():
     state = running()
     start(state, 0, B)
     shown = status(state, 1.0, 0.0)
@@ -427,7 +425,7 @@ def cancel(state: ManagerState) -> bool:
     return state.cancel_evaluation(CancelRequest(ID), 1.0).cancelled
 
 
-def test_user_needs_no_incarnation() -> None:
+def test_user_needs_no_incarnation():
     state = running()
     asked(state)
     for ticket in evaluated(state, 2):
@@ -435,7 +433,7 @@ def test_user_needs_no_incarnation() -> None:
     assert reply(state).ended and reply(state).accuracy == 1.0
 
 
-def test_trainer_never_sees_evaluations_of_users() -> None:
+def test_trainer_never_sees_evaluations_of_users():
     """A trainer repeats every evaluation that it finds without a result."""
     state = running()
     asked(state)
@@ -443,7 +441,7 @@ def test_trainer_never_sees_evaluations_of_users() -> None:
     assert state.evaluations.ever_started() == []
 
 
-def test_cancelled_evaluation_ends_without_numbers() -> None:
+def test_cancelled_evaluation_ends_without_numbers():
     state = running()
     asked(state)
     [first, second] = evaluated(state, 2)
@@ -457,7 +455,7 @@ def test_cancelled_evaluation_ends_without_numbers() -> None:
     assert replayed(state).evaluations.snapshot() == state.evaluations.snapshot()
 
 
-def test_cancelled_evaluation_grants_nothing_more() -> None:
+def test_cancelled_evaluation_grants_nothing_more():
     state = running()
     asked(state)
     cancel(state)
@@ -465,19 +463,19 @@ def test_cancelled_evaluation_grants_nothing_more() -> None:
     assert not cancel(state), "a second call changes nothing"
 
 
-def test_evaluation_of_the_trainer_cannot_be_cancelled() -> None:
+def test_evaluation_of_the_trainer_cannot_be_cancelled():
     state = running()
     asked(state, incarnation=A, by_user=False)
     with pytest.raises(BadCall, match="requested by the trainer"):
         cancel(state)
 
 
-def test_unknown_evaluation_cannot_be_cancelled() -> None:
+def test_unknown_evaluation_cannot_be_cancelled():
     with pytest.raises(NotFound):
         cancel(running())
 
 
-def test_roll_back_begins_it_again_with_new_weights() -> None:
+def test_roll_back_begins_it_again_with_new_weights():
     state = running()
     asked(state)
     finish(state, evaluated(state, 1)[0])
@@ -494,7 +492,7 @@ def test_roll_back_begins_it_again_with_new_weights() -> None:
     assert replayed(state).evaluations.snapshot() == state.evaluations.snapshot()
 
 
-def test_finished_evaluation_survives_a_roll_back() -> None:
+def test_finished_evaluation_survives_a_roll_back():
     state = running()
     asked(state)
     for ticket in evaluated(state, 2):
@@ -503,7 +501,7 @@ def test_finished_evaluation_survives_a_roll_back() -> None:
     assert reply(state).accuracy == 1.0 and reply(state).restarts == 0
 
 
-def test_trainer_that_never_stays_ends_it_incomplete() -> None:
+def test_trainer_that_never_stays_ends_it_incomplete():
     state = running()
     asked(state)
     for number in range(MOST_RESTARTS + 1):

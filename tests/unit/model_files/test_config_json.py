@@ -1,7 +1,5 @@
 """The reader of config.json: sizes, end of text, damage. The verdict on each key: test_hf_verdicts.py."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable
@@ -58,7 +56,7 @@ def write(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def test_sizes_and_stored_defaults_are_read(tmp_path: Path) -> None:
+def test_sizes_and_stored_defaults_are_read(tmp_path):
     sizes = ModelSizes(hidden=8, layers=2, heads=4, kv_heads=2, head_dim=4, ffn=12, outputs=20)
     assert read_sizes(write(tmp_path)) == sizes
     assert read_sizes(write(tmp_path, head_dim=None)).head_dim == 2
@@ -76,7 +74,7 @@ def test_sizes_and_stored_defaults_are_read(tmp_path: Path) -> None:
         (b"[]", "must contain a JSON object"),
     ],
 )
-def test_damaged_file_is_named(content: bytes | None, problem: str, tmp_path: Path) -> None:
+def test_damaged_file_is_named(content, problem, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError) as caught:
@@ -85,7 +83,7 @@ def test_damaged_file_is_named(content: bytes | None, problem: str, tmp_path: Pa
     assert "\n" not in str(caught.value)
 
 
-def test_end_of_text_comes_from_both_files(tmp_path: Path) -> None:
+def test_end_of_text_comes_from_both_files(tmp_path):
     write(tmp_path, eos_token_id=3)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
     assert read_model(tmp_path).eos == (3, 5)
@@ -95,7 +93,7 @@ def test_end_of_text_comes_from_both_files(tmp_path: Path) -> None:
         read_model(tmp_path)
 
 
-def test_rope_is_equal_in_old_and_new_transformers(tmp_path: Path) -> None:
+def test_rope_is_equal_in_old_and_new_transformers(tmp_path):
     old = read_model(write(tmp_path, rope_scaling=None)).rope
     new = {"rope_type": "default", "rope_theta": 500.0}
     assert read_model(write(tmp_path, rope_scaling=None, rope_theta=1.0, rope_parameters=new)).rope == old
@@ -164,7 +162,7 @@ def damaged(damage: list[tuple[str, int, Any]]) -> dict[str, Any]:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(DAMAGE, min_size=1, max_size=3))
-def test_damaged_config_gets_one_verdict_from_all(damage: list[tuple[str, int, Any]]) -> None:
+def test_damaged_config_gets_one_verdict_from_all(damage):
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         for name in ("tokenizer.json", "model.safetensors"):
@@ -175,7 +173,7 @@ def test_damaged_config_gets_one_verdict_from_all(damage: list[tuple[str, int, A
         assert found[0] is None or (found[0].startswith(f"{directory}/config.json: ") and "\n" not in found[0])
 
 
-def test_undamaged_config_is_accepted(tmp_path: Path) -> None:
+def test_undamaged_config_is_accepted(tmp_path):
     for name in ("tokenizer.json", "model.safetensors"):
         (tmp_path / name).touch()
     write(tmp_path)

@@ -1,11 +1,8 @@
 """curves.png while a run lasts: drawn by another process, which ends with the run."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
-from pathlib import Path
 
 import psutil
 import pytest
@@ -24,7 +21,7 @@ BOUND_S = 120.0
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> TrialPaths:
+def paths(tmp_path):
     write_config(Config(), tmp_path / "config.json")
     return TrialPaths(tmp_path)
 
@@ -33,7 +30,7 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
-def test_curves_are_drawn_again_when_the_log_has_grown(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_are_drawn_again_when_the_log_has_grown(paths, monkeypatch):
     """At the priority of the test: at the lowest one, a busy machine would let it wait for ever."""
     program = f"import os, sys\nos.nice = int\nfrom {curves.MODULE} import main\nsys.exit(main(sys.argv[1:]))\n"
     (paths.root / "draws.py").write_text(program)
@@ -56,7 +53,7 @@ def test_curves_are_drawn_again_when_the_log_has_grown(paths: TrialPaths, monkey
     assert paths.curves.read_bytes().startswith(b"\x89PNG") and not list(paths.root.glob("*.tmp"))
 
 
-def test_drawing_ends_with_the_run(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_ends_with_the_run(paths, monkeypatch):
     """A process that hangs is killed. Before the first train step none is started."""
     (paths.root / "hangs.py").write_text("import time\ntime.sleep(1e6)\n")
     monkeypatch.setenv("PYTHONPATH", str(paths.root), prepend=os.pathsep)
@@ -79,7 +76,7 @@ def test_drawing_ends_with_the_run(paths: TrialPaths, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("every_s", [0.0, 300.0])
-def test_zero_means_no_picture(paths: TrialPaths, every_s: float) -> None:
+def test_zero_means_no_picture(paths, every_s):
     """Neither while the run lasts nor at its end."""
     write_log(paths, run_records())
     if not every_s:

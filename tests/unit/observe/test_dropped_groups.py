@@ -1,7 +1,5 @@
 """Groups that were not trained stay on disk: the newest, within bounds, and never in the way of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -35,19 +33,19 @@ def write(root: Path, groups: int, keep: int = 64, gap: float = 2.0, tokens: int
         writer.flush()
 
 
-def test_newest_groups_are_kept(tmp_path: Path) -> None:
+def test_newest_groups_are_kept(tmp_path):
     write(tmp_path, 9, keep=3)
     assert kept(tmp_path) == ["8", "7", "6"]
     write(tmp_path, 1, keep=3)  # after a restart of the process
     assert kept(tmp_path) == ["0", "8", "7"]
 
 
-def test_no_more_than_one_group_a_second(tmp_path: Path) -> None:
+def test_no_more_than_one_group_a_second(tmp_path):
     write(tmp_path, 9, gap=0.25)
     assert kept(tmp_path) == ["8", "4", "0"]
 
 
-def test_refused_group_is_never_made(tmp_path: Path) -> None:
+def test_refused_group_is_never_made(tmp_path):
     """The writer of every group would cost copies of arrays that are thrown away."""
     made: list[str] = []
 
@@ -63,18 +61,18 @@ def test_refused_group_is_never_made(tmp_path: Path) -> None:
     assert made == ["made"]
 
 
-def test_zero_groups_write_nothing(tmp_path: Path) -> None:
+def test_zero_groups_write_nothing(tmp_path):
     write(tmp_path, 3, keep=0)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_has_a_bound_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_has_a_bound_in_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(dropped_groups, "MOST_BYTES", 5000)
     write(tmp_path, 9, tokens=100)
     assert sum(file.size for file in group_files(tmp_path)) <= 5000 and len(kept(tmp_path)) > 1
 
 
-def test_large_group_keeps_some_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_group_keeps_some_rows(tmp_path, monkeypatch):
     """The numbers of an episode are those of all its rows."""
     monkeypatch.setattr(dropped_groups, "MOST_GROUP_BYTES", 100)
     episodes = group("7", rows=4).episodes
@@ -82,14 +80,14 @@ def test_large_group_keeps_some_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [(made.tokens, made.versions) for made in episodes] == [(3, (5, 5))] * 4
 
 
-def test_full_disk_does_not_end_the_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_does_not_end_the_process(tmp_path, caplog):
     (tmp_path / "dropped").write_text("a file where the folder should be")
     write(tmp_path / "dropped", 1)
     assert "dropped group 0 not kept" in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"", b"\xc1", b"\x81\xa1\xff\x01"])
-def test_damaged_group_is_named(tmp_path: Path, content: bytes) -> None:
+def test_damaged_group_is_named(tmp_path, content):
     path = tmp_path / "00000000.msgpack"
     path.write_bytes(content)
     with pytest.raises(RecordError, match=r"00000000\.msgpack: cannot be read"):

@@ -1,7 +1,5 @@
 """The step log's record of an evaluation, and its line on the terminal."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given

@@ -1,13 +1,10 @@
 """The newest records of a growing step log, and their gauges."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import operator
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,7 +23,7 @@ from realsys.observe.timeline import why
 from tests.support.telemetry.step_logs import append, evaluation, recovered, train, undocumented, warmup
 
 
-def test_newest_of_each_curve_is_returned(tmp_path: Path) -> None:
+def test_newest_of_each_curve_is_returned(tmp_path):
     path = tmp_path / "steps.jsonl"
     records = LatestRecords(path)
     assert records.read() == []
@@ -36,20 +33,20 @@ def test_newest_of_each_curve_is_returned(tmp_path: Path) -> None:
     assert {record["step"] for record in records.read()} == {2, 0}
 
 
-def test_undone_records_are_gone(tmp_path: Path) -> None:
+def test_undone_records_are_gone(tmp_path):
     path = tmp_path / "steps.jsonl"
     append(path, warmup(2), evaluation(0), train(1), train(2), recovered(1))
     assert LatestRecords(path).read() == [warmup(2), evaluation(0)]
 
 
-def test_long_log_is_read_from_near_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_log_is_read_from_near_its_end(tmp_path, monkeypatch):
     path = tmp_path / "steps.jsonl"
     append(path, evaluation(0), *(train(step) for step in range(1, 100)))
     monkeypatch.setattr(step_log, "MAX_BYTES", 250)
     assert LatestRecords(path).read() == [train(99)]
 
 
-def test_read_beside_another_does_not_wait(tmp_path: Path) -> None:
+def test_read_beside_another_does_not_wait(tmp_path):
     path = tmp_path / "steps.jsonl"
     append(path, train(1))
     records = LatestRecords(path)
@@ -57,7 +54,7 @@ def test_read_beside_another_does_not_wait(tmp_path: Path) -> None:
         assert records.read() == []
 
 
-def test_gauges_have_labels_unit_and_meaning() -> None:
+def test_gauges_have_labels_unit_and_meaning():
     class Collector:
         def collect(self) -> object:
             record = train(4, untrained={"stale": 0.25, "failed": 0.5}, stats={"my/own": 3.0, "w_ess": 0.75})
@@ -88,21 +85,21 @@ def test_gauges_have_labels_unit_and_meaning() -> None:
         (1.0, 0, "100%"),
     ],
 )
-def test_half_a_unit_is_rounded_up(share: float, digits: int, text: str) -> None:
+def test_half_a_unit_is_rounded_up(share, digits, text):
     assert percent(share, digits) == text
 
 
-def test_gain_is_that_of_the_shown_numbers() -> None:
+def test_gain_is_that_of_the_shown_numbers():
     assert f"{percentage(0.9375) - percentage(0.8125):+}" == "+12.5"
 
 
-def test_percentages_add_up_to_hundred() -> None:
+def test_percentages_add_up_to_hundred():
     assert apportioned({"a": 1.0, "b": 1.0, "c": 1.0}, 100) == {"a": 34, "b": 33, "c": 33}
     assert apportioned({"a": 0.004, "b": 0.996}, 100) == {"a": 0, "b": 100}
     assert apportioned({"a": 0.0}, 100) == {}
 
 
-def test_percentages_of_parts_add_up_to_theirs() -> None:
+def test_percentages_of_parts_add_up_to_theirs():
     assert whole_percents({"a": 1.0, "b": 1.0, "c": 0.0}, 3.0) == {"a": 34, "b": 33, "c": 0}
     assert whole_percents({"a": 0.0}, 0.0) == {"a": 0}
 
@@ -110,26 +107,26 @@ def test_percentages_of_parts_add_up_to_theirs() -> None:
 # ---- Points of curves: names, and numbers that must not be shown
 
 
-def test_metrics_have_their_kind_in_front() -> None:
+def test_metrics_have_their_kind_in_front():
     record = train(3, staleness={"mean": 1.5, "histogram": {"1": 4}}, total=9)
     assert metrics_of(record) == {"train/reward_mean": 30.0, "train/staleness/mean": 1.5}
 
 
-def test_metrics_of_an_evaluation_name_its_set() -> None:
+def test_metrics_of_an_evaluation_name_its_set():
     metrics = metrics_of(evaluation(7, set="aime"))
     assert metrics == {"eval/aime/complete": 1.0, "eval/aime/accuracy": 0.07}
 
 
-def test_incomplete_evaluation_shows_no_accuracy() -> None:
+def test_incomplete_evaluation_shows_no_accuracy():
     record = evaluation(7, complete=False, accuracy=1.0, length_mean=25.0, failed=2)
     assert metrics_of(record) == {"eval/eval/complete": 0.0, "eval/eval/failed": 2.0}
 
 
-def test_metric_of_the_user_is_delivered() -> None:
+def test_metric_of_the_user_is_delivered():
     assert metrics_of({"kind": "train", "step": 1, "metrics": {"my/own": 2}}) == {"train/metrics/my/own": 2.0}
 
 
-def test_evaluation_is_placed_at_its_weights() -> None:
+def test_evaluation_is_placed_at_its_weights():
     assert step_of(evaluation(4, version=6)) == 6
     assert step_of(train(4)) == 4 and step_of({"kind": "train"}) is None
 
@@ -137,7 +134,7 @@ def test_evaluation_is_placed_at_its_weights() -> None:
 # ---- Rates
 
 
-def test_rate_window_expires_and_starts_low() -> None:
+def test_rate_window_expires_and_starts_low():
     window = RateWindow(window_s=10)
     assert window.rate(0.0) == 0.0
     window.add(50, 100.0)
@@ -150,7 +147,7 @@ def test_rate_window_expires_and_starts_low() -> None:
 # ---- Reader of the step log while it is written
 
 
-def test_tail_returns_each_whole_record_once(tmp_path: Path) -> None:
+def test_tail_returns_each_whole_record_once(tmp_path):
     path = tmp_path / "steps.jsonl"
     tail = StepTail(path)
     assert tail.read() == []
@@ -172,15 +169,15 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text("
 ALL = [(kind, field) for kind, fields in FIELDS.items() for field in fields.values()]
 
 
-def test_page_has_the_fields_of_the_table() -> None:
+def test_page_has_the_fields_of_the_table():
     assert rewrite(PAGE) == PAGE, "run `make docs`"
 
 
-def test_every_field_has_meaning_and_group() -> None:
+def test_every_field_has_meaning_and_group():
     assert [field.name for _, field in ALL if not field.meaning or field.group not in GROUPS] == []
 
 
-def test_names_in_metrics_differ_and_are_valid() -> None:
+def test_names_in_metrics_differ_and_are_valid():
     """A name of Prometheus has one set of labels."""
     labels: dict[str, set[tuple[str, ...]]] = {}
     for kind, field in ALL:
@@ -199,17 +196,17 @@ def test_names_in_metrics_differ_and_are_valid() -> None:
         ("stats/my_call/loss", "stats/{name}", {"name": "my_call/loss"}),
     ],
 )
-def test_name_finds_entry_and_labels(name: str, entry: str, labels: dict[str, str]) -> None:
+def test_name_finds_entry_and_labels(name, entry, labels):
     found = field_of("train", name)
     assert found is not None and (found.field.name, found.labels) == (entry, labels)
 
 
-def test_unknown_name_has_no_entry() -> None:
+def test_unknown_name_has_no_entry():
     assert field_of("train", "no_such_field") is None and field_of("no_such_kind", "step") is None
     assert undocumented([{"kind": "train", "stats": {"x": 1}, "y": 2}]) == {"train: stats/x", "train: y"}
 
 
-def test_numbers_leave_out_texts_lists_and_null() -> None:
+def test_numbers_leave_out_texts_lists_and_null():
     record = {"a": 1, "b": None, "c": "text", "d": [1, 2], "e": {"f": True, "g": {"h": 0.5}}, "i": 10**400}
     assert dict(numbers(record)) == {"a": 1.0, "e/f": 1.0, "e/g/h": 0.5}
     assert set(names(record)) == {"a", "b", "c", "d", "e/f", "e/g/h", "i"}
@@ -232,42 +229,42 @@ def steps(equal: float, *, wrong: float = 0.0, right: float = 0.0, cut: float = 
         (steps(0.9), "check the verifier"),
     ],
 )
-def test_likely_cause_is_named(records: list[Any], cause: str) -> None:
+def test_likely_cause_is_named(records, cause):
     assert cause in signal_warning(records, "group")
 
 
-def test_warning_has_the_numbers() -> None:
+def test_warning_has_the_numbers():
     warning = signal_warning(steps(0.75, wrong=0.72, cut=0.77), "group", before=0.039)
     assert "75% of the groups of the last 3 steps carry no signal (72% all wrong, 0% all right, " in warning
     assert "77% of the completions cut off, accuracy before training 3.9%)" in warning
 
 
-def test_no_warning_while_groups_carry_signal() -> None:
+def test_no_warning_while_groups_carry_signal():
     assert signal_warning(steps(0.5, wrong=0.5), "group") == ""
 
 
-def test_no_warning_after_too_few_steps() -> None:
+def test_no_warning_after_too_few_steps():
     assert signal_warning(steps(1.0, wrong=1.0, count=STEPS - 1), "group") == ""
 
 
-def test_equal_groups_teach_against_the_batch_mean() -> None:
+def test_equal_groups_teach_against_the_batch_mean():
     assert signal_warning(steps(0.9, wrong=0.9), "batch") == ""
     assert signal_warning(steps(1.0, wrong=1.0), "batch") != ""
     assert signal_warning(steps(1.0, wrong=1.0), "none") == ""
 
 
-def test_records_of_older_builds_are_read() -> None:
+def test_records_of_older_builds_are_read():
     assert signal_warning([{}] * STEPS, "group") == ""
 
 
-def test_watch_warns_once() -> None:
+def test_watch_warns_once():
     watch = SignalWatch("group")
     warned = [bool(watch.observe(record)) for record in steps(0.9, wrong=0.9, count=5)]
     assert warned == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize("module", [signal, why])
-def test_remedies_name_existing_settings(module: ModuleType) -> None:
+def test_remedies_name_existing_settings(module):
     settings = Config(trial="t").model_dump()
     source = Path(str(module.__file__)).read_text("utf-8")
     literals = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]

@@ -1,7 +1,5 @@
 """What is shown of a run and what it leaves: from the step log and the manager's status, whole or with holes."""
 
-from __future__ import annotations
-
 import io
 import json
 from argparse import Namespace
@@ -41,7 +39,7 @@ def summary_of(
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> TrialPaths:
+def paths(tmp_path):
     return TrialPaths(tmp_path)
 
 
@@ -68,9 +66,7 @@ INCOMPLETE = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("status", [{}, {"servers": {}}, {"servers": [None, {}]}, {"ledger": 3, "admission": []}])
 @INCOMPLETE
-def test_display_and_report_survive_missing_fields(
-    records: list[dict[str, Any]], status: dict[str, Any], paths: TrialPaths
-) -> None:
+def test_display_and_report_survive_missing_fields(records, status, paths):
     progress = progress_of(records)
     progress.status = status
     assert "realsys" in drawn(progress, paths)
@@ -82,13 +78,13 @@ def test_display_and_report_survive_missing_fields(
 
 
 @INCOMPLETE
-def test_curves_survive_missing_fields(records: list[dict[str, Any]], paths: TrialPaths) -> None:
+def test_curves_survive_missing_fields(records, paths):
     write_log(paths, records)
     draw_curves(Config(), paths)
     assert paths.curves.is_file()
 
 
-def test_plain_output_is_one_line_per_step() -> None:
+def test_plain_output_is_one_line_per_step():
     """The lines are in the order of the events."""
     out = io.StringIO()
     view = PlainView(Console(file=out, width=40))
@@ -103,14 +99,14 @@ def test_plain_output_is_one_line_per_step() -> None:
     assert lines[5].startswith("step 1/4  v1  reward +0.100  accuracy 50.0%  length 41  staleness 0.5/2  4,000 tok/s")
 
 
-def test_step_line_names_shares_to_notice() -> None:
+def test_step_line_names_shares_to_notice():
     signal, lost = {"equal": 0.25}, {"stale": 0.12, "zero_advantage": 0.2, "masked": 0.001}
     line = train_line(train_record(1, signal=signal, truncated_fraction=0.031, untrained=lost))
     assert line.endswith("7.0 s (waited 1.0)  no signal 25%  cut off 3%  stale 12%")
     assert train_line(train_record(1)).endswith("7.0 s (waited 1.0)")
 
 
-def test_verdict_failures_are_shown_by_cause(paths: TrialPaths) -> None:
+def test_verdict_failures_are_shown_by_cause(paths):
     """In the line of a step, in the live display and in the summary: no failure is silent."""
     first = train_record(1, verdict_failures={"raised": 1200, "elapsed": 1})
     assert train_line(first).endswith("(waited 1.0)  verdict failures 1 elapsed, 1,200 raised")
@@ -123,7 +119,7 @@ def test_verdict_failures_are_shown_by_cause(paths: TrialPaths) -> None:
     assert "verdict failures      1 elapsed, 1,202 raised" in out.getvalue()
 
 
-def test_rolled_back_steps_are_counted_once(paths: TrialPaths) -> None:
+def test_rolled_back_steps_are_counted_once(paths):
     records = run_records()
     steps = [record for record in records if record["kind"] == "train"]
     progress = progress_of(records)
@@ -141,7 +137,7 @@ def test_rolled_back_steps_are_counted_once(paths: TrialPaths) -> None:
     assert "training continued from a checkpoint 1 time\n" in text.getvalue()
 
 
-def test_display_memory_does_not_grow_with_run() -> None:
+def test_display_memory_does_not_grow_with_run():
     progress = TrialProgress()
     progress.add({"kind": "warmup", "step": step, "total": 1000} for step in range(1, 1001))
     assert progress.step == (1000, 1000) and len(progress.warmup) == WINDOW
@@ -153,7 +149,7 @@ def test_display_memory_does_not_grow_with_run() -> None:
 
 
 @pytest.mark.parametrize(("back", "left", "shown"), [(4990, 4990, WINDOW - 10), (3, 3, 0), (0, 1000, 0), (-1, 0, 0)])
-def test_steps_that_are_shown_after_a_recovery(back: int, left: int, shown: int) -> None:
+def test_steps_that_are_shown_after_a_recovery(back, left, shown):
     """Also one that goes back further than what is shown; to before the first step, where the warm-up counts."""
     progress = TrialProgress()
     progress.add({"kind": "warmup", "step": step, "total": 1000} for step in range(1, 1001))
@@ -164,7 +160,7 @@ def test_steps_that_are_shown_after_a_recovery(back: int, left: int, shown: int)
     assert progress.step == (back + 1, 5000)
 
 
-def test_times_of_earlier_starts_do_not_count(paths: TrialPaths) -> None:
+def test_times_of_earlier_starts_do_not_count(paths):
     began = START + 1010
     records = [*run_records(), {"kind": "phase", "phase": "train", "time": began}]
     summary = summary_of(paths, records, started=START + 1000, ended=began + 5)
@@ -175,14 +171,14 @@ def test_times_of_earlier_starts_do_not_count(paths: TrialPaths) -> None:
     assert "0:15 since the last start, with 0 of the 4 steps  (train 0:05)" in out.getvalue()
 
 
-def test_view_is_plain_where_there_is_no_terminal(paths: TrialPaths) -> None:
+def test_view_is_plain_where_there_is_no_terminal(paths):
     assert isinstance(make_view(Console(file=io.StringIO()), Config(), paths, plain=False), PlainView)
     terminal = Console(file=io.StringIO(), force_terminal=True)
     assert isinstance(make_view(terminal, Config(), paths, plain=False), LiveView)
     assert isinstance(make_view(terminal, Config(), paths, plain=True), PlainView)
 
 
-def test_summary_says_gain_times_and_tokens(paths: TrialPaths) -> None:
+def test_summary_says_gain_times_and_tokens(paths):
     paths.final_model.mkdir()
     outcome = TrialOutcome("done", "the MasterWorker finished")
     outcome.restarted = [Death("rollout_worker/0", ProcessId("host", 7), -9, START, Path("/x"))]
@@ -202,7 +198,7 @@ def test_summary_says_gain_times_and_tokens(paths: TrialPaths) -> None:
     assert "max 2, bound 4 when a group starts" in out.getvalue() and "since the last start" not in out.getvalue()
 
 
-def test_shown_parts_of_a_step_add_up(paths: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shown_parts_of_a_step_add_up(paths, capsys):
     seconds = {"wait": 0.333, "inf": 0.333, "train": 0.333, "total": 0.999}
     print_summary(Console(width=200), summary_of(paths, [train_record(1, seconds=seconds)]))
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step time")]
@@ -210,7 +206,7 @@ def test_shown_parts_of_a_step_add_up(paths: TrialPaths, capsys: pytest.CaptureF
     assert sum(round(100 * float(part.split()[1])) for part in parts.split(" + ")) == round(100 * float(total)) == 100
 
 
-def test_accuracy_at_the_end_is_one_line(paths: TrialPaths) -> None:
+def test_accuracy_at_the_end_is_one_line(paths):
     """43.95 % and 83.59 % differ by 39.64 points, but are shown as 43.9 % and 83.6 %."""
     before, after, other = (
         {"kind": "eval", "eval_id": name, "set": of_set, "step": 4, "complete": True, "problems": 512, "samples": 2}
@@ -225,7 +221,7 @@ def test_accuracy_at_the_end_is_one_line(paths: TrialPaths) -> None:
     assert held_out == ("held-out accuracy     43.9% -> 83.6% ± 3.2 (+39.7 points) on 512 problems x 2, pass@2 90.0%")
 
 
-def test_groups_dropped_by_filter_are_counted_apart(paths: TrialPaths) -> None:
+def test_groups_dropped_by_filter_are_counted_apart(paths):
     summary = summary_of(paths, [train_record(1, dropped_filtered=5), train_record(2, dropped_filtered=2)])
     assert summary["staleness"]["filtered"] == 7
     out = io.StringIO()
@@ -240,7 +236,7 @@ def test_groups_dropped_by_filter_are_counted_apart(paths: TrialPaths) -> None:
         ({"total_steps": 9, "total_epochs": 2}, "train.total_epochs=2: the data gives 4 batches of 16"),
     ],
 )
-def test_reached_limit_of_run_is_named(paths: TrialPaths, train: dict[str, int], limit: str) -> None:
+def test_reached_limit_of_run_is_named(paths, train, limit):
     write_log(paths, run_records())
     config = Config.model_validate({"train": {**train, "batch_groups": 16}})
     summary = summarise(config, paths, TrialOutcome("done", ""), started=START, ended=START + 160)
@@ -249,7 +245,7 @@ def test_reached_limit_of_run_is_named(paths: TrialPaths, train: dict[str, int],
     assert any(line.split(None, 2) == ["ended", "by", limit] for line in out.getvalue().splitlines())
 
 
-def test_end_of_the_prompts_is_named(paths: TrialPaths) -> None:
+def test_end_of_the_prompts_is_named(paths):
     """The time limit is not reached, although fewer steps were trained than planned."""
     used_up = {"kind": "used_up", "step": 3, "reason": "all 20 groups have ended"}
     write_log(paths, [train_record(1), train_record(2), used_up])
@@ -258,7 +254,7 @@ def test_end_of_the_prompts_is_named(paths: TrialPaths) -> None:
     assert summary["ended_by"] == "train.total_epochs=2, after step 2 of 4: all 20 groups have ended"
 
 
-def test_run_without_reached_limit_says_so(paths: TrialPaths) -> None:
+def test_run_without_reached_limit_says_so(paths):
     write_log(paths, [train_record(1), train_record(2)])
     config = Config.model_validate({"train": {"total_steps": 4, "max_seconds": 90}})
     done = summarise(config, paths, TrialOutcome("done", ""), started=START, ended=START + 160)
@@ -269,7 +265,7 @@ def test_run_without_reached_limit_says_so(paths: TrialPaths) -> None:
     assert summarise(config, paths, TrialOutcome("done", ""), started=START, ended=START + 160)["ended_by"] is None
 
 
-def test_report_is_written_with_curves(paths: TrialPaths) -> None:
+def test_report_is_written_with_curves(paths):
     summary = summary_of(paths, run_records())
     write_summary(summary, paths)
     draw_curves(Config(), paths)
@@ -278,7 +274,7 @@ def test_report_is_written_with_curves(paths: TrialPaths) -> None:
     assert not list(paths.root.glob("*.tmp"))
 
 
-def test_failed_run_has_a_summary_with_the_cause(paths: TrialPaths) -> None:
+def test_failed_run_has_a_summary_with_the_cause(paths):
     failure = FirstFailure("model_worker/1", 12, START, "ModelError: no", Path("/x.log"), [])
     outcome = TrialOutcome("failed", "model_worker/0 exited with code 1")
     summary = summarise(Config(), paths, outcome, started=START, ended=START + 3, failure=failure)
@@ -286,9 +282,7 @@ def test_failed_run_has_a_summary_with_the_cause(paths: TrialPaths) -> None:
     assert summary["failure"] == {"process": "model_worker/1", "problem": "ModelError: no"}
 
 
-def test_status_of_finished_and_unfinished_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_of_finished_and_unfinished_trial(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="has no trial"):
         status.run(Namespace(trial_dir=None, json=False, watch=None))
@@ -305,7 +299,7 @@ def test_status_of_finished_and_unfinished_trial(
     assert "83.5%" in capsys.readouterr().out
 
 
-def test_summary_on_a_terminal_divides_no_word(paths: TrialPaths) -> None:
+def test_summary_on_a_terminal_divides_no_word(paths):
     """Into a file each fact is one line."""
     path = f"/shared/{'long-folder/' * 8}model"
     summary = summary_of(paths, run_records()) | {"model": path, "signal_warning": "no signal in many groups " * 8}

@@ -1,13 +1,10 @@
 """Tests of ``realsys.observe.spans``: what a process writes, its bounds, and what survives its death."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +18,13 @@ ROOT = Path(spans.__file__).parents[2]
 
 
 @pytest.fixture
-def recording(tmp_path: Path) -> Iterator[Path]:
+def recording(tmp_path):
     spans.start(tmp_path / "spans" / "worker-0", "worker/0", "1", 1 << 20)
     yield tmp_path / "spans"
     spans.stop()
 
 
-def test_span_is_written_with_its_facts(recording: Path) -> None:
+def test_span_is_written_with_its_facts(recording):
     with span("reward", "0000000001.0/2", judge="math") as reward:
         reward.facts["correct"] = True
     spans.stop()
@@ -37,14 +34,14 @@ def test_span_is_written_with_its_facts(recording: Path) -> None:
     assert 0 <= read.seconds < 60
 
 
-def test_block_that_raises_is_recorded(recording: Path) -> None:
+def test_block_that_raises_is_recorded(recording):
     with pytest.raises(ValueError, match="no verdict"), span("reward"):
         raise ValueError("no verdict")
     spans.stop()
     assert [read.name for read in read_timeline(recording).spans] == ["reward"]
 
 
-def test_phases_follow_each_other(recording: Path) -> None:
+def test_phases_follow_each_other(recording):
     phases = Phases("r#0", "queue", spans.now() - 1000)
     phases.enter("prefill")
     phases.enter("decode")
@@ -56,14 +53,14 @@ def test_phases_follow_each_other(recording: Path) -> None:
     assert read[-1].facts == {"tokens": 5}
 
 
-def test_nothing_is_recorded_before_start(tmp_path: Path) -> None:
+def test_nothing_is_recorded_before_start(tmp_path):
     with span("reward"):
         spans.mark("grant")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.processes
-def test_killed_process_keeps_flushed_spans(tmp_path: Path) -> None:
+def test_killed_process_keeps_flushed_spans(tmp_path):
     """A SIGKILL in the middle of a line loses that line only."""
     program = (
         "import sys, time; from pathlib import Path; from realsys.observe import spans\n"
@@ -83,7 +80,7 @@ def test_killed_process_keeps_flushed_spans(tmp_path: Path) -> None:
     assert timeline.unread == 1
 
 
-def test_folder_stays_below_its_limit(tmp_path: Path) -> None:
+def test_folder_stays_below_its_limit(tmp_path):
     """Also over several incarnations, whose segments share the limit; the newest spans stay."""
     limit = 40_000
     for incarnation in range(3):
@@ -98,7 +95,7 @@ def test_folder_stays_below_its_limit(tmp_path: Path) -> None:
     assert "step/2-1999" in newest
 
 
-def test_short_lives_push_out_no_long_segment(tmp_path: Path) -> None:
+def test_short_lives_push_out_no_long_segment(tmp_path):
     """A process that dies at once, again and again, keeps the spans of its first life."""
     folder = tmp_path / "spans" / "worker-0"
     for incarnation in range(20):
@@ -108,7 +105,7 @@ def test_short_lives_push_out_no_long_segment(tmp_path: Path) -> None:
     assert [read.unit for read in read_timeline(tmp_path / "spans").spans] == [f"step/{n}" for n in range(20)]
 
 
-def test_full_queue_counts_what_it_drops(tmp_path: Path) -> None:
+def test_full_queue_counts_what_it_drops(tmp_path):
     recorder = Recorder(tmp_path / "spans" / "worker-0", "worker/0", "1", 1 << 24)
     for number in range(MOST_QUEUED + 7):
         recorder.record(("call", number, 1, "", None))
@@ -117,7 +114,7 @@ def test_full_queue_counts_what_it_drops(tmp_path: Path) -> None:
     assert (len(timeline.named("call")), timeline.lost) == (MOST_QUEUED, 7)
 
 
-def test_disk_error_ends_recording_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disk_error_ends_recording_only(tmp_path, caplog):
     (tmp_path / "worker-0").write_text("a file is in the place of the folder")
     recorder = Recorder(tmp_path / "worker-0", "worker/0", "1", 1 << 20)
     for _ in range(3):
@@ -128,7 +125,7 @@ def test_disk_error_ends_recording_only(tmp_path: Path, caplog: pytest.LogCaptur
     assert not recorder._queue  # it would keep them for the whole run
 
 
-def test_fact_that_is_no_json_ends_recording_only(tmp_path: Path) -> None:
+def test_fact_that_is_no_json_ends_recording_only(tmp_path):
     recorder = Recorder(tmp_path / "worker-0", "worker/0", "1", 1 << 20)
     recorder.record(("call", 0, 1, "", {"bad": object()}))
     recorder.flush()
@@ -136,7 +133,7 @@ def test_fact_that_is_no_json_ends_recording_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_forked_child_records_nothing(recording: Path) -> None:
+def test_forked_child_records_nothing(recording):
     child = os.fork()
     if child == 0:
         with span("reward", "of the child"):
@@ -149,7 +146,7 @@ def test_forked_child_records_nothing(recording: Path) -> None:
     assert [read.unit for read in read_timeline(recording).spans] == ["of the parent"]
 
 
-def test_recorded_names_are_described() -> None:
+def test_recorded_names_are_described():
     """Every name in the source is in SPANS, and none in SPANS is unused."""
     call = r"\bspan\(|spans\.add\(|spans\.mark\(|(?:spans|phases)\.enter\(|Phases\(f\"[^\"]*\", |spans\.name = "
     pattern = re.compile(rf"(?:{call})\s*\"([a-z]+)\"")
@@ -165,7 +162,7 @@ def test_recorded_names_are_described() -> None:
 # ---- Events of a trial: written, read, and placed on an axis of steps
 
 
-def test_events_are_read_in_their_order(tmp_path: Path) -> None:
+def test_events_are_read_in_their_order(tmp_path):
     path = tmp_path / "events.jsonl"
     assert read_events(path) == []
     log = EventLog(path)
@@ -177,7 +174,7 @@ def test_events_are_read_in_their_order(tmp_path: Path) -> None:
     ]
 
 
-def test_records_of_another_form_are_left_out(tmp_path: Path) -> None:
+def test_records_of_another_form_are_left_out(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"kind":"new_kind","time":1.0,"text":""}\n{"kind":"note"}\n{"kind":"no')
     EventLog(path).add("stop", "done: it ended on the torn line")
@@ -185,11 +182,11 @@ def test_records_of_another_form_are_left_out(tmp_path: Path) -> None:
     assert [event.text for event in read_events(path)] == ["done"]
 
 
-def test_full_disk_loses_events_only(tmp_path: Path) -> None:
+def test_full_disk_loses_events_only(tmp_path):
     EventLog(tmp_path / "no_folder" / "events.jsonl").add("note", "lost")
 
 
-def test_restart_lies_between_two_steps() -> None:
+def test_restart_lies_between_two_steps():
     records = [{"kind": "train", "step": step, "time": 10.0 * step} for step in (1, 2, 3)]
     events = [
         Event(1.0, "start", ""),

@@ -2,8 +2,6 @@
 and curves that are made from it.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -156,7 +154,7 @@ def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(events, max_size=60))
-def test_summary_says_what_a_straightforward_computation_says(happened: list[dict[str, Any]]) -> None:
+def test_summary_says_what_a_straightforward_computation_says(happened):
     records = log_of(happened)
     with tempfile.TemporaryDirectory() as folder:
         paths = TrialPaths(Path(folder))
@@ -171,13 +169,13 @@ def trained(step: int) -> dict[str, Any]:
     return {"kind": "train", "step": step, "reward_mean": float(step), "accuracy": None, "staleness": staleness}
 
 
-def test_curves_have_a_point_for_every_step() -> None:
+def test_curves_have_a_point_for_every_step():
     points = list(curve_points([trained(step) for step in range(1, CURVE_POINTS + 1)], CURVE_POINTS))
     assert [point["step"] for point in points] == list(range(1, CURVE_POINTS + 1))
     assert points[6] == {"step": 7, "reward_mean": 7.0, "stale_mean": 2.0, "stale_min": 1, "stale_max": 8}
 
 
-def test_length_biased_steps_are_marked_and_not_averaged() -> None:
+def test_length_biased_steps_are_marked_and_not_averaged():
     points = list(curve_points([trained(1) | {"length_biased": True}, trained(2)], 2))
     assert [point.get("length_biased") for point in points] == [1.0, None]
     many = [trained(step) | ({"length_biased": True} if step % 2 else {}) for step in range(1, 2 * CURVE_POINTS + 1)]
@@ -185,7 +183,7 @@ def test_length_biased_steps_are_marked_and_not_averaged() -> None:
     assert first["reward_mean"] == 2.0 and "length_biased" not in first
 
 
-def test_biased_steps_are_points_beside_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_biased_steps_are_points_beside_the_line(tmp_path, monkeypatch):
     """Steps 1, 4 and 7 are biased, as after two starts; step 8 has no neighbour, so it is a point."""
     paths = TrialPaths(tmp_path)
     append(paths, [trained(step) | {"length_biased": step in (1, 4, 7)} for step in range(1, 9)])
@@ -206,7 +204,7 @@ def test_biased_steps_are_points_beside_the_line(tmp_path: Path, monkeypatch: py
     ]
 
 
-def test_run_without_signal_is_warned_of_once(tmp_path: Path) -> None:
+def test_run_without_signal_is_warned_of_once(tmp_path):
     """While it runs, and in its summary."""
     config = Config.model_validate({"train": {"ppo": {"advantage": {"mean": "group"}}}})
     paths, screen = TrialPaths(tmp_path), Mock()
@@ -223,7 +221,7 @@ def test_run_without_signal_is_warned_of_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [CURVE_POINTS + 1, 10 * CURVE_POINTS - 1])
-def test_curves_of_long_run_are_means(count: int) -> None:
+def test_curves_of_long_run_are_means(count):
     """And records that are no step, or have no number, make no point."""
     records = [{"kind": "phase"}, {"kind": "train"}, *(trained(step) for step in range(1, count + 1))]
     points = list(curve_points(iter(records), count))
@@ -370,5 +368,5 @@ def test_pooled_share_counts_completions():
         (3, NO_CHECKPOINT, "3 trained steps are lost: there is no checkpoint"),
     ],
 )
-def test_saved_line_counts_lost_steps(trained: int, saved: int, line: str) -> None:
+def test_saved_line_counts_lost_steps(trained, saved, line):
     assert saved_line(trained, saved) == line

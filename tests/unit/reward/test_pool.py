@@ -399,11 +399,7 @@ def test_process_without_system_resources_is_replaced(answer, problem):
 
 @pytest.mark.parametrize(
     ("answer", "problem"),
-    [
-        ("ignore SIGTERM", "no result within"),
-        ("signal its group", "killed by SIGTERM"),
-        ("exit", "exited with code 0"),
-    ],
+    [("ignore SIGTERM", "no result within"), ("signal its group", "killed by SIGTERM"), ("exit", "exited with code 0")],
 )
 def test_verifier_that_ends_its_process_harms_no_other(answer, problem):
     async def body(pool):

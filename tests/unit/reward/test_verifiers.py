@@ -1,7 +1,5 @@
 """Built-in verifiers, what counts as a verdict, and the door ``data.verifier``."""
 
-from __future__ import annotations
-
 import math as numbers
 import threading
 from fractions import Fraction
@@ -216,7 +214,7 @@ class Completion(NamedTuple):
     ("first", "second", "agree"),
     [(r"\frac{1}{2}", "0.5", True), ("50\\%", "1/2", True), ("7", "8", False), ("7", "it depends", False)],
 )
-def test_mathematical_answers_agree_by_value(first: str, second: str, agree: bool):
+def test_mathematical_answers_agree_by_value(first, second, agree):
     with AnswerComparer(Config(), "math") as comparer:
         same = comparer.same_of([Completion(first), Completion(second)])
         assert same is not None and same(first, second) is agree
@@ -251,10 +249,7 @@ def item(**tests):
         ({"source": "assert f( == 1"}, "is no Python"),
         ({"source": "import x\n\ndef check(f):\n    assert f() == 1"}, "line 1: nothing calls the program"),
         ({"source": "def test_a(f):\n    assert f() == 1"}, "line 1: test_a is async or takes arguments"),
-        (
-            {"source": "class TestF:\n    def test(self): assert f() == 1"},
-            "must derive from unittest.TestCase",
-        ),
+        ({"source": "class TestF:\n    def test(self): assert f() == 1"}, "must derive from unittest.TestCase"),
         ({"source": "x = f()\nassert np.all(x)"}, "line 2: 'np' is not defined"),
         ({"source": "assert f() == 1", "stub": "def f( ="}, "is no Python"),
         ({"language": "c", "source": "x"}, "must be stdio"),

@@ -1,13 +1,10 @@
 """DataManager and demonstrations: no process group."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -51,7 +48,7 @@ def make_group(ticket_id: str, sizes: list[int], attempt: int = 0) -> Group:
     return Group(Ticket(ticket_id, attempt, 0, version=2), episodes, "rollout_worker/0")
 
 
-def test_a_group_is_stored_and_described() -> None:
+def test_a_group_is_stored_and_described():
     data = DataManager(worker=3)
     arrived = data.add_group(make_group("t7", [2, 5]))
     assert arrived is not None
@@ -62,7 +59,7 @@ def test_a_group_is_stored_and_described() -> None:
     np.testing.assert_array_equal(data.get("t7.0/1.0", "tokens"), np.arange(8))
 
 
-def test_versions_of_keys_are_stored_if_read() -> None:
+def test_versions_of_keys_are_stored_if_read():
     """A row without them attended to keys of its own versions."""
     group = make_group("t1", [3, 2])
     group.episodes[0].rows[0].kv_versions = np.array([3, 3, 6], np.int32)
@@ -78,7 +75,7 @@ def test_versions_of_keys_are_stored_if_read() -> None:
     assert not other.has("t1.0/0.0", "kv_versions")
 
 
-def test_temperatures_are_stored_if_read() -> None:
+def test_temperatures_are_stored_if_read():
     """0 in a row stands for the temperature of the trial, as does a row without any."""
     group = make_group("t1", [3, 2])
     group.episodes[0].rows[0].temperatures = ((0.5, 1), (0.0, 2))
@@ -109,7 +106,7 @@ ROW = make_row(np.arange(5, dtype=np.int32), np.full(3, -1, np.float32), np.full
         ("episode_limit", 9, episodes_of(ROW), episodes_of(ROW, ROW), "an episode of 10 tokens"),
     ],
 )
-def test_group_beyond_a_bound_is_refused(bound: str, value: int, good: Group, bad: Group, problem: str) -> None:
+def test_group_beyond_a_bound_is_refused(bound, value, good, bad, problem):
     data = DataManager(3)
     setattr(data, bound, value)
     good.ticket = Ticket("t1", 0, 0)
@@ -119,7 +116,7 @@ def test_group_beyond_a_bound_is_refused(bound: str, value: int, good: Group, ba
     assert len(data) == 1
 
 
-def test_group_of_other_trainer_incarnation_is_not_stored() -> None:
+def test_group_of_other_trainer_incarnation_is_not_stored():
     """Its ticket is issued again."""
     data = DataManager(0)
     data.trainer_incarnation = "0002"
@@ -132,14 +129,14 @@ def test_group_of_other_trainer_incarnation_is_not_stored() -> None:
     assert data.add_group(early) is None and len(data.get("t1.1/0.0", "tokens")) == 8
 
 
-def test_a_group_that_arrives_twice_is_told_once() -> None:
+def test_a_group_that_arrives_twice_is_told_once():
     data = DataManager(0)
     assert data.add_group(make_group("t1", [2, 2])) is not None
     assert data.add_group(make_group("t1", [5, 5])) is None
     assert len(data.get("t1.0/0.0", "tokens")) == 5
 
 
-def test_later_of_two_stored_attempts_is_trained() -> None:
+def test_later_of_two_stored_attempts_is_trained():
     """The first one is in a batch, or its notice is on the way, or it is forgotten: the worker cannot know."""
     data, buffer = DataManager(0), SequenceBuffer()
     first, second = data.add_group(make_group("t1", [2, 2])), data.add_group(make_group("t1", [5, 5], attempt=1))
@@ -153,7 +150,7 @@ def test_later_of_two_stored_attempts_is_trained() -> None:
     assert len(data) == 2, "of the first nothing is left"
 
 
-def test_attempt_during_training_leaves_batch_unchanged() -> None:
+def test_attempt_during_training_leaves_batch_unchanged():
     data, buffer = DataManager(0), SequenceBuffer()
     first = data.add_group(make_group("t1", [2, 2]))
     assert first is not None
@@ -167,7 +164,7 @@ def test_attempt_during_training_leaves_batch_unchanged() -> None:
     assert not data.has("t1.1/0.0", "tokens")
 
 
-def test_clear_frees_the_arrays_and_leaves_the_rest() -> None:
+def test_clear_frees_the_arrays_and_leaves_the_rest():
     data = DataManager(0)
     data.add_group(make_group("t1", [2, 2]))
     data.put("t1.0/0.0", {"prox_logprobs": np.zeros(2)})
@@ -182,7 +179,7 @@ def test_clear_frees_the_arrays_and_leaves_the_rest() -> None:
         data.get("t1.0/0.0", "tokens")
 
 
-def test_clear_with_keys_frees_those_arrays_only() -> None:
+def test_clear_with_keys_frees_those_arrays_only():
     data = DataManager(0)
     data.add_group(make_group("t1", [2, 2]))
     data.put("t1.0/0.0", {"prox_logprobs": np.zeros(2)})
@@ -198,7 +195,7 @@ def test_clear_with_keys_frees_those_arrays_only() -> None:
     assert (len(data), data.nbytes) == (0, 0)
 
 
-def test_array_size_follows_from_span_of_key() -> None:
+def test_array_size_follows_from_span_of_key():
     sizes = {key: array_size(make_ref("s", length=9, prompt=4), key) for key in ARRAY_KEYS}
     whole, loss, with_end = 9, 5, 6
     assert sizes == {
@@ -217,7 +214,7 @@ def test_array_size_follows_from_span_of_key() -> None:
     }
 
 
-def test_samples_come_and_go_while_others_are_read() -> None:
+def test_samples_come_and_go_while_others_are_read():
     """The I/O thread stores groups while the request loop reads, adds to and clears samples."""
     data, groups, start = DataManager(0), 200, threading.Barrier(3)
 
@@ -243,7 +240,7 @@ def test_samples_come_and_go_while_others_are_read() -> None:
     assert len(data) == 1
 
 
-def test_stored_arrays_release_the_received_frame() -> None:
+def test_stored_arrays_release_the_received_frame():
     frame = np.zeros(1000, np.int32)
     alive = weakref.ref(frame)
     group = make_group("t1", [2])
@@ -255,7 +252,7 @@ def test_stored_arrays_release_the_received_frame() -> None:
     assert alive() is None
 
 
-def test_a_missing_key_is_named() -> None:
+def test_a_missing_key_is_named():
     data = DataManager(1)
     data.put("s", {"tokens": np.zeros(3)})
     with pytest.raises(KeyError, match="model_worker/1 has no prox_logprobs of sample s: it has tokens"):
@@ -264,7 +261,7 @@ def test_a_missing_key_is_named() -> None:
         data.put("s", {"nonsense": np.zeros(3)})
 
 
-def test_rows_of_episode_are_separate_samples() -> None:
+def test_rows_of_episode_are_separate_samples():
     data = DataManager(0)
     data.token_rewards = True
     rows = [
@@ -285,7 +282,7 @@ def test_rows_of_episode_are_separate_samples() -> None:
     assert data.get("t1.0/0.1", "token_rewards").tolist() == [0.0, 0.0]
 
 
-def test_demonstrations_are_loaded_as_samples_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demonstrations_are_loaded_as_samples_of_their_own(tmp_path, monkeypatch):
     class Fixed:
         def sequence(self, index: int) -> tuple[list[int], list[int]]:
             return [1, 2], [index, 9]
@@ -300,13 +297,13 @@ def test_demonstrations_are_loaded_as_samples_of_their_own(tmp_path: Path, monke
     assert data.get(twice[1].sample_id, "loss_mask").tolist() == [False, False, True, True]
 
 
-def test_warm_up_without_demonstrations_is_config_error(tmp_path: Path) -> None:
+def test_warm_up_without_demonstrations_is_config_error(tmp_path):
     config = Config.model_validate({"data": {"kind": "jsonl", "train": "t.jsonl"}})
     with pytest.raises(ConfigError, match=r"data\.demos"):
         DemoSource(config, TrialPaths(tmp_path), DataManager(0)).load([0])
 
 
-def test_custom_dataflow_key_is_stored_and_fixed() -> None:
+def test_custom_dataflow_key_is_stored_and_fixed():
     try:
         for _ in range(2):  # twice is fine: every process imports the module that declares it
             register_key("entropies", "float32", "loss")
@@ -322,7 +319,7 @@ def test_custom_dataflow_key_is_stored_and_fixed() -> None:
         ARRAY_KEYS.pop("entropies", None)
 
 
-def test_only_held_arrays_outlive_clearing() -> None:
+def test_only_held_arrays_outlive_clearing():
     data = DataManager(0)
     data.add_group(make_group("t1", [2, 2]))
     data.add_group(make_group("t2", [2]))
@@ -341,7 +338,7 @@ def test_only_held_arrays_outlive_clearing() -> None:
     assert data.nbytes == 0
 
 
-def test_a_new_hold_forgets_the_one_before() -> None:
+def test_a_new_hold_forgets_the_one_before():
     data = DataManager(0)
     data.add_group(make_group("t1", [2]))
     data.hold({"tokens": ["t1.0/0.0"]})
@@ -352,7 +349,7 @@ def test_a_new_hold_forgets_the_one_before() -> None:
 # ---- Tokens that are too old leave the loss of their row, and nothing else changes
 
 
-def test_masked_tokens_leave_loss_and_stay_in_context() -> None:
+def test_masked_tokens_leave_loss_and_stay_in_context():
     data = DataManager(0)
     versions, logprobs = np.array([1, 1, 2, 3], np.int32), np.arange(4, dtype=np.float32)
     mask = np.array([False, True, True, False, True, True])
@@ -365,7 +362,7 @@ def test_masked_tokens_leave_loss_and_stay_in_context() -> None:
     assert data.get("a", "token_rewards").tolist() == [2, 4], "the reward before all that is left is lost"
 
 
-def test_reward_of_masked_token_moves_to_the_one_before() -> None:
+def test_reward_of_masked_token_moves_to_the_one_before():
     """A later turn may be sampled by an older server."""
     arrays = {
         "loss_mask": np.ones(3, bool),
@@ -380,7 +377,7 @@ def test_reward_of_masked_token_moves_to_the_one_before() -> None:
     context=st.lists(st.booleans(), max_size=12),
     oldest=st.integers(0, 6),
 )
-def test_no_older_token_is_left_in_loss(versions: list[int], context: list[bool], oldest: int) -> None:
+def test_no_older_token_is_left_in_loss(versions, context, oldest):
     """Master and worker make the same choice: from the counts of a row, and from its arrays."""
     mask = np.array([False, *context[: len(versions)], *([True] * len(versions))])
     mask[np.flatnonzero(mask)[len(versions) :]] = False
@@ -424,7 +421,7 @@ def arrived(data: DataManager) -> list[SampleMeta]:
     return notice.samples
 
 
-def test_too_old_group_is_kept_with_versions(tmp_path: Path) -> None:
+def test_too_old_group_is_kept_with_versions(tmp_path):
     data, writer = DataManager(0), DroppedWriter(tmp_path, "model_worker/0", 4)
     samples = arrived(data)
     TooOldGroups(data, writer).keep(KeepDroppedRequest("masked", 9, samples))
@@ -441,7 +438,7 @@ def test_too_old_group_is_kept_with_versions(tmp_path: Path) -> None:
     assert [kept.arrays()["versions"].tolist() for kept in first.rows] == [[3, 4], [5]]
 
 
-def test_group_that_is_not_here_is_left_out(tmp_path: Path) -> None:
+def test_group_that_is_not_here_is_left_out(tmp_path):
     samples = arrived(DataManager(0))
     writer = DroppedWriter(tmp_path, "model_worker/0", 4)
     assert TooOldGroups(DataManager(0), writer).keep(KeepDroppedRequest("masked", 9, samples)) == Empty()
@@ -449,7 +446,7 @@ def test_group_that_is_not_here_is_left_out(tmp_path: Path) -> None:
     assert group_files(tmp_path) == []
 
 
-def test_service_keeps_a_group_and_clears_it(tmp_path: Path) -> None:
+def test_service_keeps_a_group_and_clears_it(tmp_path):
     paths, data, nothing = TrialPaths(tmp_path), DataManager(2), cast(Any, None)
     endpoint = PlayedMaster([], threading.Event())
     service = ModelWorkerService(changed(), paths, WorkerParts(2, {}, endpoint, data, nothing, nothing))
@@ -486,13 +483,13 @@ def start(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_open_gate_lets_everything_pass() -> None:
+def test_open_gate_lets_everything_pass():
     gate = gate_after(5, updating=True)
     gate.check()
     assert gate.pause(PauseStepRequest()) == GateState(3, {"actor_train": 6}, updating=True)
 
 
-def test_paused_gate_waits_for_the_decision() -> None:
+def test_paused_gate_waits_for_the_decision():
     gate, passed = gate_after(2), Counter[bool]()
     promised = gate.pause(PauseStepRequest()).passed["actor_train"]
     waiting = start(lambda: passed.update([gate.passes()]))
@@ -502,7 +499,7 @@ def test_paused_gate_waits_for_the_decision() -> None:
     assert passed == {True: 1}
 
 
-def test_rank_behind_passes_up_to_the_limit() -> None:
+def test_rank_behind_passes_up_to_the_limit():
     behind, ahead = gate_after(1), gate_after(3)
     decision = decide([gate.pause(PauseStepRequest()) for gate in (behind, ahead)], 3)
     for gate in (behind, ahead):
@@ -514,30 +511,30 @@ def test_rank_behind_passes_up_to_the_limit() -> None:
             gate.check()
 
 
-def test_call_that_no_rank_has_begun_is_abandoned() -> None:
+def test_call_that_no_rank_has_begun_is_abandoned():
     gate = gate_after(4)
     gate.settle(decide([gate.pause(PauseStepRequest())], 3))
     gate.begin(3, "critic_train")
     assert not gate.passes()
 
 
-def test_step_that_updates_is_finished() -> None:
+def test_step_that_updates_is_finished():
     states = [gate_after(2).pause(PauseStepRequest()), gate_after(2, updating=True).pause(PauseStepRequest())]
     assert decide(states, 3) == SettleRequest(abandon=False)
 
 
-def test_rank_of_an_earlier_step_does_not_count() -> None:
+def test_rank_of_an_earlier_step_does_not_count():
     done = gate_after(6, updating=True).pause(PauseStepRequest())
     assert decide([done], 4) == SettleRequest(abandon=True, limits={})
 
 
-def test_next_step_begins_without_updates() -> None:
+def test_next_step_begins_without_updates():
     gate = gate_after(2, updating=True)
     gate.begin(4, "actor_train")
     assert gate.pause(PauseStepRequest()) == GateState(4, {}, updating=False)
 
 
-def test_gate_opens_without_a_decision() -> None:
+def test_gate_opens_without_a_decision():
     gate = StepGate(decision_s=0.0)
     gate.pause(PauseStepRequest())
     assert gate.passes()

@@ -1,7 +1,5 @@
 """Packing of sequences into micro-batches, and attention buckets: no process group."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -36,7 +34,7 @@ def filled() -> tuple[DataManager, list[SequenceRef]]:
     return data, [make_ref("a", 3, 2), make_ref("b", 5, 2)]
 
 
-def test_rows_point_one_before_the_answer_tokens() -> None:
+def test_rows_point_one_before_the_answer_tokens():
     data, refs = filled()
     batch = make_packer(data, 4).pack(refs, ["behav_logprobs"])
     assert batch.tokens is not None and batch.targets is not None
@@ -48,7 +46,7 @@ def test_rows_point_one_before_the_answer_tokens() -> None:
     assert batch.arrays["behav_logprobs"].tolist() == pytest.approx([-0.2, -0.3, -0.4, -0.1])
 
 
-def test_multi_turn_rows_point_before_loss_tokens() -> None:
+def test_multi_turn_rows_point_before_loss_tokens():
     """Two turns in one row: feedback between them is context, and no row predicts it."""
     data = DataManager(0)
     mask = np.array([False, True, True, False, False, True, False])
@@ -67,7 +65,7 @@ def test_multi_turn_rows_point_before_loss_tokens() -> None:
     assert {name: part.tolist() for name, part in parts.items()} == {"turns": [0, 1, 2, 3], "one": [4, 5, 6]}
 
 
-def test_rows_that_begin_alike_are_packed_once() -> None:
+def test_rows_that_begin_alike_are_packed_once():
     """Two are equal, and nothing is left of one of them."""
     data, refs = DataManager(0), []
     rows = [[4, 5, 6, 7], [4, 5, 6, 7], [4, 5, 6, 8, 9]]
@@ -85,7 +83,7 @@ def test_rows_that_begin_alike_are_packed_once() -> None:
     assert equal.rows.tolist() == [2, 2] and equal.parents == [()] and loss_and_end_rows(equal).tolist() == [2, 3, 2, 3]
 
 
-def test_mask_must_match_the_plan() -> None:
+def test_mask_must_match_the_plan():
     data = DataManager(0)
     data.put("s", {"tokens": np.arange(4), "loss_mask": make_mask(4, 2)})
     with pytest.raises(AssertionError, match=r"loss tokens per sequence: \[2\] here, \[3\] in the plan"):
@@ -95,7 +93,7 @@ def test_mask_must_match_the_plan() -> None:
         make_packer(data).pack([make_ref("s", 4, 0)])
 
 
-def test_padding_is_own_segment_without_rows() -> None:
+def test_padding_is_own_segment_without_rows():
     data, refs = filled()
     batch = make_packer(data, 6).pack(refs)
     assert batch.lengths == [5, 3, 4]
@@ -103,7 +101,7 @@ def test_padding_is_own_segment_without_rows() -> None:
     assert int(batch.rows.max()) < 8
 
 
-def test_an_empty_micro_batch_is_one_masked_segment() -> None:
+def test_an_empty_micro_batch_is_one_masked_segment():
     batch = make_packer(DataManager(0), 2).pack([], ["behav_logprobs"])
     assert batch.lengths == [2]
     assert batch.tokens is not None and len(batch.tokens) == 2
@@ -112,26 +110,26 @@ def test_an_empty_micro_batch_is_one_masked_segment() -> None:
     assert len(batch.arrays["behav_logprobs"]) == 0
 
 
-def test_a_stage_between_needs_no_arrays() -> None:
+def test_a_stage_between_needs_no_arrays():
     batch = make_packer(DataManager(0), first=False, last=False).pack([make_ref("elsewhere", 5, 2)], ["behav_logprobs"])
     assert batch.tokens is None and batch.targets is None and not batch.arrays
     assert sum(batch.lengths) == 5
 
 
-def test_answers_go_back_to_their_samples() -> None:
+def test_answers_go_back_to_their_samples():
     data, refs = filled()
     batch = make_packer(data).pack(refs)
     parts = split_rows(batch, torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert {name: part.tolist() for name, part in parts.items()} == {"b": [1.0, 2.0, 3.0], "a": [4.0]}
 
 
-def test_values_per_sequence_are_spread_over_answer_tokens() -> None:
+def test_values_per_sequence_are_spread_over_answer_tokens():
     data, refs = filled()
     packer = make_packer(data)
     assert packer.per_loss_token(packer.pack(refs), [0.5, -2.0]).tolist() == [0.5, 0.5, 0.5, -2.0]
 
 
-def test_buckets_cover_tokens_once_and_pad_behind() -> None:
+def test_buckets_cover_tokens_once_and_pad_behind():
     lengths = [400, 90, 88, 60, 60, 60, 9, 7, 1, 1, 4]  # the dummy at the end may be longer than its neighbour
     buckets = make_buckets(lengths, torch.device("cpu"), torch.float32)
     assert [b.start for b in buckets] == [0, *(b.stop for b in buckets[:-1])]
@@ -150,7 +148,7 @@ def test_buckets_cover_tokens_once_and_pad_behind() -> None:
         assert bool((real[:, 1:] <= real[:, :-1]).all())  # a segment, then its padding
 
 
-def test_positions_restart_with_every_segment() -> None:
+def test_positions_restart_with_every_segment():
     frequencies = torch.tensor([1.0, 0.1])
     packed = pack_segments([3, 2, 3], frequencies, torch.float32, kernel=False)
     assert packed.cos is not None and packed.sin is not None
@@ -159,7 +157,7 @@ def test_positions_restart_with_every_segment() -> None:
     torch.testing.assert_close(packed.cos[:, 0], (positions[:, None] * frequencies).cos())
 
 
-def test_copies_to_a_gpu_are_pinned_and_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_to_a_gpu_are_pinned_and_not_awaited(monkeypatch):
     calls: list[object] = []
 
     def copy(tensor: torch.Tensor, device: torch.device, **how: object) -> torch.Tensor:
@@ -207,7 +205,7 @@ def naive(*, with_entropy: bool, mixed: bool = False) -> tuple[torch.Tensor, ...
 
 @pytest.mark.processes
 @pytest.mark.parametrize("tensor_ranks", [1, 2])
-def test_values_and_gradients_are_those_of_the_formulas(tensor_ranks: int) -> None:
+def test_values_and_gradients_are_those_of_the_formulas(tensor_ranks):
     cases = list(itertools.product((0, 4), (False, True), (False, True)))  # rows at a time, entropy bonus, temperatures
 
     def body(rank: int, device: Device) -> list[tuple[torch.Tensor, ...]]:
@@ -236,7 +234,7 @@ def test_values_and_gradients_are_those_of_the_formulas(tensor_ranks: int) -> No
         torch.testing.assert_close(torch.cat([rank[case][3] for rank in ranks]), weight_grad, atol=1e-5, rtol=1e-5)
 
 
-def test_no_rows_give_no_gradient() -> None:
+def test_no_rows_give_no_gradient():
     hidden = torch.randn(0, HIDDEN, requires_grad=True)
     weight = torch.randn(VOCAB, HIDDEN, requires_grad=True)
     for chunk in (0, 4):
@@ -249,7 +247,7 @@ def test_no_rows_give_no_gradient() -> None:
         assert weight.grad is not None and not weight.grad.any()
 
 
-def test_certain_token_has_zero_entropy_finite_gradient() -> None:
+def test_certain_token_has_zero_entropy_finite_gradient():
     hidden = torch.tensor([[1.0]], requires_grad=True)
     weight = torch.tensor([[500.0], [0.0]])  # a probability of exp(-500), which fp32 does not have
     logprobs, entropy = projected_logprobs(hidden, weight, torch.tensor([0]), Scoring(entropy_gradient=True))
@@ -259,7 +257,7 @@ def test_certain_token_has_zero_entropy_finite_gradient() -> None:
     assert hidden.grad is not None and hidden.grad.item() == 0.0
 
 
-def test_bfloat16_logits_give_fp32_log_probs() -> None:
+def test_bfloat16_logits_give_fp32_log_probs():
     hidden, weight, targets, upstream, _ = inputs()
     low, low_weight = (tensor.bfloat16().requires_grad_() for tensor in (hidden, weight))
     logprobs, entropy = projected_logprobs(low, low_weight, targets, Scoring(TEMPERATURE, 4))
@@ -273,7 +271,7 @@ def test_bfloat16_logits_give_fp32_log_probs() -> None:
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
-def test_fp32_head_does_not_round_the_logits(chunk: int) -> None:
+def test_fp32_head_does_not_round_the_logits(chunk):
     hidden, weight, targets, upstream, _ = inputs()
     low, low_weight = (tensor.bfloat16().requires_grad_() for tensor in (hidden, weight))
     every = (low.detach().float() @ low_weight.detach().float().t() / TEMPERATURE).log_softmax(-1)
@@ -301,7 +299,7 @@ class Operations(TorchDispatchMode):
         return out
 
 
-def test_inference_makes_no_softmax_and_no_entropy() -> None:
+def test_inference_makes_no_softmax_and_no_entropy():
     hidden, weight, targets, *_ = inputs()
     weight.requires_grad_()  # a trained head, which has a gradient in no call of inference
     with Operations() as seen, torch.no_grad():
@@ -311,7 +309,7 @@ def test_inference_makes_no_softmax_and_no_entropy() -> None:
     torch.testing.assert_close(logprobs, projected_logprobs(hidden, weight, targets, Scoring())[0].detach())
 
 
-def test_only_one_logits_chunk_exists_at_once() -> None:
+def test_only_one_logits_chunk_exists_at_once():
     """Seen by the largest result of any operation, forward and backward."""
 
     class Largest(TorchDispatchMode):

@@ -1,7 +1,5 @@
 """Records of steps on disk: they are read back bit by bit, and damage is named."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import queue
@@ -90,7 +88,7 @@ def write(root: Path, step: int = 3, held: Arrays | None = None) -> Path:
     return directory
 
 
-def test_what_is_written_comes_back_bit_by_bit(tmp_path: Path) -> None:
+def test_what_is_written_comes_back_bit_by_bit(tmp_path):
     directory = write(tmp_path)
     found = files.read_record(directory)
     assert msgspec.structs.replace(found, files={}) == record()
@@ -103,13 +101,13 @@ def test_what_is_written_comes_back_bit_by_bit(tmp_path: Path) -> None:
         np.testing.assert_array_equal(back[item], array)
 
 
-def test_worker_without_arrays_has_a_file(tmp_path: Path) -> None:
+def test_worker_without_arrays_has_a_file(tmp_path):
     """The file has the origins of its groups."""
     directory = write(tmp_path, held={})
     assert files.read_arrays(directory, files.read_record(directory)) == ({}, [ORIGIN])
 
 
-def test_any_flipped_bit_of_a_file_is_noticed(tmp_path: Path) -> None:
+def test_any_flipped_bit_of_a_file_is_noticed(tmp_path):
     directory = write(tmp_path)
     path, found = directory / files.worker_file(0), files.read_record(directory)
     whole = path.read_bytes()
@@ -120,7 +118,7 @@ def test_any_flipped_bit_of_a_file_is_noticed(tmp_path: Path) -> None:
         assert caught.value.exit_code == 2
 
 
-def test_damaged_array_is_named_with_its_sample(tmp_path: Path) -> None:
+def test_damaged_array_is_named_with_its_sample(tmp_path):
     directory = write(tmp_path)
     path = directory / files.worker_file(0)
     whole, wanted = path.read_bytes(), np.array([-0.5, -0.25, -1.0], np.float32).tobytes()
@@ -134,7 +132,7 @@ def test_damaged_array_is_named_with_its_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [files.BATCH, files.worker_file(0)])
-def test_a_torn_or_missing_file_is_named(tmp_path: Path, name: str) -> None:
+def test_a_torn_or_missing_file_is_named(tmp_path, name):
     directory = write(tmp_path)
     path = directory / name
     whole = path.read_bytes()
@@ -154,7 +152,7 @@ def test_a_torn_or_missing_file_is_named(tmp_path: Path, name: str) -> None:
         read()
 
 
-def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
+def test_a_record_of_another_format_is_refused(tmp_path):
     directory = write(tmp_path)
     other = dataclasses.replace(files.RECORD, number=4)
     (directory / files.BATCH).write_bytes(other.encode(record()))
@@ -162,7 +160,7 @@ def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
         files.read_record(directory)
 
 
-def test_missing_step_is_refused_with_the_recorded_ones(tmp_path: Path) -> None:
+def test_missing_step_is_refused_with_the_recorded_ones(tmp_path):
     for step in (3, 4, 5, 8):
         write(tmp_path, step)
     (tmp_path / "step-00000009.tmp").mkdir()  # under way
@@ -175,7 +173,7 @@ def test_missing_step_is_refused_with_the_recorded_ones(tmp_path: Path) -> None:
         files.record_of_step(tmp_path / "nowhere", 1)
 
 
-def test_recovery_deletes_later_and_unfinished_records(tmp_path: Path) -> None:
+def test_recovery_deletes_later_and_unfinished_records(tmp_path):
     for step in (1, 2, 3):
         write(tmp_path, step)
     (tmp_path / "step-00000002.tmp").mkdir()
@@ -195,9 +193,7 @@ def test_recovery_deletes_later_and_unfinished_records(tmp_path: Path) -> None:
         (9, 6, [1, 2, 3, 4, 5, 6]),
     ],
 )
-def test_pruning_keeps_newest_and_replayable_records(
-    tmp_path: Path, keep: int, oldest_checkpoint: int | None, left: list[int]
-) -> None:
+def test_pruning_keeps_newest_and_replayable_records(tmp_path, keep, oldest_checkpoint, left):
     """A record is replayable if a kept checkpoint is before it."""
     for step in range(1, 7):
         write(tmp_path, step)
@@ -208,14 +204,14 @@ def test_pruning_keeps_newest_and_replayable_records(
 # ---- a step compared with its replay
 
 
-def test_a_step_is_equal_to_itself() -> None:
+def test_a_step_is_equal_to_itself():
     found = compare(record(), record(), arrays(), arrays())
     assert found.equal and found.sequences == 2
     assert found.compared == {"plan": 1, "call": 1, "array": 6, "statistic": 2, "parameter": 2}
     assert not any(found.unequal.values())
 
 
-def test_different_array_is_named_with_its_token() -> None:
+def test_different_array_is_named_with_its_token():
     """One bit differs."""
     changed = arrays()
     changed["00000007/0", "behav_logprobs"] = np.array([-0.5, -0.25, np.nextafter(np.float32(-1), 0)], np.float32)
@@ -225,7 +221,7 @@ def test_different_array_is_named_with_its_token() -> None:
     assert "array behav_logprobs of sample 00000007/0: recorded np.float32(-1.0) at token 2" in str(first)
 
 
-def test_small_differences_are_differences() -> None:
+def test_small_differences_are_differences():
     """Negative zero, a missing statistic, a changed parameter."""
     stats = {"actor_train": {"loss": 0.1, "zero": 0.0}}
     again = {"actor_train": {"loss": 0.1, "zero": -0.0}}
@@ -239,7 +235,7 @@ def test_small_differences_are_differences() -> None:
     assert str(found.first[0]) == "parameter actor on model_worker/0: layer.bias: recorded bb, replayed cc"
 
 
-def test_the_cause_comes_before_its_consequences() -> None:
+def test_the_cause_comes_before_its_consequences():
     found = compare(record(), record(plan="q", stats={}, weights={}), arrays(), {})
     assert [difference.what for difference in found.first] == ["plan", "array", "statistic", "parameter"]
 
@@ -251,7 +247,7 @@ def reader(directory: Path) -> RowReader:
     return RowReader(directory, files.read_record(directory))
 
 
-def test_rows_are_read_bit_by_bit(tmp_path: Path) -> None:
+def test_rows_are_read_bit_by_bit(tmp_path):
     found = reader(write(tmp_path))
     assert found.origins == {ORIGIN.ticket.ticket_id: ORIGIN}
     for (sample_id, key), array in arrays().items():
@@ -261,7 +257,7 @@ def test_rows_are_read_bit_by_bit(tmp_path: Path) -> None:
     assert found.arrays("00000007/1").keys() == {"tokens", "behav_logprobs", "values"}
 
 
-def test_flipped_bit_is_named_with_its_sample(tmp_path: Path) -> None:
+def test_flipped_bit_is_named_with_its_sample(tmp_path):
     directory = write(tmp_path)
     path = directory / files.worker_file(0)
     whole, wanted = path.read_bytes(), np.array([-0.5, -0.25, -1.0], np.float32).tobytes()
@@ -273,7 +269,7 @@ def test_flipped_bit_is_named_with_its_sample(tmp_path: Path) -> None:
         found.arrays("00000007/0")
 
 
-def test_torn_file_is_named(tmp_path: Path) -> None:
+def test_torn_file_is_named(tmp_path):
     directory = write(tmp_path)
     path = directory / files.worker_file(0)
     whole = path.read_bytes()
@@ -286,7 +282,7 @@ def test_torn_file_is_named(tmp_path: Path) -> None:
         reader(directory)
 
 
-def test_unknown_row_and_array_are_named(tmp_path: Path) -> None:
+def test_unknown_row_and_array_are_named(tmp_path):
     found = reader(write(tmp_path))
     with pytest.raises(RecordError, match="sample 'x' is not in this record"):
         found.arrays("x")

@@ -1,7 +1,5 @@
 """Moving arrays between workers, on real ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -41,7 +39,7 @@ def holding(worker: int, names: list[str]) -> DataManager:
     return data
 
 
-def test_arrays_arrive_only_where_plan_says() -> None:
+def test_arrays_arrive_only_where_plan_says():
     plan = [
         Transfer(0, [1], ["s0"], ["tokens", "behav_logprobs", "values"]),
         Transfer(0, [1], ["s1"], ["behav_logprobs", "values"]),
@@ -76,11 +74,8 @@ def test_arrays_arrive_only_where_plan_says() -> None:
             assert found[name, key].dtype == arrays(name)[key].dtype
 
 
-def test_workers_outside_a_transfer_take_no_part() -> None:
-    meshes = {
-        "actor": Mesh(ParallelLayout(data=2), (0, 1)),
-        "critic": Mesh(ParallelLayout(tensor=2), (2, 3)),
-    }
+def test_workers_outside_a_transfer_take_no_part():
+    meshes = {"actor": Mesh(ParallelLayout(data=2), (0, 1)), "critic": Mesh(ParallelLayout(tensor=2), (2, 3))}
     plan = [Transfer(0, [3], ["s2"], ["tokens", "values"]), Transfer(3, [0], ["s1"], ["behav_logprobs"])]
 
     def body(rank: int, device: Device) -> Any:
@@ -97,7 +92,7 @@ def test_workers_outside_a_transfer_take_no_part() -> None:
     ]
 
 
-def test_an_empty_answer_arrives_empty() -> None:
+def test_an_empty_answer_arrives_empty():
     empty = make_ref("s", 3, 3, 0.0, False, 0)
     request = TransferRequest([Transfer(0, [1], ["s"], ["behav_logprobs"])], [empty])
 
@@ -110,7 +105,7 @@ def test_an_empty_answer_arrives_empty() -> None:
     assert run_ranks(2, body, Config()) == [(0, 0), (0, 0)]
 
 
-def test_a_source_that_lacks_the_sample_says_so() -> None:
+def test_a_source_that_lacks_the_sample_says_so():
     def body(rank: int, device: Device) -> str:
         if rank == 1:
             return ""
@@ -121,7 +116,7 @@ def test_a_source_that_lacks_the_sample_says_so() -> None:
     assert "model_worker/0 has no tokens of sample s0" in run_ranks(2, body, Config())[0]
 
 
-def test_array_with_wrong_length_is_not_sent() -> None:
+def test_array_with_wrong_length_is_not_sent():
     data = DataManager(0)
     data.put("s1", {"values": np.zeros(2)})
 

@@ -1,7 +1,5 @@
 """A rank's copy of a version: it does not change while training continues, and is read by one thread at a time."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,7 +75,7 @@ def save(saver: WeightSaver, version: int) -> Any:
     return saver.save(SaveWeightsRequest("actor", version, {}))
 
 
-def test_later_training_does_not_change_the_copy() -> None:
+def test_later_training_does_not_change_the_copy():
     """A version is written, and written again, as it was when it was copied."""
     writer, actor = Writer(), Actor()
     saver = WeightSaver(3, writer, BOUND_S)
@@ -90,7 +88,7 @@ def test_later_training_does_not_change_the_copy() -> None:
     assert saver.digest(DigestWeightsRequest("actor", 1)).checksums == checksums
 
 
-def test_tensor_is_hashed_once_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_is_hashed_once_for_all(tmp_path, monkeypatch):
     """The manifest, a repair and the record of the step have the checksum from one pass over the tensor's bytes."""
     hashed, digest = list[int](), xxhash.xxh3_64_hexdigest
 
@@ -111,7 +109,7 @@ def test_tensor_is_hashed_once_for_all(tmp_path: Path, monkeypatch: pytest.Monke
     assert hashed == [24] * 2
 
 
-def test_memory_of_copy_is_used_again() -> None:
+def test_memory_of_copy_is_used_again():
     saver, actor = WeightSaver(0, Writer(), BOUND_S), Actor()
     copy(saver, actor, 1)
     before = saver._copies["actor"].tensors["w"].data_ptr()
@@ -119,7 +117,7 @@ def test_memory_of_copy_is_used_again() -> None:
     assert saver._copies["actor"].tensors["w"].data_ptr() == before
 
 
-def test_delta_is_from_the_version_before(tmp_path: Path) -> None:
+def test_delta_is_from_the_version_before(tmp_path):
     """The memory of the version before holds the new one when it is written."""
     publisher = DiskPublisher(PublisherParts(tmp_path / "weights", tmp_path, "1"), keep=9)
     writer = DiskWriter(ShardWriter(deltas=True, full_every=9))
@@ -138,7 +136,7 @@ def test_delta_is_from_the_version_before(tmp_path: Path) -> None:
         assert torch.equal(staged.tensors["w"], expected) and staged.counts["changed"] == min(version, 1)
 
 
-def test_overwritten_version_cannot_be_saved() -> None:
+def test_overwritten_version_cannot_be_saved():
     saver, actor = WeightSaver(0, Writer(), BOUND_S), Actor()
     with pytest.raises(WeightsError, match="has a copy of no version of role 'actor', not of version 1"):
         save(saver, 1)
@@ -148,7 +146,7 @@ def test_overwritten_version_cannot_be_saved() -> None:
         save(saver, 1)
 
 
-def test_copy_waits_for_the_write_before() -> None:
+def test_copy_waits_for_the_write_before():
     writer, actor = Writer(), Actor()
     saver = WeightSaver(0, writer, BOUND_S)
     copy(saver, actor, 1)
@@ -165,7 +163,7 @@ def test_copy_waits_for_the_write_before() -> None:
     assert [(version, values[0]) for version, values, _ in writer.wrote] == [(1, 1.0), (2, 2.0)]
 
 
-def test_hanging_write_is_named_by_the_next_copy() -> None:
+def test_hanging_write_is_named_by_the_next_copy():
     writer, actor = Writer(), Actor()
     saver = WeightSaver(3, writer, 0.01)
     copy(saver, actor, 1)
@@ -201,7 +199,7 @@ class Stream:
         self._ended.set()
 
 
-def test_failed_write_ends_the_worker(tmp_path: Path) -> None:
+def test_failed_write_ends_the_worker(tmp_path):
     """The master gets the reason first, as for every request."""
     stream: Any = Stream()
     parts = WorkerParts(0, {}, stream, DataManager(0), CPU, Writer(), StepGate())

@@ -1,18 +1,15 @@
 """The pages of a trial that has trained nothing yet, in a real browser."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
 
 import pytest
 
 from tests.support.needs import need_program
-from tests.support.view.browser import Browser, browser
+from tests.support.view.browser import browser
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Browser]:
+def page():
     need_program("chromium")
     with browser() as made:
         made.paths.steps.write_text("")
@@ -23,13 +20,13 @@ def page() -> Iterator[Browser]:
         yield made
 
 
-def test_status_page_without_steps_is_whole(page: Browser) -> None:
+def test_status_page_without_steps_is_whole(page):
     page.open(page.status_page)
     assert page.text("#bottleneck") == "No train step yet." and page.text("#state") == "killed"
     assert len(page.js("[...document.querySelectorAll('.chart text.none')].map(text => text.textContent)")) == 12
     assert page.page.problems == []
 
 
-def test_viewer_without_samples_says_so(page: Browser) -> None:
+def test_viewer_without_samples_says_so(page):
     page.open(page.samples_page())
     assert page.text("#count").startswith("This trial has no samples") and page.page.problems == []

@@ -1,12 +1,8 @@
 """The pages as a manager serves them: everybody sees the status, the samples need the trial's token."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -20,7 +16,7 @@ TOKEN = "the-token-of-the-trial"
 
 
 @pytest.fixture
-def manager(tmp_path: Path) -> Iterator[str]:
+def manager(tmp_path):
     async def live() -> dict[str, Any]:
         return live_status(2)
 
@@ -43,17 +39,17 @@ def status_of(url: str, token: str = "") -> int:
 
 
 @pytest.mark.parametrize("path", ["/", "/view/samples", "/view/run", "/view/curves", "/view/live"])
-def test_status_needs_no_token(manager: str, path: str) -> None:
+def test_status_needs_no_token(manager, path):
     assert status_of(manager + path) == 200
 
 
 @pytest.mark.parametrize("path", SECRET)
-def test_samples_need_the_token(manager: str, path: str) -> None:
+def test_samples_need_the_token(manager, path):
     assert status_of(manager + path) == status_of(manager + path, "wrong") == 401
     assert status_of(f"{manager}{path}?source=dropped&id=0000000080.0/0", TOKEN) == 200
 
 
-def test_run_that_lives_is_running(manager: str) -> None:
+def test_run_that_lives_is_running(manager):
     with urllib.request.urlopen(f"{manager}/view/run", timeout=30) as answer:
         run = json.load(answer)
     assert run["state"] == "running" and run["ledger"] is None

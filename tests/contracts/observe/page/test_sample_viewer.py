@@ -1,9 +1,5 @@
 """The sample viewer in a real browser."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from tests.support.needs import need_program
@@ -14,7 +10,7 @@ FIRST, CUT, TURNS = "0000000000.0/0.0", "0000000000.0/1.0", "0000000001.0/1.0"
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Browser]:
+def page():
     need_program("chromium")
     with browser() as made:
         yield made
@@ -33,7 +29,7 @@ def shown_ids(page: Browser) -> list[str]:
     return list(page.js("[...document.querySelectorAll('#list button')].map(button => button.dataset.id)"))
 
 
-def test_sample_shows_turns_reference_and_verdict(page: Browser) -> None:
+def test_sample_shows_turns_reference_and_verdict(page):
     page.open(page.samples_page(f"&id={TURNS}"))
     assert page.texts("#turns pre") == ["what is 3+4 ?", "#6", "wrong, try again", "#7"]
     assert [text.partition(" ·")[0] for text in page.texts("#turns h2")] == [
@@ -56,7 +52,7 @@ def test_sample_shows_turns_reference_and_verdict(page: Browser) -> None:
         ("group", "0000000001", ["0000000001.0/0.0", TURNS]),
     ],
 )
-def test_filter_chooses_samples(page: Browser, name: str, value: str, ids: list[str]) -> None:
+def test_filter_chooses_samples(page, name, value, ids):
     page.open(page.samples_page())
     assert len(shown_ids(page)) == 4
     choose(page, name, value)
@@ -64,7 +60,7 @@ def test_filter_chooses_samples(page: Browser, name: str, value: str, ids: list[
     assert f"{name}=" in page.js("location.hash")
 
 
-def test_address_brings_the_same_view_back(page: Browser) -> None:
+def test_address_brings_the_same_view_back(page):
     page.open(page.samples_page(f"&verdict=wrong&order=longest&colour=logprob&id={CUT}"))
     assert shown_ids(page) == [CUT, "0000000001.0/0.0"] and page.text("#sampleId") == CUT
     assert page.js("document.querySelector('[name=colour]:checked').value") == "logprob"
@@ -73,7 +69,7 @@ def test_address_brings_the_same_view_back(page: Browser) -> None:
 @pytest.mark.parametrize(
     ("colour", "legend"), [("version", "v37: 2 tokens"), ("logprob", "probable"), ("advantage", "to be more")]
 )
-def test_tokens_are_coloured(page: Browser, colour: str, legend: str) -> None:
+def test_tokens_are_coloured(page, colour, legend):
     page.open(page.samples_page(f"&colour={colour}&id={TURNS}"))
     colours = page.js("[...document.querySelectorAll('#turns span')].map(token => token.style.background)")
     prompt, sampled = colours[:13], [colours[13], colours[14], colours[-2], colours[-1]]
@@ -81,21 +77,21 @@ def test_tokens_are_coloured(page: Browser, colour: str, legend: str) -> None:
     assert legend in page.text("#tokenLegend")
 
 
-def test_token_tells_version_and_probability(page: Browser) -> None:
+def test_token_tells_version_and_probability(page):
     page.open(page.samples_page(f"&id={TURNS}"))
     page.js("document.querySelector('#turns .sampled span').click()")
     tip = page.text("#tip")
     assert '"#"' in tip and "v37" in tip and "log-prob -0.0100 (p 99.0 %)" in tip and "advantage -1.000" in tip
 
 
-def test_keys_walk_through_the_samples(page: Browser) -> None:
+def test_keys_walk_through_the_samples(page):
     page.open(page.samples_page(f"&id={FIRST}"))
     page.js("document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'j', bubbles: true}))")
     page.until(f"document.body.dataset.sample === {CUT!r}")
     assert page.text("#sampleId") == CUT
 
 
-def test_evaluation_and_dropped_groups_are_shown(page: Browser) -> None:
+def test_evaluation_and_dropped_groups_are_shown(page):
     page.open(page.samples_page())
     labels = page.js("[...document.querySelectorAll('#source optgroup')].map(group => group.label)")
     assert labels == ["train steps", "evaluations", "not trained"]
@@ -107,14 +103,14 @@ def test_evaluation_and_dropped_groups_are_shown(page: Browser) -> None:
     assert page.text("#facts").startswith("error") and HOSTILE in page.text("#facts")
 
 
-def test_damaged_record_is_said(page: Browser) -> None:
+def test_damaged_record_is_said(page):
     page.open(page.samples_page("&source=step:40"))
     assert page.js("load('api/list?source=step:9').catch(error => error.message)").endswith(
         "step 9 is not recorded; there is 40"
     )
 
 
-def test_sample_that_arrives_late_is_not_shown(page: Browser) -> None:
+def test_sample_that_arrives_late_is_not_shown(page):
     """The answer about the first sample comes after the one about the second, which the reader chose later."""
     page.open(page.samples_page(f"&id={TURNS}"))
     page.js(

@@ -1,14 +1,10 @@
 """The HTTP surface of `realsys view`: who may read what, and that reading never blocks the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +15,7 @@ from tests.support.view.shown_trial import sample_trial
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ViewServer]:
+def server(tmp_path):
     async def live() -> None:
         return None
 
@@ -41,24 +37,24 @@ def ask(server: ViewServer, path: str, key: str = "", method: str = "GET") -> tu
 
 
 @pytest.mark.parametrize("path", [*OPEN, *SECRET])
-def test_data_needs_the_key(server: ViewServer, path: str) -> None:
+def test_data_needs_the_key(server, path):
     assert ask(server, path)[0] == 401 and ask(server, path, "wrong")[0] == 401
     assert ask(server, f"{path}?source=dropped", server.key)[0] in (200, 400)
 
 
 @pytest.mark.parametrize("path", ["/", "/view/samples", "/view/static/base.css", "/view/static/samples.js"])
-def test_pages_have_no_data_and_need_no_key(server: ViewServer, path: str) -> None:
+def test_pages_have_no_data_and_need_no_key(server, path):
     status, body, headers = ask(server, path)
     assert status == 200 and b"demo" not in body and "default-src 'none'" in headers["content-security-policy"]
     assert b"http://" not in body.replace(b"http://www.w3.org/2000/svg", b"") and b"https://" not in body
 
 
 @pytest.mark.parametrize("name", ["../app.py", "%2e%2e%2fapp.py", "x.js", "status.html"])
-def test_no_other_file_is_served(server: ViewServer, name: str) -> None:
+def test_no_other_file_is_served(server, name):
     assert ask(server, f"/view/static/{name}", server.key)[0] == 404
 
 
-def test_nothing_can_be_changed(server: ViewServer) -> None:
+def test_nothing_can_be_changed(server):
     assert ask(server, "/view/run", server.key, "POST")[0] == 405
 
 
@@ -70,17 +66,17 @@ def test_nothing_can_be_changed(server: ViewServer) -> None:
         ("/view/api/sample?source=dropped&id=x", "no dropped or failed group has sample 'x'"),
     ],
 )
-def test_bad_request_is_one_line(server: ViewServer, path: str, problem: str) -> None:
+def test_bad_request_is_one_line(server, path, problem):
     status, body, _ = ask(server, path, server.key)
     assert status == 400 and problem in json.loads(body)["error"]
 
 
-def test_files_are_read_outside_the_loop(tmp_path: Path) -> None:
+def test_files_are_read_outside_the_loop(tmp_path):
     desk = Desk(sample_trial(tmp_path), lambda: False)
     assert asyncio.run(desk.read(threading.current_thread)) is not threading.main_thread()
 
 
-def test_readers_take_turns(tmp_path: Path) -> None:
+def test_readers_take_turns(tmp_path):
     """The second reader begins when the first has ended, also if its caller has gone."""
     desk = Desk(sample_trial(tmp_path), lambda: False)
     order: list[str] = []
@@ -105,7 +101,7 @@ def test_readers_take_turns(tmp_path: Path) -> None:
     assert order == ["first begins", "first ends", "second"]
 
 
-def test_resumed_trial_shows_its_new_configuration(server: ViewServer, tmp_path: Path) -> None:
+def test_resumed_trial_shows_its_new_configuration(server, tmp_path):
     def identity() -> dict[str, str]:
         return dict(json.loads(ask(server, "/view/run", server.key)[1])["identity"])
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -38,7 +37,7 @@ class Judge:
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
+def judge():
     os.environ[ENVIRONMENT] = SECRET
     judge = Judge()
     assert judge.judge(honest("calls"))
@@ -48,7 +47,7 @@ def judge() -> Iterator[Judge]:
 
 
 @pytest.fixture
-def outside(tmp_path) -> Iterator[Outside]:
+def outside(tmp_path):
     with opened(Outside(tmp_path)) as outside:
         yield outside
 

@@ -1,7 +1,5 @@
 """Checkpoints that could not be written, are damaged, or are of another model: refused, and the cause is named."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading
@@ -20,11 +18,11 @@ from tests.support.training.checkpoint_ranks import SINGLE, Setup, checkpoint, c
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory):
     return make_models(tmp_path_factory.mktemp("models"))
 
 
-def test_full_disk_is_named(models: dict[str, Path], tmp_path: Path) -> None:
+def test_full_disk_is_named(models, tmp_path):
     """The next checkpoint can be written."""
     full, spare = tmp_path / "step-00000001.tmp", tmp_path / "step-00000002.tmp"
     full.mkdir()
@@ -48,7 +46,7 @@ def test_full_disk_is_named(models: dict[str, Path], tmp_path: Path) -> None:
     assert complete(spare, SINGLE, 2).exists()
 
 
-def test_a_file_size_limit_is_named(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_file_size_limit_is_named(models, tmp_path):
     tmp = tmp_path / "step-00000001.tmp"
     tmp.mkdir()
 
@@ -67,7 +65,7 @@ def test_a_file_size_limit_is_named(models: dict[str, Path], tmp_path: Path) -> 
     assert message.endswith("cannot be written: File too large")
 
 
-def test_hanging_disk_is_named_in_time(models: dict[str, Path], tmp_path: Path) -> None:
+def test_hanging_disk_is_named_in_time(models, tmp_path):
     tmp = tmp_path / "step-00000001.tmp"
     tmp.mkdir()
 
@@ -91,7 +89,7 @@ def test_hanging_disk_is_named_in_time(models: dict[str, Path], tmp_path: Path) 
 
 
 @pytest.fixture(scope="module")
-def written(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(models, tmp_path_factory):
     return checkpoint(Setup(), models["untied"], tmp_path_factory.mktemp("written"))[0]
 
 
@@ -111,13 +109,13 @@ def copied(directory: Path, target: Path) -> Path:
     return target
 
 
-def test_other_model_is_refused_with_its_size(models: dict[str, Path], written: Path) -> None:
+def test_other_model_is_refused_with_its_size(models, written):
     expected = f"checkpoint {written}: actor is of another model: hidden_size 32, this role's has 64"
     assert refusal(written, models["wider"]) == expected
     assert "tied_embeddings 0, this role's has 1" in refusal(written, models["tied"])
 
 
-def test_damage_is_refused_and_the_file_named(models: dict[str, Path], written: Path, tmp_path: Path) -> None:
+def test_damage_is_refused_and_the_file_named(models, written, tmp_path):
     data = "actor-00001-of-00001.safetensors"
     for number, (name, position) in enumerate([(data, -5), (data, 20000), ("actor-00001-of-00001.json", 40)]):
         directory = copied(written, tmp_path / f"step-{number:08d}")
@@ -128,7 +126,7 @@ def test_damage_is_refused_and_the_file_named(models: dict[str, Path], written: 
         assert message.startswith(f"{directory / name} is corrupt: ") and "\n" not in message
 
 
-def test_a_truncated_file_is_refused_and_named(models: dict[str, Path], written: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused_and_named(models, written, tmp_path):
     directory = copied(written, tmp_path / "step-00000003")
     path = directory / "actor-00001-of-00001.safetensors"
     size = path.stat().st_size
@@ -142,9 +140,7 @@ def test_a_truncated_file_is_refused_and_named(models: dict[str, Path], written:
     assert refusal(directory, models["untied"]).startswith(f"{path} cannot be read: No such file")
 
 
-def test_a_checkpoint_that_was_never_completed_is_refused(
-    models: dict[str, Path], written: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_was_never_completed_is_refused(models, written, tmp_path):
     tmp = copied(written, tmp_path / "step-00000003.tmp")  # killed before the rename
     assert "was never completed" in refusal(tmp, models["untied"])
     half = copied(written, tmp_path / "step-00000003")

@@ -1,7 +1,5 @@
 """Training state through real files and real ranks: bit-equal in the same layout, close in any other."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -41,7 +39,7 @@ BOUND_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory):
     return make_models(tmp_path_factory.mktemp("models"))
 
 
@@ -65,7 +63,7 @@ BIG = ParallelLayout(data=2, tensor=2)
     ],
     ids=str,
 )
-def test_same_layout_resumes_bit_equal(setup: Setup, models: dict[str, Path], tmp_path: Path) -> None:
+def test_same_layout_resumes_bit_equal(setup, models, tmp_path):
     directory, expected = checkpoint(setup, models[setup.model], tmp_path)
     found = setup.run(partial(resumed, directory=directory), models[setup.model])
     for (left, _), (right, _) in zip(expected, found, strict=True):
@@ -96,9 +94,7 @@ LOW_PRECISION = (Setup(D2, distributed=True, dtype="bfloat16"), Setup(M2, dtype=
     ],
     ids=str,
 )
-def test_step_count_moves_between_kinds_of_adam(
-    written: Setup, read: Setup, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_step_count_moves_between_kinds_of_adam(written, read, models, tmp_path):
     directory, ranks = checkpoint(written, models["untied"], tmp_path)
     resuming = read.run(partial(resumed, directory=directory), models["untied"])
     expected = cat_exports([exported for _, exported in ranks])
@@ -108,9 +104,7 @@ def test_step_count_moves_between_kinds_of_adam(
 
 # That nothing is lost is shown for all of them below, bit for bit.
 @pytest.mark.parametrize(("written", "read"), LAYOUTS[1::2], ids=str)
-def test_a_resumed_run_is_close_in_another_layout(
-    written: Setup, read: Setup, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_close_in_another_layout(written, read, models, tmp_path):
     model = models[written.model]
     directory, ranks = checkpoint(written, model, tmp_path)
     expected = cat_exports([exported for _, exported in ranks])
@@ -121,9 +115,7 @@ def test_a_resumed_run_is_close_in_another_layout(
 
 
 @pytest.mark.parametrize(("written", "read"), [*LAYOUTS, LOW_PRECISION], ids=str)
-def test_the_way_through_another_layout_loses_no_bit(
-    written: Setup, read: Setup, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_way_through_another_layout_loses_no_bit(written, read, models, tmp_path):
     """Trained and saved in one layout, loaded and saved in another, loaded in the first again."""
     model = models[written.model]
     first, second = tmp_path / "1" / "step-00000003.tmp", tmp_path / "2" / "step-00000003.tmp"
@@ -151,7 +143,7 @@ def test_the_way_through_another_layout_loses_no_bit(
         same({k: v for k, v in left.items() if k != "rng"}, {k: v for k, v in right.items() if k != "rng"})
 
 
-def test_fp32_loads_the_master_weights_of_bf16(models: dict[str, Path], tmp_path: Path) -> None:
+def test_fp32_loads_the_master_weights_of_bf16(models, tmp_path):
     tmp = tmp_path / "step-00000003.tmp"
     tmp.mkdir()
 
@@ -172,7 +164,7 @@ def test_fp32_loads_the_master_weights_of_bf16(models: dict[str, Path], tmp_path
     assert any((low[name].float() - exact[name]).abs().max() > 0 for name in low if name.startswith("model/"))
 
 
-def test_losing_the_optimizer_state_would_be_seen(models: dict[str, Path], tmp_path: Path) -> None:
+def test_losing_the_optimizer_state_would_be_seen(models, tmp_path):
     directory, ranks = checkpoint(Setup(), models["untied"], tmp_path)
 
     def body(role: Role) -> dict[str, torch.Tensor]:
@@ -186,7 +178,7 @@ def test_losing_the_optimizer_state_would_be_seen(models: dict[str, Path], tmp_p
     assert max((found[name] - expected).abs().max().item() for name, expected in ranks[0][1].items()) > 0.1 * LR
 
 
-def test_role_on_some_ranks_is_saved_alone(models: dict[str, Path], tmp_path: Path) -> None:
+def test_role_on_some_ranks_is_saved_alone(models, tmp_path):
     """The actor on worker 0, the critic with a value head on workers 1 and 2; each checkpoints without the other."""
     config, mesh, layout = Setup().config, Mesh(M2, (1, 2)), ParallelLayout()
     directories = {"actor": tmp_path / "a" / "step-00000003.tmp", "critic": tmp_path / "c" / "step-00000003.tmp"}
@@ -219,7 +211,7 @@ def test_role_on_some_ranks_is_saved_alone(models: dict[str, Path], tmp_path: Pa
     assert any(name == "model/value_head.weight" for name in expected[1])
 
 
-def test_training_continues_while_files_are_written(models: dict[str, Path], tmp_path: Path) -> None:
+def test_training_continues_while_files_are_written(models, tmp_path):
     """The writer is held by an event until further steps are done; it then writes the state before them."""
     tmp = tmp_path / "step-00000003.tmp"
     tmp.mkdir()

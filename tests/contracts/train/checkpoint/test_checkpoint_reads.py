@@ -1,7 +1,5 @@
 """A checkpoint is read once per replica group, not once per data rank; an error of one rank is one of all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ D2 = ParallelLayout(data=2)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory):
     return make_models(tmp_path_factory.mktemp("models"))
 
 
@@ -32,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ],
     ids=str,
 )
-def test_each_byte_is_read_once_per_group(written: Setup, read: Setup, models: dict[str, Path], tmp_path: Path) -> None:
+def test_each_byte_is_read_once_per_group(written, read, models, tmp_path):
     directory, _ = checkpoint(written, models["untied"], tmp_path)
     load = PieceReader._load
 
@@ -61,7 +59,7 @@ def test_each_byte_is_read_once_per_group(written: Setup, read: Setup, models: d
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_damage_that_one_rank_meets_is_everyones(distributed: bool, models: dict[str, Path], tmp_path: Path) -> None:
+def test_damage_that_one_rank_meets_is_everyones(distributed, models, tmp_path):
     """The rank that does not read the damaged part waits for no broadcast."""
     setup = Setup(D2, distributed=distributed)
     directory, _ = checkpoint(setup, models["untied"], tmp_path)

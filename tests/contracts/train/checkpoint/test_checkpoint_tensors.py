@@ -1,7 +1,5 @@
 """Parts of tensors: boxes by hand, and any part read back from parts that were cut differently."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from pathlib import Path
@@ -58,7 +56,7 @@ def reader(tmp_path: Path, shards: list[list[TensorSnapshot]]) -> PieceReader:
         {"stop": 1 << 40, "size": 1 << 42},
     ],
 )
-def test_impossible_index_is_refused(tmp_path: Path, wrong: dict[str, object]) -> None:
+def test_impossible_index_is_refused(tmp_path, wrong):
     """Its checksum may be right all the same: a defect, or a hand that edited it."""
     path = tmp_path / "actor-00001-of-00001.safetensors"
     info, pieces = write_tensors(path, list(snapshot("param", whole_shard("w", (8, 6)), WHOLE.flatten())))
@@ -69,7 +67,7 @@ def test_impossible_index_is_refused(tmp_path: Path, wrong: dict[str, object]) -
         PieceReader(tmp_path, [index])
 
 
-def test_shards_by_hand() -> None:
+def test_shards_by_hand():
     assert split_shard("w", (4, 6), 0, 1, 2).boxes == (TensorBox((4, 0), (4, 6)),)
     assert split_shard("w", (8, 3), 1, 1, 2).boxes == (TensorBox((0, 3), (8, 3)),)
     # Gate is rows 0-3, up rows 4-7; tensor rank 1 holds the second half of each.
@@ -81,7 +79,7 @@ def test_shards_by_hand() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_part_is_read_from_other_parts(tmp_path: Path, seed: int) -> None:
+def test_any_part_is_read_from_other_parts(tmp_path, seed):
     rng = random.Random(seed)
 
     def cut() -> list[TensorShard]:
@@ -103,7 +101,7 @@ def test_any_part_is_read_from_other_parts(tmp_path: Path, seed: int) -> None:
             assert torch.equal(found.read("param", shard, start, stop), local(shard).flatten()[start:stop])
 
 
-def test_unwritten_part_is_an_error(tmp_path: Path) -> None:
+def test_unwritten_part_is_an_error(tmp_path):
     shard = whole_shard("w", (8, 6))
     with (
         reader(tmp_path, [list(snapshot("param", shard, WHOLE.flatten()[:40]))]) as found,
@@ -118,7 +116,7 @@ def test_unwritten_part_is_an_error(tmp_path: Path) -> None:
         found.read("param", shard)
 
 
-def test_other_tools_can_read_the_files(tmp_path: Path) -> None:
+def test_other_tools_can_read_the_files(tmp_path):
     low = WHOLE.to(torch.bfloat16).flatten()
     snapshots = [
         *snapshot("param", whole_shard("w", (8, 6)), WHOLE.flatten()),
@@ -131,7 +129,7 @@ def test_other_tools_can_read_the_files(tmp_path: Path) -> None:
     assert torch.equal(tensors["0/param/w"], WHOLE.flatten()) and torch.equal(tensors["1/exp_avg/w"], low)
 
 
-def test_a_snapshot_is_a_copy(tmp_path: Path) -> None:
+def test_a_snapshot_is_a_copy(tmp_path):
     value = torch.zeros(4)
     (taken,) = snapshot("param", whole_shard("w", (4,)), value)
     value.fill_(1.0)

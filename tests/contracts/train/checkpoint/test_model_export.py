@@ -1,7 +1,5 @@
 """The actor of a checkpoint as a model folder: one process writes the weights that all ranks had."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -27,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory):
     return make_models(tmp_path_factory.mktemp("models"))
 
 
@@ -59,7 +57,7 @@ def stored(folder: Path) -> Tensors:
     ],
     ids=str,
 )
-def test_exported_weights_are_those_of_the_ranks(setup: Setup, models: dict[str, Path], tmp_path: Path) -> None:
+def test_exported_weights_are_those_of_the_ranks(setup, models, tmp_path):
     directory, expected = trained(setup, models[setup.model], tmp_path)
     export_checkpoint(directory, tmp_path / "out", setup.config, models[setup.model])
     found = stored(tmp_path / "out")
@@ -82,7 +80,7 @@ def trial_of(root: Path, model: Path) -> tuple[TrialPaths, Tensors]:
     return paths, expected
 
 
-def test_evaluation_gets_a_model_of_the_checkpoint(models: dict[str, Path], tmp_path: Path) -> None:
+def test_evaluation_gets_a_model_of_the_checkpoint(models, tmp_path):
     """It is written once, and again if the step was trained again."""
     paths, expected = trial_of(tmp_path, models["untied"])
     target = find_target(str(paths.root), None)
@@ -97,9 +95,7 @@ def test_evaluation_gets_a_model_of_the_checkpoint(models: dict[str, Path], tmp_
     assert exported(target).stat().st_ino != first
 
 
-def test_step_with_a_checkpoint_only_is_exported(
-    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_step_with_a_checkpoint_only_is_exported(models, tmp_path, capsys):
     paths, expected = trial_of(tmp_path, models["untied"])
     command = ["export", str(paths.root), str(tmp_path / "out"), "--step"]
     assert main([*command, "2"]) == 2
@@ -110,7 +106,7 @@ def test_step_with_a_checkpoint_only_is_exported(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
-def test_bad_checkpoint_leaves_no_folder(models: dict[str, Path], tmp_path: Path) -> None:
+def test_bad_checkpoint_leaves_no_folder(models, tmp_path):
     directory, _ = trained(Setup(), models["untied"], tmp_path)
     with pytest.raises(CheckpointError, match="is of another model than config.json"):
         export_checkpoint(directory, tmp_path / "out", Setup().config, models["wider"])

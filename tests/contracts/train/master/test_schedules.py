@@ -4,8 +4,6 @@ the same time does.
 First simulated, many hundred schedules; then the same executor over real streams with real collectives.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import queue
@@ -165,7 +163,7 @@ def overlapping_pairs(case: Case, workers: SimulatedWorkers) -> int:
     return len(free) * (len(free) - 1) // 2
 
 
-def test_no_schedule_deadlocks_and_all_keep_their_order() -> None:
+def test_no_schedule_deadlocks_and_all_keep_their_order():
     overlapping = shared = 0
     for seed in range(500):
         case = random_case(seed)
@@ -180,7 +178,7 @@ def test_no_schedule_deadlocks_and_all_keep_their_order() -> None:
     )
 
 
-def test_calls_on_disjoint_meshes_run_in_parallel() -> None:
+def test_calls_on_disjoint_meshes_run_in_parallel():
     """On shared workers they run one by one."""
     meshes = {
         "a": Mesh(ParallelLayout(data=2), (0, 1)),
@@ -218,7 +216,7 @@ class UnorderedWorkers(SimulatedWorkers):
         self.enqueue(worker, sent)
 
 
-def test_without_one_order_of_sending_schedules_deadlock() -> None:
+def test_without_one_order_of_sending_schedules_deadlock():
     """The check above can fail: the same executor, cases and workers, only the order of sending is not kept."""
     deadlocks = 0
     for seed in range(40):
@@ -346,7 +344,7 @@ async def drive(stream: MasterStream) -> tuple[int, int]:
 
 
 @pytest.mark.timeout(120)
-def test_random_calls_on_overlapping_meshes_with_real_collectives() -> None:
+def test_random_calls_on_overlapping_meshes_with_real_collectives():
     def body(rank: int, device: Device) -> tuple[int, int, tuple[int, int] | None]:
         groups = form_meshes(MESHES, rank, changed().cluster, device)
         addresses: queue.Queue[str] = queue.Queue()

@@ -1,7 +1,5 @@
 """Log-probs of the trainer and of the embedded engine in bf16, for the same weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -46,7 +44,7 @@ def differences(path: Path, served: str, trained: str) -> torch.Tensor:
     return (found - torch.tensor(completion.logprobs)).abs()
 
 
-def test_fp32_head_is_one_setting_of_both_sides(tmp_path: Path) -> None:
+def test_fp32_head_is_one_setting_of_both_sides(tmp_path):
     """The layers add nothing here, so that the states are equal and only the head differs."""
     model = make_model(vocab_size=512, hidden_size=128, max_position_embeddings=512, initializer_range=0.3)
     with torch.no_grad():

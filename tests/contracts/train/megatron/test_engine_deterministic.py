@@ -1,8 +1,5 @@
 """``train.deterministic``: no operation of a step is one that torch refuses on CUDA for its lack of a fixed order."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +35,7 @@ class Refused(TorchDispatchMode):
     "train", [{}, {"recompute": True, "head_chunk_tokens": 8, "distributed_optimizer": True}], ids=["plain", "saving"]
 )
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_step_runs_nothing_that_torch_would_refuse(head: str, train: dict[str, Any], tmp_path: Path) -> None:
+def test_step_runs_nothing_that_torch_would_refuse(head, train, tmp_path):
     make_model(value=head == "value").save_pretrained(tmp_path)
 
     def body(rank: Rank) -> tuple[set[str], set[str]]:

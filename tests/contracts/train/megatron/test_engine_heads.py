@@ -1,8 +1,5 @@
 """Both heads of the engine, on every layout, against plain torch on the hidden states of transformers."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -49,7 +46,7 @@ def plain_gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, tor
 
 
 @pytest.fixture(scope="module")
-def critic(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+def critic(tmp_path_factory):
     """Its embedding is tied in config.json, which must not matter without an output layer."""
     torch.set_num_threads(1)
     model, path = make_model(tied=True, value=True), tmp_path_factory.mktemp("critic")
@@ -58,7 +55,7 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, P
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
-def actor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+def actor(request, tmp_path_factory):
     torch.set_num_threads(1)
     model, path = make_model(tied=request.param == "tied"), tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path)
@@ -82,9 +79,7 @@ def to_target(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]
 
 
 @pytest.mark.parametrize(("text", "train"), LAYOUTS)
-def test_values_scores_and_their_gradients(
-    text: str, train: dict[str, Any], critic: tuple[PreTrainedModel, Path]
-) -> None:
+def test_values_scores_and_their_gradients(text, train, critic):
     model, path = critic
 
     def body(rank: Rank) -> tuple[dict[str, Any], dict[str, Any], float, dict[str, torch.Tensor]]:
@@ -135,7 +130,7 @@ def with_bonus(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats
         pytest.param("d2p2m2", CHUNKS | SEQUENCE_PARALLEL, id="d2p2m2-sp-chunks"),
     ],
 )
-def test_log_probs_and_an_entropy_bonus(text: str, train: dict[str, Any], actor: tuple[PreTrainedModel, Path]) -> None:
+def test_log_probs_and_an_entropy_bonus(text, train, actor):
     model, path = actor
 
     def body(rank: Rank) -> tuple[dict[str, Any], float, dict[str, torch.Tensor]]:
@@ -159,7 +154,7 @@ def test_log_probs_and_an_entropy_bonus(text: str, train: dict[str, Any], actor:
     assert_gradients([f[2] for f in found], plain_gradients(model, loss))
 
 
-def test_without_a_bonus_the_entropy_has_no_gradient(actor: tuple[PreTrainedModel, Path]) -> None:
+def test_without_a_bonus_the_entropy_has_no_gradient(actor):
     _, path = actor
 
     def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
@@ -172,7 +167,7 @@ def test_without_a_bonus_the_entropy_has_no_gradient(actor: tuple[PreTrainedMode
     assert on_ranks("d1", path, body, make_config(), make_settings()) == [2]
 
 
-def test_inference_computes_no_entropy(actor: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inference_computes_no_entropy(actor, monkeypatch):
     """It would read the logits of every token once more."""
     score = Mock(wraps=projected_logprobs)
     monkeypatch.setattr("realsys.train.megatron.heads.projected_logprobs", score)
@@ -185,7 +180,7 @@ def test_inference_computes_no_entropy(actor: tuple[PreTrainedModel, Path], monk
     assert on_ranks("d1", actor[1], body, make_config(), make_settings()) == [[False, False, True]]
 
 
-def test_frozen_engine_refuses_to_train(actor: tuple[PreTrainedModel, Path]) -> None:
+def test_frozen_engine_refuses_to_train(actor):
     """It has no gradients either."""
     model, path = actor
 
@@ -206,7 +201,7 @@ def test_frozen_engine_refuses_to_train(actor: tuple[PreTrainedModel, Path]) -> 
     assert sum(part.sum().item() for part in logprobs) == pytest.approx(expected.sum().item(), rel=1e-5)
 
 
-def test_a_value_engine_does_not_score_tokens(critic: tuple[PreTrainedModel, Path]) -> None:
+def test_a_value_engine_does_not_score_tokens(critic):
     def body(rank: Rank) -> None:
         with pytest.raises(ModelError, match="role actor has head=value: this call needs head=lm"):
             rank.engine.logprobs(rank.micro_batches())
@@ -214,7 +209,7 @@ def test_a_value_engine_does_not_score_tokens(critic: tuple[PreTrainedModel, Pat
     on_ranks("d1", critic[1], body, make_config(), make_settings("value"))
 
 
-def test_value_head_starts_at_zero(actor: tuple[PreTrainedModel, Path]) -> None:
+def test_value_head_starts_at_zero(actor):
     """Over a language model."""
     loss: LossFunction = to_target
 

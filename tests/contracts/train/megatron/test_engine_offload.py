@@ -1,8 +1,5 @@
 """Memory that an engine gives up between its calls: really released, and back bit by bit."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +18,7 @@ ADAM = OptimizerConfig()
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("actor")
     make_model().save_pretrained(folder)
@@ -57,7 +54,7 @@ def step(rank: Rank) -> None:
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_everything_goes_and_comes_back_bit_by_bit(dtype: str, distributed: bool, path: Path) -> None:
+def test_everything_goes_and_comes_back_bit_by_bit(dtype, distributed, path):
     def body(rank: Rank) -> dict[str, torch.Tensor]:
         engine = rank.engine
         offload = engine.settings.offload
@@ -93,7 +90,7 @@ def test_everything_goes_and_comes_back_bit_by_bit(dtype: str, distributed: bool
             assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_offloaded_engine_refuses_calls_that_need_memory(path: Path) -> None:
+def test_offloaded_engine_refuses_calls_that_need_memory(path):
     def body(rank: Rank) -> None:
         engine, batches = rank.engine, rank.micro_batches()
         step(rank)
@@ -120,7 +117,7 @@ def test_offloaded_engine_refuses_calls_that_need_memory(path: Path) -> None:
         on_ranks("d1", path, body, make_config(), make_settings(offload=offload))  # type: ignore[arg-type]
 
 
-def test_a_frozen_engine_moves_its_parameters(path: Path) -> None:
+def test_a_frozen_engine_moves_its_parameters(path):
     def body(rank: Rank) -> None:
         engine, batches = rank.engine, rank.micro_batches()
         expected = engine.logprobs(batches)
@@ -132,7 +129,7 @@ def test_a_frozen_engine_moves_its_parameters(path: Path) -> None:
     on_ranks("d1", path, body, make_config(), make_settings(offload="all"), trainable=False)
 
 
-def test_without_the_setting_nothing_moves(path: Path) -> None:
+def test_without_the_setting_nothing_moves(path):
     def body(rank: Rank) -> None:
         step(rank)
         rank.engine.offload()
@@ -142,7 +139,7 @@ def test_without_the_setting_nothing_moves(path: Path) -> None:
     on_ranks("d1", path, body, make_config(), make_settings())
 
 
-def test_before_it_is_loaded_an_engine_says_so(path: Path) -> None:
+def test_before_it_is_loaded_an_engine_says_so(path):
     config = make_config()
 
     def body(rank: int, device: Any) -> None:

@@ -1,10 +1,5 @@
 """Gradients that are reduced during the backward pass equal those that are reduced after it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,7 +10,7 @@ STEPS = 3  # Megatron reduces the first batch after the backward pass, and overl
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("tied")
     make_model(tied=True).save_pretrained(folder)
@@ -40,7 +35,7 @@ def weights_after_steps(rank: Rank) -> dict[str, torch.Tensor]:
     ("text", "train"),
     [("d2", {}), ("d2", {"distributed_optimizer": True}), ("d2p2", {}), ("d2m2", {"sequence_parallel": True})],
 )
-def test_overlapped_reduction_does_not_change_the_weights(text: str, train: dict[str, Any], path: Path) -> None:
+def test_overlapped_reduction_does_not_change_the_weights(text, train, path):
     runs = [
         on_ranks(text, path, weights_after_steps, make_config(overlap_grad_reduce=overlap, **train), make_settings())
         for overlap in (True, False)

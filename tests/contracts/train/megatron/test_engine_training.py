@@ -1,7 +1,5 @@
 """Gradients and optimizer steps: sums over micro-batches and ranks, bfloat16 with fp32 masters, each optimizer."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from tests.support.training.train_ranks import cat_exports
 
 
 @pytest.fixture(scope="module")
-def actor(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+def actor(tmp_path_factory):
     torch.set_num_threads(1)
     model, path = make_model(), tmp_path_factory.mktemp("actor")
     model.save_pretrained(path)
@@ -50,7 +48,7 @@ def gradients_of(path: Path, text: str, micro_batches: int, dtype: str = "float3
     return sum(loss for loss, _ in last_stage_heads(text, found)), cat_exports([part for _, part in found])
 
 
-def test_gradient_is_the_same_for_every_split(actor: tuple[PreTrainedModel, Path]) -> None:
+def test_gradient_is_the_same_for_every_split(actor):
     """Neither micro-batches nor data-parallel ranks change it."""
     loss, gradients = gradients_of(actor[1], "d1", 1)
     for text, micro_batches in (("d1", 3), ("d2", 1), ("d2", 4), ("d2p2", 5)):
@@ -62,9 +60,7 @@ def test_gradient_is_the_same_for_every_split(actor: tuple[PreTrainedModel, Path
 
 @pytest.mark.parametrize(("text", "train"), [("d2", {}), ("d2m2", {"sequence_parallel": True}), ("d2p2", {})])
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_rank_without_a_sequence_adds_nothing(
-    text: str, train: dict[str, Any], head: Any, actor: tuple[PreTrainedModel, Path]
-) -> None:
+def test_rank_without_a_sequence_adds_nothing(text, train, head, actor):
     """It takes part in every collective."""
 
     def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
@@ -88,7 +84,7 @@ def test_rank_without_a_sequence_adds_nothing(
     assert_gradients([gradients for _, gradients in found], expected)
 
 
-def test_bfloat16_agrees_with_fp32_to_its_precision(actor: tuple[PreTrainedModel, Path]) -> None:
+def test_bfloat16_agrees_with_fp32_to_its_precision(actor):
     loss, gradients = gradients_of(actor[1], "d1", 2)
     low_loss, low = gradients_of(actor[1], "d1", 2, "bfloat16")
     assert low_loss == pytest.approx(loss, rel=0.02)
@@ -119,9 +115,7 @@ SGD, ADAM = OptimizerConfig(name="sgd", beta1=0.0), OptimizerConfig(eps=1e-12)
 @pytest.mark.parametrize(
     ("optimizer", "distributed"), [(SGD, False), (ADAM, False), (ADAM, True)], ids=["sgd", "adam", "adam-distributed"]
 )
-def test_steps_too_small_for_bfloat16_add_up(
-    optimizer: OptimizerConfig, distributed: bool, actor: tuple[PreTrainedModel, Path]
-) -> None:
+def test_steps_too_small_for_bfloat16_add_up(optimizer, distributed, actor):
     """Each moves the weight by 1e-4 of itself, a fortieth of what bfloat16 can tell apart: 100 of them by 1 %."""
     steps, relative = 100, 1e-4
     name = "model.layers.0.self_attn.o_proj.weight"
@@ -172,9 +166,7 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("settings", OPTIMIZERS, ids=["adamw", "adamw-unclipped", "sgd"])
 @pytest.mark.parametrize("text", ["d1", "d2m2"])
-def test_three_steps_are_those_of_torch(
-    settings: OptimizerConfig, text: str, actor: tuple[PreTrainedModel, Path]
-) -> None:
+def test_three_steps_are_those_of_torch(settings, text, actor):
     rates = [0.1, 0.05, 0.02]
 
     def body(rank: Rank) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -207,7 +199,7 @@ def test_three_steps_are_those_of_torch(
 
 
 @pytest.mark.parametrize("text", ["d1", "d2m2"])
-def test_norm_just_above_limit_is_clipped(text: str, actor: tuple[PreTrainedModel, Path]) -> None:
+def test_norm_just_above_limit_is_clipped(text, actor):
     """The gradient's norm is 1.2 times the limit, so a step of SGD is the gradient divided by 1.2."""
     lr, model = 0.1, make_model()
     (-plain_answers(model)[0].sum() / ANSWER_TOKENS).backward()
@@ -230,7 +222,7 @@ def test_norm_just_above_limit_is_clipped(text: str, actor: tuple[PreTrainedMode
         torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=1e-5)
 
 
-def test_step_that_is_not_finite_is_skipped_everywhere(actor: tuple[PreTrainedModel, Path]) -> None:
+def test_step_that_is_not_finite_is_skipped_everywhere(actor):
     """No rank takes the step."""
 
     def poisoned(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
@@ -253,7 +245,7 @@ def test_step_that_is_not_finite_is_skipped_everywhere(actor: tuple[PreTrainedMo
         assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-def test_optimizer_state_is_fresh_in_another_phase(actor: tuple[PreTrainedModel, Path]) -> None:
+def test_optimizer_state_is_fresh_in_another_phase(actor):
     """The same phase keeps its state."""
 
     def body(rank: Rank) -> None:
@@ -269,9 +261,7 @@ def test_optimizer_state_is_fresh_in_another_phase(actor: tuple[PreTrainedModel,
     on_ranks("d1", actor[1], body, make_config(), make_settings())
 
 
-def test_unsupported_distributed_optimizer_is_refused(
-    actor: tuple[PreTrainedModel, Path],
-) -> None:
+def test_unsupported_distributed_optimizer_is_refused(actor):
     """Megatron cannot shard the state of these optimizers."""
 
     def body(rank: Rank) -> None:

@@ -1,8 +1,5 @@
 """Host and device: how often the host reads a value of the device. On a GPU it waits for all queued work then."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.serving.hf_models import make_model
 from tests.support.training.engine_ranks import NLL, Rank, make_config, make_settings, on_ranks
 
-_READS = (
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.equal.default,
-)
+_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default)
 
 
 class Reads(TorchDispatchMode):
@@ -32,14 +25,14 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("actor")
     make_model().save_pretrained(folder)
     return folder
 
 
-def test_host_waits_twice_per_microbatch_at_most(path: Path) -> None:
+def test_host_waits_twice_per_microbatch_at_most(path):
     def body(rank: Rank) -> list[int]:
         counts = []
         for number in (1, 4):
@@ -53,7 +46,7 @@ def test_host_waits_twice_per_microbatch_at_most(path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_waits_of_a_step_do_not_grow(path: Path, dtype: str) -> None:
+def test_waits_of_a_step_do_not_grow(path, dtype):
     """The norm of all parameters is one value, not one value for each of them."""
 
     def body(rank: Rank) -> int:

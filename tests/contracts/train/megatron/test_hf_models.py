@@ -4,8 +4,6 @@ Log-probs are compared with transformers, exported weights with the imported one
 every layout: test_layouts.py.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -110,7 +108,7 @@ Saved = dict[tuple[str, bool, str], tuple[Path, torch.Tensor, dict[str, torch.Te
 
 
 @pytest.fixture(scope="module")
-def language_models(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def language_models(tmp_path_factory):
     """(family, tied, form of the files) -> directory, log-probs, weights."""
     saved: Saved = {}
     for family in FAMILIES:
@@ -126,7 +124,7 @@ def language_models(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_log_probs_and_exported_weights_match_transformers(name: str, language_models: Saved) -> None:
+def test_log_probs_and_exported_weights_match_transformers(name, language_models):
     form = "single" if name == "d1" else "sharded"
     models = {case: made for case, made in language_models.items() if case[2] == form}
 
@@ -143,7 +141,7 @@ def test_log_probs_and_exported_weights_match_transformers(name: str, language_m
 
 
 @pytest.mark.parametrize("name", ["d1", "p2m2"])
-def test_values_of_a_sequence_classification_model(name: str, tmp_path: Path) -> None:
+def test_values_of_a_sequence_classification_model(name, tmp_path):
     models = {family: make_model(family, value=True, tied=family == "qwen2") for family in FAMILIES}
     for family, model in models.items():
         model.save_pretrained(tmp_path / family)
@@ -162,7 +160,7 @@ def test_values_of_a_sequence_classification_model(name: str, tmp_path: Path) ->
         assert_same_model([found[family] for found in ranks], expected, weights_of(model))
 
 
-def test_value_role_starts_at_zero(language_models: Saved) -> None:
+def test_value_role_starts_at_zero(language_models):
     """The folder holds a language model without a value head."""
     path, _, weights = language_models["qwen2", False, "single"]
 
@@ -176,7 +174,7 @@ def test_value_role_starts_at_zero(language_models: Saved) -> None:
     assert_same_model(run_ranks(4, body, Config(), layout), torch.zeros(len(TOKENS)), expected)
 
 
-def test_bfloat16_weights_come_out_as_they_went_in(tmp_path: Path) -> None:
+def test_bfloat16_weights_come_out_as_they_went_in(tmp_path):
     model = make_model("mistral").to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     config = Config.model_validate({"model": {"dtype": "bfloat16"}})
@@ -193,7 +191,7 @@ def test_bfloat16_weights_come_out_as_they_went_in(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
-def test_the_embedded_engine_serves_the_model(family: str, tied: bool, tmp_path: Path) -> None:
+def test_the_embedded_engine_serves_the_model(family, tied, tmp_path):
     """Qwen3's rotary embedding is stretched by YaRN here."""
     model = make_model(family, tied=tied)
     model.save_pretrained(tmp_path)
@@ -240,7 +238,7 @@ def mapped_bytes(path: Path) -> int:
     return read
 
 
-def test_a_rank_touches_only_its_own_slices(tmp_path: Path) -> None:
+def test_a_rank_touches_only_its_own_slices(tmp_path):
     path = tmp_path / "model"
     size = big_model(path)
     assert size > 80 * MEBI

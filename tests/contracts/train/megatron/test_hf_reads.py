@@ -1,7 +1,5 @@
 """A Hugging Face model is read once per replica group, not once per data rank; an error of one rank is one of all."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -59,9 +57,7 @@ def reads(path: Path, layout: ParallelLayout, dtype: str, monkeypatch: pytest.Mo
     ("tensor", "pipeline", "data", "dtype"),
     [(1, 1, 2, "float32"), (1, 1, 3, "bfloat16"), (2, 1, 2, "bfloat16"), (1, 2, 2, "float32")],
 )
-def test_each_byte_is_read_once_per_group(
-    tensor: int, pipeline: int, data: int, dtype: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_byte_is_read_once_per_group(tensor, pipeline, data, dtype, tied, tmp_path, monkeypatch):
     """Every rank has the weights that it would have read itself. With m2 the vocabulary is padded."""
     make_model(tied=tied).save_pretrained(tmp_path)
     with monkeypatch.context() as patch:
@@ -76,7 +72,7 @@ def test_each_byte_is_read_once_per_group(
 
 
 @pytest.mark.parametrize("method", ["check", "read"])
-def test_error_that_one_rank_meets_is_everyones(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_that_one_rank_meets_is_everyones(method, tmp_path, monkeypatch):
     make_model().save_pretrained(tmp_path)
 
     def fail(*_: object) -> None:

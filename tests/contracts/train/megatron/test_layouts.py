@@ -3,8 +3,6 @@
 Compared are log-probs, loss, gradients and their norm, not parameters: Adam turns near-zero gradients into steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,7 +94,7 @@ def batch() -> tuple[list[SequenceRef], dict[str, dict[str, np.ndarray[Any, Any]
 REFS, ARRAYS = batch()
 
 
-def test_rows_of_a_prompt_are_packed_as_a_tree() -> None:
+def test_rows_of_a_prompt_are_packed_as_a_tree():
     assert row_tree(REFS).tokens < 0.8 * sum(ref.length for ref in REFS)
     assert max(len(segment.parents) for segment in row_tree(REFS).segments) > 1
 
@@ -143,7 +141,7 @@ def reference(model: PreTrainedModel, path: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+def references(tmp_path_factory):
     torch.set_num_threads(1)
     models = {"qwen2-tied": make_model("qwen2", tied=True)}
     models |= {f"{family}-untied": make_model(family) for family in ("qwen2", "qwen3", "llama")}
@@ -223,9 +221,7 @@ def layout_cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("text", "train", "models"), layout_cases())
-def test_a_layout_agrees_with_transformers(
-    text: str, train: dict[str, Any], models: list[str], references: dict[str, Reference]
-) -> None:
+def test_a_layout_agrees_with_transformers(text, train, models, references):
     layout = parse_allocation(f"sglang.d1+{text}").actor
     config = make_config(**train)
 
@@ -237,7 +233,7 @@ def test_a_layout_agrees_with_transformers(
         check([per_rank[i] for per_rank in found], references[model], layout)
 
 
-def test_the_distributed_optimizer_steps_like_the_plain_one(references: dict[str, Reference]) -> None:
+def test_the_distributed_optimizer_steps_like_the_plain_one(references):
     layout = ParallelLayout(data=2)
     path = references["qwen2-untied"].path
 

@@ -3,8 +3,6 @@
 qkv and gate_up are adapters of Megatron's fused matrices, so q, k and v share one A, and gate and up another.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from dataclasses import dataclass
@@ -94,7 +92,7 @@ def frozen_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("qwen2")
     made = make_model("qwen2", tied=True)
     made.save_pretrained(path)
@@ -209,9 +207,7 @@ def whole(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_log_probs_and_gradients_match_plain_torch(
-    text: str, train: dict[str, Any], model: tuple[PreTrainedModel, Path]
-) -> None:
+def test_log_probs_and_gradients_match_plain_torch(text, train, model):
     layout = parse_allocation(f"sglang.d1+{text}").actor
     config = make_config(**train)
     found = run_ranks(
@@ -243,7 +239,7 @@ def test_log_probs_and_gradients_match_plain_torch(
             torch.testing.assert_close(gradient, wanted, atol=2e-6, rtol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_a_is_drawn_alike_on_every_layout(model: tuple[PreTrainedModel, Path]) -> None:
+def test_a_is_drawn_alike_on_every_layout(model):
     drawn: list[Tensors] = []
     for layout in (ParallelLayout(), ParallelLayout(pipeline=2, tensor=2)):
         config = make_config()
@@ -282,9 +278,7 @@ def serve(weights: Tensors, source: Path, path: Path, config: Config, layout: Pa
 
 
 @pytest.mark.parametrize("text", ["d1", "p2m2"])
-def test_only_adapters_train_and_the_export_merges_them(
-    text: str, model: tuple[PreTrainedModel, Path], tmp_path: Path
-) -> None:
+def test_only_adapters_train_and_the_export_merges_them(text, model, tmp_path):
     layout = parse_allocation(f"sglang.d1+{text}").actor
     config = make_config()
     plain = Config.model_validate({"seed": 7})
@@ -328,9 +322,7 @@ def test_only_adapters_train_and_the_export_merges_them(
 @pytest.mark.parametrize(
     ("text", "train"), [("d1", {}), ("m2", {"sequence_parallel": True}), ("d2", {"offload": "all"})]
 )
-def test_served_policy_is_the_trained_one_in_bf16(
-    text: str, train: dict[str, Any], model: tuple[PreTrainedModel, Path], tmp_path: Path
-) -> None:
+def test_served_policy_is_the_trained_one_in_bf16(text, train, model, tmp_path):
     layout = parse_allocation(f"sglang.d1+{text}").actor
     low = {"dtype": "bfloat16"}
     config = make_config(**train).model_copy(update={"model": ModelConfig.model_validate(low)})
@@ -361,7 +353,7 @@ PER_LAYER = {1: 96 * 3 + 144 + 192 + 96 + 288 + 96, 2: 96 * 2 + 48 + 72 + 96 + 9
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_gradients_and_optimizer_cover_only_the_adapters(tensor: int, model: tuple[PreTrainedModel, Path]) -> None:
+def test_gradients_and_optimizer_cover_only_the_adapters(tensor, model):
     layout, config = ParallelLayout(tensor=tensor), make_config()
 
     def body(rank: int, device: Device) -> tuple[int, int, int, int]:
@@ -381,7 +373,7 @@ def test_gradients_and_optimizer_cover_only_the_adapters(tensor: int, model: tup
         assert gradients == expected
 
 
-def test_only_the_targets_get_adapters(model: tuple[PreTrainedModel, Path]) -> None:
+def test_only_the_targets_get_adapters(model):
     config = make_config(lora={"rank": RANK, "targets": ["proj", "gate_up"]})
 
     def body(rank: int, device: Device) -> list[str]:
@@ -393,7 +385,7 @@ def test_only_the_targets_get_adapters(model: tuple[PreTrainedModel, Path]) -> N
     assert all(".linear_proj.adapter." in name or ".linear_fc1.adapter." in name for name in names)
 
 
-def test_sizes_of_this_file() -> None:
+def test_sizes_of_this_file():
     """The numbers written out above are those of the model."""
     heads, kv_heads = SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
     assert (SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["num_hidden_layers"]) == (HIDDEN, FFN, LAYERS)

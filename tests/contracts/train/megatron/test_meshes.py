@@ -1,7 +1,5 @@
 """Several meshes in one world, on real ranks: who is in which group, and what Megatron sees while a mesh is active."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,7 @@ def megatron_groups() -> dict[str, Workers]:
     }
 
 
-def test_groups_wait_as_long_as_the_master() -> None:
+def test_groups_wait_as_long_as_the_master():
     """Not torch's default, which ends a run whose rank waits 10 minutes on NCCL."""
     config = Config.model_validate({"cluster": {"request_timeout_s": 7200.0}})
     layout = ParallelLayout(2, 1, 1)
@@ -55,7 +53,7 @@ def test_groups_wait_as_long_as_the_master() -> None:
     assert run_ranks(2, body, config, layout) == [{7200.0}] * 2
 
 
-def test_worker_makes_one_group_for_each_split() -> None:
+def test_worker_makes_one_group_for_each_split():
     """Not one for each group of the mesh, most of which have other members."""
     meshes = place(parse_allocation("sglang.d1+actor.d2m2"), ["actor"])
 
@@ -68,7 +66,7 @@ def test_worker_makes_one_group_for_each_split() -> None:
     ]
 
 
-def test_mesh_on_shared_workers_has_separate_groups() -> None:
+def test_mesh_on_shared_workers_has_separate_groups():
     meshes = place(parse_allocation("sglang.d1+actor.d2p1m1,critic.d1m2"), ["actor", "critic"])
 
     def body(rank: int, device: Device) -> dict[str, dict[str, Workers]]:
@@ -83,7 +81,7 @@ def test_mesh_on_shared_workers_has_separate_groups() -> None:
         }
 
 
-def test_meshes_overlap_where_they_are_placed_so() -> None:
+def test_meshes_overlap_where_they_are_placed_so():
     meshes = place(parse_allocation("sglang.d1+actor.d2+critic.m2"), ["actor", "critic"])
     meshes["ref"] = Mesh(ParallelLayout(pipeline=2), (1, 2))
 
@@ -122,7 +120,7 @@ def test_meshes_overlap_where_they_are_placed_so() -> None:
     assert found[1][3]["ref"] == (0, True, False) and found[2][3]["ref"] == (1, False, True)
 
 
-def test_mesh_at_an_offset_has_the_expected_groups() -> None:
+def test_mesh_at_an_offset_has_the_expected_groups():
     """The expected groups were worked out by hand."""
     #   stage 0: workers 1 2      stage 1: workers 3 4      worker 0 is on no mesh
     mesh = Mesh(ParallelLayout(pipeline=2, tensor=2), (1, 2, 3, 4))
@@ -161,7 +159,7 @@ def test_mesh_at_an_offset_has_the_expected_groups() -> None:
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(2, 2, 1), ParallelLayout(1, 2, 2), ParallelLayout(2, 1, 2)], ids=str)
-def test_whole_mesh_has_the_groups_of_megatron(layout: ParallelLayout) -> None:
+def test_whole_mesh_has_the_groups_of_megatron(layout):
     def body(rank: int, device: Device) -> Any:
         with FORMED["actor"].active():
             ours = megatron_groups(), parallel_state.get_all_ranks()
@@ -177,7 +175,7 @@ def test_whole_mesh_has_the_groups_of_megatron(layout: ParallelLayout) -> None:
         assert ours == theirs
 
 
-def test_what_was_active_before_is_active_again() -> None:
+def test_what_was_active_before_is_active_again():
     meshes = place(parse_allocation("sglang.d1+actor.d2,critic.m2"), ["actor", "critic"])
 
     def axes() -> tuple[int, int, int]:
@@ -210,7 +208,7 @@ def test_what_was_active_before_is_active_again() -> None:
         assert seen == [actor, critic, actor, critic, actor, actor]
 
 
-def test_megatron_gathers_over_the_mesh_only() -> None:
+def test_megatron_gathers_over_the_mesh_only():
     meshes = {"actor": Mesh(ParallelLayout(data=2), (1, 2))}
 
     def body(rank: int, device: Device) -> Any:
@@ -268,7 +266,7 @@ def results(role: Role) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed optimizer"])
-def test_overlapping_meshes_do_not_change_a_result(folders: dict[str, Path], distributed: bool) -> None:
+def test_overlapping_meshes_do_not_change_a_result(folders, distributed):
     """Each model computes the same as in a world without the other.
 
     Three workers, each holding a shard of two models with different layouts.

@@ -1,7 +1,5 @@
 """Ranks that meet: in the right start, past keys of earlier starts, within their time, and not after SIGTERM."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
@@ -35,7 +33,7 @@ def config_in(folder: Path, **cluster: object) -> Config:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1"])
-def test_ranks_meet_through_the_name_store(tmp_path: Path, host: str) -> None:
+def test_ranks_meet_through_the_name_store(tmp_path, host):
     config = config_in(tmp_path, host=host)
 
     def body(rank: int, device: Device) -> tuple[int, int]:
@@ -58,7 +56,7 @@ def test_ranks_meet_through_the_name_store(tmp_path: Path, host: str) -> None:
     store.close()
 
 
-def test_leftover_keys_lead_no_rank_astray(tmp_path: Path) -> None:
+def test_leftover_keys_lead_no_rank_astray(tmp_path):
     """A start was killed, and its leases still run. At the address of its store a socket accepts, and says nothing."""
     config = config_in(tmp_path)
 
@@ -88,7 +86,7 @@ def test_leftover_keys_lead_no_rank_astray(tmp_path: Path) -> None:
     store.close()
 
 
-def test_living_master_of_a_lost_machine_gets_no_rank(tmp_path: Path) -> None:
+def test_living_master_of_a_lost_machine_gets_no_rank(tmp_path):
     """It still answers when the ranks of the next start look for theirs."""
     config = config_in(tmp_path)
 
@@ -109,7 +107,7 @@ def test_living_master_of_a_lost_machine_gets_no_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "missing"), [(0, "model_worker/1; see their logs"), (1, "model_worker/0 to join start 1 of the trainer")]
 )
-def test_missing_rank_is_named_in_time(tmp_path: Path, rank: int, missing: str) -> None:
+def test_missing_rank_is_named_in_time(tmp_path, rank, missing):
     config = config_in(tmp_path, connect_timeout_s=1.5)
 
     def body(_: int, device: Device) -> tuple[str, float]:
@@ -137,7 +135,7 @@ CONNECTING = """
 """.strip()
 
 
-def test_sigterm_ends_a_rank_that_connects(tmp_path: Path) -> None:
+def test_sigterm_ends_a_rank_that_connects(tmp_path):
     """Rank 0 is a socket that accepts and says nothing, as a host does that has just frozen. TCPStore waits in C++."""
     trial = Trial(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as silent:

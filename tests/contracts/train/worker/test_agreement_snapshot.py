@@ -1,9 +1,5 @@
 """Engine and trainer are compared on tokens of an earlier version, with the weights that the trainer kept."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -24,7 +20,7 @@ REFS, ARRAYS = make_batch()
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+def folders(tmp_path_factory):
     yield save_models(make_models(), tmp_path_factory.mktemp("models"))
 
 
@@ -39,7 +35,7 @@ def dealt(layout: str) -> tuple[int, dict[str, Mesh], list[str], int]:
 @pytest.mark.parametrize(
     ("layout", "rank"), [("d1", 0), ("d2", 0), ("m2", 0), ("p2", 0), ("d2p2", 0), ("d1", 4), ("m2", 4)]
 )
-def test_tokens_are_scored_with_their_own_version(folders: dict[str, Path], layout: str, rank: int) -> None:
+def test_tokens_are_scored_with_their_own_version(folders, layout, rank):
     """The log-probs of version 0 count as recorded by the engine; then the weights move far, to version 1."""
     config = Config.model_validate({"train": {"microbatch_tokens": 48, "lora": {"rank": rank}}})
     ranks, meshes, own, compared = dealt(layout)
@@ -79,7 +75,7 @@ def test_tokens_are_scored_with_their_own_version(folders: dict[str, Path], layo
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2p2"])
-def test_step_without_inference_compares_before_it_trains(folders: dict[str, Path], layout: str) -> None:
+def test_step_without_inference_compares_before_it_trains(folders, layout):
     """`actor_train` scores tokens of its own version, with the weights before the first update."""
     config = Config.model_validate({"train": {"microbatch_tokens": 48, "ppo": {"use_decoupled_loss": False}}})
     ranks, meshes, own, compared = dealt(layout)
@@ -104,7 +100,7 @@ def test_step_without_inference_compares_before_it_trains(folders: dict[str, Pat
             assert other["agreement/tokens"] == 0 and first["loss"] != 0
 
 
-def test_step_waits_for_the_copy(folders: dict[str, Path]) -> None:
+def test_step_waits_for_the_copy(folders):
     """The copy begins in actor_inf and goes on until the optimizer comes. It has the weights before the step."""
     config = Config.model_validate({"train": {"microbatch_tokens": 48}})
 

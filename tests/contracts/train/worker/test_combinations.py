@@ -4,8 +4,6 @@ Each feature has a separate test against plain torch; here they meet: offloading
 parallelism, chunks of logits, recomputation, adapters, the distributed optimizer, and several minibatches per step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +132,7 @@ def run(config: Config, allocation: str, folders: dict[str, Path]) -> Weights:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_combined_features_learn_what_a_plain_process_learns(name: str, folders: dict[str, Path]) -> None:
+def test_combined_features_learn_what_a_plain_process_learns(name, folders):
     case = CASES[name]
     expected = run(case.config(plain=True), "actor.d1", folders)
     found = run(case.config(plain=False), case.allocation, folders)

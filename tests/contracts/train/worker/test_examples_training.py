@@ -1,9 +1,6 @@
 """The examples of docs/examples take real optimizer steps."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ REFS, ARRAYS = make_batch()
 
 
 @pytest.fixture(autouse=True)
-def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def examples(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     yield
     for name in ("loss", "distill"):
@@ -41,7 +38,7 @@ def weights(worker: Worker) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("d1", 1), ("d2", 2)])
-def test_own_loss_trains(folders: dict[str, Path], layout: str, ranks: int) -> None:
+def test_own_loss_trains(folders, layout, ranks):
     config = make_config(loss="loss:episode_spo", loss_args={"eps": 0.1}, aggregation="sequence")
 
     def body(rank: int, device: Device) -> Any:
@@ -57,7 +54,7 @@ def test_own_loss_trains(folders: dict[str, Path], layout: str, ranks: int) -> N
         assert moved and stats["grad_norm"] > 0 and np.isfinite(stats["loss"])
 
 
-def test_distillation_trains_on_the_teachers_advantages(folders: dict[str, Path]) -> None:
+def test_distillation_trains_on_the_teachers_advantages(folders):
     """The advantages are log p_teacher - log p_sampled, in the batch statistics and in the optimizer step."""
     config = make_config(algorithm="distill:distill", advantage={"mean": "none", "std": "none"})
     calls = {call.name: call.handler for call in dataflow_of(config).calls}
@@ -86,7 +83,7 @@ def test_distillation_trains_on_the_teachers_advantages(folders: dict[str, Path]
     assert stats["optimizer_steps"] == 1 and moved and np.isfinite(stats["loss"])
 
 
-def test_launcher_takes_the_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_takes_the_algorithm(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["train.ppo.algorithm=distill:distill", "train.ppo.skip_zero_advantage=false"]
     arguments += ["roles.teacher={}", "allocation=sglang.d1+actor.d1+teacher.d1"]

@@ -1,16 +1,12 @@
 """Interfaces on real ranks: what must not depend on luck when numbers, sequences or minibatches are missing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.config.doors import CALL_HANDLER, HOOK
@@ -42,7 +38,7 @@ def weights(worker: Worker, role: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["d2", "p2"])
-def test_nan_sample_skips_the_step_everywhere(folders: dict[str, Path], layout: str) -> None:
+def test_nan_sample_skips_the_step_everywhere(folders, layout):
     """Every rank names the sample."""
     config, meshes = make_config(), whole(layout, "actor")
     bad = REFS[4].sample_id
@@ -71,7 +67,7 @@ def test_nan_sample_skips_the_step_everywhere(folders: dict[str, Path], layout: 
         )
 
 
-def test_taken_step_ends_a_row_of_skipped_ones(folders: dict[str, Path]) -> None:
+def test_taken_step_ends_a_row_of_skipped_ones(folders):
     config, meshes = make_config(), whole("d1", "actor")
     first, rest = REFS[:2], REFS[2:]
 
@@ -89,7 +85,7 @@ def test_taken_step_ends_a_row_of_skipped_ones(folders: dict[str, Path]) -> None
     assert (state["skipped_steps"], state["skipped_in_a_row"]) == (2.0, 0.0)
 
 
-def test_minibatch_without_a_suspect_is_named_whole(folders: dict[str, Path]) -> None:
+def test_minibatch_without_a_suspect_is_named_whole(folders):
     """No sample stands out, so all of them are named.
 
     Weights that overflow make every log-prob NaN.
@@ -110,7 +106,7 @@ def test_minibatch_without_a_suspect_is_named_whole(folders: dict[str, Path]) ->
     assert run_ranks(1, body, config) == [[ref.sample_id for ref in REFS[:3]]]
 
 
-def test_nan_of_the_critic_stays_with_its_sample(folders: dict[str, Path]) -> None:
+def test_nan_of_the_critic_stays_with_its_sample(folders):
     """Neither the batch's mean nor the running statistics carry it to the others."""
     config = make_config(critic={"enabled": True, "value_norm": "moving"})
     bad, rest = REFS[1], [ref for ref in REFS if ref is not REFS[1]]
@@ -143,7 +139,7 @@ def test_nan_of_the_critic_stays_with_its_sample(folders: dict[str, Path]) -> No
         assert steps == 1
 
 
-def test_abandoned_critic_step_takes_its_returns_back(folders: dict[str, Path]) -> None:
+def test_abandoned_critic_step_takes_its_returns_back(folders):
     """The step is trained again, and its returns must enter the running statistics once."""
     config = make_config(critic={"enabled": True, "value_norm": "moving"})
 
@@ -167,7 +163,7 @@ def test_abandoned_critic_step_takes_its_returns_back(folders: dict[str, Path]) 
     assert run_ranks(1, body, config) == [(0.0, 1.0)]
 
 
-def test_a_role_keeps_its_state_over_a_checkpoint(folders: dict[str, Path]) -> None:
+def test_a_role_keeps_its_state_over_a_checkpoint(folders):
     config = make_config(critic={"enabled": True, "value_norm": "exponential"})
 
     def body(rank: int, device: Device) -> Any:
@@ -186,7 +182,7 @@ def test_a_role_keeps_its_state_over_a_checkpoint(folders: dict[str, Path]) -> N
 
 
 @pytest.mark.parametrize("layout", ["d2", "p2"])
-def test_early_stop_skips_the_rest_on_every_rank(folders: dict[str, Path], layout: str) -> None:
+def test_early_stop_skips_the_rest_on_every_rank(folders, layout):
     config, meshes = make_config(early_stop_ratio=1.5), whole(layout, "actor")
     minibatches = [REFS[:3], REFS[3:6], REFS[6:]]
 
@@ -205,9 +201,7 @@ def test_early_stop_skips_the_rest_on_every_rank(folders: dict[str, Path], layou
 
 
 @pytest.mark.parametrize("layout", ["d2", "p2"])
-def test_reward_model_scores_the_last_token(
-    folders: dict[str, Path], models: dict[str, PreTrainedModel], layout: str
-) -> None:
+def test_reward_model_scores_the_last_token(folders, models, layout):
     config, meshes = make_config(), whole(layout, "reward")
     model: Any = models["reward"]
     expected = {}
@@ -235,7 +229,7 @@ def everything_to_the_first(refs: Sequence[SequenceRef], data_ranks: int) -> lis
     return [list(refs), *([] for _ in range(data_ranks - 1))]
 
 
-def test_data_rank_without_sequences_joins_every_call(folders: dict[str, Path]) -> None:
+def test_data_rank_without_sequences_joins_every_call(folders):
     config = make_config(critic={"enabled": True, "value_norm": "moving"}, kl={"coef": 0.1, "place": "reward"})
     calls: list[tuple[str, str, dict[str, float]]] = [
         ("actor_inf", "actor", {}),
@@ -273,7 +267,7 @@ class CountsTokens:
         return CallOutcome({"longest": float(max(len(role.data.get(ref.sample_id, "tokens")) for ref in own))})
 
 
-def test_own_handler_runs_by_its_import_string(folders: dict[str, Path]) -> None:
+def test_own_handler_runs_by_its_import_string(folders):
     config = make_config()
 
     def body(rank: int, device: Device) -> dict[str, float]:
@@ -304,7 +298,7 @@ def constant(config: Config) -> Dataflow:
     )
 
 
-def test_training_reads_the_advantages_of_an_own_algorithm(folders: dict[str, Path]) -> None:
+def test_training_reads_the_advantages_of_an_own_algorithm(folders):
     config = make_config(algorithm=f"{__name__}:constant", use_decoupled_loss=False, loss="reinforce")
 
     def body(rank: int, device: Device) -> float:
@@ -318,14 +312,14 @@ def test_training_reads_the_advantages_of_an_own_algorithm(folders: dict[str, Pa
     assert run_ranks(1, body, config) == [pytest.approx(0.0, abs=1e-5)]
 
 
-def test_every_builtin_handler_and_hook_exists() -> None:
+def test_every_builtin_handler_and_hook_exists():
     handlers = [find_handler(name) for name in CALL_HANDLER.builtin]
     assert len({type(handler) for handler in handlers}) == 8
     assert find_handler("sft") is find_handler("sft"), "one instance per process"
     assert [find_hook(name).__name__ for name in HOOK.builtin] == list(HOOK.builtin)
 
 
-def test_unknown_handler_is_refused_with_the_known_ones() -> None:
+def test_unknown_handler_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError) as caught:
         find_handler("critic_trian")
     assert str(caught.value) == (
@@ -334,7 +328,7 @@ def test_unknown_handler_is_refused_with_the_known_ones() -> None:
     )
 
 
-def test_training_without_a_learning_rate_is_refused(folders: dict[str, Path]) -> None:
+def test_training_without_a_learning_rate_is_refused(folders):
     config = make_config()
 
     def body(rank: int, device: Device) -> str:

@@ -3,8 +3,6 @@
 Compared are arrays, losses, gradients and their norms at learning rate 0: both minibatches see the same weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -300,9 +298,7 @@ def allocations() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("allocation", allocations())
-def test_ppo_with_critic_agrees_with_plain_torch(
-    allocation: str, models: dict[str, PreTrainedModel], folders: dict[str, Path]
-) -> None:
+def test_ppo_with_critic_agrees_with_plain_torch(allocation, models, folders):
     """The reference model is part of the comparison."""
     config, placed = make_config(CRITIC), parse_allocation(f"sglang.d1+{allocation}")
     meshes = place(placed, ["actor", "ref", "critic"])
@@ -320,9 +316,7 @@ def test_ppo_with_critic_agrees_with_plain_torch(
 
 
 @pytest.mark.parametrize("allocation", ["actor.d1", "actor.d2", "actor.p2,ref.m2"])
-def test_group_advantages_agree_with_plain_torch(
-    allocation: str, models: dict[str, PreTrainedModel], folders: dict[str, Path]
-) -> None:
+def test_group_advantages_agree_with_plain_torch(allocation, models, folders):
     """With the KL term in the loss."""
     config, placed = make_config(GROUP), parse_allocation(f"sglang.d1+{allocation}")
     meshes = place(placed, ["actor", "ref"])

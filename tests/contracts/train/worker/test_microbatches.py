@@ -1,7 +1,5 @@
 """Numbers and sizes of the micro-batches of a role, on real ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ CAPACITY = 64
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("qwen2")
     make_model().save_pretrained(path)
     return path
@@ -49,7 +47,7 @@ def tokens_of(
     return first
 
 
-def test_pipeline_gets_four_micro_batches_per_stage(model: Path) -> None:
+def test_pipeline_gets_four_micro_batches_per_stage(model):
     stages = ParallelLayout(pipeline=2)
     assert tokens_of(model, stages, [8] * 16) == [16] * 8
     assert tokens_of(model, stages, [8] * 5) == [8] * 5  # no more than sequences
@@ -57,7 +55,7 @@ def test_pipeline_gets_four_micro_batches_per_stage(model: Path) -> None:
     assert tokens_of(model, ParallelLayout(), [8] * 16) == [64, 64]
 
 
-def test_inference_has_a_capacity_of_its_own(model: Path) -> None:
+def test_inference_has_a_capacity_of_its_own(model):
     single, lengths = ParallelLayout(), [8] * 30
     assert tokens_of(model, single, lengths) == [64, 64, 56, 56]
     assert tokens_of(model, single, lengths, gradients=False) == [64, 64, 56, 56]
@@ -65,7 +63,7 @@ def test_inference_has_a_capacity_of_its_own(model: Path) -> None:
     assert tokens_of(model, single, lengths, inference_microbatch_tokens=128) == [64, 64, 56, 56]
 
 
-def test_micro_batches_are_balanced_by_cost(model: Path) -> None:
+def test_micro_batches_are_balanced_by_cost(model):
     """Attention makes a token of a long sequence more expensive: the long one gets fewer others."""
     single, lengths = ParallelLayout(), [50] + [2] * 27
     assert tokens_of(model, single, lengths, balance="tokens") == [52, 52]

@@ -3,8 +3,6 @@
 The recorded log-probs are the model's own, so before the first update both ratios are 1 and nothing is clipped.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -48,12 +46,12 @@ def step(rank: int, device: Device, config: Config, folders: dict[str, Path]) ->
 
 
 @pytest.fixture(scope="module")
-def composed() -> dict[str, Config]:
+def composed():
     return {preset: config_of(preset) for preset in PRESETS}
 
 
 @pytest.fixture(scope="module")
-def found(composed: dict[str, Config], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stats]:
+def found(composed, tmp_path_factory):
     torch.set_num_threads(1)
     folders = save_models(make_models(), tmp_path_factory.mktemp("models"))
 
@@ -66,7 +64,7 @@ def found(composed: dict[str, Config], tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_takes_a_step(preset: str, composed: dict[str, Config], found: dict[str, Stats]) -> None:
+def test_a_preset_takes_a_step(preset, composed, found):
     ppo = composed[preset].train.ppo
     for name, stats in found[preset].items():
         assert stats and all(math.isfinite(value) for value in stats.values()), (name, stats)
@@ -85,7 +83,7 @@ def test_a_preset_takes_a_step(preset: str, composed: dict[str, Config], found: 
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_statistic_is_documented(preset: str, found: dict[str, Stats]) -> None:
+def test_every_statistic_is_documented(preset, found):
     results = {name: CallResult(stats, {}, 1.0, 0.0, 1.0, 0) for name, stats in found[preset].items()}
     seconds = {"inf": 1.0, "train": 1.0, "total": 2.0}
     record = train_record({"tokens": 1, "answer_tokens": 1}, seconds, results)

@@ -1,8 +1,5 @@
 """A call that is abandoned between two micro-batches leaves no rank in a collective and changes no state."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +20,7 @@ LAYOUTS = [ParallelLayout(data=2), ParallelLayout(tensor=2), ParallelLayout(pipe
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     make_model(num_hidden_layers=2, seed=1).save_pretrained(directory)
     return directory
@@ -43,7 +40,7 @@ def state_of(role: Role) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("limit", [0, 1, 2])
-def test_abandoned_step_changes_nothing(model: Path, layout: ParallelLayout, limit: int) -> None:
+def test_abandoned_step_changes_nothing(model, layout, limit):
     refs, arrays = make_batch()
     config = Config.model_validate({"train": {"microbatch_tokens": 40, "min_microbatches": 3}})
 

@@ -1,10 +1,7 @@
 """The effect of the train calls on one role: gradients, optimizer steps, weights."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +27,7 @@ D1 = ParallelLayout()
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     tiny = {"hidden_size": 16, "head_dim": 4, "intermediate_size": 24}
     make_tiny_model(Config.model_validate({"model": {"tiny": tiny}}).model.tiny, directory, seed=1)
@@ -72,7 +69,7 @@ def weights(role: Role) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in role.engine.export()}
 
 
-def test_loss_that_is_not_finite_skips_the_step_on_all_stages(model: Path) -> None:
+def test_loss_that_is_not_finite_skips_the_step_on_all_stages(model):
     """Only the last stage sees the loss. The gradients are finite, so their norm would not tell the others."""
     refs, arrays = make_batch()
     layout, config = ParallelLayout(pipeline=2), make_config()
@@ -93,7 +90,7 @@ def test_loss_that_is_not_finite_skips_the_step_on_all_stages(model: Path) -> No
     assert run_ranks(2, body, config, layout) == [(1, 0), (1, 0)]
 
 
-def test_skipping_zero_advantages_changes_no_gradient(model: Path) -> None:
+def test_skipping_zero_advantages_changes_no_gradient(model):
     refs, arrays = make_batch()
     group = {"mean": "group", "std": "group"}
 
@@ -119,7 +116,7 @@ def test_skipping_zero_advantages_changes_no_gradient(model: Path) -> None:
 
 
 @pytest.mark.parametrize("term", [{"entropy_coef": 0.5}, {"kl": {"coef": 0.5}}], ids=["entropy", "kl"])
-def test_zero_advantages_keep_other_gradients(model: Path, term: dict[str, Any]) -> None:
+def test_zero_advantages_keep_other_gradients(model, term):
     """An entropy bonus and a KL in the loss have a gradient where the advantage is 0: no sample may be skipped."""
     refs, arrays = make_batch()
     reference = {name: {"ref_logprobs": values["behav_logprobs"] - 0.5} for name, values in arrays.items()}
@@ -144,7 +141,7 @@ def test_zero_advantages_keep_other_gradients(model: Path, term: dict[str, Any])
         torch.testing.assert_close(some_grads[name], grad)
 
 
-def test_batch_without_advantage_keeps_step_with_the_others(model: Path) -> None:
+def test_batch_without_advantage_keeps_step_with_the_others(model):
     refs, arrays = make_batch(groups=1)
     config = make_config(ppo={"skip_zero_advantage": True, "advantage": {"mean": "group", "std": "group"}})
 
@@ -159,7 +156,7 @@ def test_batch_without_advantage_keeps_step_with_the_others(model: Path) -> None
         assert stats["answer_tokens"] == sum(ref.loss_tokens for ref in refs)
 
 
-def test_zero_gradient_takes_no_step(model: Path) -> None:
+def test_zero_gradient_takes_no_step(model):
     """Momentum and weight decay move no weight, and the momentum itself does not decay."""
     refs, arrays = make_batch()
     group = {"mean": "group", "std": "group"}
@@ -180,7 +177,7 @@ def test_zero_gradient_takes_no_step(model: Path) -> None:
     assert idle["grad_norm"] == 0.0 and same
 
 
-def test_step_with_nan_is_skipped_and_counted(model: Path) -> None:
+def test_step_with_nan_is_skipped_and_counted(model):
     refs, arrays = make_batch()
     arrays[refs[1].sample_id]["behav_logprobs"][0] = math.nan
 
@@ -201,7 +198,7 @@ def test_step_with_nan_is_skipped_and_counted(model: Path) -> None:
     assert math.isfinite(mixed["loss"]) and mixed["answer_tokens"] == sum(ref.loss_tokens for ref in refs[2:])
 
 
-def test_training_after_warm_up_starts_with_fresh_state(model: Path) -> None:
+def test_training_after_warm_up_starts_with_fresh_state(model):
     """The warm-up learns; its optimizer state is dropped."""
     refs, arrays = make_batch()
 
@@ -225,7 +222,7 @@ def test_training_after_warm_up_starts_with_fresh_state(model: Path) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_warm_up_is_scored_at_temperature_one(model: Path, temperature: float) -> None:
+def test_warm_up_is_scored_at_temperature_one(model, temperature):
     """The demonstrations are not samples of the policy, so the sampling temperature is not theirs."""
     refs, arrays = make_batch()
     config = make_config()
@@ -245,7 +242,7 @@ def test_warm_up_is_scored_at_temperature_one(model: Path, temperature: float) -
     assert (nll == pytest.approx(at_sampling, rel=1e-4)) == (temperature == 1.0)
 
 
-def test_training_in_bfloat16_writes_bfloat16(model: Path) -> None:
+def test_training_in_bfloat16_writes_bfloat16(model):
     refs, arrays = make_batch()
     config = Config.model_validate({"model": {"dtype": "bfloat16"}, "train": {"microbatch_tokens": 64}})
 
@@ -264,7 +261,7 @@ def test_training_in_bfloat16_writes_bfloat16(model: Path) -> None:
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
 
 
-def test_a_tied_model_has_its_embedding_written_once(model: Path, tmp_path: Path) -> None:
+def test_a_tied_model_has_its_embedding_written_once(model, tmp_path):
     tied = tmp_path / "tied"
     tied.mkdir()
     settings = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}

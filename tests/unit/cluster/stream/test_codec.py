@@ -1,7 +1,5 @@
 """Groups as bytes: the way there and back, and bytes that are no groups."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import subprocess
@@ -91,11 +89,11 @@ def assert_same(a: Group, b: Group) -> None:
 
 @given(groups(), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_a_group_comes_back_as_it_was(group: Group, with_slabs: bool) -> None:
+def test_a_group_comes_back_as_it_was(group, with_slabs):
     assert_same(decode_group(encode_group(group, Slabs(2) if with_slabs else None)), group)
 
 
-def test_decoded_arrays_are_views_that_cannot_be_written() -> None:
+def test_decoded_arrays_are_views_that_cannot_be_written():
     frames = encode_group(make_group("t1"))
     first = decode_group(frames).episodes[0].rows[0]
     assert np.shares_memory(first.tokens, np.frombuffer(frames[1], dtype=np.uint8))
@@ -104,7 +102,7 @@ def test_decoded_arrays_are_views_that_cannot_be_written() -> None:
             getattr(first, name)[0] = 0
 
 
-def test_an_unaligned_payload_is_copied_into_place() -> None:
+def test_an_unaligned_payload_is_copied_into_place():
     group = make_group("t1")
     header, payload = encode_group(group)
     shifted = memoryview(b"x" + payload)[1:]
@@ -113,14 +111,14 @@ def test_an_unaligned_payload_is_copied_into_place() -> None:
     assert_same(decoded, group)
 
 
-def test_versions_that_change_at_every_token_survive() -> None:
+def test_versions_that_change_at_every_token_survive():
     group = make_group("t1", episodes=1)
     row = group.episodes[0].rows[0]
     row.versions = np.arange(row.loss_tokens, dtype=np.int32)
     assert_same(decode_group(encode_group(group)), group)
 
 
-def test_versions_of_keys_cost_bytes_where_they_differ() -> None:
+def test_versions_of_keys_cost_bytes_where_they_differ():
     """A group without kept keys has the bytes that it had before there were any."""
     plain, equal, kept = (make_group("t1", episodes=1) for _ in range(3))
     row = equal.episodes[0].rows[0]
@@ -136,7 +134,7 @@ def test_versions_of_keys_cost_bytes_where_they_differ() -> None:
     assert_same(decode_group(encode_group(kept)), kept)
 
 
-def test_temperatures_cost_bytes_where_they_are_known() -> None:
+def test_temperatures_cost_bytes_where_they_are_known():
     plain, own = (make_group("t1", episodes=2) for _ in range(2))
     row = own.episodes[1].rows[0]
     row.temperatures = ((0.5, 1), (0.0, row.loss_tokens - 1))
@@ -145,20 +143,20 @@ def test_temperatures_cost_bytes_where_they_are_known() -> None:
     assert_same(decode_group(encode_group(own)), own)
 
 
-def test_a_mask_that_changes_at_every_token_survives() -> None:
+def test_a_mask_that_changes_at_every_token_survives():
     group = make_group("t1", episodes=1, length=40, prompt=20)
     group.episodes[0].rows[0].loss_mask = np.arange(40) % 2 == 1
     assert_same(decode_group(encode_group(group)), group)
 
 
-def test_strided_arrays_are_encoded() -> None:
+def test_strided_arrays_are_encoded():
     group = make_group("t1", episodes=1)
     row = group.episodes[0].rows[0]
     row.tokens = np.repeat(row.tokens, 2)[::2]
     assert_same(decode_group(encode_group(group)), group)
 
 
-def test_slabs_are_used_again_and_kept_few() -> None:
+def test_slabs_are_used_again_and_kept_few():
     slabs = Slabs(keep=2)
     taken = [slabs.take(size) for size in (10, 20, 30)]
     for slab in taken:
@@ -183,7 +181,7 @@ def test_slabs_are_used_again_and_kept_few() -> None:
         ({"rewards": ((40, 1.0),)}, r"a reward is at position 40, which is not in the loss"),
     ],
 )
-def test_a_wrong_array_is_named_by_the_encoder(change: dict[str, object], message: str) -> None:
+def test_a_wrong_array_is_named_by_the_encoder(change, message):
     group = make_group("t1")
     group.episodes[0].rows[0] = replace(group.episodes[0].rows[0], **change)
     with pytest.raises(StreamError, match=message):
@@ -201,7 +199,7 @@ def changed_episode(**change: object) -> Group:
     return replace(group, episodes=[replace(group.episodes[0], **change)])
 
 
-def test_a_logprob_above_zero_by_rounding_passes() -> None:
+def test_a_logprob_above_zero_by_rounding_passes():
     decode_group(encode_group(changed_values("logprobs", 1e-6)))
 
 
@@ -282,21 +280,21 @@ BAD = [
 
 
 @pytest.mark.parametrize(("frames", "message"), BAD)
-def test_bad_group_is_refused_with_its_problem(frames: list[bytes], message: str) -> None:
+def test_bad_group_is_refused_with_its_problem(frames, message):
     with pytest.raises(DecodeError, match=message):
         decode_group(frames)
 
 
 @given(st.lists(st.binary(max_size=200), max_size=4))
 @settings(max_examples=200, deadline=None)
-def test_random_bytes_only_raise_decode_error(frames: list[bytes]) -> None:
+def test_random_bytes_only_raise_decode_error(frames):
     with pytest.raises(DecodeError):
         decode_group(frames)
 
 
 @given(st.data())
 @settings(max_examples=400, deadline=None)
-def test_mutated_groups_decode_or_raise_decode_error(data: st.DataObject) -> None:
+def test_mutated_groups_decode_or_raise_decode_error(data):
     frames = [bytearray(frame) for frame in encode_group(make_group("t1", episodes=2, length=12, prompt=4))]
     for _ in range(data.draw(st.integers(1, 6))):
         frame = data.draw(st.sampled_from(frames))
@@ -325,12 +323,12 @@ def test_mutated_groups_decode_or_raise_decode_error(data: st.DataObject) -> Non
 
 @given(st.binary(max_size=100), st.sampled_from([TO_MASTER, TO_PULLER, TO_PUSHER, TO_WORKER]))
 @settings(max_examples=200, deadline=None)
-def test_random_headers_only_raise_decode_error(data: bytes, decoder: msgspec.msgpack.Decoder[object]) -> None:
+def test_random_headers_only_raise_decode_error(data, decoder):
     with pytest.raises(DecodeError, match="not a header"):
         decode_with(decoder, data, "header")
 
 
-def test_messages_round_trip_and_name_type_errors() -> None:
+def test_messages_round_trip_and_name_type_errors():
     assert decode_message(encode_message(ClearRequest(["a"])), ClearRequest) == ClearRequest(["a"])
     with pytest.raises(DecodeError, match="not a SamplesArrived: "):
         decode_message(encode_message(ClearRequest(["a"])), SamplesArrived)
@@ -339,7 +337,7 @@ def test_messages_round_trip_and_name_type_errors() -> None:
 
 
 @pytest.mark.parametrize(("episodes", "before"), [(1, 240), (2, 284), (8, 548), (16, 902)])
-def test_single_turn_header_is_not_larger_than_before(episodes: int, before: int) -> None:
+def test_single_turn_header_is_not_larger_than_before(episodes, before):
     """``before``: bytes of the header when a sample could only be one prompt and one completion."""
     row = make_row(
         np.zeros(120, np.int32),
@@ -373,7 +371,7 @@ for i in range(60):
 
 
 @pytest.mark.processes
-def test_threads_may_decode_a_type_first_together() -> None:
+def test_threads_may_decode_a_type_first_together():
     """msgspec ends the process if two threads make decoders of one Struct at the same time."""
     assert subprocess.run([sys.executable, "-c", RACE], timeout=120, check=False).returncode == 0
 
@@ -401,7 +399,7 @@ def reply(received: int) -> zmq.Frame:
     return zmq.Frame(encode_message(TransferReply(received)))
 
 
-def test_replies_keep_the_order_of_workers() -> None:
+def test_replies_keep_the_order_of_workers():
     def body(call: OpenCall, peers: list[Peer]) -> None:
         for worker in (2, 0, 1):
             assert not call.result.done()
@@ -419,7 +417,7 @@ def test_replies_keep_the_order_of_workers() -> None:
         (None, zmq.Frame(b"\xc1"), DecodeError),
     ],
 )
-def test_first_failure_ends_the_call(failure: FailureReply | None, payload: zmq.Frame, error: type[Exception]) -> None:
+def test_first_failure_ends_the_call(failure, payload, error):
     def body(call: OpenCall, peers: list[Peer]) -> None:
         call.take_reply(peers[1], failure, payload)
         with pytest.raises(error, match="model_worker/1"):
@@ -429,7 +427,7 @@ def test_first_failure_ends_the_call(failure: FailureReply | None, payload: zmq.
     with_call(body)
 
 
-def test_discarded_request_leaves_those_of_successor() -> None:
+def test_discarded_request_leaves_those_of_successor():
     """A new incarnation counts its requests from 1 again."""
 
     def body(call: OpenCall, peers: list[Peer]) -> None:
@@ -441,7 +439,7 @@ def test_discarded_request_leaves_those_of_successor() -> None:
     with_call(body)
 
 
-def test_timeout_names_some_of_many_workers() -> None:
+def test_timeout_names_some_of_many_workers():
     def body(call: OpenCall, peers: list[Peer]) -> None:
         call.take_reply(peers[0], None, reply(0))
         call.expire(2.0)
@@ -451,11 +449,11 @@ def test_timeout_names_some_of_many_workers() -> None:
     with_call(body, 20)
 
 
-def test_few_workers_are_all_named() -> None:
+def test_few_workers_are_all_named():
     assert name_workers(["a", "b"]) == "a, b"
 
 
-def test_one_ack_for_each_peer_without_later_request() -> None:
+def test_one_ack_for_each_peer_without_later_request():
     async def run() -> None:
         sent: list[Message] = []
         acks = Acknowledgements(sent.extend)

@@ -1,7 +1,5 @@
 """`realsys compare`."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -29,7 +27,7 @@ def made(root: Path, name: str, lr: float, steps: int) -> TrialPaths:
     return paths
 
 
-def test_comparison_has_settings_numbers_and_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_has_settings_numbers_and_curves(tmp_path, capsys):
     first, second = made(tmp_path, "a", 1e-4, 4), made(tmp_path, "b", 1e-3, 2)
     assert main(["compare", str(first.root), str(second.root)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -42,7 +40,7 @@ def test_comparison_has_settings_numbers_and_curves(tmp_path: Path, capsys: pyte
     assert first_line.split()[1:] == ["▅▅▆▇", "0.8"] and second_line.split()[1:] == ["▅▅", "0.6"]
 
 
-def test_field_that_an_older_build_lacks_is_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_field_that_an_older_build_lacks_is_empty(tmp_path, capsys):
     first, second = made(tmp_path, "a", 1e-4, 1), made(tmp_path, "b", 1e-4, 1)
     settings = json.loads(first.config.read_text())
     del settings["telemetry"]
@@ -52,7 +50,7 @@ def test_field_that_an_older_build_lacks_is_empty(tmp_path: Path, capsys: pytest
     assert len(row.split("  ")) > 2 and row.endswith("…")
 
 
-def test_field_that_has_another_name_now_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_field_that_has_another_name_now_is_one_row(tmp_path, capsys):
     first, second = made(tmp_path, "a", 1e-4, 1), made(tmp_path, "b", 1e-4, 1)
     settings = json.loads(first.config.read_text())
     settings["asynchronous"]["max_head_offpolicyness"] = 2 + settings["asynchronous"].pop("max_staleness")
@@ -62,9 +60,7 @@ def test_field_that_has_another_name_now_is_one_row(tmp_path: Path, capsys: pyte
     assert row == ["asynchronous.max_staleness", "6", "4"]
 
 
-def test_equal_columns_are_equal_steps_in_long_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_columns_are_equal_steps_in_long_runs(tmp_path, capsys, monkeypatch):
     """A long curve has one point for several steps."""
     monkeypatch.setattr(totals, "CURVE_POINTS", 40)
     trials = [made(tmp_path, name, 1e-4, 0) for name in "ab"]
@@ -76,14 +72,14 @@ def test_equal_columns_are_equal_steps_in_long_runs(
     assert [len(line.split()[1]) for line in lines[place + 1 : place + 3]] == [20, 40]
 
 
-def test_config_that_is_no_object_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_that_is_no_object_is_one_line(tmp_path, capsys):
     first, second = made(tmp_path, "a", 1e-4, 1), made(tmp_path, "b", 1e-4, 1)
     second.config.write_text("[]")
     assert main(["compare", str(first.root), str(second.root)]) == 2
     assert "must contain a JSON object" in capsys.readouterr().err
 
 
-def test_one_trial_is_not_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_trial_is_not_a_comparison(tmp_path, capsys):
     assert main(["compare", str(made(tmp_path, "a", 1e-4, 1).root)]) == 2
     assert "name two or more" in capsys.readouterr().err
 
@@ -92,7 +88,7 @@ def test_one_trial_is_not_a_comparison(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> TrialPaths:
+def trial(tmp_path):
     """A trial with versions 3 and 4 of its weights."""
     paths = TrialPaths(tmp_path / "runs" / "math" / "t")
     paths.root.mkdir(parents=True)
@@ -108,16 +104,14 @@ def trial(tmp_path: Path) -> TrialPaths:
 
 
 @pytest.mark.parametrize(("words", "value"), [([], 4.0), (["--step", "3"], 3.0)])
-def test_export_has_the_weights_of_the_step(trial: TrialPaths, tmp_path: Path, words: list[str], value: float) -> None:
+def test_export_has_the_weights_of_the_step(trial, tmp_path, words, value):
     out = tmp_path / "new" / "model"
     assert main(["export", str(trial.root), str(out), *words]) == 0
     [file] = out.glob("*.safetensors")
     assert load_file(file)["a"].tolist() == [value] * 2 and (out / "config.json").is_file()
 
 
-def test_printed_setting_names_the_new_folder(
-    trial: TrialPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_printed_setting_names_the_new_folder(trial, tmp_path, capsys):
     """The folder has characters of the shell, of zsh's patterns and of hydra's lists."""
     out = tmp_path / "it's [1] model"
     assert main(["export", str(trial.root), str(out)]) == 0
@@ -125,15 +119,13 @@ def test_printed_setting_names_the_new_folder(
     assert compose(["experiment=math", setting]).model.path == str(out)
 
 
-def test_step_without_weights_is_refused(trial: TrialPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_without_weights_is_refused(trial, tmp_path, capsys):
     assert main(["export", str(trial.root), str(tmp_path / "out"), "--step", "2"]) == 2
     assert "has the weights of these steps only: 3, 4; set checkpoint.hf_every_steps" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_existing_folder_is_not_overwritten(
-    trial: TrialPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_existing_folder_is_not_overwritten(trial, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     assert main(["export", str(trial.root), str(tmp_path / "out")]) == 2
     assert "exists: name a new folder" in capsys.readouterr().err
@@ -145,7 +137,7 @@ def test_existing_folder_is_not_overwritten(
 SMALL = ["train.batch_groups=2", "rollout.group_size=2", "sim.steps=3"]
 
 
-def test_measurements_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measurements_are_printed_and_written(tmp_path, capsys):
     assert main(["simulate", "pareto", *SMALL, "--seed", "3", "--out", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "results.json").read_text())
     assert (written["seed"], written["steps"]) == (3, 3)
@@ -153,14 +145,12 @@ def test_measurements_are_printed_and_written(tmp_path: Path, capsys: pytest.Cap
     assert "3 steps" in capsys.readouterr().out
 
 
-def test_broken_invariant_names_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_invariant_names_the_command(monkeypatch, capsys):
     monkeypatch.setattr(ManagerState, "refusal", lambda self: None)
     assert main(["simulate", "pareto", *SMALL]) == 1
     assert "to repeat it: realsys simulate pareto train.batch_groups=2" in capsys.readouterr().err
 
 
-def test_unknown_scenario_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_scenario_is_bad_input(capsys):
     assert main(["simulate", "nothing"]) == 2
     assert "must be one of lognormal, pareto, faults" in capsys.readouterr().err

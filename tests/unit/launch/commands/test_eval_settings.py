@@ -1,7 +1,5 @@
 """The configuration of an evaluation."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from datetime import datetime
@@ -34,7 +32,7 @@ NOW = datetime(2026, 1, 2, 3, 4, 5)
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> TrialPaths:
+def trial(tmp_path):
     paths = TrialPaths(tmp_path / "t")
     paths.root.mkdir()
     stored = {
@@ -176,32 +174,32 @@ def sample(problem: int, reason: str) -> EvalSample:
     return EvalSample("eval-60", "eval", problem, 0, 0, 60, 60, "p", "c", "r", 1.0, True, reason, 3)
 
 
-def test_table_has_a_line_per_data_set() -> None:
+def test_table_has_a_line_per_data_set():
     lines = table([result(), result("aime", problems=30, cut_off=None)])
     assert [line.split("  ")[0] for line in lines] == ["data set", "eval", "aime"]
     assert "50.0% (40.0 - 60.0)" in lines[1] and "25.0%" in lines[1] and lines[1].endswith("60")
     assert all("\n" not in line for line in lines)
 
 
-def test_pass_at_k_and_votes_have_columns() -> None:
+def test_pass_at_k_and_votes_have_columns():
     both = {"1": {"value": 0.5, "low": 0.4, "high": 0.6}, "8": {"value": 0.9, "low": 0.8, "high": 1.0}}
     lines = table([result(pass_at=both, majority={"value": 0.7, "low": 0.6, "high": 0.8}), result("aime")])
     assert "pass@8" in lines[0] and "majority" in lines[0]
     assert "90.0% (80.0 - 100.0)" in lines[1] and "70.0% (60.0 - 80.0)" in lines[1]
 
 
-def test_incomplete_evaluation_shows_no_number() -> None:
+def test_incomplete_evaluation_shows_no_number():
     lines = table([result(complete=False, incomplete="3 of 64 failed", pass_at={}, failed=3)])
     assert "%" not in lines[1].replace("25.0%", "")
     assert lines[-1] == "eval: incomplete: 3 of 64 failed"
 
 
-def test_omitted_vote_has_its_reason() -> None:
+def test_omitted_vote_has_its_reason():
     lines = table([result(majority_omitted="comparing the final answers took more than 300 s")])
     assert lines[2:] == ["eval: no majority: comparing the final answers took more than 300 s"]
 
 
-def test_lost_numbers_are_named_below_the_table() -> None:
+def test_lost_numbers_are_named_below_the_table():
     lines = table([result(unjudged=1, left_out_k=[8])])
     assert lines[2:] == [
         "eval: 1 of 16 problems left out: all their completions failed",
@@ -209,7 +207,7 @@ def test_lost_numbers_are_named_below_the_table() -> None:
     ]
 
 
-def test_report_reads_the_stored_completions(tmp_path, capsys) -> None:
+def test_report_reads_the_stored_completions(tmp_path, capsys):
     paths = TrialPaths(tmp_path)
     write_result(paths.evaluations / "eval-60", [sample(0, "length"), sample(1, "stop")], {})
     assert report(paths, tmp_path / "out", {"model": "/m"}, {"eval-60": result(cut_off=None)}) == 0
@@ -218,13 +216,13 @@ def test_report_reads_the_stored_completions(tmp_path, capsys) -> None:
     assert stored["results"][0]["completions"] == 2 and "50.0%" in capsys.readouterr().out
 
 
-def test_incomplete_result_is_an_exit_code(tmp_path, capsys) -> None:
+def test_incomplete_result_is_an_exit_code(tmp_path, capsys):
     found = result(complete=False, incomplete="cancelled by its user", pass_at={})
     assert report(TrialPaths(tmp_path), tmp_path, {}, {"eval-0": found}) == 1
     assert "incomplete: cancelled by its user" in capsys.readouterr().out
 
 
-def test_command_for_the_completions_can_be_copied(tmp_path, capsys) -> None:
+def test_command_for_the_completions_can_be_copied(tmp_path, capsys):
     paths = TrialPaths(tmp_path / "my runs [1]")
     report(paths, tmp_path / "out", {}, {"eval-60": result()})
     words = shlex.split(capsys.readouterr().out.partition("completions  ")[2].splitlines()[0])

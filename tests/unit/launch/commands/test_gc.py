@@ -1,7 +1,5 @@
 """`realsys gc`: leftovers of ended trials, with a real etcd; a trial that runs is left alone."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json
@@ -9,7 +7,6 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,7 +38,7 @@ LEASE_S = 0.4  # etcd rounds it up to 2 s
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch):
     """Folder of the trials; shared memory is another folder."""
     (tmp_path / "shm").mkdir()
     init = Finder.__init__
@@ -50,7 +47,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def etcd(etcd_server, monkeypatch: pytest.MonkeyPatch) -> Iterator[EtcdNameStore]:
+def etcd(etcd_server, monkeypatch):
     # The short leases of these trials must not bound the calls of a busy etcd.
     monkeypatch.setattr(
         etcd_store, "EtcdNameStore", lambda at, _, __, access, **how: EtcdNameStore(at, 60.0, 60.0, access, **how)
@@ -198,7 +195,7 @@ def on_own_etcd(root: Path, trial: str, address: str = "127.0.0.1:1", *overrides
 
 
 @pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, JobState]:
+def slurm(monkeypatch):
     """Jobs that SLURM knows."""
     jobs: dict[str, JobState] = {}
     monkeypatch.setattr(gc, "job_state", jobs.get)

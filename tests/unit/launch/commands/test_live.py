@@ -1,9 +1,6 @@
 """Evaluations beside training: what may be asked, the wait for them, and the cancel."""
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,12 +46,12 @@ def state(done: int, *, total: int = 4, **more: Any) -> EvaluationReply:
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pauses(monkeypatch):
     monkeypatch.setattr(evaluate, "_POLL_S", 0.0)
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> TrialPaths:
+def trial(tmp_path):
     paths = TrialPaths(tmp_path / "t")
     paths.root.mkdir()
     write_config(Config.model_validate({"evaluation": {"sets": {"a": {"path": "/a"}}}}), paths.config)
@@ -96,7 +93,7 @@ def test_trial_that_cannot_be_asked_is_named(trial, address, problem):
         client_of(Config(), trial, store)
 
 
-def test_request_is_of_a_user(tmp_path) -> None:
+def test_request_is_of_a_user(tmp_path):
     async def body() -> None:
         manager, said = Manager([state(1), state(4)]), list[str]()
         found = await evaluations(manager, said).run(evaluation_sets(Config()), TrialPaths(tmp_path))
@@ -109,7 +106,7 @@ def test_request_is_of_a_user(tmp_path) -> None:
     asyncio.run(body())
 
 
-def test_interrupt_cancels_what_has_not_ended(tmp_path) -> None:
+def test_interrupt_cancels_what_has_not_ended(tmp_path):
     async def body() -> None:
         manager = Manager([state(1)])
         task = asyncio.create_task(evaluations(manager, []).run(evaluation_sets(Config()), TrialPaths(tmp_path)))
@@ -122,7 +119,7 @@ def test_interrupt_cancels_what_has_not_ended(tmp_path) -> None:
     asyncio.run(body())
 
 
-def test_error_of_the_manager_cancels_too(tmp_path) -> None:
+def test_error_of_the_manager_cancels_too(tmp_path):
     async def body() -> None:
         manager = Manager([state(1)], StreamError("gserver_manager: no"))
         with pytest.raises(StreamError):
@@ -132,7 +129,7 @@ def test_error_of_the_manager_cancels_too(tmp_path) -> None:
     asyncio.run(body())
 
 
-def test_standstill_is_named_and_cancelled(tmp_path) -> None:
+def test_standstill_is_named_and_cancelled(tmp_path):
     async def body() -> None:
         manager = Manager([state(1)])
         slow = {"cluster": {"request_timeout_s": 0.01}}

@@ -1,7 +1,5 @@
 """`realsys logs`: of trials on this machine and of SLURM jobs, which wait, are queued again, and end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +16,7 @@ Event = tuple[JobState | None, Callable[[], object]]
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> TrialPaths:
+def paths(tmp_path):
     """A trial on this machine with two logs."""
     paths = TrialPaths(tmp_path / "math" / "a")
     paths.logs.mkdir(parents=True)
@@ -55,7 +53,7 @@ def script_job(monkeypatch: pytest.MonkeyPatch, paths: TrialPaths, events: list[
     monkeypatch.setattr(logs, "is_here", lambda: True)
 
 
-def test_trial_as_first_word_lists_its_logs(paths: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trial_as_first_word_lists_its_logs(paths, capsys):
     assert main(["logs", str(paths.root)]) == 0
     assert "model_worker/0" in capsys.readouterr().out
 
@@ -64,29 +62,25 @@ def nothing() -> None:
     pass
 
 
-def test_logs_are_listed_with_their_sizes(paths: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_are_listed_with_their_sizes(paths, capsys):
     assert shown(paths) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [["model_worker/0", "14"], ["srun", "0"]]
 
 
-def test_last_lines_of_a_process_are_shown(paths: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_lines_of_a_process_are_shown(paths, capsys):
     assert shown(paths, "model_worker/0", "-n", "2") == 0
     assert capsys.readouterr().out == "two\nthree\n"
 
 
 @pytest.mark.parametrize("words", [("model_worker/1",), ("model_walker/0", "-f"), ("job", "-f"), ("../a/0", "-f")])
-def test_unknown_process_names_the_logs(
-    paths: TrialPaths, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_process_names_the_logs(paths, words, capsys):
     assert shown(paths, *words) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert f"PROCESS='{words[0]}'" in line and "one of model_worker/0, srun" in line
 
 
-def test_local_run_is_followed_to_its_end(
-    paths: TrialPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_local_run_is_followed_to_its_end(paths, monkeypatch, capsys):
     """The summary of an earlier run does not end it."""
     log = paths.logs / "model_worker-0.log"
     lives = iter([True, True, False])
@@ -101,9 +95,7 @@ def test_local_run_is_followed_to_its_end(
     assert capsys.readouterr().out == "three\nmore\nmore\nmore\n"
 
 
-def test_job_is_followed_through_a_requeue(
-    paths: TrialPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_job_is_followed_through_a_requeue(paths, monkeypatch, capsys):
     log = job_log(paths, "7")
     events: list[Event] = [
         (JobState("PENDING", "Resources"), nothing),
@@ -127,9 +119,7 @@ def test_job_is_followed_through_a_requeue(
     ]
 
 
-def test_log_of_a_later_process_is_awaited(
-    paths: TrialPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_of_a_later_process_is_awaited(paths, monkeypatch, capsys):
     log = paths.logs / "agent-0.log"
     script_job(
         monkeypatch,
@@ -140,15 +130,13 @@ def test_log_of_a_later_process_is_awaited(
     assert capsys.readouterr().out == "joined\n"
 
 
-def test_log_that_never_came_is_unknown(
-    paths: TrialPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_that_never_came_is_unknown(paths, monkeypatch, capsys):
     script_job(monkeypatch, paths, [(JobState("COMPLETED", exit_code=0), nothing)])
     assert shown(paths, "rollout_worker/9", "-f") == 2
     assert "has no log of that name" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_the_wait(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_wait(paths, monkeypatch):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -156,9 +144,7 @@ def test_ctrl_c_ends_the_wait(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch
     assert shown(paths, "job", "-f") == 130
 
 
-def test_without_slurm_the_summary_ends_it(
-    paths: TrialPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_slurm_the_summary_ends_it(paths, monkeypatch, capsys):
     script_job(monkeypatch, paths, [])
     monkeypatch.setattr(logs, "is_here", lambda: False)
     assert shown(paths, "srun", "-f") == 0

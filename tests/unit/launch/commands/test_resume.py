@@ -1,9 +1,5 @@
 """`realsys resume`: the stored configuration, and the changes that are given."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from realsys.config.paths import TrialPaths, read_config
@@ -13,12 +9,12 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return Runs(tmp_path, monkeypatch)
 
 
-def test_resume_keeps_all_settings_but_the_given_ones(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_keeps_all_settings_but_the_given_ones(run, capsys):
     """Settings that the first command gave are not repeated, and the folder may be elsewhere by now."""
     run("train.optimizer.lr=0.5", records=STOPPED, end=CTRL_C)
     moved = run.paths.root.parents[2] / "other" / "arith" / "t"
@@ -34,7 +30,7 @@ def test_resume_keeps_all_settings_but_the_given_ones(run: Runs, capsys: pytest.
     assert read_config(moved / "config.json").train.optimizer.lr == 0.5
 
 
-def test_resume_takes_the_newest_trial(run: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_takes_the_newest_trial(run, capsys):
     run(records=STOPPED, end=CTRL_C)
     capsys.readouterr()
     assert run(argv=["resume", "--dry-run"]) == 0

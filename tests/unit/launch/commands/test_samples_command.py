@@ -1,10 +1,7 @@
 """`realsys samples`: chosen samples of a step, of a stored evaluation, and of groups that were not trained."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,7 +54,7 @@ SAMPLES = [
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Path:
+def trial(tmp_path):
     paths = TrialPaths(tmp_path / "t")
     paths.root.mkdir()
     write_config(changed(), paths.config)
@@ -67,14 +64,14 @@ def trial(tmp_path: Path) -> Path:
     return paths.root
 
 
-def test_newest_evaluation_is_shown(trial: Path, capsys: pytest.CaptureFixture[str]):
+def test_newest_evaluation_is_shown(trial, capsys):
     assert main(["samples", str(trial), "--eval"]) == 0
     shown = capsys.readouterr().out
     assert "after-4: version 4, accuracy 75.0% ± 32.5 (2 problems x 2)" in shown
     assert "reference  7" in shown and "\x1b[2J" not in shown and "wrong, reward 5, stop, 2 tokens" in shown
 
 
-def test_filters_choose_completions(trial: Path, capsys: pytest.CaptureFixture[str]):
+def test_filters_choose_completions(trial, capsys):
     assert main(["samples", str(trial), "--eval", "before", "--wrong", "--json"]) == 0
     [line] = capsys.readouterr().out.splitlines()
     assert json.loads(line)["completion"] == "#\x1b[2J8"
@@ -83,7 +80,7 @@ def test_filters_choose_completions(trial: Path, capsys: pytest.CaptureFixture[s
     assert [(sample["problem"], sample.get("sample")) for sample in found] == [(1, 0), (1, 1)]
 
 
-def test_evaluation_is_found_by_set_and_name(trial: Path):
+def test_evaluation_is_found_by_set_and_name(trial):
     root = TrialPaths(trial).evaluations
     assert chosen_evaluation(root, of_set="sums") == "before-0.sums"
     assert chosen_evaluation(root, "before.sums") == "before-0.sums"
@@ -105,16 +102,14 @@ def test_evaluation_is_found_by_set_and_name(trial: Path):
         (["--min-staleness", "9"], []),
     ],
 )
-def test_filters_choose_samples_of_a_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], ids: list[str]
-):
+def test_filters_choose_samples_of_a_step(tmp_path, capsys, options, ids):
     paths = sample_trial(tmp_path)
     assert main(["samples", str(paths.root), "--json", *options]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [sample["sample_id"].lstrip("0").rjust(7, "0") for sample in found] == [name.rjust(7, "0") for name in ids]
 
 
-def test_step_is_printed_with_its_references(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_step_is_printed_with_its_references(tmp_path, capsys):
     paths = sample_trial(tmp_path)
     assert main(["samples", str(paths.root), "--ticket", "0000000001"]) == 0
     assert "reference  7" in capsys.readouterr().out
@@ -122,14 +117,14 @@ def test_step_is_printed_with_its_references(tmp_path: Path, capsys: pytest.Capt
     assert "step 40 has not trained ticket 'nobody': it has 0000000000" in capsys.readouterr().err
 
 
-def test_dropped_groups_are_printed_with_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_dropped_groups_are_printed_with_reasons(tmp_path, capsys):
     paths = sample_trial(tmp_path)
     assert main(["samples", str(paths.root), "--dropped"]) == 0
     shown = capsys.readouterr().out
     assert "equal_rewards" in shown and "no reward, not judged" in shown and HOSTILE[:30] in shown
 
 
-def test_too_old_group_is_printed_with_its_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_too_old_group_is_printed_with_its_age(tmp_path, capsys):
     paths = sample_trial(tmp_path)
     assert main(["samples", str(paths.root), "--dropped", "--min-staleness", "1"]) == 0
     shown = capsys.readouterr().out
@@ -137,7 +132,7 @@ def test_too_old_group_is_printed_with_its_age(tmp_path: Path, capsys: pytest.Ca
     assert "0000000080" not in shown
 
 
-def test_reason_in_the_title_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_reason_in_the_title_cannot_steer_the_terminal(tmp_path, capsys):
     """An error may quote a completion."""
     paths = sample_trial(tmp_path)
     reason = "RewardError: \x1b[2J"
@@ -183,7 +178,7 @@ def _shown(*calls: tuple[str, str]) -> list[str]:
     return [str(line) for line in lines]
 
 
-def test_conversation_shows_only_what_a_call_adds() -> None:
+def test_conversation_shows_only_what_a_call_adds():
     assert _shown(("ask", "yes"), ("askyesmore", "no")) == [
         "  prompt     ask",
         "  sampled    yes",
@@ -192,15 +187,15 @@ def test_conversation_shows_only_what_a_call_adds() -> None:
     ]
 
 
-def test_rewritten_history_is_a_branch() -> None:
+def test_rewritten_history_is_a_branch():
     assert _shown(("ask", "yes"), ("other", "no"))[2] == "  branch     other"
 
 
-def test_completion_cannot_control_the_terminal() -> None:
+def test_completion_cannot_control_the_terminal():
     assert _shown(("ask", "\x1b[2J"))[1] == "  sampled    \\x1b[2J"
 
 
-def test_episode_tells_trained_tokens_and_parts_of_the_reward() -> None:
+def test_episode_tells_trained_tokens_and_parts_of_the_reward():
     mask = np.array([0, 0, 1, 1, 0, 1], np.bool_)
     behaviour = np.zeros(3, np.float32), np.zeros(3, np.int32)
     row = Row(np.arange(6, dtype=np.int32), mask, *behaviour, "length", rewards=((5, 0.25),))
@@ -213,6 +208,6 @@ def test_episode_tells_trained_tokens_and_parts_of_the_reward() -> None:
 @pytest.mark.parametrize(
     ("words", "field"), [(["experiment=arith"], "model.path"), (["missing", "--tasks", "0"], "--tasks")]
 )
-def test_bad_input_is_refused(words: list[str], field: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_refused(words, field, capsys):
     assert main(["play", *words]) == 2
     assert field in capsys.readouterr().err

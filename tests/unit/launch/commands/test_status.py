@@ -1,7 +1,5 @@
 """`realsys status` of trials that have ended, were killed, or run."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -9,7 +7,6 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,12 +33,12 @@ from realsys.observe.events import EventLog
 from realsys.observe.screen.progress import TrialProgress
 from realsys.weights.disk.plain_folders import adopt, materialise, verify
 from tests.support.run_logs import run_records, train_record, write_log
-from tests.support.timelines.made_up import MadeUpTrial, small_trial
+from tests.support.timelines.made_up import small_trial
 from tests.support.view.shown_trial import sample_trial
 
 
 @pytest.fixture
-def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialPaths:
+def trial(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = TrialPaths(tmp_path / "runs" / "math" / "t")
     paths.root.mkdir(parents=True)
@@ -51,14 +48,14 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialPaths:
 
 
 @pytest.fixture
-def running(trial: TrialPaths) -> Iterator[TrialLock]:
+def running(trial):
     lock = TrialLock(trial.lock, "t", retry_timeout_s=0.0)
     yield lock
     with contextlib.suppress(OSError):  # the test has closed it
         lock.close()
 
 
-def test_killed_trial_shows_steps_and_resume_command(trial: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_trial_shows_steps_and_resume_command(trial, capsys):
     events = EventLog(trial.events)
     events.add("start", "9 processes")
     events.add("restart", "rollout_worker/0 was killed; restart 1/5", "rollout_worker/0")
@@ -73,7 +70,7 @@ def test_killed_trial_shows_steps_and_resume_command(trial: TrialPaths, capsys: 
     assert lines[-1] == f"to continue: {' '.join(own_command())} resume runs/math/t"
 
 
-def test_json_has_the_last_steps_and_evaluations(trial: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_last_steps_and_evaluations(trial, capsys):
     assert main(["status", "math/t", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["step"], found["total_steps"]) == ("killed", 40, 100)
@@ -83,17 +80,13 @@ def test_json_has_the_last_steps_and_evaluations(trial: TrialPaths, capsys: pyte
     assert found["bottleneck"].startswith("generation-bound: the trainer waits 10 %")
 
 
-def test_running_trial_is_not_to_be_continued(
-    trial: TrialPaths, running: TrialLock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_running_trial_is_not_to_be_continued(trial, running, capsys):
     assert main(["status", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["state"] == "running" and found["resume"] is None
 
 
-def test_watch_shows_steps_and_restarts_until_the_end(
-    trial: TrialPaths, running: TrialLock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_shows_steps_and_restarts_until_the_end(trial, running, capsys, monkeypatch):
     monkeypatch.setattr(status, "_LOOK_S", 0.01)
     watching = threading.Thread(target=main, args=(["status", "--watch"],))
     watching.start()
@@ -119,9 +112,7 @@ def test_watch_shows_steps_and_restarts_until_the_end(
     assert not watching.is_alive() and "step  41/100" in seen and "! rollout_worker/0 was killed" in seen
 
 
-def test_waiting_job_is_not_to_be_continued(
-    trial: TrialPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waiting_job_is_not_to_be_continued(trial, monkeypatch, capsys):
     """Before its first start there is no configuration to show."""
     states = iter([JobState("PENDING"), JobState("PENDING"), JobState("CANCELLED")])
     monkeypatch.setattr(status, "job_state", lambda _: next(states))
@@ -136,7 +127,7 @@ def test_waiting_job_is_not_to_be_continued(
     assert waits["state"] == "pending" and waits["trial"] == "t" and ended["state"] == "cancelled"
 
 
-def test_second_look_reads_new_records_only(trial: TrialPaths, running: TrialLock) -> None:
+def test_second_look_reads_new_records_only(trial, running):
     """What was read before has changed since then."""
     observer = Observer(trial)
     assert observer.look().progress.step == (40, 100)
@@ -150,22 +141,20 @@ def test_second_look_reads_new_records_only(trial: TrialPaths, running: TrialLoc
 
 
 @pytest.mark.parametrize("words", [["--watch", "-1"], ["--watch", "nan"], ["--watch", "0"], ["--watch", "math/t"]])
-def test_watch_needs_a_duration(words: list[str], trial: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_needs_a_duration(words, trial, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["status", "--json", *words])
     assert ended.value.code == 2
     assert "must be a number of seconds above 0; the trial is named before --watch" in capsys.readouterr().err
 
 
-def test_json_watch_is_one_line_per_look(trial: TrialPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_watch_is_one_line_per_look(trial, capsys):
     assert main(["status", "--json", "--watch", "0.01"]) == 0  # it does not run: one look
     [line] = capsys.readouterr().out.splitlines()
     assert json.loads(line)["step"] == 40
 
 
-def test_memory_is_in_line_and_json(
-    trial: TrialPaths, running: TrialLock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_in_line_and_json(trial, running, capsys, monkeypatch):
     async def answers(config: Config, paths: TrialPaths, progress: TrialProgress) -> None:
         progress.status = {"workers": [{"name": "rollout_worker/0", "memory_bytes": 2 << 30}]}
 
@@ -186,7 +175,7 @@ def made(root: Path, name: str) -> TrialPaths:
     return paths
 
 
-def test_damaged_job_file_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_job_file_is_one_row(tmp_path, capsys):
     TrialJob.write(made(tmp_path, "whole"), "12")
     made(tmp_path, "damaged").job.write_text("{")
     assert main(["list", str(tmp_path)]) == 0
@@ -194,7 +183,7 @@ def test_damaged_job_file_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "unreadable" in rows["math/damaged"] and "12" in rows["math/whole"]
 
 
-def test_row_has_what_a_run_came_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_row_has_what_a_run_came_to(tmp_path, capsys):
     write_log(made(tmp_path, "t"), run_records()[:-2])
     made(tmp_path, "empty")
     assert main(["list", str(tmp_path)]) == 0
@@ -208,7 +197,7 @@ def test_row_has_what_a_run_came_to(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found["math/t"]["accuracy"] == 0.41 and found["math/empty"]["reward"] is None
 
 
-def test_held_out_column_has_no_other_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_column_has_no_other_data_set(tmp_path, capsys):
     """However many sets are evaluated. The number is rounded as on the status page."""
     held_out = {"kind": "eval", "eval_id": "after", "set": HELD_OUT, "step": 4, "accuracy": 0.8125}
     others = [{**held_out, "eval_id": f"after.{name}", "set": name, "accuracy": 0.25} for name in "abcdef"]
@@ -217,7 +206,7 @@ def test_held_out_column_has_no_other_data_set(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.splitlines()[1].split()[4] == "81.3%"
 
 
-def test_status_names_the_first_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_names_the_first_failure(tmp_path, capsys):
     paths = made(tmp_path, "t")
     failure = FirstFailure("model_worker/1", 12, 100.0, "ModelError: [a] has no b", Path("/x.log"), [])
     write_summary(
@@ -232,13 +221,13 @@ def test_status_names_the_first_failure(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.fixture
-def timed_trial(tmp_path: Path) -> MadeUpTrial:
+def timed_trial(tmp_path):
     made = small_trial(tmp_path / "trial")
     (made.root / "config.json").write_text("{}")
     return made
 
 
-def test_why_prints_shares_that_add_up(timed_trial: MadeUpTrial, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_prints_shares_that_add_up(timed_trial, capsys):
     assert main(["why", str(timed_trial.root)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("generation-bound: the trainer waits")
@@ -247,14 +236,14 @@ def test_why_prints_shares_that_add_up(timed_trial: MadeUpTrial, capsys: pytest.
     assert max(map(len, printed.splitlines())) <= 80
 
 
-def test_why_prints_json(timed_trial: MadeUpTrial, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_prints_json(timed_trial, capsys):
     assert main(["why", str(timed_trial.root), "--json", "--steps", "1"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["covered"] == 1
     assert sum(report["waits"].values()) == pytest.approx(report["parts"]["wait"])
 
 
-def test_trace_names_its_file(timed_trial: MadeUpTrial, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_names_its_file(timed_trial, tmp_path, capsys):
     out = tmp_path / "out.json"
     assert main(["trace", str(timed_trial.root), "--out", str(out), "--ticket", "7"]) == 0
     assert "processes over" in capsys.readouterr().out
@@ -262,14 +251,14 @@ def test_trace_names_its_file(timed_trial: MadeUpTrial, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("steps", ["a:b", "1-3", "1:2:3"])
-def test_unreadable_steps_are_refused(timed_trial: MadeUpTrial, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_steps_are_refused(timed_trial, steps, capsys):
     with pytest.raises(SystemExit) as end:
         main(["trace", str(timed_trial.root), "--steps", steps])
     assert end.value.code == 2
     assert "must be A:B, A:, :B or N" in capsys.readouterr().err
 
 
-def test_trial_without_steps_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trial_without_steps_is_bad_input(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     assert main(["why", str(tmp_path)]) == 2
     assert "no train step has ended" in capsys.readouterr().err
@@ -278,13 +267,13 @@ def test_trial_without_steps_is_bad_input(tmp_path: Path, capsys: pytest.Capture
 # ---- `realsys view`: bad input, and the status of a trial that has ended
 
 
-def test_bad_port_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_port_is_refused(tmp_path, capsys):
     paths = sample_trial(tmp_path)
     assert main(["view", str(paths.root), "--port", "65536"]) == 2
     assert "must be 0 (any free port) to 65535" in capsys.readouterr().err
 
 
-def test_busy_port_is_refused_before_an_address_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_busy_port_is_refused_before_an_address_is_shown(tmp_path, capsys):
     paths = sample_trial(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -293,21 +282,19 @@ def test_busy_port_is_refused_before_an_address_is_shown(tmp_path: Path, capsys:
     assert out == "" and f"--port={port}: cannot bind 127.0.0.1:{port}" in err
 
 
-def test_name_of_a_trial_is_corrected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_name_of_a_trial_is_corrected(tmp_path, capsys, monkeypatch):
     sample_trial(tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     assert main(["view", "demo/shwon"]) == 2
     assert "is not the folder of a trial: did you mean demo/shown?" in capsys.readouterr().err
 
 
-def test_folder_must_be_a_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_must_be_a_trial(tmp_path, capsys):
     assert main(["view", str(tmp_path)]) == 2
     assert "is not the folder of a trial" in capsys.readouterr().err
 
 
-def test_ended_trial_has_no_manager(tmp_path: Path) -> None:
+def test_ended_trial_has_no_manager(tmp_path):
     """It is not asked for: opening the name store of an ended trial would write into its folder."""
     paths = sample_trial(tmp_path)
     status = ManagerStatus(read_config(paths.config), paths)
@@ -321,7 +308,7 @@ def test_ended_trial_has_no_manager(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     folder = tmp_path / "hf"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -330,7 +317,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def named_trial(tmp_path: Path, model: Path) -> TrialPaths:
+def named_trial(tmp_path, model):
     """A named_trial with versions 3 and 4 of its weights, and an export of step 2."""
     paths = TrialPaths(tmp_path / "runs" / "math" / "t")
     paths.root.mkdir(parents=True)

@@ -1,10 +1,7 @@
 """`realsys submit` with a stand-in for sbatch: what stays of a trial whose job may or may not exist."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -39,7 +36,7 @@ Submit = Callable[[str], int]
 
 
 @pytest.fixture
-def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
+def submit(tmp_path, monkeypatch):
     """Submit trial runs/arith/t with this script as sbatch. Returns the exit code."""
     (tmp_path / "bin").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -54,7 +51,7 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
     return run
 
 
-def test_job_on_loopback_is_refused_before_sbatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_job_on_loopback_is_refused_before_sbatch(tmp_path, capsys):
     settings = [text for text in SETTINGS if not text.startswith("cluster.interface")]
     assert main(["submit", *settings, "--detach", "cluster.slurm.partition=main", f"fileroot={tmp_path}"]) == 2
     assert "cluster.interface='': the nodes cannot reach each other on loopback" in capsys.readouterr().err
@@ -71,15 +68,7 @@ MAY_RUN = "the job may have been submitted: look for it with squeue --name=arith
         ("echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1", 60.0, "Socket timed out"),
     ],
 )
-def test_folder_of_a_possible_job_stays(
-    submit: Submit,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    script: str,
-    call_s: float,
-    problem: str,
-) -> None:
+def test_folder_of_a_possible_job_stays(submit, tmp_path, capsys, monkeypatch, script, call_s, problem):
     monkeypatch.setattr(client, "_CALL_S", call_s)
     assert submit(script) == 1
     [line] = capsys.readouterr().err.splitlines()
@@ -87,24 +76,20 @@ def test_folder_of_a_possible_job_stays(
     assert (tmp_path / "runs" / "arith" / "t" / "job" / "job.sh").is_file()
 
 
-def test_ctrl_c_during_sbatch_keeps_the_folder(
-    submit: Submit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_during_sbatch_keeps_the_folder(submit, tmp_path, capsys):
     # Ctrl-C ends sbatch, too. Python waits a quarter of a second for it, in which a slow machine may not run `echo`.
     assert submit("kill -INT $PPID; kill -KILL $$") == 130
     assert MAY_RUN in capsys.readouterr().err
     assert (tmp_path / "runs" / "arith" / "t").is_dir()
 
 
-def test_folder_of_a_refused_job_is_removed(submit: Submit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_of_a_refused_job_is_removed(submit, tmp_path, capsys):
     assert submit("echo 'sbatch: error: Invalid account' >&2; exit 1") == 2
     assert "sbatch: Invalid account" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "arith" / "t").exists()
 
 
-def test_second_submit_of_a_trial_waits_for_the_first(
-    submit: Submit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_second_submit_of_a_trial_waits_for_the_first(submit, tmp_path, capsys):
     """Else both are accepted, and job.json names the one that its run refuses."""
     folder = tmp_path / "runs" / "arith" / "t" / "job"
     folder.mkdir(parents=True)
@@ -120,9 +105,7 @@ def test_second_submit_of_a_trial_waits_for_the_first(
     assert record is not None and record.job == "7"
 
 
-def test_job_of_another_submit_is_seen_in_time(
-    submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_job_of_another_submit_is_seen_in_time(submit, tmp_path, monkeypatch, capsys):
     """It was submitted while this command examined the trial, which takes seconds."""
     paths = TrialPaths(tmp_path / "runs" / "arith" / "t")
     monkeypatch.setattr(submit_command, "job_state", lambda job: JobState("RUNNING", "", "node0", ""))
@@ -144,13 +127,7 @@ def test_job_of_another_submit_is_seen_in_time(
 
 @pytest.mark.parametrize("command", [["stop"], ["status"], ["logs", "--trial-dir"]])
 @pytest.mark.parametrize("folder", ["missing", "."])
-def test_folder_without_a_trial_is_bad_input(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: list[str],
-    folder: str,
-) -> None:
+def test_folder_without_a_trial_is_bad_input(tmp_path, monkeypatch, capsys, command, folder):
     monkeypatch.chdir(tmp_path)
     assert main([*command, folder]) == 2
     line = f"realsys: config: TRIAL_DIR={folder!r}: is not the folder of a trial: correct the path\n"
@@ -158,9 +135,7 @@ def test_folder_without_a_trial_is_bad_input(
 
 
 @pytest.mark.parametrize("command", ["audit", "replay", "regrade", "samples", "export", "gc"])
-def test_every_command_takes_experiment_and_trial(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_takes_experiment_and_trial(command, tmp_path, monkeypatch, capsys):
     """The trial under runs/ is found: what a command lacks then is another thing."""
     monkeypatch.chdir(tmp_path)
     paths = TrialPaths(tmp_path / "runs" / "math" / "t")
@@ -175,13 +150,13 @@ def test_every_command_takes_experiment_and_trial(
 @pytest.mark.parametrize(
     "words", [["stop", "--wait", "nan"], ["node-agent", "--trial-dir", "x", "--wait", "-1"], ["logs", "-n", "-5"]]
 )
-def test_time_and_count_have_bounds(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_and_count_have_bounds(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2 and ": must be a" in capsys.readouterr().err
 
 
-def test_printed_command_can_be_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_command_can_be_copied(tmp_path, capsys):
     """The folder has a space, and realsys may not be on the PATH."""
     paths = TrialPaths(tmp_path / "my runs" / "math" / "t")
     (paths.checkpoints / "step-00000003.tmp").mkdir(parents=True)
@@ -191,7 +166,7 @@ def test_printed_command_can_be_copied(tmp_path: Path, capsys: pytest.CaptureFix
     assert shlex.split(command) == [*own_command(), "gc", str(paths.root), "--yes"]
 
 
-def test_stop_of_an_ended_trial_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_of_an_ended_trial_succeeds(tmp_path, capsys):
     (tmp_path / "lock").touch()
     assert main(["stop", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path} does not run\n"
@@ -222,7 +197,7 @@ def shown(*group: Sample) -> str:
     return capture.get()
 
 
-def test_versions_and_servers_can_be_read_without_colour() -> None:
+def test_versions_and_servers_can_be_read_without_colour():
     text = shown(make_sample())
     assert "ticket 0007 attempt 1: prompt 12, seed 99, granted at v2, rollout_worker/0, 1.50 s" in text
     assert "[v2]2[v3]." in text
@@ -232,31 +207,31 @@ def test_versions_and_servers_can_be_read_without_colour() -> None:
     )
 
 
-def test_what_nobody_computed_is_said_to_be_unknown() -> None:
+def test_what_nobody_computed_is_said_to_be_unknown():
     text = shown(make_sample(advantage=None, route=[], spans=[], score=-0.25))
     assert "score -0.250" in text and "advantage unknown" in text and "no server known" in text
     assert "prox" not in text
 
 
-def test_a_row_with_another_history_shows_it() -> None:
+def test_a_row_with_another_history_shows_it():
     text = shown(make_sample(), make_sample(row=1, prompt="a summary"))
     assert text.count("from") == 1 and "from  a summary" in text
 
 
-def test_context_metrics_and_rewards_of_turns_are_shown() -> None:
+def test_context_metrics_and_rewards_of_turns_are_shown():
     spans = [VersionSpan(2, 1, "2"), VersionSpan(None, 1, "?"), VersionSpan(3, 1, "3")]
     text = shown(make_sample(spans=spans, metrics={"turns": 2.0}, rewards=[(4, 0.5)], correct=None))
     assert "[v2]2[context]?[v3]3" in text
     assert "reward 5, not judged, stop, turns 2, reward 0.5 at 4, staleness 1" in text
 
 
-def test_an_answer_cannot_steer_the_terminal() -> None:
+def test_an_answer_cannot_steer_the_terminal():
     assert printable("a\x1b[2Jb\r\x07\n[bold]c") == "a\\x1b[2Jb\\r\\x07\n        [bold]c"
     text = shown(make_sample(spans=[VersionSpan(2, 1, "\x1b]0;title\x07[red]x[/red]")]))
     assert "\x1b" not in text and "[v2]\\x1b]0;title\\x07[red]x[/red]" in text
 
 
-def test_reference_follows_the_prompt() -> None:
+def test_reference_follows_the_prompt():
     text = shown(make_sample(reference="2\x1b"))
     assert "prompt     1+1=\nreference  2\\x1b\n" in text
     assert "reference" not in shown(make_sample())

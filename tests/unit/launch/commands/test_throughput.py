@@ -1,7 +1,5 @@
 """realsys plan: predictions from the folder of a trial, as JSON and as a table."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -19,14 +17,14 @@ from tests.support.planner.recordings import COSTS, write_trial
 
 
 @pytest.fixture(scope="module")
-def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trial(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan") / "trial"
     write_trial(folder, COSTS)
     return folder
 
 
 @pytest.fixture(autouse=True)
-def one_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_fit(monkeypatch):
     """Fit each folder once: a fit takes seconds."""
     monkeypatch.setattr(plan, "fit", fit_once)
 
@@ -41,7 +39,7 @@ def fit_once(recording: Recording, cores: float, progress: Callable[[], None]) -
 _fits: dict[tuple[Path, float], Fit] = {}
 
 
-def test_plan_predicts_what_is_tried(trial: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_predicts_what_is_tried(trial, capsys):
     command = ["plan", "--from", str(trial), "--cores", "0", "--devices", "2", "--json"]
     assert main([*command, "--try", "asynchronous.max_staleness=0 train.batch_groups=4"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -51,7 +49,7 @@ def test_plan_predicts_what_is_tried(trial: Path, capsys: pytest.CaptureFixture[
     assert tried["tokens_per_s"]["mid"] < split["tokens_per_s"]["mid"]  # nothing overlaps
 
 
-def test_plan_shows_a_table(trial: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_shows_a_table(trial, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     tried = "train.lora.targets=[qkv]"  # a list, not the markup of a terminal
     assert main(["plan", "train.batch_groups=4", "--from", str(trial), "--cores", "0", "--try", tried]) == 0
@@ -62,15 +60,13 @@ def test_plan_shows_a_table(trial: Path, capsys: pytest.CaptureFixture[str], mon
 
 
 @pytest.mark.parametrize("words", [["--cores", "nan"], ["--cores", "-1"], ["--devices", "-3"]])
-def test_bad_machine_is_refused(words: list[str], trial: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_machine_is_refused(words, trial, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--from", str(trial), *words])
     assert ended.value.code == 2 and "0 or more" in capsys.readouterr().err
 
 
-def test_recording_on_gpus_shares_no_cores(
-    trial: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recording_on_gpus_shares_no_cores(trial, tmp_path, capsys, monkeypatch):
     """The plan may be made on a machine without GPUs: its cores are not those that the recorded run shared."""
     folder = tmp_path / "gpus"
     shutil.copytree(trial, folder)
@@ -86,11 +82,11 @@ def _stop(seen: str) -> None:
     raise ConfigError("test", seen, "is what the command chose")
 
 
-def test_plan_refuses_one_device(trial: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_refuses_one_device(trial, capsys):
     assert main(["plan", "--from", str(trial), "--devices", "1"]) == 2
     assert "--devices=1" in capsys.readouterr().err
 
 
-def test_plan_names_a_folder_without_a_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_names_a_folder_without_a_trial(tmp_path, capsys):
     assert main(["plan", "--from", str(tmp_path)]) == 2
     assert "is not the folder of a trial" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """The door of launchers, the launcher ``local``, and what the launcher refuses before anything is written."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
@@ -54,13 +52,13 @@ def config_of(name: str, **fields: object) -> Config:
     return Config(cluster=ClusterConfig(launcher=f"{__name__}:{name}", **fields))
 
 
-def test_launcher_sets_the_nodes_that_it_knows() -> None:
+def test_launcher_sets_the_nodes_that_it_knows():
     config, lines = fit(config_of("InAllocation"), set(), HERE)
     assert (config.cluster.nodes, config.cluster.gpus_per_node) == (3, 8)
     assert lines[0] == "set cluster.nodes=3: the allocation has them"
 
 
-def test_given_nodes_win_over_those_of_the_launcher() -> None:
+def test_given_nodes_win_over_those_of_the_launcher():
     config, _ = fit(config_of("InAllocation", nodes=2), {"cluster.nodes"}, HERE)
     assert config.cluster.nodes == 2
 
@@ -79,12 +77,12 @@ def test_given_nodes_win_over_those_of_the_launcher() -> None:
         ),
     ],
 )
-def test_wrong_launcher_is_one_line(config: Config, message: str) -> None:
+def test_wrong_launcher_is_one_line(config, message):
     with pytest.raises(ConfigError, match=message):
         check_launcher(config)
 
 
-def test_local_launcher_shows_the_command_of_an_agent() -> None:
+def test_local_launcher_shows_the_command_of_an_agent():
     config, paths, said = Config(cluster=ClusterConfig(nodes=2, spare_nodes=1)), TrialPaths(Path("/s/a b")), list[str]()
     launcher = make_launcher(config, paths)
     asyncio.run(launcher.start(agent_command(paths), said.append))
@@ -96,7 +94,7 @@ def test_local_launcher_shows_the_command_of_an_agent() -> None:
     )
 
 
-def test_cluster_group_leaves_its_fields_open(tmp_path: Path) -> None:
+def test_cluster_group_leaves_its_fields_open(tmp_path):
     """A group with the name of a section is no section that the user has set."""
     (tmp_path / "cluster").mkdir()
     text = "# @package _global_\ndefaults:\n  - override /name_store: etcd\ncluster:\n  name_store:\n    start: true\n"
@@ -108,7 +106,7 @@ def test_cluster_group_leaves_its_fields_open(tmp_path: Path) -> None:
     assert given == {"cluster.launcher", "cluster.host", "cluster.name_store.start"}
 
 
-def test_example_starts_agents_with_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_starts_agents_with_ssh(tmp_path, monkeypatch):
     """A script stands in for ssh: it shows what it was told, and ends with code 255."""
     ssh = tmp_path / "ssh"
     ssh.write_text(f"#!/bin/sh\necho $1: $2 >> {tmp_path}/said\nexit 255\n")
@@ -142,21 +140,21 @@ def nodes(*totals: dict[str, float]) -> list[RayNode]:
     return [RayNode(f"{index}f", f"host{index}", total) for index, total in enumerate(totals)]
 
 
-def test_bundle_names_everything_that_a_node_needs() -> None:
+def test_bundle_names_everything_that_a_node_needs():
     ray = RayConfig(resources={"h100": 1.0})
     cluster = ClusterConfig(nodes=2, gpus_per_node=8, cpus_per_node=64, memory_gb_per_node=256.0, ray=ray)
     assert bundle_of(cluster) == {"CPU": 64.0, "GPU": 8.0, "memory": 256 * 2**30, "h100": 1.0}
 
 
-def test_bundle_without_sizes_is_one_core() -> None:
+def test_bundle_without_sizes_is_one_core():
     assert bundle_of(ClusterConfig(nodes=2)) == {"CPU": 1.0}
 
 
-def test_cluster_with_enough_nodes_lacks_nothing() -> None:
+def test_cluster_with_enough_nodes_lacks_nothing():
     assert shortage({"CPU": 64.0, "GPU": 8.0}, 2, nodes(GPU_NODE, {"CPU": 4.0}, GPU_NODE)) == ""
 
 
-def test_shortage_has_numbers_of_short_nodes() -> None:
+def test_shortage_has_numbers_of_short_nodes():
     cluster = nodes(GPU_NODE, {"CPU": 96.0, "GPU": 4.0, "memory": 2.0**30}, {"CPU": 4.0})
     assert shortage({"CPU": 64.0, "GPU": 8.0, "memory": 64 * 2**30}, 2, cluster) == (
         "2 nodes with CPU 64, GPU 8, memory 64 GiB each are needed, 1 of 3 have that "
@@ -164,20 +162,20 @@ def test_shortage_has_numbers_of_short_nodes() -> None:
     )
 
 
-def test_shortage_of_large_cluster_names_few() -> None:
+def test_shortage_of_large_cluster_names_few():
     text = shortage({"GPU": 8.0}, 65, nodes(*[{"CPU": 1.0}] * 64))
     assert text.startswith("65 nodes with GPU 8 each are needed, 0 of 64 have that (host0 has GPU 0;")
     assert text.endswith("host3 has GPU 0; 60 more)")
 
 
-def test_used_resources_count_only_when_asked() -> None:
+def test_used_resources_count_only_when_asked():
     busy = [RayNode("0f", "host0", GPU_NODE, {"CPU": 96.0})]
     assert shortage({"GPU": 8.0}, 1, busy) == ""
     text = shortage({"GPU": 8.0}, 1, busy, free=True)
     assert text == "1 node with GPU 8 is needed, 0 of 1 have that free (host0 has GPU 0)"
 
 
-def test_agents_on_one_host_get_different_names() -> None:
+def test_agents_on_one_host_get_different_names():
     assert agent_name("a", "0123456789", ["a", "b"]) == "a"
     assert agent_name("a", "0123456789", ["a", "b", "a"]) == "a-012345"
 
@@ -194,7 +192,7 @@ exec sleep 300
 
 
 @pytest.fixture
-def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmLauncher:
+def launcher(tmp_path, monkeypatch):
     """It runs in job 7, which was queued again twice."""
     (tmp_path / "srun").write_text(SRUN.format(folder=tmp_path))
     (tmp_path / "srun").chmod(0o755)
@@ -206,7 +204,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmLauncher:
     return SlurmLauncher(Config(cluster=ClusterConfig(nodes=2)), TrialPaths(tmp_path / "a"))
 
 
-def test_run_ends_its_guards_and_earlier_ones(launcher: SlurmLauncher, tmp_path: Path) -> None:
+def test_run_ends_its_guards_and_earlier_ones(launcher, tmp_path):
     """A guard of an earlier run of the job ends when its file comes."""
     said: list[str] = []
 
@@ -224,7 +222,7 @@ def test_run_ends_its_guards_and_earlier_ones(launcher: SlurmLauncher, tmp_path:
     assert not psutil.pid_exists(int((tmp_path / "guards").read_text()))
 
 
-def test_spares_must_leave_a_node(launcher: SlurmLauncher) -> None:
+def test_spares_must_leave_a_node(launcher):
     one = Config(cluster=ClusterConfig(spare_nodes=1))
     assert launcher.settings(one)["cluster.nodes"] == (1, "job 7 has 2 nodes")
     all_of_them = Config(cluster=ClusterConfig(spare_nodes=2))
@@ -232,7 +230,7 @@ def test_spares_must_leave_a_node(launcher: SlurmLauncher) -> None:
         launcher.settings(all_of_them)
 
 
-def test_address_of_the_environment_suits_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_of_the_environment_suits_one_node(monkeypatch):
     monkeypatch.setenv("REALSYS_HOST", "10.0.0.1")
     SlurmLauncher.check(Config(cluster=ClusterConfig(nodes=1)))
     with pytest.raises(ConfigError, match="REALSYS_HOST='10.0.0.1': is handed to all 2 nodes"):

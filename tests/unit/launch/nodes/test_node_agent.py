@@ -1,7 +1,5 @@
 """The agent of a node as a process: killed, suspended, replaced, signalled, without its coordinator."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -28,7 +26,7 @@ LEASE_S = 3.0
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> AgentTrial:
+def trial(tmp_path):
     """The master runs on node a, the rank on node b."""
     made = AgentTrial(tmp_path, LEASE_S)
     made.recover = True
@@ -55,7 +53,7 @@ def ended(pid: int) -> bool:
         return True
 
 
-def test_killed_agent_restarts_the_trainer(trial: AgentTrial) -> None:
+def test_killed_agent_restarts_the_trainer(trial):
     """Its process dies with it; another agent of the node takes the next start."""
 
     async def kill(supervisor: Supervisor) -> None:
@@ -73,7 +71,7 @@ def test_killed_agent_restarts_the_trainer(trial: AgentTrial) -> None:
     assert trial.agents["b"].returncode == 0
 
 
-def test_lost_node_without_another_agent_ends_run(trial: AgentTrial) -> None:
+def test_lost_node_without_another_agent_ends_run(trial):
     def kill(_: Supervisor) -> None:
         trial.remote["b"].join_s = 2.0  # not from the start, when all agents have to join
         trial.agents["b"].kill()
@@ -85,7 +83,7 @@ def test_lost_node_without_another_agent_ends_run(trial: AgentTrial) -> None:
     assert outcome.no_machine
 
 
-def test_agent_suspended_beyond_its_lease_starts_afresh(trial: AgentTrial) -> None:
+def test_agent_suspended_beyond_its_lease_starts_afresh(trial):
     """Its processes may live on while it is suspended; when it wakes up they end before it takes orders again."""
 
     class Notes(list[str]):
@@ -108,7 +106,7 @@ def test_agent_suspended_beyond_its_lease_starts_afresh(trial: AgentTrial) -> No
     assert "all processes have ended" in trial.output("b").read_text()
 
 
-def test_replaced_agent_ends_its_processes(trial: AgentTrial) -> None:
+def test_replaced_agent_ends_its_processes(trial):
     old: list[subprocess.Popen[bytes]] = []
 
     async def start_another(supervisor: Supervisor) -> None:
@@ -124,7 +122,7 @@ def test_replaced_agent_ends_its_processes(trial: AgentTrial) -> None:
     assert ended(pids_of_rank(trial)[0])
 
 
-def test_signal_to_agent_stops_the_run_in_order(trial: AgentTrial) -> None:
+def test_signal_to_agent_stops_the_run_in_order(trial):
     """A batch system signals all nodes: the rank must be there for the checkpoint of its master."""
     rank = waits_for("SIGTERM") + "print('rank ends', flush=True)"
     master = waits_for("SIGTERM") + f"print(open({str(trial.folder / 'model_worker-0.log')!r}).read() or 'rank lives')"
@@ -140,7 +138,7 @@ def test_signal_to_agent_stops_the_run_in_order(trial: AgentTrial) -> None:
     assert trial.agents["b"].returncode == 0
 
 
-def test_error_of_another_host_is_not_this_process(trial: AgentTrial) -> None:
+def test_error_of_another_host_is_not_this_process(trial):
     """Two machines use the same pid. The bad input of one of them is not why the other one's process died."""
 
     def errors() -> list[ErrorRecord]:
@@ -184,7 +182,7 @@ ALONE = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 ALONE += "open(FIFO, 'w').write(str(os.getpid()))\nwhile True: signal.pause()"
 
 
-def test_processes_end_with_their_coordinator(tmp_path: Path) -> None:
+def test_processes_end_with_their_coordinator(tmp_path):
     """Within the lease, and also those that ignore SIGTERM. The agent waits for another coordinator, then ends."""
     fifo, output = tmp_path / "fifo", tmp_path / "agent.txt"
     os.mkfifo(fifo)
@@ -213,7 +211,7 @@ def test_processes_end_with_their_coordinator(tmp_path: Path) -> None:
     assert "the coordinator is gone: all processes have ended" in output.read_text()
 
 
-def test_agent_of_one_run_leaves_the_next(tmp_path: Path) -> None:
+def test_agent_of_one_run_leaves_the_next(tmp_path):
     """With --once: an agent that SLURM did not end must not take a node in the next run of its job."""
     output = tmp_path / "agent.txt"
     argv = [sys.executable, "-c", COORDINATOR, str(tmp_path), str(tmp_path / "log"), SHOWN, str(LEASE_S)]
@@ -231,7 +229,7 @@ def test_agent_of_one_run_leaves_the_next(tmp_path: Path) -> None:
     assert "another coordinator runs the trial" in output.read_text()
 
 
-def test_agent_without_a_run_names_what_it_waits_for(tmp_path: Path) -> None:
+def test_agent_without_a_run_names_what_it_waits_for(tmp_path):
     output = tmp_path / "agent.txt"
     agent = start_agent(tmp_path, "b", output, wait_s=0.1)
     assert agent.wait(BOUND_S) == 1  # a batch system must not queue the job again: the launcher may live
@@ -239,7 +237,7 @@ def test_agent_without_a_run_names_what_it_waits_for(tmp_path: Path) -> None:
     assert output.read_text() == f"realsys: no coordinator in {path}: start the run, or correct --trial-dir\n"
 
 
-def test_agent_without_the_trial_folder_is_refused(tmp_path: Path) -> None:
+def test_agent_without_the_trial_folder_is_refused(tmp_path):
     """As in a container image into which the folder is not mounted."""
     output, folder = tmp_path / "agent.txt", tmp_path / "missing"
     agent = start_agent(folder, "b", output, wait_s=0.1)
@@ -249,7 +247,7 @@ def test_agent_without_the_trial_folder_is_refused(tmp_path: Path) -> None:
     assert "does not see the folder: add it to cluster.slurm.container.mounts" in text
 
 
-def test_agent_that_lost_its_coordinator_says_so(tmp_path: Path) -> None:
+def test_agent_that_lost_its_coordinator_says_so(tmp_path):
     """The exit code tells a batch system that its job has no launcher."""
     argv = [sys.executable, "-c", COORDINATOR, str(tmp_path), str(tmp_path / "log"), SHOWN, str(LEASE_S)]
     coordinator = subprocess.Popen(argv)
@@ -265,7 +263,7 @@ def test_agent_that_lost_its_coordinator_says_so(tmp_path: Path) -> None:
             process.wait(BOUND_S)
 
 
-def test_agent_does_not_wait_for_a_dead_coordinator_for_ever(tmp_path: Path) -> None:
+def test_agent_does_not_wait_for_a_dead_coordinator_for_ever(tmp_path):
     """A coordinator that was killed leaves its file."""
     ensure_keys(TrialPaths(tmp_path).keys)
     write_address(tmp_path / "coordinator.json", Address("tcp://127.0.0.1:1", "c", LEASE_S, "127.0.0.1", "", 1))
@@ -314,7 +312,7 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
-def test_forked_and_executed_workers_are_alike(tmp_path: Path) -> None:
+def test_forked_and_executed_workers_are_alike(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", NODE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -1,7 +1,5 @@
 """Agents in this process: joins that are refused, spares, addresses of nodes in orders."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -11,7 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
@@ -65,9 +62,7 @@ ENDED = replace(TERMS, problem=lambda: "srun ended with code 1: invalid partitio
     ],
     ids=["GPUs", "loopback", "launcher"],
 )
-def test_node_that_cannot_begin_is_named(
-    tmp_path: Path, needs: Needs, agents: list[str], terms: Terms, error: type[RealsysError], problem: str
-) -> None:
+def test_node_that_cannot_begin_is_named(tmp_path, needs, agents, terms, error, problem):
     """Before anything is started."""
 
     async def body() -> None:
@@ -78,7 +73,7 @@ def test_node_that_cannot_begin_is_named(
     asyncio.run(body())
 
 
-def test_machine_with_smaller_gpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_with_smaller_gpus_is_refused(tmp_path, monkeypatch):
     """The agent reports the smallest GPU that it may use."""
     listed = "0, GPU-a, 81559\n1, GPU-b, 40960\n"
     monkeypatch.setattr("realsys.config.machine._present_gpus", lambda: 2)
@@ -95,7 +90,7 @@ def test_machine_with_smaller_gpus_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.processes
-def test_order_has_addresses_of_other_nodes(tmp_path: Path) -> None:
+def test_order_has_addresses_of_other_nodes(tmp_path):
     """It waits until the machine of the other node has joined: its address is not known before."""
 
     async def body() -> None:
@@ -115,7 +110,7 @@ def test_order_has_addresses_of_other_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_gpu_indexes_become_ids_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_indexes_become_ids_of_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr("realsys.config.machine._present_gpus", lambda: 8)
     monkeypatch.setenv(VISIBLE, "4,5,6,7")
 
@@ -128,7 +123,7 @@ def test_gpu_indexes_become_ids_of_the_machine(tmp_path: Path, monkeypatch: pyte
     asyncio.run(body())
 
 
-def test_signal_to_a_spare_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_to_a_spare_stops_the_run(tmp_path, monkeypatch):
     async def body() -> None:
         paths, signals, first = TrialPaths(tmp_path), NodeSignals(), NodeSignals()
         asked, heard = asyncio.Event(), asyncio.Event()
@@ -153,7 +148,7 @@ def test_signal_to_a_spare_stops_the_run(tmp_path: Path, monkeypatch: pytest.Mon
     asyncio.run(body())
 
 
-def test_command_runs_with_the_python_of_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_runs_with_the_python_of_the_agent(monkeypatch):
     """The agent may be in a container, whose Python has another path."""
     sent = orders.without_python([sys.executable, "-m", "x"])
     monkeypatch.setattr(sys, "executable", "/image/python")
@@ -187,25 +182,25 @@ def two_nodes() -> Binding:
     return Binding({"node0": LARGE, "node1": LARGE})
 
 
-def test_needs_are_the_sum_of_the_processes() -> None:
+def test_needs_are_the_sum_of_the_processes():
     assert Needs(processes=3, gpus=8, memory=3 * _GIB, gpu_memory=79 * _GIB) == LARGE
     assert Needs(1, 0, _GIB) == SMALL
 
 
-def test_machines_get_the_nodes_in_their_order() -> None:
+def test_machines_get_the_nodes_in_their_order():
     binding = two_nodes()
     assert [binding.join(machine(name)) for name in ("c", "a", "b")] == ["node0", "node1", ""]
     assert not binding.free and binding.node_of("a") == "node1" and list(binding.spares) == ["b"]
 
 
-def test_machine_of_the_launcher_gets_the_first_node() -> None:
+def test_machine_of_the_launcher_gets_the_first_node():
     """Also if it joins last; once it is lost, another machine may have its node."""
     binding = Binding({"node0": LARGE, "node1": LARGE}, first="c")
     assert [binding.join(machine(name)) for name in ("a", "b", "c")] == ["node1", "", "node0"]
     assert binding.leave("c") == ("node0", "b")
 
 
-def test_spare_takes_the_node_of_a_lost_machine() -> None:
+def test_spare_takes_the_node_of_a_lost_machine():
     binding = two_nodes()
     for name in ("a", "b", "c", "d"):
         binding.join(machine(name))
@@ -215,12 +210,12 @@ def test_spare_takes_the_node_of_a_lost_machine() -> None:
     assert binding.leave("b") == ("node1", "") and binding.free == ["node1"]
 
 
-def test_machine_with_gpus_leaves_light_nodes_free() -> None:
+def test_machine_with_gpus_leaves_light_nodes_free():
     binding = Binding({"node0": SMALL, "node1": LARGE})
     assert [binding.join(machine("g", gpus=8)), binding.join(machine("c", gpus=0))] == ["node1", "node0"]
 
 
-def test_lost_machine_gets_its_node_again() -> None:
+def test_lost_machine_gets_its_node_again():
     binding = two_nodes()
     for name in ("a", "b"):
         binding.join(machine(name))
@@ -230,13 +225,13 @@ def test_lost_machine_gets_its_node_again() -> None:
     assert binding.join(machine("a")) == "node0"
 
 
-def test_machine_with_the_name_of_a_node_gets_that_node() -> None:
+def test_machine_with_the_name_of_a_node_gets_that_node():
     binding = two_nodes()
     assert binding.join(machine("node1")) == "node1"
     assert binding.join(machine("a")) == "node0"
 
 
-def test_machine_gets_a_node_that_it_fits() -> None:
+def test_machine_gets_a_node_that_it_fits():
     binding = Binding({"node0": LARGE, "node1": SMALL})
     assert binding.join(machine("cpu", gpus=0)) == "node1"
     assert binding.join(machine("cpu2", gpus=0)) == ""
@@ -252,7 +247,7 @@ def test_machine_gets_a_node_that_it_fits() -> None:
         ({"gpu_memory": 40 * _GIB}, "its GPUs have 40.0 GiB, and the plan is for cluster.gpu_memory_gb=79"),
     ],
 )
-def test_misfit_is_named_with_the_numbers(sizes: dict[str, int], problem: str) -> None:
+def test_misfit_is_named_with_the_numbers(sizes, problem):
     binding = two_nodes()
     binding.join(machine("a"))
     assert not binding.misfit(machine("b"))
@@ -260,20 +255,20 @@ def test_misfit_is_named_with_the_numbers(sizes: dict[str, int], problem: str) -
     assert binding.misfit(machine("node0", **sizes)) == f"node0 cannot be node0: {problem}"
 
 
-def test_gpu_must_hold_a_training_rank() -> None:
+def test_gpu_must_hold_a_training_rank():
     needs = replace(Needs.of([Process((0,))]), rank_gpu=52 * _GIB)
     assert not needs.problem(machine("a", gpu_memory=52 * _GIB))
     problem = "its GPUs have 40.0 GiB, and a training rank needs one of at least 52.0 GiB"
     assert needs.problem(machine("a", gpu_memory=40 * _GIB)) == problem
 
 
-def test_gpu_with_its_nominal_memory_is_enough() -> None:
+def test_gpu_with_its_nominal_memory_is_enough():
     needs = Needs.of([Process((0,))], gpu_memory=80 * _GIB)
     assert not needs.problem(machine("a", gpu_memory=81559 << 20))
     assert needs.problem(machine("a", gpu_memory=76 * _GIB))
 
 
-def test_unknown_gpu_memory_refuses_no_machine() -> None:
+def test_unknown_gpu_memory_refuses_no_machine():
     """A part of a GPU (MIG), or a machine without nvidia-smi."""
     assert not two_nodes().misfit(machine("a", gpu_memory=0))
 
@@ -282,14 +277,14 @@ def test_unknown_gpu_memory_refuses_no_machine() -> None:
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def now(monkeypatch):
     """The time in its only element."""
     clock = [1000.0]
     monkeypatch.setattr(CoordinatorLease, "now", staticmethod(lambda: clock[0]))
     return clock
 
 
-def test_lease_counts_from_the_last_pong_that_arrived(now: list[float]) -> None:
+def test_lease_counts_from_the_last_pong_that_arrived(now):
     """A Ping proves the Pong before it only: the coordinator may never get the next one (`agent-ends-first`)."""
     lease = CoordinatorLease()
     lease.renew(10.0)
@@ -301,7 +296,7 @@ def test_lease_counts_from_the_last_pong_that_arrived(now: list[float]) -> None:
     assert lease.left_s == 5.0
 
 
-def test_lapsed_lease_fences_the_stream(now: list[float]) -> None:
+def test_lapsed_lease_fences_the_stream(now):
     lease = CoordinatorLease()
     lease.check()
     lease.renew(10.0)
@@ -310,7 +305,7 @@ def test_lapsed_lease_fences_the_stream(now: list[float]) -> None:
         lease.check()
 
 
-def test_lease_is_quiet_when_two_pings_are_missing(now: list[float]) -> None:
+def test_lease_is_quiet_when_two_pings_are_missing(now):
     lease = CoordinatorLease()
     assert lease.quiet
     lease.renew(10.0)
@@ -320,7 +315,7 @@ def test_lease_is_quiet_when_two_pings_are_missing(now: list[float]) -> None:
     assert lease.quiet
 
 
-def test_malformed_coordinator_file_is_refused(tmp_path: Path) -> None:
+def test_malformed_coordinator_file_is_refused(tmp_path):
     path = tmp_path / "coordinator.json"
     assert orders.read_address(path) is None
     address = orders.Address("tcp://127.0.0.1:1", "x", 20.0)
@@ -331,7 +326,7 @@ def test_malformed_coordinator_file_is_refused(tmp_path: Path) -> None:
         orders.read_address(path)
 
 
-def test_launcher_outlives_agents_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_outlives_agents_of_a_killed_one(tmp_path, monkeypatch):
     """It would read the trial's files while processes on other nodes still write them."""
     monkeypatch.setattr(orders, "KILL_MARGIN_S", 0.5)
     path, said = tmp_path / "coordinator.json", list[str]()
@@ -349,9 +344,7 @@ def test_launcher_outlives_agents_of_a_killed_one(tmp_path: Path, monkeypatch: p
     [(orders.AllEnded([]), False), (orders.Done(), True), (None, True)],
     ids=["ended", "bad", "none"],
 )
-def test_file_stays_if_an_agent_does_not_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: msgspec.Struct | None, stays: bool
-) -> None:
+def test_file_stays_if_an_agent_does_not_end(tmp_path, monkeypatch, answer, stays):
     """The next launcher must wait for its processes as for those of a launcher that was killed."""
     monkeypatch.setattr(orders, "KILL_MARGIN_S", 0.1)
     monkeypatch.setattr(coordinator, "_END_S", 0.1 if answer is None else 30.0)
@@ -371,7 +364,7 @@ def test_file_stays_if_an_agent_does_not_end(
     assert paths.coordinator.exists() is stays
 
 
-def test_agent_with_other_keys_cannot_join(tmp_path: Path) -> None:
+def test_agent_with_other_keys_cannot_join(tmp_path):
     """Also on loopback, where the other streams have no keys: orders are programs to start."""
     paths = TrialPaths(tmp_path)
 
@@ -394,7 +387,7 @@ def test_agent_with_other_keys_cannot_join(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_local_node_needs_no_socket(tmp_path: Path) -> None:
+def test_local_node_needs_no_socket(tmp_path):
     async def body() -> None:
         async with open_nodes(
             {"this machine": Needs.of([])}, TrialPaths(tmp_path), Terms("127.0.0.1", 60.0, 60.0)
@@ -413,7 +406,7 @@ NONSENSE = orders.Done()  # decodes as no other message
 
 
 @pytest.mark.parametrize("what", ["pong", "started", "notice"])
-def test_unreadable_agent_is_lost_after_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_unreadable_agent_is_lost_after_its_lease(tmp_path, monkeypatch, what):
     """It does not know that it was given up: until its lease is over its processes live (`agent-ends-first`)."""
     monkeypatch.setattr(orders, "KILL_MARGIN_S", MARGIN_S)
 
@@ -439,7 +432,7 @@ def test_unreadable_agent_is_lost_after_its_lease(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.processes
-def test_agent_joins_again_after_an_unreadable_order(tmp_path: Path) -> None:
+def test_agent_joins_again_after_an_unreadable_order(tmp_path):
     """Without its process, whose end it does not report: the process is lost with the node."""
 
     async def body() -> int:
@@ -467,7 +460,7 @@ def test_agent_joins_again_after_an_unreadable_order(tmp_path: Path) -> None:
     assert asyncio.run(body()) == 0
 
 
-def test_unreadable_first_order_ends_the_run(tmp_path: Path) -> None:
+def test_unreadable_first_order_ends_the_run(tmp_path):
     """A coordinator of another realsys: to join again would not help."""
 
     async def body() -> int:

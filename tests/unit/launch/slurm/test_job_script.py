@@ -1,11 +1,8 @@
 """The batch script is compared with files: a change of them is a change of every job."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,14 +62,14 @@ CLUSTERS = {
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_script_is_that_of_the_file(name: str, tmp_path: Path) -> None:
+def test_script_is_that_of_the_file(name, tmp_path):
     text = render(Config(experiment="math", trial="t", cluster=CLUSTERS[name]), JOB)
     assert text == (GOLDEN / f"{name}.sh").read_text("utf-8")
     (tmp_path / "job.sh").write_text(text)
     subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=True, timeout=60)
 
 
-def test_value_with_a_space_is_quoted() -> None:
+def test_value_with_a_space_is_quoted():
     slurm = SlurmConfig(options=["--comment=two words", '--licenses="a b"', "--mail-type=END", "--overcommit"])
     text = render(Config(cluster=ClusterConfig(nodes=1, slurm=slurm)), JOB)
     for line in ('--comment="two words"', '--licenses="a b"', "--mail-type=END", "--overcommit"):
@@ -92,19 +89,19 @@ def run_script(tmp_path: Path, program: str) -> tuple[int, str]:
     return done.returncode, calls.read_text() if calls.exists() else ""
 
 
-def test_signal_of_the_time_limit_requeues(tmp_path: Path) -> None:
+def test_signal_of_the_time_limit_requeues(tmp_path):
     """The script passes the signal on, waits for the end of the run, and keeps its code."""
     program = 'trap "sleep 0.1; exit 138" USR1; kill -USR1 $PPID; while :; do sleep 0.01; done'
     assert run_script(tmp_path, program) == (138, "requeue 7\n")
 
 
-def test_sigterm_reaches_the_run_once(tmp_path: Path) -> None:
+def test_sigterm_reaches_the_run_once(tmp_path):
     program = 'trap "exit 143" TERM; kill -TERM $PPID; sleep 0.3; exit 5'
     assert run_script(tmp_path, program) == (5, "")
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (2, False), (EXIT_NO_MACHINE, True)])
-def test_failure_requeues_only_after_a_lost_node(code: int, requeued: bool, tmp_path: Path) -> None:
+def test_failure_requeues_only_after_a_lost_node(code, requeued, tmp_path):
     ended, calls = run_script(tmp_path, f"exit {code}")
     assert (ended, calls) == ((138, "requeue 7\n") if requeued else (code, ""))
 
@@ -117,26 +114,26 @@ def srun(container: ContainerConfig, *, keep_script: bool = False) -> list[str]:
     return [word for word in command if keep_script or not word.startswith("#")]
 
 
-def test_srun_starts_one_agent_per_node() -> None:
+def test_srun_starts_one_agent_per_node():
     command = srun(ContainerConfig())
     assert {"--nodes=3", "--ntasks=3", "--no-kill", "--kill-on-bad-exit=0", "--cpus-per-task=16", "--x"} < set(command)
     assert "--output=/t%%/agent-%n.log" in command
     assert command[-9:] == ["agent", "/lost", "env", "A=b", "python", "agent", "--once", "--wait", "20"]
 
 
-def test_apptainer_wraps_the_agent() -> None:
+def test_apptainer_wraps_the_agent():
     command = srun(ContainerConfig(image="i.sif", mounts=["/shared", "/a:/b"]))
     wrapped = ["apptainer", "exec", "--nv", "--bind", "/shared,/a:/b", "i.sif"]
     assert command[-14:-7] == ["/lost", *wrapped]
 
 
-def test_pyxis_takes_options_of_srun() -> None:
+def test_pyxis_takes_options_of_srun():
     command = srun(ContainerConfig(image="r#i:1", runtime="pyxis", mounts=["/shared"], args=["--container-remap-root"]))
     assert {"--container-image=r#i:1", "--container-mounts=/shared", "--container-remap-root"} < set(command)
     assert "apptainer" not in command
 
 
-def test_each_component_has_its_own_steps() -> None:
+def test_each_component_has_its_own_steps():
     config = Config(cluster=CLUSTERS["two_kinds"])
     light, heavy = (SlurmAllocation("7", [], cpus, group=group) for group, cpus in enumerate((64, 16)))
     for part, words in ((light, {"--het-group=0", "--nodes=2"}), (heavy, {"--het-group=1", "--nodes=5"})):
@@ -145,7 +142,7 @@ def test_each_component_has_its_own_steps() -> None:
         assert words < set(guard_command(config, part, Path("/lost")))
 
 
-def test_dry_run_shows_every_script() -> None:
+def test_dry_run_shows_every_script():
     config = Config(cluster=ClusterConfig(nodes=2, cpus_per_node=8))
     text = steps_as_text(config, TrialPaths(Path("/r/t")), ["python", "agent"])
     for part in ("srun --job-name=agents", "--cpus-per-task=8", "bash -c agent.sh agent /r/t/job/no-coordinator-JOB-0"):
@@ -166,7 +163,7 @@ def run_agent(tmp_path: Path, code: int) -> Path:
 
 
 @pytest.mark.parametrize(("code", "is_lost"), [(0, False), (1, False), (3, True)])
-def test_agent_without_slurm_reports_a_lost_launcher(code: int, is_lost: bool, tmp_path: Path) -> None:
+def test_agent_without_slurm_reports_a_lost_launcher(code, is_lost, tmp_path):
     assert run_agent(tmp_path, code).exists() == is_lost
 
 
@@ -186,7 +183,7 @@ SECOND = f"\n{RUNNING}"  # another component may not have been queued again yet
         (REQUEUED + SECOND, "", []),
     ],
 )
-def test_guard_queues_a_job_again_once(before: str, after: str, calls: list[str], tmp_path: Path) -> None:
+def test_guard_queues_a_job_again_once(before, after, calls, tmp_path):
     """scontrol shows ``before`` until it has refused to queue the job again, then ``after``; "": it does not refuse."""
     (tmp_path / "shown").write_text(f"{before}\n")
     (tmp_path / "after").write_text(f"{after}\n")
@@ -216,14 +213,14 @@ SLURM = Path(__file__).parents[4] / "slurm"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (SLURM / "cluster").glob("*.yaml")))
-def test_settings_of_a_cluster_are_accepted(name: str) -> None:
+def test_settings_of_a_cluster_are_accepted(name):
     words = ["experiment=arith", f"cluster={name}", "cluster.nodes=2", "fileroot=/shared/runs"]
     config = compose(words, config_dir=SLURM)
     assert config.cluster.launcher == "slurm" and config.cluster.nodes == 2 and config.cluster.name_store.start
     check_slurm(config)
 
 
-def test_own_cluster_needs_no_more_than_a_name() -> None:
+def test_own_cluster_needs_no_more_than_a_name():
     assert compose(["experiment=arith", "cluster=slurm"]).cluster.launcher == "slurm"
 
 
@@ -234,7 +231,7 @@ def checked(slurm: SlurmConfig, nodes: int = 1) -> None:
     check_slurm(Config(cluster=ClusterConfig(nodes=nodes, slurm=slurm)))
 
 
-def test_defaults_are_accepted() -> None:
+def test_defaults_are_accepted():
     checked(SlurmConfig())
 
 
@@ -263,7 +260,7 @@ def test_defaults_are_accepted() -> None:
         (SlurmConfig(signal_s=70_000), 1, "must be at most 65535"),
     ],
 )
-def test_wrong_setting_is_one_line(slurm: SlurmConfig, nodes: int, text: str) -> None:
+def test_wrong_setting_is_one_line(slurm, nodes, text):
     with pytest.raises(ConfigError) as caught:
         checked(slurm, nodes)
     assert text in str(caught.value) and "\n" not in str(caught.value)
@@ -273,7 +270,7 @@ def test_wrong_setting_is_one_line(slurm: SlurmConfig, nodes: int, text: str) ->
     ("text", "seconds"),
     [("30", 1800), ("30:15", 1815), ("1:00:00", 3600), ("2-0", 172_800), ("1-12:30", 131_400), ("1-00:00:10", 86_410)],
 )
-def test_time_limit_is_read_as_sbatch_does(text: str, seconds: int) -> None:
+def test_time_limit_is_read_as_sbatch_does(text, seconds):
     assert seconds_of(text) == seconds
 
 
@@ -288,7 +285,7 @@ def test_time_limit_is_read_as_sbatch_does(text: str, seconds: int) -> None:
         (["/shared/runs"], True),
     ],
 )
-def test_container_must_see_the_trial_folder(mounts: list[str], is_seen: bool) -> None:
+def test_container_must_see_the_trial_folder(mounts, is_seen):
     """Else its agents would look for the launcher in vain."""
     slurm = SlurmConfig(container=ContainerConfig(image="i.sif", mounts=mounts))
     config = Config(fileroot="/shared/runs", cluster=ClusterConfig(nodes=1, slurm=slurm))
@@ -297,13 +294,13 @@ def test_container_must_see_the_trial_folder(mounts: list[str], is_seen: bool) -
 
 
 @pytest.mark.parametrize(("word", "text"), [("90", "90"), ("24:00:00", "24:00:00"), ("1-12:30", "1-12:30")])
-def test_time_limit_of_the_command_line(word: str, text: str) -> None:
+def test_time_limit_of_the_command_line(word, text):
     config = compose(["experiment=arith", f"cluster.slurm.time={word}"])
     assert config.cluster.slurm.time == text
 
 
 @pytest.mark.parametrize("text", ["24:00:00", "1:00:10"])
-def test_time_limit_in_a_file_needs_quotes(text: str, tmp_path: Path) -> None:
+def test_time_limit_in_a_file_needs_quotes(text, tmp_path):
     """YAML reads hours, minutes and seconds as a number of seconds, which sbatch would take as minutes."""
     (tmp_path / "cluster").mkdir()
     file = tmp_path / "cluster" / "own.yaml"
@@ -341,13 +338,13 @@ NO_SUBNET = "cluster.interface='10.1.0.0/99': cannot be read as a subnet"
         ({"nodes": 2, "interface": "ib0"}, {"REALSYS_HOST": ""}, ""),
     ],
 )
-def test_nodes_of_a_job_need_a_network(cluster: dict[str, Any], environment: dict[str, str], problem: str) -> None:
+def test_nodes_of_a_job_need_a_network(cluster, environment, problem):
     refused = pytest.raises(ConfigError, match=problem) if problem else contextlib.nullcontext()
     with refused:
         check_network(Config(cluster=ClusterConfig(**cluster)), environment)
 
 
-def test_request_for_cores_of_two_kinds_is_accepted() -> None:
+def test_request_for_cores_of_two_kinds_is_accepted():
     slurm = SlurmConfig(exclusive=False, cpu_partition="cpu", gpu_type="h100")
     cluster = ClusterConfig(nodes=2, cpu_nodes=1, gpus_per_node=1, cpus_per_node=8, cpus_per_cpu_node=8, slurm=slurm)
     check_slurm(Config(cluster=cluster))
@@ -367,11 +364,11 @@ def test_request_for_cores_of_two_kinds_is_accepted() -> None:
         ("r[1-2]n[3-4]", ["r1n3", "r1n4", "r2n3", "r2n4"]),
     ],
 )
-def test_hosts_are_those_of_scontrol(text: str, hosts: list[str]) -> None:
+def test_hosts_are_those_of_scontrol(text, hosts):
     assert list(expand(text)) == hosts
 
 
-def test_allocation_has_the_fewest_cpus() -> None:
+def test_allocation_has_the_fewest_cpus():
     env = {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n[1-3]",
@@ -382,7 +379,7 @@ def test_allocation_has_the_fewest_cpus() -> None:
     assert SlurmAllocation.read(env) == SlurmAllocation("7", ["n1", "n2", "n3"], 8, 4, 2)
 
 
-def test_heterogeneous_job_has_two_components() -> None:
+def test_heterogeneous_job_has_two_components():
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "c1", "SLURM_HET_SIZE": "2", "SLURM_RESTART_COUNT": "1"}
     env |= {"SLURM_JOB_NODELIST_HET_GROUP_0": "c1", "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0": "64"}
     env |= {"SLURM_JOB_NODELIST_HET_GROUP_1": "g[1-2]", "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "32(x2)"}
@@ -390,11 +387,11 @@ def test_heterogeneous_job_has_two_components() -> None:
     assert SlurmAllocation.components(env) == [light, SlurmAllocation("7", ["g1", "g2"], 32, restarts=1, group=1)]
 
 
-def test_no_allocation_without_a_job() -> None:
+def test_no_allocation_without_a_job():
     assert SlurmAllocation.read({}) is None and SlurmAllocation.components({}) == []
 
 
-def test_unreadable_list_is_an_error() -> None:
+def test_unreadable_list_is_an_error():
     with pytest.raises(ValueError, match="invalid literal"):
         SlurmAllocation.read({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[x-3]"})
 
@@ -402,7 +399,7 @@ def test_unreadable_list_is_an_error() -> None:
 # ---- Lines about a job that is followed
 
 
-def test_life_of_a_job_that_is_queued_again() -> None:
+def test_life_of_a_job_that_is_queued_again():
     watch = JobWatch("7")
     states = [
         JobState("PENDING", "Priority"),
@@ -425,13 +422,13 @@ def test_life_of_a_job_that_is_queued_again() -> None:
     assert watch.ended and watch.exit_code == 0
 
 
-def test_job_that_slurm_forgot_has_ended() -> None:
+def test_job_that_slurm_forgot_has_ended():
     watch = JobWatch("7")
     assert watch.observe(None) == "job 7 is not known to SLURM any more"
     assert watch.ended and watch.exit_code is None
 
 
-def test_silence_of_slurm_is_told_once() -> None:
+def test_silence_of_slurm_is_told_once():
     watch = JobWatch("7")
     assert [watch.silent("squeue: x") for _ in range(2)] == ["squeue: x; the job goes on", ""]
     assert not watch.ended

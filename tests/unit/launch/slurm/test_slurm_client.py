@@ -1,7 +1,5 @@
 """Output of SLURM's programs as it is read."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,30 +25,29 @@ JobId=2 HetJobOffset=1 JobState=COMPLETING Reason=None ExitCode=0:9 StartTime=Un
 
 
 @pytest.fixture(autouse=True)
-def programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def programs(monkeypatch):
     def call(command: Sequence[str]) -> str:
         return SQUEUE if command[0] == "squeue" else SCONTROL
 
     monkeypatch.setattr(client, "_call", call)
 
 
-def test_first_component_stands_for_a_job() -> None:
+def test_first_component_stands_for_a_job():
     found = job_states(["1", "3", "9"])
     assert found["1"] == JobState("PENDING", "Resources", start="2026-01-02T03:04:05")
     assert sorted(found) == ["1", "3"] and found["3"].host == "a1"
     assert job_state("1") == JobState("RUNNING", "", "c1", "2026-01-02T03:04:05", 0)
 
 
-def test_machine_without_the_programs_has_no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_the_programs_has_no_slurm(monkeypatch):
     monkeypatch.setitem(os.environ, "PATH", "/nowhere")
     assert not client.is_here()
 
 
 @pytest.mark.parametrize(
-    ("refused", "field"),
-    [("gpu", "partition='gpu'"), ("gpu_c", "cpu_partition='gpu_c'"), ("", "partition='gpu'")],
+    ("refused", "field"), [("gpu", "partition='gpu'"), ("gpu_c", "cpu_partition='gpu_c'"), ("", "partition='gpu'")]
 )
-def test_refused_partition_names_its_field(refused: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_partition_names_its_field(refused, field, monkeypatch):
     """Newer versions of sbatch name the partition."""
 
     def call(command: Sequence[str]) -> str:

@@ -1,7 +1,5 @@
 """Decisions about deaths: budgets of restarts, what gives them back, repeated defects. Pure."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess
@@ -87,28 +85,28 @@ def numbers(policy: RestartPolicy, failures: list[Failure]) -> list[int | None]:
         ([20, NO_CHECKPOINT, NO_CHECKPOINT], [1, 2, None]),
     ],
 )
-def test_only_a_newer_checkpoint_gives_budget_back(checkpoints: list[int], expected: list[int | None]) -> None:
+def test_only_a_newer_checkpoint_gives_budget_back(checkpoints, expected):
     failures = [failure(pid, checkpoint=step) for pid, step in enumerate(checkpoints, 1)]
     assert numbers(RestartPolicy(2, 0.5), failures) == expected
 
 
-def test_running_for_long_gives_budget_back() -> None:
+def test_running_for_long_gives_budget_back():
     long = HEALTHY_AFTER_S + 1
     failures = [failure(1, checkpoint=40), failure(2, checkpoint=20, ran_s=long), failure(3, checkpoint=40), failure(4)]
     assert numbers(RestartPolicy(2, 0.5), failures) == [1, 1, 2, None]
 
 
-def test_each_worker_has_its_own_budget() -> None:
+def test_each_worker_has_its_own_budget():
     policy = RestartPolicy(1, 0.5)
     assert numbers(policy, [failure(1, who="a"), failure(2, who="b"), failure(3, who="a")]) == [1, 1, None]
 
 
-def test_permanent_failure_ends_the_run() -> None:
+def test_permanent_failure_ends_the_run():
     decision = RestartPolicy(5, 0.5).decide(failure(1, permanent=True))
     assert isinstance(decision, EndDecision) and decision.reason == "model_worker/1 exited with code 1"
 
 
-def test_deaths_of_a_spent_row_are_causes() -> None:
+def test_deaths_of_a_spent_row_are_causes():
     policy = RestartPolicy(1, 0.5)
     policy.decide(failure(1, checkpoint=0))
     policy.decide(failure(2, checkpoint=20))
@@ -119,7 +117,7 @@ def test_deaths_of_a_spent_row_are_causes() -> None:
     assert {process.pid for process in policy.recovered} == {1}
 
 
-def test_same_defect_twice_in_a_row_ends_run() -> None:
+def test_same_defect_twice_in_a_row_ends_run():
     policy = RestartPolicy(5, 0.5)
     assert isinstance(policy.decide(failure(1, defect=KEY_ERROR)), Restart)
     end = policy.decide(failure(2, defect=KEY_ERROR))
@@ -130,19 +128,19 @@ def test_same_defect_twice_in_a_row_ends_run() -> None:
 
 
 @pytest.mark.parametrize("between", [failure(2), failure(2, defect=("KeyError", "/mine/loss.py:8"))])
-def test_other_failure_in_between_allows_a_restart(between: Failure) -> None:
+def test_other_failure_in_between_allows_a_restart(between):
     failures = [failure(1, defect=KEY_ERROR), between, failure(3, defect=KEY_ERROR)]
     assert numbers(RestartPolicy(5, 0.5), failures) == [1, 2, 3]
 
 
-def test_progress_in_between_allows_a_restart() -> None:
+def test_progress_in_between_allows_a_restart():
     """Each start got further than the one before: a restart helps."""
     failures = [failure(pid, defect=KEY_ERROR, checkpoint=step) for pid, step in ((1, 0), (2, 20), (3, 40))]
     assert numbers(RestartPolicy(5, 0.5), failures) == [1, 1, 1]
 
 
 @pytest.mark.parametrize("defect", [(), KEY_ERROR])
-def test_spare_worker_is_given_up(defect: tuple[str, ...]) -> None:
+def test_spare_worker_is_given_up(defect):
     policy = RestartPolicy(1, 0.5)
     policy.decide(failure(1, spare=True, defect=defect))
     assert isinstance(policy.decide(failure(2, spare=True, defect=defect)), GiveUp)
@@ -161,7 +159,7 @@ def test_spare_worker_is_given_up(defect: tuple[str, ...]) -> None:
         ([300.0] * 32, 0.5, True),
     ],
 )
-def test_worker_is_spare_beside_steady_ones(others_s: list[float], min_share: float, expected: bool) -> None:
+def test_worker_is_spare_beside_steady_ones(others_s, min_share, expected):
     assert is_spare(40.0, others_s, 64, min_share) == expected
 
 
@@ -176,7 +174,7 @@ def death(pid: int, when: float, name: str = "model_worker/0", code: int = 1) ->
     return Death(name, ProcessId("host", pid), code, when, Path("/nowhere.log"))
 
 
-def test_first_failure_is_the_earliest_error(tmp_path: Path) -> None:
+def test_first_failure_is_the_earliest_error(tmp_path):
     (tmp_path / "model_worker-1.log").write_text("".join(f"line {i}\n" for i in range(40)))
     outcome = TrialOutcome("failed", "", deaths=[death(10, 5.0)])
     errors = [record(4.5, "model_worker", 0, 10, "lost its peer"), record(4.0, "model_worker", 1, 11, "the cause")]
@@ -186,40 +184,40 @@ def test_first_failure_is_the_earliest_error(tmp_path: Path) -> None:
     assert failure.log_tail[-1] == "line 39" and len(failure.log_tail) == 15
 
 
-def test_first_failure_is_not_a_recovered_one() -> None:
+def test_first_failure_is_not_a_recovered_one():
     outcome = TrialOutcome("failed", "", deaths=[death(10, 5.0)], recovered=frozenset({ProcessId("host", 7)}))
     failure = first_failure(outcome, [record(1.0, "rollout_worker", 0, 7, "long ago")], Path("/nowhere"))
     assert failure is not None and failure.process == "model_worker/0"
 
 
-def test_earlier_death_without_error_file_counts() -> None:
+def test_earlier_death_without_error_file_counts():
     outcome = TrialOutcome("failed", "", deaths=[death(10, 5.0, code=-9)])
     failure = first_failure(outcome, [record(6.0, "master_worker", 0, 12, "connection lost")], Path("/nowhere"))
     assert failure is not None
     assert failure.problem == "was killed by SIGKILL (out of memory?)"
 
 
-def test_kill_counts_before_the_complaint_of_a_peer() -> None:
+def test_kill_counts_before_the_complaint_of_a_peer():
     outcome = TrialOutcome("failed", "", deaths=[death(11, 4.9, "model_worker/1", code=1), death(10, 5.0, code=-9)])
     errors = [record(4.8, "model_worker", 1, 11, "connection closed by peer")]
     failure = first_failure(outcome, errors, Path("/nowhere"))
     assert failure is not None and failure.process == "model_worker/0" and "SIGKILL" in failure.problem
 
 
-def test_error_long_before_a_kill_is_the_cause() -> None:
+def test_error_long_before_a_kill_is_the_cause():
     outcome = TrialOutcome("failed", "", deaths=[death(11, 60.0, code=-9, name="model_worker/1")])
     failure = first_failure(outcome, [record(4.8, "model_worker", 0, 10, "the cause")], Path("/nowhere"))
     assert failure is not None and failure.process == "model_worker/0"
 
 
-def test_error_of_same_pid_elsewhere_is_another_failure() -> None:
+def test_error_of_same_pid_elsewhere_is_another_failure():
     """Two hosts of a trial use one pid."""
     foreign = ErrorRecord(6.0, "rollout_worker", 3, 10, "elsewhere", "DataError", "bad", "", 2)
     failure = first_failure(TrialOutcome("failed", "", deaths=[death(10, 5.0, code=3)]), [foreign], Path("/nowhere"))
     assert failure is not None and failure.process == "model_worker/0" and failure.exit_code == 1
 
 
-def test_tail_of_a_log_that_is_not_text(tmp_path: Path) -> None:
+def test_tail_of_a_log_that_is_not_text(tmp_path):
     log = tmp_path / "log"
     log.write_bytes(b"\xff" * 100_000 + b"\nlast\n")
     assert tail(log, 1) == ["last"]
@@ -246,7 +244,7 @@ FULL = f"{HEAD} ERROR realsys.cluster.worker: cannot write the error file in /t:
         (TRACEBACK.replace("KeyError: 'x'", "OSError: [Errno 28] No space left on device") + FULL, None),
     ],
 )
-def test_last_error_of_a_log(log: str, problem: str | None) -> None:
+def test_last_error_of_a_log(log, problem):
     found, _ = last_error(log)
     if problem is None:
         assert "No space left on device" in found
@@ -254,7 +252,7 @@ def test_last_error_of_a_log(log: str, problem: str | None) -> None:
         assert found == problem
 
 
-def test_full_disk_is_named_without_error_files(tmp_path: Path) -> None:
+def test_full_disk_is_named_without_error_files(tmp_path):
     """The error file could not be written on the full disk; the log says why the process ended."""
     problem, defect = last_error(TRACEBACK + FULL)
     assert defect == (), "a restart may find room"
@@ -267,7 +265,7 @@ def test_full_disk_is_named_without_error_files(tmp_path: Path) -> None:
     assert "No space left on device" in failure.problem
 
 
-def test_defect_is_type_and_stack() -> None:
+def test_defect_is_type_and_stack():
     assert defect_of("KeyError", TRACEBACK) == ("KeyError", "/mine/loss.py:7") == last_error(TRACEBACK)[1]
     assert defect_of("KeyError", TRACEBACK.replace("line 7", "line 8")) != defect_of("KeyError", TRACEBACK)
     assert defect_of("KeyError", "") == ()
@@ -275,12 +273,12 @@ def test_defect_is_type_and_stack() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Fenced", "WaitTimeout", "torch.OutOfMemoryError", "ConnectionResetError"])
-def test_exception_from_outside_is_no_defect(kind: str) -> None:
+def test_exception_from_outside_is_no_defect(kind):
     """Its cause may be gone at the next start."""
     assert defect_of(kind, TRACEBACK) == ()
 
 
-def test_log_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:
+def test_log_of_an_earlier_start_does_not_count(tmp_path):
     log = tmp_path / "x.log"
     log.write_text(TRACEBACK)
     start = log.stat().st_size
@@ -292,13 +290,13 @@ def test_log_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:
     assert log_since(tmp_path / "none", 0) == ""
 
 
-def test_disk_counts_as_full_below_its_margin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_counts_as_full_below_its_margin(tmp_path, monkeypatch):
     assert full_disk(tmp_path) == ""
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
     assert full_disk(tmp_path) == f"No space left on device: {tmp_path}: free space on this disk"
 
 
-def test_room_for_a_step_is_asked_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_a_step_is_asked_of_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 << 20))
     assert no_room(tmp_path, 3 << 20) == ""
     assert no_room(tmp_path, 4 << 20) == (
@@ -322,7 +320,7 @@ child.wait()
 """
 
 
-def test_log_within_its_bound_stays_unchanged(tmp_path: Path) -> None:
+def test_log_within_its_bound_stays_unchanged(tmp_path):
     log = tmp_path / "x.log"
     shorten(log, 10)
     assert not log.exists()
@@ -332,7 +330,7 @@ def test_log_within_its_bound_stays_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_no_line_of_two_writers_is_lost(tmp_path: Path) -> None:
+def test_no_line_of_two_writers_is_lost(tmp_path):
     """The second one got the open file from the first, as an engine gets it from its worker."""
     log = tmp_path / "x.log"
     seen: list[str] = []
@@ -357,7 +355,7 @@ def test_no_line_of_two_writers_is_lost(tmp_path: Path) -> None:
     assert b"\0" not in log.read_bytes(), "written at the beginning, not where the file had ended"
 
 
-def test_last_lines_are_found_after_emptying(tmp_path: Path) -> None:
+def test_last_lines_are_found_after_emptying(tmp_path):
     log = tmp_path / "x.log"
     log.write_text("".join(f"line {number}\n" for number in range(100)))
     shorten(log, 10)
@@ -368,7 +366,7 @@ def test_last_lines_are_found_after_emptying(tmp_path: Path) -> None:
     assert ending(tmp_path / "none.log", 10) == b""
 
 
-def test_logs_never_exceed_two_files_for_long(tmp_path: Path) -> None:
+def test_logs_never_exceed_two_files_for_long(tmp_path):
     log = tmp_path / "x.log"
     for number in range(100):
         with log.open("a") as file:
@@ -378,7 +376,7 @@ def test_logs_never_exceed_two_files_for_long(tmp_path: Path) -> None:
     assert tail(log, 1) == ["line 099"]
 
 
-def test_logs_are_bounded_although_one_cannot_be(tmp_path: Path) -> None:
+def test_logs_are_bounded_although_one_cannot_be(tmp_path):
     bad, good = tmp_path / "bad.log", tmp_path / "good.log"
     for log in (bad, good):
         log.write_bytes(b"x" * 100)
@@ -398,7 +396,7 @@ def test_logs_are_bounded_although_one_cannot_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_last_words_of_the_first_death_are_kept(tmp_path: Path) -> None:
+def test_last_words_of_the_first_death_are_kept(tmp_path):
     trial, marker = Trial(tmp_path), tmp_path / "marker"
     script = f"import os, sys; print('again' if os.path.exists({str(marker)!r}) else 'the cause'); "
     script += f"open({str(marker)!r}, 'w').close(); sys.exit(3)"
@@ -444,21 +442,21 @@ def start(**errors: Exception | None) -> TrialOutcome:
 LATE = WaitTimeout("late")
 
 
-def test_missing_nodes_are_listed() -> None:
+def test_missing_nodes_are_listed():
     """Another start may have better machines: a job is queued again."""
     outcome = start(node0=None, node1=LATE, node2=None, node3=LATE)
     assert outcome.status == "failed" and outcome.no_machine
     assert outcome.reason.startswith("the start: no agent for nodes node1, node3 joined within 20 s")
 
 
-def test_start_without_any_machine_is_final() -> None:
+def test_start_without_any_machine_is_final():
     """It would fail again: the agents cannot be started, or cannot see the folder."""
     outcome = start(node0=LATE, node1=LATE)
     assert outcome.status == "failed" and not outcome.no_machine
     assert "no agent for nodes node0, node1 joined" in outcome.reason
 
 
-def test_refused_machine_counts_more_than_a_late_one() -> None:
+def test_refused_machine_counts_more_than_a_late_one():
     outcome = start(node0=LATE, node1=ConfigError("cluster.nodes", 2, "8 GPUs are needed"), node2=None)
     assert isinstance(outcome.refused, ConfigError) and not outcome.no_machine
 
@@ -466,13 +464,13 @@ def test_refused_machine_counts_more_than_a_late_one() -> None:
 # ---- The file with which `realsys stop` asks a launcher to stop
 
 
-def test_request_is_taken_once(tmp_path: Path) -> None:
+def test_request_is_taken_once(tmp_path):
     ask_to_stop(tmp_path / "stop")
     assert "@" in take_request(tmp_path / "stop")
     assert take_request(tmp_path / "stop") == "" and not list(tmp_path.iterdir())
 
 
-def test_launcher_hears_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_hears_a_request(tmp_path, monkeypatch):
     monkeypatch.setattr(stop_request, "_LOOK_S", 0.01)
 
     async def body() -> str:

@@ -1,7 +1,5 @@
 """The order in which the supervisor starts and stops real child processes; the name store is first and last."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -14,12 +12,12 @@ from realsys.errors import WaitTimeout
 from realsys.launch.process_plan import ProcessSpec
 from realsys.launch.supervise.failures import first_failure
 from realsys.launch.supervise.supervisor import Supervisor
-from tests.support.processes.supervised import FOREVER, READY, STUBBORN, Trial, log, stop, waits_for
+from tests.support.processes.supervised import FOREVER, READY, STUBBORN, log, stop, waits_for
 
 pytestmark = pytest.mark.processes
 
 
-def test_master_is_stopped_before_the_others(trial: Trial) -> None:
+def test_master_is_stopped_before_the_others(trial):
     """It takes its last checkpoint with them."""
     asked = trial.folder / "asked"
     rank = waits_for("SIGTERM") + f"open({str(asked)!r}, 'w').close()"
@@ -35,7 +33,7 @@ def test_master_is_stopped_before_the_others(trial: Trial) -> None:
     assert log(trial, "master_worker/0") == ["first"] and asked.exists()
 
 
-def test_stubborn_master_leaves_the_others_their_time(trial: Trial) -> None:
+def test_stubborn_master_leaves_the_others_their_time(trial):
     outcome = trial.run(
         trial.spec("model_worker", 0, FOREVER),
         trial.spec("master_worker", 0, STUBBORN),
@@ -46,7 +44,7 @@ def test_stubborn_master_leaves_the_others_their_time(trial: Trial) -> None:
     assert outcome.killed == ["master_worker/0"]
 
 
-def test_stop_waits_for_a_master_that_progresses(trial: Trial) -> None:
+def test_stop_waits_for_a_master_that_progresses(trial):
     """Four looks with progress, each within the bound on each wait; then the master ends."""
     done = trial.folder / "done"
     master = waits_for("SIGTERM") + f"import time\nwhile not os.path.exists({str(done)!r}): time.sleep(0.01)"
@@ -69,7 +67,7 @@ def test_stop_waits_for_a_master_that_progresses(trial: Trial) -> None:
     assert trial.notes == ["saving step 7 (a second Ctrl-C ends the run without waiting)"]
 
 
-def test_name_store_starts_first_and_stops_last(trial: Trial) -> None:
+def test_name_store_starts_first_and_stops_last(trial):
     order = trial.folder / "order"
     script = READY + f"out = open({str(order)!r}, 'a', buffering=1)\n"
     script += "def ended(*_):\n    out.write('end ' + sys.argv[2] + chr(10)); os._exit(0)\n"
@@ -97,7 +95,7 @@ def test_name_store_starts_first_and_stops_last(trial: Trial) -> None:
     ]
 
 
-def test_silent_name_store_ends_the_run(trial: Trial) -> None:
+def test_silent_name_store_ends_the_run(trial):
     async def silent(spec: ProcessSpec, host: str) -> None:
         raise WaitTimeout("etcd at 127.0.0.1:1 did not answer within 1 s")
 
@@ -109,7 +107,7 @@ def test_silent_name_store_ends_the_run(trial: Trial) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_the_wait_for_name_store(trial: Trial, signum: signal.Signals) -> None:
+def test_signal_ends_the_wait_for_name_store(trial, signum):
     async def interrupted(spec: ProcessSpec, host: str) -> None:
         os.kill(os.getpid(), signum)
         await asyncio.Event().wait()
@@ -120,7 +118,7 @@ def test_signal_ends_the_wait_for_name_store(trial: Trial, signum: signal.Signal
     assert not (trial.folder / "master_worker-0.log").exists(), "nothing more is started"
 
 
-def test_second_signal_ends_the_wait_for_name_store(trial: Trial) -> None:
+def test_second_signal_ends_the_wait_for_name_store(trial):
     waiting = asyncio.Event()
 
     async def silent(spec: ProcessSpec, host: str) -> None:
@@ -157,7 +155,7 @@ def at_second_start(then: str) -> str:
         ("os._exit(0)", "exited with code 0, before its work was done"),
     ],
 )
-def test_death_of_a_rank_restarts_only_the_trainer(trial: Trial, victim: str, how: str) -> None:
+def test_death_of_a_rank_restarts_only_the_trainer(trial, victim, how):
     trial.recover = True
     # The others ignore SIGTERM, and wait for ever: they have to be killed before the trainer can restart.
     other = at_second_start("signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()")
@@ -182,7 +180,7 @@ def test_death_of_a_rank_restarts_only_the_trainer(trial: Trial, victim: str, ho
     assert len(outcome.recovered) == 3
 
 
-def test_worker_that_dies_with_the_trainer_restarts_too(trial: Trial) -> None:
+def test_worker_that_dies_with_the_trainer_restarts_too(trial):
     """Both in their own time; neither counts for the other's budget."""
     trial.recover = True
     pipe, again = trial.folder / "pipe", trial.folder / "again"
@@ -201,7 +199,7 @@ def test_worker_that_dies_with_the_trainer_restarts_too(trial: Trial) -> None:
     assert all("restart 1/2" in note for note in trial.notes) and len(trial.notes) == 2
 
 
-def test_spent_trainer_budget_reports_the_first_death(trial: Trial) -> None:
+def test_spent_trainer_budget_reports_the_first_death(trial):
     trial.recover = True
     dies = "import os; n = int(os.environ['REALSYS_TRAINING_START']); os._exit(10 + n)"
     outcome = trial.run(
@@ -215,7 +213,7 @@ def test_spent_trainer_budget_reports_the_first_death(trial: Trial) -> None:
     assert failure is not None and failure.problem == "exited with code 11"
 
 
-def test_master_that_exits_0_early_is_restarted(trial: Trial) -> None:
+def test_master_that_exits_0_early_is_restarted(trial):
     """Code of the user that calls sys.exit(): its run must not count as done."""
     trial.recover = True
     done = iter([False, True])
@@ -224,7 +222,7 @@ def test_master_that_exits_0_early_is_restarted(trial: Trial) -> None:
     assert trial.notes[0].startswith("master_worker/0 exited with code 0, before its work was done; restart 1/2 ")
 
 
-def test_new_checkpoint_gives_trainer_budget_back(trial: Trial) -> None:
+def test_new_checkpoint_gives_trainer_budget_back(trial):
     trial.recover = True
     dies = "import os; n = int(os.environ['REALSYS_TRAINING_START']); os._exit(10 + n if n < 6 else 0)"
     steps = iter([0, 0, 20, 20, 40, 40])
@@ -237,7 +235,7 @@ def bad_input(pid: int) -> ErrorRecord:
     return ErrorRecord(1.0, "model_worker", 0, pid, socket.gethostname(), "DataError", "line 3", "", exit_code=2)
 
 
-def test_permanent_failure_of_a_peer_ends_run(trial: Trial) -> None:
+def test_permanent_failure_of_a_peer_ends_run(trial):
     """The MasterWorker ends of what a rank told it; that the input is bad, the rank says itself."""
     trial.recover = True
     said, master = trial.folder / "said", trial.folder / "master"
@@ -259,7 +257,7 @@ def test_permanent_failure_of_a_peer_ends_run(trial: Trial) -> None:
     assert 2 in {death.returncode for death in outcome.deaths}
 
 
-def test_signal_while_trainer_is_down_ends_run(trial: Trial) -> None:
+def test_signal_while_trainer_is_down_ends_run(trial):
     trial.recover = True
     outcome = trial.run(
         trial.spec("rollout_worker", 0, FOREVER),

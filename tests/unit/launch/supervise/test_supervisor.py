@@ -1,7 +1,5 @@
 """The supervisor with real child processes, one by one."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -16,14 +14,14 @@ import psutil
 import pytest
 
 from realsys.cluster.failure import ErrorRecord
-from realsys.launch.process_plan import Kind, ProcessSpec
+from realsys.launch.process_plan import ProcessSpec
 from realsys.launch.supervise.supervisor import Supervisor
 from tests.support.processes.supervised import FOREVER, READY, STUBBORN, Trial, stop, waits_for
 
 pytestmark = pytest.mark.processes
 
 
-def test_run_is_done_when_the_master_exits_zero(trial: Trial) -> None:
+def test_run_is_done_when_the_master_exits_zero(trial):
     others = [trial.spec("model_worker", 0, FOREVER), trial.spec("rollout_worker", 0, FOREVER)]
     master = READY + "ready(); signal.sigwait({signal.SIGUSR1})"
     master = master.replace("import os", "import signal; signal.pthread_sigmask(0, {signal.SIGUSR1})\nimport os", 1)
@@ -46,14 +44,14 @@ def test_run_is_done_when_the_master_exits_zero(trial: Trial) -> None:
         ("model_worker", "import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
     ],
 )
-def test_death_of_trainer_ends_run_without_recovery(trial: Trial, kind: Kind, script: str, how: str) -> None:
+def test_death_of_trainer_ends_run_without_recovery(trial, kind, script, how):
     outcome = trial.run(trial.spec("rollout_worker", 0, FOREVER), trial.spec(kind, 0, script))
     assert outcome.status == "failed"
     assert how in outcome.reason and f"{kind}/0" in outcome.reason
     assert [death.name for death in outcome.deaths] == [f"{kind}/0"]
 
 
-def test_parts_of_a_server_restart_together(trial: Trial) -> None:
+def test_parts_of_a_server_restart_together(trial):
     """The death of the second part ends the first one: neither can go on alone."""
     paths = READY + f"import pathlib, time; folder = pathlib.Path({str(trial.folder)!r})\n"
     stays = paths + "ready(); (folder / 'first').touch(); signal.pause()"
@@ -77,7 +75,7 @@ def test_parts_of_a_server_restart_together(trial: Trial) -> None:
     assert "generation_server/0.1 exited with code 4; restart 1/2" in trial.notes[0]
 
 
-def test_stateless_worker_is_restarted_within_its_budget(trial: Trial) -> None:
+def test_stateless_worker_is_restarted_within_its_budget(trial):
     crash = "print('hello'); raise SystemExit(4)"
     outcome = trial.run(trial.spec("master_worker", 0, FOREVER), trial.spec("rollout_worker", 0, crash))
     assert outcome.status == "failed"
@@ -96,7 +94,7 @@ def test_stateless_worker_is_restarted_within_its_budget(trial: Trial) -> None:
         ("rollout_worker", 0.75, "failed"),
     ],
 )
-def test_run_continues_without_one_bad_worker(trial: Trial, kind: Kind, min_share: float, status: str) -> None:
+def test_run_continues_without_one_bad_worker(trial, kind, min_share, status):
     """It crashes at every start but its first, while the other one runs. Then the master finishes."""
     flag = trial.folder / "started"
     bad = waits_for("SIGUSR1").replace("ready(); ", f"first = not os.path.exists({str(flag)!r}); first and ready();")
@@ -129,7 +127,7 @@ def test_run_continues_without_one_bad_worker(trial: Trial, kind: Kind, min_shar
 BAD_INPUT = "import os; print(os.getpid(), flush=True); raise SystemExit(1)"
 
 
-def test_worker_with_bad_input_is_not_restarted(trial: Trial) -> None:
+def test_worker_with_bad_input_is_not_restarted(trial):
     specs = [trial.spec("generation_server", 0, BAD_INPUT), trial.spec("master_worker", 0, FOREVER)]
     outcome = trial.run(*specs, errors=lambda: records_of(trial, exit_code=2))
     assert outcome.status == "failed" and not outcome.restarted
@@ -145,19 +143,19 @@ def records_of(trial: Trial, exit_code: int) -> list[ErrorRecord]:
     ]
 
 
-def test_restart_line_carries_the_exception(trial: Trial) -> None:
+def test_restart_line_carries_the_exception(trial):
     crash = "import sys\nif len(sys.argv) > 2: print('hello')\ndef fail(): {}['x']\nfail()"
     specs = [trial.spec("rollout_worker", 0, crash), trial.spec("master_worker", 0, FOREVER)]
     trial.run(*specs)
     assert trial.notes[0].startswith("rollout_worker/0 exited with code 1: KeyError: 'x'; restart 1/2 in 0.0 s (")
 
 
-def test_silent_death_names_the_full_disk(trial: Trial) -> None:
+def test_silent_death_names_the_full_disk(trial):
     outcome = trial.run(trial.spec("model_worker", 0, "raise SystemExit(1)"), outside=lambda: "No space left on device")
     assert [death.error for death in outcome.deaths] == ["No space left on device"]
 
 
-def test_restarts_wait_for_room_on_a_full_disk(trial: Trial) -> None:
+def test_restarts_wait_for_room_on_a_full_disk(trial):
     """While they wait none is spent, neither of the process that found the disk full nor of another one."""
     trial.recover = True
     room = trial.folder / "room"
@@ -187,7 +185,7 @@ def test_restarts_wait_for_room_on_a_full_disk(trial: Trial) -> None:
     ]
 
 
-def test_disk_that_stays_full_ends_the_run(trial: Trial) -> None:
+def test_disk_that_stays_full_ends_the_run(trial):
     crash = "raise OSError(28, 'No space left on device')"
     specs = [trial.spec("rollout_worker", 0, crash), trial.spec("master_worker", 0, FOREVER)]
     outcome = trial.run(*specs, no_room=lambda: "no room", room_s=0.1)
@@ -198,13 +196,13 @@ def test_disk_that_stays_full_ends_the_run(trial: Trial) -> None:
     ]
 
 
-def test_other_failures_do_not_wait_for_room(trial: Trial) -> None:
+def test_other_failures_do_not_wait_for_room(trial):
     specs = [trial.spec("rollout_worker", 0, "raise SystemExit(4)"), trial.spec("master_worker", 0, FOREVER)]
     outcome = trial.run(*specs, no_room=lambda: "no room", room_s=3600.0)
     assert "after 2 restarts" in outcome.reason
 
 
-def test_same_exception_twice_ends_the_run(trial: Trial) -> None:
+def test_same_exception_twice_ends_the_run(trial):
     """A bug fails again at every start, so more restarts only cost time."""
     specs = [trial.spec("rollout_worker", 0, "def fail(): {}['x']\nfail()"), trial.spec("master_worker", 0, FOREVER)]
     outcome = trial.run(*specs)
@@ -212,7 +210,7 @@ def test_same_exception_twice_ends_the_run(trial: Trial) -> None:
     assert outcome.reason.startswith("rollout_worker/0 exited with code 1, twice in a row with the same exception at ")
 
 
-def test_restarted_worker_does_not_end_the_run(trial: Trial) -> None:
+def test_restarted_worker_does_not_end_the_run(trial):
     once = READY + "path = sys.argv[1] + '.again'\n"
     once += f"os.chdir({str(trial.folder)!r})\n"
     once += "if not os.path.exists(path): open(path, 'w').close(); sys.exit(1)\nready(); signal.pause()"
@@ -227,7 +225,7 @@ def test_restarted_worker_does_not_end_the_run(trial: Trial) -> None:
     assert not outcome.deaths
 
 
-def test_child_that_ignores_sigterm_is_killed(trial: Trial) -> None:
+def test_child_that_ignores_sigterm_is_killed(trial):
     began: list[float] = []
 
     def stop_and_note(supervisor: Supervisor) -> None:
@@ -247,7 +245,7 @@ def test_child_that_ignores_sigterm_is_killed(trial: Trial) -> None:
     assert any("model_worker/0" in note for note in trial.notes)
 
 
-def test_second_signal_ends_the_orderly_stop(trial: Trial) -> None:
+def test_second_signal_ends_the_orderly_stop(trial):
     outcome = trial.run(
         trial.spec("model_worker", 0, STUBBORN),
         until=["model_worker/0"],
@@ -257,7 +255,7 @@ def test_second_signal_ends_the_orderly_stop(trial: Trial) -> None:
     assert outcome.killed == ["model_worker/0"]
 
 
-def test_grandchild_in_own_session_does_not_outlive_run(trial: Trial) -> None:
+def test_grandchild_in_own_session_does_not_outlive_run(trial):
     """SGLang or a double fork can do that: neither the group's SIGKILL nor the parent's death reaches it."""
     marker = trial.folder / "grandchild.pid"
     child = READY + "import subprocess\n"
@@ -268,7 +266,7 @@ def test_grandchild_in_own_session_does_not_outlive_run(trial: Trial) -> None:
     assert not psutil.pid_exists(int(marker.read_text()))
 
 
-def test_children_die_with_a_restarted_worker(trial: Trial) -> None:
+def test_children_die_with_a_restarted_worker(trial):
     """A verifier process of a crashed RolloutWorker must be gone before the next one starts."""
     marker = trial.folder / "pids"
     child = READY + "import subprocess\n"
@@ -281,7 +279,7 @@ def test_children_die_with_a_restarted_worker(trial: Trial) -> None:
     assert (trial.folder / "rollout_worker-0.log").read_text() == "gone\n"
 
 
-def test_real_signal_reaches_the_supervisor(trial: Trial) -> None:
+def test_real_signal_reaches_the_supervisor(trial):
     outcome = trial.run(
         trial.spec("master_worker", 0, FOREVER),
         until=["master_worker/0"],
@@ -290,7 +288,7 @@ def test_real_signal_reaches_the_supervisor(trial: Trial) -> None:
     assert outcome.status == "interrupted" and outcome.signal == signal.SIGTERM
 
 
-def test_second_sigterm_does_not_hurry_the_stop(trial: Trial) -> None:
+def test_second_sigterm_does_not_hurry_the_stop(trial):
     """A batch system may send it to the same process more than once."""
     slow = READY + "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), os._exit(7)))\n"
     slow = "import time\n" + slow + "ready()\nwhile True: signal.pause()"
@@ -303,7 +301,7 @@ def test_second_sigterm_does_not_hurry_the_stop(trial: Trial) -> None:
     assert outcome.status == "interrupted" and outcome.killed == []
 
 
-def test_ctrl_c_stops_a_background_run(trial: Trial) -> None:
+def test_ctrl_c_stops_a_background_run(trial):
     """Such a shell has its commands ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -317,7 +315,7 @@ def test_ctrl_c_stops_a_background_run(trial: Trial) -> None:
     assert outcome.status == "interrupted" and outcome.signal == signal.SIGINT
 
 
-def test_ignored_hang_up_stays_ignored(trial: Trial) -> None:
+def test_ignored_hang_up_stays_ignored(trial):
     """nohup: the terminal goes, the run stays."""
 
     def hang_up(supervisor: Supervisor) -> None:
@@ -333,7 +331,7 @@ def test_ignored_hang_up_stays_ignored(trial: Trial) -> None:
     assert outcome.status == "interrupted" and outcome.signal == signal.SIGTERM
 
 
-def test_program_that_cannot_be_started_fails_the_run(trial: Trial) -> None:
+def test_program_that_cannot_be_started_fails_the_run(trial):
     spec = ProcessSpec("model_worker", 0, ("/no/such/program",), trial.folder / "x.log", "end")
     outcome = trial.run(trial.spec("master_worker", 0, FOREVER), spec)
     assert outcome.status == "failed"
@@ -341,7 +339,7 @@ def test_program_that_cannot_be_started_fails_the_run(trial: Trial) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_stateless_worker_is_restarted_for_any_exit_code(trial: Trial, code: int) -> None:
+def test_stateless_worker_is_restarted_for_any_exit_code(trial, code):
     once = READY + f"path = {str(trial.folder / 'again')!r}\n"
     once += f"if not os.path.exists(path): open(path, 'w').close(); sys.exit({code})\nready(); signal.pause()"
     outcome = trial.run(
@@ -355,7 +353,7 @@ def test_stateless_worker_is_restarted_for_any_exit_code(trial: Trial, code: int
     assert trial.notes[0].startswith(f"rollout_worker/0 exited with code {code}{early}; restart 1/2 ")
 
 
-def test_process_without_pidfd_is_not_left_behind(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_pidfd_is_not_left_behind(trial, monkeypatch):
     def too_many(pid: int, flags: int = 0) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -372,7 +370,7 @@ def no_space(*_: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_failing_display_ends_the_run(trial: Trial) -> None:
+def test_failing_display_ends_the_run(trial):
     class Full(list[str]):
         append = no_space  # type: ignore[assignment]
 
@@ -382,7 +380,7 @@ def test_failing_display_ends_the_run(trial: Trial) -> None:
     assert outcome.reason == "the launcher failed: OSError: [Errno 28] No space left on device"
 
 
-def test_unreadable_checkpoints_end_the_run(trial: Trial) -> None:
+def test_unreadable_checkpoints_end_the_run(trial):
     trial.recover = True
     outcome = trial.run(
         trial.spec("rollout_worker", 0, FOREVER),
@@ -393,7 +391,7 @@ def test_unreadable_checkpoints_end_the_run(trial: Trial) -> None:
     assert outcome.status == "failed" and "the launcher failed: OSError" in outcome.reason
 
 
-def test_exception_at_the_start_ends_the_run(trial: Trial) -> None:
+def test_exception_at_the_start_ends_the_run(trial):
     async def broken(spec: ProcessSpec, host: str) -> None:
         raise ValueError("no such thing")
 
@@ -404,7 +402,7 @@ def test_exception_at_the_start_ends_the_run(trial: Trial) -> None:
 # ---- others
 
 
-def test_processes_of_others_are_left_alone(trial: Trial) -> None:
+def test_processes_of_others_are_left_alone(trial):
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         outcome = trial.run(trial.spec("model_worker", 0, "raise SystemExit(1)"))
@@ -415,7 +413,7 @@ def test_processes_of_others_are_left_alone(trial: Trial) -> None:
     assert other.returncode == 0
 
 
-def test_nothing_is_left_behind_but_the_logs(trial: Trial) -> None:
+def test_nothing_is_left_behind_but_the_logs(trial):
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     trial.run(trial.spec("rollout_worker", 0, FOREVER), trial.spec("master_worker", 0, "pass"))
     assert threading.active_count() == threads

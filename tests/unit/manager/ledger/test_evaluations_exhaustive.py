@@ -1,9 +1,6 @@
 """Every state that the small trial of ``ledger_world`` can reach with an evaluation during training: it ends once."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +13,7 @@ from realsys.manager.messages import AllocateRequest, Answer, EvaluateRequest, F
 from realsys.types import Ticket
 from tests.support.ledger.fingerprints import KEY, evaluations_key
 from tests.support.ledger.ledger_actions import World
-from tests.support.ledger.ledger_world import COPIER, LEASE_S, Act, Bounds, bounds
+from tests.support.ledger.ledger_world import COPIER, LEASE_S, Act, bounds
 from tests.support.ledger.state_explorer import Violation, explore
 
 NAME = "step-1"
@@ -161,7 +158,7 @@ BESIDE = [
 @pytest.mark.parametrize(
     "chosen", BESIDE + ([bounds("master_crashes")] if os.environ.get("REALSYS_EXPLORE") == "1" else []), ids=str
 )
-def test_evaluation_ends_once_in_every_history(chosen: Bounds) -> None:
+def test_evaluation_ends_once_in_every_history(chosen):
     found = explore(Evaluated(chosen), COPIER)
     print(f"{chosen}: {found.states} states, {found.transitions} transitions; ends: {found.finals}")
     assert chosen.kinds | {"answers_problem", "asks_for_evaluation"} <= found.actions.keys()
@@ -188,9 +185,7 @@ def any_problem(running_attempt: Any, evaluations: Evaluations, ticket_id: str, 
         ("running_attempt", any_problem, BESIDE[0], "in _finish_problem"),
     ],
 )
-def test_exploration_finds_a_seeded_defect_of_evaluations(
-    name: str, new: Callable[..., Any], chosen: Bounds, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exploration_finds_a_seeded_defect_of_evaluations(name, new, chosen, said, monkeypatch):
     old = getattr(Evaluations, name)
     monkeypatch.setattr(Evaluations, name, lambda *args: new(old, *args))
     with pytest.raises(Violation, match=said):

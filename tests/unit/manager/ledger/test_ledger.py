@@ -1,7 +1,5 @@
 """The rollout ledger and the order of prompts."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -45,7 +43,7 @@ def train(ledger: Ledger, version: int, tickets: list[str], now: float = 1.0) ->
     return ledger.trained(version, version, tickets, now)
 
 
-def test_epochs_are_seeded_permutations() -> None:
+def test_epochs_are_seeded_permutations():
     order = PromptOrder(seed=3, size=50, epochs=2)
     seen = [order.at(position) for position in range(100)]
     assert sorted(seen[:50]) == sorted(seen[50:]) == list(range(50))
@@ -55,22 +53,22 @@ def test_epochs_are_seeded_permutations() -> None:
     assert permutation(4, 0, 50).tolist() != seen[:50]
 
 
-def test_empty_dataset_is_an_error() -> None:
+def test_empty_dataset_is_an_error():
     with pytest.raises(ValueError, match="0 prompts"):
         PromptOrder(seed=1, size=0)
 
 
-def test_sampling_seeds_differ_by_ticket_and_attempt() -> None:
+def test_sampling_seeds_differ_by_ticket_and_attempt():
     assert len({sampling_seed(1, ticket, attempt) for ticket in range(20) for attempt in range(3)}) == 60
 
 
-def test_ticket_ids_sort_in_grant_order() -> None:
+def test_ticket_ids_sort_in_grant_order():
     ledger = make(size=200)
     ids = [grant(ledger).ticket_id for _ in range(120)]
     assert ids == sorted(ids)
 
 
-def test_exhausted_only_when_nothing_waits() -> None:
+def test_exhausted_only_when_nothing_waits():
     ledger = make(size=2, epochs=1)
     ticket, _ = grant(ledger), grant(ledger)
     assert ledger.exhausted and ledger.grant("w", "1", 0, 0.0) is None
@@ -79,7 +77,7 @@ def test_exhausted_only_when_nothing_waits() -> None:
     assert grant(ledger).attempt == 1
 
 
-def test_roll_back_of_older_incarnation_is_refused() -> None:
+def test_roll_back_of_older_incarnation_is_refused():
     ledger = make()
     ledger.roll_back(-1, -1, "2", "", 0.0)
     for incarnation in ("2", "1"):
@@ -87,7 +85,7 @@ def test_roll_back_of_older_incarnation_is_refused() -> None:
             ledger.apply(RolledBack(-1, -1, incarnation, "", 1.0))
 
 
-def test_resumed_trial_cannot_roll_back_beyond_its_start() -> None:
+def test_resumed_trial_cannot_roll_back_beyond_its_start():
     ledger = make()
     resume(ledger)
     with pytest.raises(ValueError, match="version 2: this trial began at 3"):
@@ -96,7 +94,7 @@ def test_resumed_trial_cannot_roll_back_beyond_its_start() -> None:
     assert ledger.counted == 12
 
 
-def test_drop_reasons_do_not_grow_without_bound() -> None:
+def test_drop_reasons_do_not_grow_without_bound():
     ledger = make(size=1000)
     for number in range(200):
         ledger.finish(grant(ledger).ticket_id, 0, "rejected", f"reason {number}", 1.0)
@@ -121,7 +119,7 @@ def test_drop_reasons_do_not_grow_without_bound() -> None:
         Granted("0000000001", 0, 1, -1, "w", "1", 0, 0.0),  # no prompt was given back
     ],
 )
-def test_event_that_cannot_follow_is_refused(event: Granted) -> None:
+def test_event_that_cannot_follow_is_refused(event):
     ledger = make()
     grant(ledger)
     with pytest.raises(
@@ -130,7 +128,7 @@ def test_event_that_cannot_follow_is_refused(event: Granted) -> None:
         ledger.apply(event)
 
 
-def test_data_position_lists_granted_untrained_prompts() -> None:
+def test_data_position_lists_granted_untrained_prompts():
     """Order of seed 1; one trained, one bad, one finished, one failed (waiting), one too old (waiting), one running."""
     ledger = make(size=10)
     prompts = permutation(1, 0, 10).tolist()
@@ -152,14 +150,14 @@ def resume(ledger: Ledger, **changes: object) -> None:
     ledger.apply(Resumed(**event))  # type: ignore[arg-type]
 
 
-def test_pending_prompts_are_granted_after_last_epoch() -> None:
+def test_pending_prompts_are_granted_after_last_epoch():
     ledger = make(size=10, epochs=1)
     resume(ledger, cursor=10, pending=[4])
     assert not ledger.exhausted and grant(ledger).prompt_index == 4
     assert ledger.exhausted
 
 
-def test_resuming_comes_before_everything_else() -> None:
+def test_resuming_comes_before_everything_else():
     ledger = make()
     grant(ledger)
     with pytest.raises(LedgerError, match="only be resumed by a new trial, before its first ticket"):
@@ -170,7 +168,7 @@ def test_resuming_comes_before_everything_else() -> None:
         resume(ledger)
 
 
-def test_a_resumed_trial_is_itself_resumed() -> None:
+def test_a_resumed_trial_is_itself_resumed():
     """Pending prompts that were not issued again by the next checkpoint are still pending."""
     ledger = make(size=10)
     resume(ledger)
@@ -188,7 +186,7 @@ versions = st.integers(0, 10_000)
 
 
 @given(bounds, versions)
-def test_capacity_is_the_largest_n_that_is_admitted(bound: StalenessBound, version: int) -> None:
+def test_capacity_is_the_largest_n_that_is_admitted(bound, version):
     capacity = bound.capacity(version)
     assert bound.admits(capacity, version)
     assert not bound.admits(capacity + 1, version)
@@ -196,30 +194,30 @@ def test_capacity_is_the_largest_n_that_is_admitted(bound: StalenessBound, versi
 
 
 @given(bounds, versions, st.integers(1, 10_000_000))
-def test_admits_is_the_papers_inequality(bound: StalenessBound, version: int, n: int) -> None:
+def test_admits_is_the_papers_inequality(bound, version, n):
     assert bound.admits(n, version) == ((n - 1) // bound.batch_groups <= version + bound.eta)
     assert bound.admits(n, version) == (n <= bound.capacity(version))
     assert bound.headroom(n, version) == max(0, bound.capacity(version) - n)
 
 
 @given(bounds, versions)
-def test_one_version_makes_room_for_one_batch(bound: StalenessBound, version: int) -> None:
+def test_one_version_makes_room_for_one_batch(bound, version):
     assert bound.capacity(version + 1) - bound.capacity(version) == bound.batch_groups
 
 
-def test_eta_zero_is_synchronous() -> None:
+def test_eta_zero_is_synchronous():
     bound = StalenessBound(batch_groups=4, eta=0)
     assert [bound.capacity(version) for version in range(3)] == [4, 8, 12]
     assert bound.may_serve(3, 3) and not bound.may_serve(2, 3)
 
 
 @given(bounds, versions, versions)
-def test_weights_from_the_future_never_serve(bound: StalenessBound, served: int, version: int) -> None:
+def test_weights_from_the_future_never_serve(bound, served, version):
     assert bound.may_serve(served, version) == (version - bound.eta <= served <= version)
 
 
 @pytest.mark.parametrize(("batch", "eta"), [(0, 1), (-1, 0), (1, -1)])
-def test_senseless_bounds_are_refused(batch: int, eta: int) -> None:
+def test_senseless_bounds_are_refused(batch, eta):
     with pytest.raises(ValueError, match="batch_groups"):
         StalenessBound(batch, eta)
 
@@ -265,7 +263,7 @@ class Trial:
         return granted.prompt_index
 
 
-def test_prompts_outside_the_target_come_less_often() -> None:
+def test_prompts_outside_the_target_come_less_often():
     """Two prompts are always right; each prompt outside is taken with the probability of the floor."""
     trial = Trial()
     counts: Counter[int] = Counter()
@@ -280,21 +278,21 @@ def test_prompts_outside_the_target_come_less_often() -> None:
     assert trial.ledger.rates.shares() == {"unseen": 0.0, "wrong": 0.0, "between": 0.75, "right": 0.25}
 
 
-def test_without_curriculum_rates_choose_nothing() -> None:
+def test_without_curriculum_rates_choose_nothing():
     trial = Trial(None)
     played = [trial.play(4) for _ in range(2 * SIZE)]
     assert played == [trial.order.at(position) for position in range(2 * SIZE)]
     assert trial.ledger.position().rates == []
 
 
-def test_a_search_never_passes_a_whole_epoch() -> None:
+def test_a_search_never_passes_a_whole_epoch():
     trial = Trial(Curriculum(400, 600, 1e-9))
     for _ in range(SIZE + 5):
         assert trial.play(4) is not None
     assert trial.ledger.cursor <= (SIZE + 5) * SIZE
 
 
-def test_used_up_epochs_end_the_grants() -> None:
+def test_used_up_epochs_end_the_grants():
     """Though the last positions were passed over. No search passes over the whole second epoch."""
     trial = Trial(Curriculum(400, 600, 1e-9), epochs=2)
     played = [trial.play(4) for _ in range(3 * SIZE)]
@@ -302,7 +300,7 @@ def test_used_up_epochs_end_the_grants() -> None:
     assert trial.ledger.exhausted
 
 
-def test_rates_follow_the_newest_groups() -> None:
+def test_rates_follow_the_newest_groups():
     rates = PromptRates([UNSEEN])
     seen = []
     for correct in (2, 4, 4, *[4] * 10, 0):
@@ -313,7 +311,7 @@ def test_rates_follow_the_newest_groups() -> None:
     assert rates.of(0) == 500, "without a verdict nothing is measured"
 
 
-def test_resumed_trial_keeps_the_rates() -> None:
+def test_resumed_trial_keeps_the_rates():
     first = Trial()
     for _ in range(SIZE):
         first.play(4)
@@ -327,13 +325,13 @@ def test_resumed_trial_keeps_the_rates() -> None:
     assert granted is not None and granted.position == first.ledger._next_position()
 
 
-def test_gap_without_curriculum_is_damage() -> None:
+def test_gap_without_curriculum_is_damage():
     trial = Trial(None)
     with pytest.raises(LedgerError, match="the next prompt is that of position 0"):
         trial.ledger.apply(Granted("0000000000", 0, 0, 3, "w", "1", 0, 0.0))
 
 
-def test_audit_finds_a_prompt_wrongly_passed_over() -> None:
+def test_audit_finds_a_prompt_wrongly_passed_over():
     trial, auditor = Trial(), Auditor()
     wrong = Granted("0000000000", 0, trial.order.at(1) or 0, 1, "w", "1", 0, 0.0)
     for line, event in enumerate([trial.journal[0], wrong], 1):
@@ -346,7 +344,7 @@ PLAYS = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["accepted", "filt
 
 @settings(deadline=None)
 @given(PLAYS, st.integers(0, 60), st.sampled_from([0, 2, 3]))
-def test_journal_leads_to_the_same_choices(plays: list[tuple[int, str]], crash: int, epochs: int) -> None:
+def test_journal_leads_to_the_same_choices(plays, crash, epochs):
     """After a crash at any point, from the journal or from a snapshot; N counts what is not dropped or waiting."""
     trial = Trial(epochs=epochs)
     for number, (correct, outcome) in enumerate(plays):

@@ -11,8 +11,6 @@ do to them (``tests.support.ledger.ledger_actions``): ``faults`` things go wrong
 ``REALSYS_EXPLORE=1`` adds larger bounds: minutes.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +65,7 @@ EXPLORE = os.environ.get("REALSYS_EXPLORE") == "1"
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("chosen", SMALL + (LARGE if EXPLORE else []), ids=str)
-def test_no_reachable_state_breaks_an_invariant(chosen: Bounds) -> None:
+def test_no_reachable_state_breaks_an_invariant(chosen):
     found = explore(World(chosen), COPIER)
     print(f"{chosen}: {found.states} states, {found.transitions} transitions; ends: {found.finals}")
     enough = chosen.prompts * chosen.epochs >= chosen.batch * chosen.steps
@@ -75,7 +73,7 @@ def test_no_reachable_state_breaks_an_invariant(chosen: Bounds) -> None:
     assert chosen.kinds <= found.actions.keys(), "a fault that never happened"
 
 
-def test_batch_that_cannot_fill_ends_by_name() -> None:
+def test_batch_that_cannot_fill_ends_by_name():
     """Two prompts make no batch of three, whatever happens to them."""
     found = explore(World(bounds("rejected filtered fails", batch=3, prompts=2, steps=1)), COPIER)
     assert found.finals.keys() == {"give_up"}
@@ -211,9 +209,7 @@ DEFECTS = [
 
 
 @pytest.mark.parametrize(("defect", "chosen", "said"), [d[1:] for d in DEFECTS], ids=[d[0] for d in DEFECTS])
-def test_exploration_finds_a_seeded_defect(
-    defect: Callable[[pytest.MonkeyPatch], None], chosen: Bounds, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exploration_finds_a_seeded_defect(defect, chosen, said, monkeypatch):
     defect(monkeypatch)
     with pytest.raises(Violation, match=said):
         explore(World(chosen), COPIER, at_most=700 if said == "without end" else 3000)
@@ -223,7 +219,7 @@ def test_exploration_finds_a_seeded_defect(
 
 
 @pytest.mark.parametrize("outcome", ["rejected", "failed", "filtered"])
-def test_endless_data_without_accepted_group_ends_by_name(outcome: str) -> None:
+def test_endless_data_without_accepted_group_ends_by_name(outcome):
     world = World(Bounds(batch=2, prompts=3, epochs=0, attempts=1, faults=0))
     check = StuckCheck(2, 10)
     assert check.check(status(world.manager, 0.0, 0.0), 0) is None

@@ -1,7 +1,5 @@
 """The ledger's file: checksums, torn tails, damage, one writer."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
@@ -51,7 +49,7 @@ def written(path: Path, events: list[Event] = EVENTS) -> bytes:
     return path.read_bytes()
 
 
-def test_replay_gives_back_what_was_appended(tmp_path: Path) -> None:
+def test_replay_gives_back_what_was_appended(tmp_path):
     path = tmp_path / "made" / "ledger.jsonl"
     written(path)
     with Journal(path) as journal:
@@ -60,7 +58,7 @@ def test_replay_gives_back_what_was_appended(tmp_path: Path) -> None:
     assert [event for event, _ in read_journal(path)] == [*EVENTS, EVENTS[0]]
 
 
-def test_every_torn_last_record_is_repaired(tmp_path: Path) -> None:
+def test_every_torn_last_record_is_repaired(tmp_path):
     path = tmp_path / "ledger.jsonl"
     content = written(path)
     last = len(encode_record(EVENTS[-1]))
@@ -72,7 +70,7 @@ def test_every_torn_last_record_is_repaired(tmp_path: Path) -> None:
         assert path.read_bytes() == content
 
 
-def test_zeros_after_a_crash_are_a_torn_tail(tmp_path: Path) -> None:
+def test_zeros_after_a_crash_are_a_torn_tail(tmp_path):
     path = tmp_path / "ledger.jsonl"
     content = written(path)
     path.write_bytes(content + b"\0" * 100)
@@ -81,7 +79,7 @@ def test_zeros_after_a_crash_are_a_torn_tail(tmp_path: Path) -> None:
     assert path.read_bytes() == content
 
 
-def test_any_flipped_bit_is_noticed() -> None:
+def test_any_flipped_bit_is_noticed():
     line = encode_record(EVENTS[0])
     for position in range(len(line)):
         damaged = bytearray(line)
@@ -97,7 +95,7 @@ def test_any_flipped_bit_is_noticed() -> None:
         (b'"length":12', b'"length":13', "line 7 was changed, or records before it are missing"),
     ],
 )
-def test_changed_record_names_its_line(tmp_path: Path, old: bytes, new: bytes, problem: str) -> None:
+def test_changed_record_names_its_line(tmp_path, old, new, problem):
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(written(path).replace(old, new, 1))
     with pytest.raises(LedgerError, match=problem):
@@ -105,7 +103,7 @@ def test_changed_record_names_its_line(tmp_path: Path, old: bytes, new: bytes, p
 
 
 @pytest.mark.parametrize("written_bytes", [0, 20])
-def test_no_record_follows_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written_bytes: int) -> None:
+def test_no_record_follows_a_failed_write(tmp_path, monkeypatch, written_bytes):
     """The disk has room again before the process has ended: what comes now must not follow a hole or half a line."""
     path, write = tmp_path / "ledger.jsonl", os.write
 
@@ -126,7 +124,7 @@ def test_no_record_follows_a_failed_write(tmp_path: Path, monkeypatch: pytest.Mo
         assert journal.replay() == EVENTS[:1]
 
 
-def test_numbers_that_no_ledger_can_hold_are_damage() -> None:
+def test_numbers_that_no_ledger_can_hold_are_damage():
     for event in (
         Trained(1 << 31, 1, ["0000000000"], 3.0),
         Trained(1, 1, ["0000000000"], 3.0, [1 << 40]),
@@ -137,7 +135,7 @@ def test_numbers_that_no_ledger_can_hold_are_damage() -> None:
         assert decode_record(encode_record(event)) is None, event
 
 
-def test_second_writer_is_refused(tmp_path: Path) -> None:
+def test_second_writer_is_refused(tmp_path):
     path = tmp_path / "ledger.jsonl"
     with Journal(path) as first:
         with pytest.raises(LedgerError, match="another gserver_manager"):
@@ -146,7 +144,7 @@ def test_second_writer_is_refused(tmp_path: Path) -> None:
     assert len(list(read_journal(path))) == len(EVENTS)
 
 
-def test_no_descriptor_stays_open(tmp_path: Path) -> None:
+def test_no_descriptor_stays_open(tmp_path):
     path = tmp_path / "ledger.jsonl"
     before = len(os.listdir("/proc/self/fd"))
     written(path)
@@ -156,7 +154,7 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_append_after_close_says_what_is_wrong(tmp_path: Path) -> None:
+def test_append_after_close_says_what_is_wrong(tmp_path):
     journal = Journal(tmp_path / "ledger.jsonl")
     journal.close()
     with pytest.raises(LedgerError, match="cannot write"):
@@ -214,7 +212,7 @@ def state_of(ledger: Ledger) -> Snapshot:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_compaction_keeps_state_and_later_decisions(tmp_path: Path, seed: int) -> None:
+def test_compaction_keeps_state_and_later_decisions(tmp_path, seed):
     """Compacted in the middle of a random history; what comes after is replayed on top of the snapshot."""
     whole, events = history(seed)
     middle = len(events) // 2
@@ -231,7 +229,7 @@ def test_compaction_keeps_state_and_later_decisions(tmp_path: Path, seed: int) -
     assert state_of(replay(path)) == state_of(whole)
 
 
-def test_records_appended_during_compaction_keep_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_appended_during_compaction_keep_order(tmp_path, monkeypatch):
     """While the snapshot is written and again while both files are synced; the lock moves with the name."""
     path, ledger = tmp_path / "ledger.jsonl", Ledger(PromptOrder(1, 40), 2)
     journal = Journal(path)
@@ -271,7 +269,7 @@ def test_records_appended_during_compaction_keep_order(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("where", ["write", "tail", "sync"])
-def test_full_disk_leaves_journal_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_full_disk_leaves_journal_unchanged(tmp_path, monkeypatch, where):
     path = tmp_path / "ledger.jsonl"
     ledger, events = history(3)
     journal = Journal(path)
@@ -299,7 +297,7 @@ def test_full_disk_leaves_journal_unchanged(tmp_path: Path, monkeypatch: pytest.
     journal.close()
 
 
-def test_sync_error_of_journal_is_no_failed_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_error_of_journal_is_no_failed_compaction(tmp_path, monkeypatch):
     ledger, events = history(3)
     with Journal(tmp_path / "ledger.jsonl") as journal:
         journal.append(events)
@@ -312,7 +310,7 @@ def test_sync_error_of_journal_is_no_failed_compaction(tmp_path: Path, monkeypat
             asyncio.run(Compactor(journal, 1).compact(lambda: state_of(ledger)))
 
 
-def test_writer_without_lease_does_not_exchange_files(tmp_path: Path) -> None:
+def test_writer_without_lease_does_not_exchange_files(tmp_path):
     """Where files have no locks its successor may have appended by then."""
     path = tmp_path / "ledger.jsonl"
     ledger, events = history(3)
@@ -328,7 +326,7 @@ def test_writer_without_lease_does_not_exchange_files(tmp_path: Path) -> None:
         assert path.read_bytes() == before and not twin_path(path).exists()
 
 
-def test_sync_after_exchange_syncs_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_after_exchange_syncs_the_directory(tmp_path, monkeypatch):
     ledger, events = history(3)
     fsync, folders = os.fsync, list[bool]()
 
@@ -348,7 +346,7 @@ def test_sync_after_exchange_syncs_the_directory(tmp_path: Path, monkeypatch: py
         assert folders == [False, True, False]
 
 
-def test_start_removes_unfinished_compaction(tmp_path: Path) -> None:
+def test_start_removes_unfinished_compaction(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger, events = history(4)
     with Journal(path) as journal:
@@ -359,7 +357,7 @@ def test_start_removes_unfinished_compaction(tmp_path: Path) -> None:
     assert not twin_path(path).exists()
 
 
-def test_a_compaction_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_compaction_that_is_cancelled_leaves_nothing_behind(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger, events = history(5)
     journal = Journal(path)
@@ -379,7 +377,7 @@ def test_a_compaction_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) ->
     assert [event for event, _ in read_journal(path)] == events
 
 
-def test_compaction_is_due_by_size(tmp_path: Path) -> None:
+def test_compaction_is_due_by_size(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger, events = history(6)
     with Journal(path) as journal:
@@ -393,7 +391,7 @@ def test_compaction_is_due_by_size(tmp_path: Path) -> None:
         assert journal.base == journal.size and not Compactor(journal, 100).due
 
 
-def test_inconsistent_or_late_snapshot_is_refused() -> None:
+def test_inconsistent_or_late_snapshot_is_refused():
     ledger, _ = history(7)
     good = state_of(ledger)
     with pytest.raises(LedgerError, match="after .* others"):
@@ -403,7 +401,7 @@ def test_inconsistent_or_late_snapshot_is_refused() -> None:
             Ledger(PromptOrder(0, 40), 2).apply(msgspec.structs.replace(good, **broken))
 
 
-def test_a_snapshot_holds_evaluations_and_running_tickets() -> None:
+def test_a_snapshot_holds_evaluations_and_running_tickets():
     state = ready()
     state.open(0.0)
     state.evaluate(EvaluateRequest("e", "eval", 3), 0.0)

@@ -1,7 +1,5 @@
 """Routing strategies, names of prefixes, reservations."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from itertools import product
@@ -39,37 +37,37 @@ def servers(**tokens: int) -> list[ServerLoad]:
     return [ServerLoad(name, version=1, requests=load // 10, tokens=load) for name, load in tokens.items()]
 
 
-def test_round_robin_takes_each_server_in_turn() -> None:
+def test_round_robin_takes_each_server_in_turn():
     strategy = make_strategy("round_robin")
     assert [strategy.choose(REQUEST, servers(b=0, a=9, c=5)) for _ in range(4)] == ["a", "b", "c", "a"]
     assert [strategy.choose(REQUEST, servers(a=0, c=0)) for _ in range(3)] == ["c", "a", "c"]
 
 
-def test_least_loaded_by_requests_and_by_tokens() -> None:
+def test_least_loaded_by_requests_and_by_tokens():
     few_long, many_short = ServerLoad("few_long", 1, 2, 5000), ServerLoad("many_short", 1, 50, 100)
     assert make_strategy("least_requests").choose(REQUEST, [few_long, many_short]) == "few_long"
     assert make_strategy("least_tokens").choose(REQUEST, [few_long, many_short]) == "many_short"
 
 
-def test_sticky_stays_with_its_prefix_inside_the_gate() -> None:
+def test_sticky_stays_with_its_prefix_inside_the_gate():
     strategy = make_strategy("sticky")
     held = RouteRequest("t", 4, 100, previous="a", previous_version=1)
     assert strategy.choose(held, servers(a=390, b=0)) == "a"
     assert strategy.choose(held, servers(a=5000, b=4000)) == "a"
 
 
-def test_sticky_leaves_an_overloaded_server() -> None:
+def test_sticky_leaves_an_overloaded_server():
     held = RouteRequest("t", 4, 100, previous="a", previous_version=1)
     assert make_strategy("sticky").choose(held, servers(a=5000, b=1000)) == "b"
 
 
-def test_sticky_places_anew_after_update_or_loss() -> None:
+def test_sticky_places_anew_after_update_or_loss():
     strategy = make_strategy("sticky")
     assert strategy.choose(RouteRequest("t", 4, 100, "a", previous_version=0), servers(a=100, b=0)) == "b"
     assert strategy.choose(RouteRequest("t", 4, 100, "gone", previous_version=1), servers(a=100, b=0)) == "b"
 
 
-def test_next_turn_stays_while_its_keys_are_in_the_bound() -> None:
+def test_next_turn_stays_while_its_keys_are_in_the_bound():
     for served, server in ((5, "a"), (4, "a"), (3, "b"), (6, "b")):  # 6: the trainer has gone back
         held = RouteRequest("t", 4, 100, previous="a", previous_version=served, reuse_versions=1)
         loads = [ServerLoad("a", version=5, tokens=100), ServerLoad("b", version=5)]
@@ -80,7 +78,7 @@ def sent(prefix: list[int], *, previous: str | None = None) -> RouteRequest:
     return RouteRequest("t", 1, 100, previous, 1 if previous else None, prefix)
 
 
-def test_prefix_chooses_server_with_longest_match() -> None:
+def test_prefix_chooses_server_with_longest_match():
     strategy = PrefixAware()
     assert strategy.choose(sent([1, 2, 3]), servers(a=0, b=50)) == "a"
     assert strategy.choose(sent([1, 9]), servers(a=300, b=0)) == "a", "shares the first block only, inside the gate"
@@ -89,27 +87,27 @@ def test_prefix_chooses_server_with_longest_match() -> None:
     assert strategy.choose(sent([1, 2, 3]), servers(a=300, b=0)) == "a"
 
 
-def test_popular_prefix_spreads_beyond_the_gate() -> None:
+def test_popular_prefix_spreads_beyond_the_gate():
     strategy = PrefixAware(LoadGate(ratio=1.5, slack=4.0))
     assert strategy.choose(sent([1]), servers(a=0, b=1000)) == "a"
     assert strategy.choose(sent([1]), servers(a=1901, b=1000)) == "b", "1.5 * 1000 + 4 * 100 = 1900"
     assert strategy.choose(sent([1]), servers(a=1000, b=1900)) == "a", "now both hold it: the less loaded one"
 
 
-def test_prefix_computed_with_other_weights_counts_for_nothing() -> None:
+def test_prefix_computed_with_other_weights_counts_for_nothing():
     strategy = PrefixAware()
     assert strategy.choose(sent([1]), servers(a=0, b=50)) == "a"
     updated = [ServerLoad("a", version=2, tokens=100), ServerLoad("b", version=1, tokens=0)]
     assert strategy.choose(sent([1]), updated) == "b"
 
 
-def test_prefix_strategy_keeps_ticket_on_its_server() -> None:
+def test_prefix_strategy_keeps_ticket_on_its_server():
     strategy = PrefixAware()
     assert strategy.choose(sent([1]), servers(a=0, b=50)) == "a"
     assert strategy.choose(sent([1], previous="b"), servers(a=0, b=50)) == "b"
 
 
-def test_prefix_strategy_forgets_the_oldest_beyond_its_capacity() -> None:
+def test_prefix_strategy_forgets_the_oldest_beyond_its_capacity():
     strategy = PrefixAware(capacity=2)
     for prefix in ([1], [2], [1], [3]):  # 2 is the one not used for longest
         strategy.choose(sent(prefix), servers(a=0, b=50))
@@ -117,7 +115,7 @@ def test_prefix_strategy_forgets_the_oldest_beyond_its_capacity() -> None:
     assert strategy.choose(sent([3]), servers(a=100, b=50)) == "a"
 
 
-def test_prompts_share_hashes_of_shared_blocks() -> None:
+def test_prompts_share_hashes_of_shared_blocks():
     first, second = [*range(3 * BLOCK + 5)], [*range(2 * BLOCK), *range(5000, 5000 + BLOCK + 5)]
     one, other = prefix_hashes(first), prefix_hashes(second)
     assert len(one) == len(other) == 4, "three blocks and the whole"
@@ -128,11 +126,11 @@ def test_prompts_share_hashes_of_shared_blocks() -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @given(loads=st.dictionaries(st.text("abcdef", min_size=1, max_size=3), st.integers(0, 10**6), min_size=1, max_size=6))
-def test_every_strategy_chooses_one_of_the_servers(name: str, loads: dict[str, int]) -> None:
+def test_every_strategy_chooses_one_of_the_servers(name, loads):
     assert make_strategy(name).choose(REQUEST, servers(**loads)) in loads
 
 
-def test_sticky_spreads_a_burst_evenly() -> None:
+def test_sticky_spreads_a_burst_evenly():
     strategy, reservations = make_strategy("sticky"), Reservations()
     for number in range(40):
         loads = [ServerLoad(name, 1, *reservations.load(name)) for name in "abcd"]
@@ -141,7 +139,7 @@ def test_sticky_spreads_a_burst_evenly() -> None:
     assert Counter(reservations.load(name)[0] for name in "abcd") == {10: 4}
 
 
-def test_reservation_is_released_exactly_once() -> None:
+def test_reservation_is_released_exactly_once():
     reservations = Reservations()
     reservations.reserve("t", Reservation("a", 4, 100, 1, 0))
     reservations.reserve("t", Reservation("b", 4, 100, 1, 0))
@@ -151,7 +149,7 @@ def test_reservation_is_released_exactly_once() -> None:
     assert reservations.load("b") == (0, 0) and len(reservations) == 0
 
 
-def test_death_of_a_server_releases_all_its_places() -> None:
+def test_death_of_a_server_releases_all_its_places():
     reservations = Reservations()
     for number in range(3):
         reservations.reserve(f"a{number}", Reservation("a", 1, 10, 1, 0))
@@ -161,7 +159,7 @@ def test_death_of_a_server_releases_all_its_places() -> None:
     assert reservations.load("a") == (0, 0) and reservations.load("b") == (1, 10) and len(reservations) == 1
 
 
-def test_calls_of_a_ticket_are_placed_separately() -> None:
+def test_calls_of_a_ticket_are_placed_separately():
     reservations = Reservations()
     reservations.reserve("t", Reservation("a", 1, 10, 1, 0), "0.0")
     reservations.reserve("t", Reservation("b", 1, 20, 1, 0), "1.0")
@@ -177,7 +175,7 @@ def placed(reservations: Reservations, server: str, ticket: str, sequences: int,
     reservations.reserve(ticket, Reservation(server, sequences, 10 * sequences, 1, 0, now))
 
 
-def test_report_counts_what_ended_in_a_call() -> None:
+def test_report_counts_what_ended_in_a_call():
     """A group of 16 of which one still runs is one sequence, and its end removes one."""
     reservations = Reservations()
     placed(reservations, "a", "t", 16, now=0.0)
@@ -188,7 +186,7 @@ def test_report_counts_what_ended_in_a_call() -> None:
     assert (load.requests, load.tokens) == (0, 0)
 
 
-def test_call_placed_after_the_question_is_added() -> None:
+def test_call_placed_after_the_question_is_added():
     """Its request may not have arrived at the server, so the report does not contain it."""
     reservations = Reservations()
     placed(reservations, "a", "old", 2, now=0.0)
@@ -201,7 +199,7 @@ def test_call_placed_after_the_question_is_added() -> None:
     assert (load.requests, load.tokens) == (0, 0)
 
 
-def test_reported_calls_of_an_earlier_manager_stay() -> None:
+def test_reported_calls_of_an_earlier_manager_stay():
     reservations = Reservations()
     placed(reservations, "a", "t", 2, now=0.0)
     reservations.report("a", sequences=100, tokens=5000, asked=1.0)
@@ -214,7 +212,7 @@ def test_reported_calls_of_an_earlier_manager_stay() -> None:
         st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.integers(0, 20), st.integers(0, 99)), max_size=40
     )
 )
-def test_load_is_never_negative(steps: list[tuple[str, int, int, int]]) -> None:
+def test_load_is_never_negative(steps):
     """``now`` and the question of a report differ by up to two steps."""
     reservations = Reservations()
     for now, (ticket, sequences, reported, tokens) in enumerate(steps):
@@ -231,7 +229,7 @@ def test_load_is_never_negative(steps: list[tuple[str, int, int, int]]) -> None:
     assert reservations.load("s") == (0, 0)
 
 
-def test_expected_length_follows_the_last_completions() -> None:
+def test_expected_length_follows_the_last_completions():
     lengths = ExpectedLength(window=4)
     assert lengths.within(1000) == 1000, "nothing has ended"
     lengths.add([100] * 4)
@@ -240,7 +238,7 @@ def test_expected_length_follows_the_last_completions() -> None:
     assert lengths.within(1000) == pytest.approx(500, rel=0.01)
 
 
-def test_expected_length_weighs_sequences_against_cached_tokens() -> None:
+def test_expected_length_weighs_sequences_against_cached_tokens():
     """Ten sequences that have begun, or two long ones: if completions are short, the ten end soon."""
     ten, two = ServerLoad("ten", 1, 10, 1000), ServerLoad("two", 1, 2, 9000)
     for expected, least in ((100.0, "ten"), (5000.0, "two")):
@@ -296,12 +294,12 @@ class Hosts:
         self.registry.failed(self.orders.pop(name), "no", self.now)
 
 
-def test_without_fan_out_all_read_storage() -> None:
+def test_without_fan_out_all_read_storage():
     assert Hosts(["a/0", "b/0"], 0).decide() == {"a/0": "", "b/0": ""}
     assert Hosts(["a/0", "b/0"], 1, copies=False).decide() == {"a/0": "", "b/0": ""}
 
 
-def test_waiting_hosts_read_from_those_that_have_it() -> None:
+def test_waiting_hosts_read_from_those_that_have_it():
     hosts = Hosts([f"{name}/0" for name in "abcdef"], 1)
     assert hosts.decide() == {"a/0": ""}
     hosts.succeed("a/0")
@@ -310,7 +308,7 @@ def test_waiting_hosts_read_from_those_that_have_it() -> None:
     assert sorted(hosts.decide().values()) == ["http://a", "http://b"], "c still reads storage, the others send"
 
 
-def test_servers_of_one_host_begin_together() -> None:
+def test_servers_of_one_host_begin_together():
     """The second shares the copy of the first, and costs neither storage nor another host anything."""
     hosts = Hosts(["a/0", "a/1", "b/0", "b/1"], 1)
     assert hosts.decide() == {"a/0": "", "a/1": ""}
@@ -318,14 +316,14 @@ def test_servers_of_one_host_begin_together() -> None:
     assert hosts.decide()["b/0"] == "http://a"
 
 
-def test_failed_reader_frees_its_place() -> None:
+def test_failed_reader_frees_its_place():
     hosts = Hosts(["a/0", "b/0", "c/0"], 1)
     hosts.decide()
     hosts.fail("a/0")
     assert hosts.decide() == {"b/0": ""}
 
 
-def test_reader_that_hangs_is_replaced_by_one() -> None:
+def test_reader_that_hangs_is_replaced_by_one():
     """All waiting hosts together would take the storage from each other, and from a reader that is only slow."""
     hosts = Hosts(["a/0", "b/0", "c/0", "d/0"], 1)
     hosts.decide()
@@ -336,7 +334,7 @@ def test_reader_that_hangs_is_replaced_by_one() -> None:
     assert hosts.registry.next_order("c/0", "1", PATIENCE_S) == Idle(2 * PATIENCE_S)
 
 
-def test_sender_stages_no_newer_version_meanwhile() -> None:
+def test_sender_stages_no_newer_version_meanwhile():
     """Its copy would change under the host that reads it, which would read the rest from the storage."""
     hosts = Hosts(["a/0", "b/0", "c/0"], 1)
     hosts.decide()
@@ -351,7 +349,7 @@ def test_sender_stages_no_newer_version_meanwhile() -> None:
     assert hosts.decide() == {"b/0": "http://a", "c/0": ""}
 
 
-def test_free_host_begins_while_another_sends() -> None:
+def test_free_host_begins_while_another_sends():
     hosts = Hosts(["a/0", "b/0", "c/0"], 1)
     hosts.decide()
     hosts.succeed("a/0")
@@ -362,7 +360,7 @@ def test_free_host_begins_while_another_sends() -> None:
     assert hosts.decide() == {"c/0": ""}, "a sends to b"
 
 
-def test_transfer_that_hangs_delays_its_sender_once() -> None:
+def test_transfer_that_hangs_delays_its_sender_once():
     hosts = Hosts(["a/0", "b/0"], 1)
     hosts.decide()
     hosts.succeed("a/0")
@@ -372,7 +370,7 @@ def test_transfer_that_hangs_delays_its_sender_once() -> None:
     assert hosts.decide() == {"a/0": ""}
 
 
-def test_silent_host_is_no_source() -> None:
+def test_silent_host_is_no_source():
     hosts = Hosts(["a/0", "b/0", "c/0"], 1)
     hosts.decide()
     hosts.succeed("a/0")
@@ -384,7 +382,7 @@ def test_silent_host_is_no_source() -> None:
     assert hosts.decide() == {"b/0": ""}
 
 
-def test_64_hosts_have_it_in_eight_copies() -> None:
+def test_64_hosts_have_it_in_eight_copies():
     """The time of a copy is that of the storage and of a link: 1 s for 1 GB at 1 GB/s. Storage alone takes 64 s."""
     hosts, rounds, reads = Hosts([f"{number:02d}/0" for number in range(64)], 1), 0, 0
     while begun := hosts.decide():
@@ -405,23 +403,23 @@ SERVERS, WORKERS, FAULTS = 2, ("a", "b", "c"), 4
 RULES = BlameRules(window_s=30.0, reporters=2, wrong=2)
 
 
-def test_only_evidence_leads_into_quarantine() -> None:
+def test_only_evidence_leads_into_quarantine():
     into = {event for (before, event), after in TRANSITIONS.items() if before != after == "quarantined"}
     assert into == {"accused", "silent"}
 
 
-def test_impossible_event_names_server_and_state() -> None:
+def test_impossible_event_names_server_and_state():
     with pytest.raises(ValueError, match="server s: event 'answered' is not possible while it is healthy"):
         Health("s").apply("answered")
 
 
-def test_reports_outside_the_window_do_not_count() -> None:
+def test_reports_outside_the_window_do_not_count():
     reports = Reports(RULES)
     assert [reports.add("a", "s", 0.0), reports.add("b", "s", 30.0)] == ["reported", "reported"]
     assert reports.add("c", "s", 31.0) == "accused"
 
 
-def test_suspect_is_heard_again_after_the_window() -> None:
+def test_suspect_is_heard_again_after_the_window():
     reports = Reports(RULES)
     for server in ("s", "t"):
         reports.add("a", server, 0.0)
@@ -430,7 +428,7 @@ def test_suspect_is_heard_again_after_the_window() -> None:
     assert reports.add("a", "u", 29.0) == "ignored" and reports.add("a", "u", 30.0) == "reported"
 
 
-def test_right_report_does_not_count_against_worker() -> None:
+def test_right_report_does_not_count_against_worker():
     reports = Reports(RULES)
     for server in ("s", "t", "u"):
         assert reports.add("a", server, 0.0) == "reported"
@@ -546,12 +544,12 @@ class World:
         return {worker: [(name, row.wrong) for name, row in by.items()] for worker, by in rows.items()}
 
 
-def test_no_history_of_reports_breaks_a_rule() -> None:
+def test_no_history_of_reports_breaks_a_rule():
     found = explore(World(), Copier(StalenessBound, Pace, BlameRules), at_most=500_000)
     assert {"reports", "hangs", "revives", "is_probed", "updates"} <= found.actions.keys()
 
 
-def test_exploration_finds_quarantine_by_one_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exploration_finds_quarantine_by_one_report(monkeypatch):
     monkeypatch.setattr(Reports, "add", lambda *_: "accused")
     with pytest.raises(Violation, match="one worker's word has removed a server"):
         explore(World(), Copier(StalenessBound, Pace, BlameRules), at_most=500_000)

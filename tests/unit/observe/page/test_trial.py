@@ -1,9 +1,5 @@
 """What the page says about a run, from its folder alone."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from realsys.manager.ledger import events as e
@@ -23,7 +19,7 @@ from realsys.observe.step_fields import field_of
 from tests.support.view.shown_trial import START, STEPS, events, sample_trial, step_log
 
 
-def test_ended_run_is_told_from_its_folder(tmp_path: Path) -> None:
+def test_ended_run_is_told_from_its_folder(tmp_path):
     paths = sample_trial(tmp_path)
     run = TrialReader(paths, lambda: False).run()
     assert (run["experiment"], run["trial"], run["state"]) == ("demo", "shown", "done")
@@ -35,14 +31,14 @@ def test_ended_run_is_told_from_its_folder(tmp_path: Path) -> None:
     assert run["restarts"] == 1 and run["notes"][0]["kind"] == "stop"
 
 
-def test_trial_without_summary_was_killed(tmp_path: Path) -> None:
+def test_trial_without_summary_was_killed(tmp_path):
     paths = sample_trial(tmp_path)
     paths.summary.unlink()
     assert TrialReader(paths, lambda: False).run()["state"] == "killed"
     assert TrialReader(paths, lambda: True).run()["state"] == "running"
 
 
-def test_curves_are_sent_when_they_changed(tmp_path: Path) -> None:
+def test_curves_are_sent_when_they_changed(tmp_path):
     paths = sample_trial(tmp_path)
     reader = TrialReader(paths, lambda: True)
     first = reader.curve_document(-1)
@@ -52,7 +48,7 @@ def test_curves_are_sent_when_they_changed(tmp_path: Path) -> None:
     assert reader.curve_document(first["seen"])["columns"]["step"][-1] == STEPS + 1
 
 
-def test_many_notes_remove_no_mark(tmp_path: Path) -> None:
+def test_many_notes_remove_no_mark(tmp_path):
     paths = sample_trial(tmp_path)
     log = EventLog(paths.events)
     for number in range(MOST_NOTES + 5):
@@ -62,7 +58,7 @@ def test_many_notes_remove_no_mark(tmp_path: Path) -> None:
     assert len(reader.run()["notes"]) == MOST_NOTES
 
 
-def test_resumed_start_is_sent_at_once(tmp_path: Path) -> None:
+def test_resumed_start_is_sent_at_once(tmp_path):
     paths = sample_trial(tmp_path)
     reader = TrialReader(paths, lambda: True)
     seen = reader.curve_document(-1)["seen"]
@@ -71,7 +67,7 @@ def test_resumed_start_is_sent_at_once(tmp_path: Path) -> None:
     assert (marks[-1]["kind"], marks[-1]["step"]) == ("start", STEPS + 0.5)
 
 
-def test_ledger_is_counted_from_the_journal(tmp_path: Path) -> None:
+def test_ledger_is_counted_from_the_journal(tmp_path):
     paths = sample_trial(tmp_path)
     with Journal(paths.ledger) as journal:
         granted = [e.Granted(f"{n:010d}", 0, n, n, "rollout_worker/0", "i", 0, 1.0) for n in range(3)]
@@ -89,7 +85,7 @@ def train(step: int, **fields: object) -> dict[str, object]:
     return {"kind": "train", "step": step, "total": 9, "time": 10.0 * step, "reward_mean": float(step), **fields}
 
 
-def test_long_run_keeps_bounded_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_run_keeps_bounded_points(monkeypatch):
     monkeypatch.setattr(module, "MOST_POINTS", 64)
     curves = Curves()
     curves.add(train(step, staleness={"min": step % 7, "mean": 1.0, "max": step % 9}) for step in range(1, 1001))
@@ -100,13 +96,13 @@ def test_long_run_keeps_bounded_points(monkeypatch: pytest.MonkeyPatch) -> None:
     assert columns["reward"][0] == pytest.approx((columns["step"][0] + 1) / 2)
 
 
-def test_page_gets_at_most_so_many_points() -> None:
+def test_page_gets_at_most_so_many_points():
     curves = Curves()
     curves.add(train(step) for step in range(1, MOST_POINTS))
     assert SENT_POINTS / 2 < len(curves.columns()["step"]) <= SENT_POINTS
 
 
-def test_recovery_removes_the_undone_steps() -> None:
+def test_recovery_removes_the_undone_steps():
     curves = Curves()
     curves.add(step_log())
     columns = curves.columns()
@@ -114,7 +110,7 @@ def test_recovery_removes_the_undone_steps() -> None:
     assert columns["time"][20] > START + 3.1 * 23  # step 21 as it was trained again
 
 
-def test_progress_goes_back_with_a_recovery() -> None:
+def test_progress_goes_back_with_a_recovery():
     curves = Curves()
     curves.add([train(1), train(2), train(3), {"kind": "recovered", "step": 1, "time": 35.0}])
     assert curves.progress == ("step", 1, 9)
@@ -122,7 +118,7 @@ def test_progress_goes_back_with_a_recovery() -> None:
     assert curves.progress == ("step", 0, 9)
 
 
-def test_marks_are_in_the_order_of_the_axis() -> None:
+def test_marks_are_in_the_order_of_the_axis():
     """The page draws one line for neighbours: it must meet them one after the other."""
     curves = Curves()
     curves.add(train(step) for step in range(1, 9))
@@ -130,20 +126,20 @@ def test_marks_are_in_the_order_of_the_axis() -> None:
     assert [mark["step"] for mark in curves.marks([])] == [2.5, 6.5]
 
 
-def test_restart_lies_between_its_steps() -> None:
+def test_restart_lies_between_its_steps():
     curves = Curves()
     curves.add(step_log())
     marks = curves.marks(Event(**event) for event in events())
     assert [(mark["kind"], mark["step"]) for mark in marks] == [("rolled_back", 20.5), ("restart", 20.5)]
 
 
-def test_evaluation_of_another_set_is_not_held_out() -> None:
+def test_evaluation_of_another_set_is_not_held_out():
     curves = Curves()
     curves.add({"kind": "eval", "eval_id": "e", "step": 3, "accuracy": 1.0, "set": name} for name in ("eval", "sums"))
     assert [made["held_out"] for made in curves.evaluations] == [True, False]
 
 
-def test_incomplete_evaluation_has_no_number() -> None:
+def test_incomplete_evaluation_has_no_number():
     curves = Curves()
     curves.add(
         [{"kind": "eval", "eval_id": "e", "step": 3, "accuracy": 1.0, "complete": False, "incomplete": "2 left"}]
@@ -153,14 +149,14 @@ def test_incomplete_evaluation_has_no_number() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"step": None}, {"time": "x"}, {"stats": [1]}, {"reward_mean": float("nan")}])
-def test_strange_record_does_not_stop_the_page(bad: dict[str, object]) -> None:
+def test_strange_record_does_not_stop_the_page(bad):
     curves = Curves()
     curves.add([{**train(1), **bad}, train(2)])
     assert curves.columns()["step"][-1] == 2
     assert isinstance(curves.marks([Event(15.0, "restart", "x", "w/0")]), list)
 
 
-def test_every_column_is_a_field_of_the_log() -> None:
+def test_every_column_is_a_field_of_the_log():
     """A curve of a number that no step log has would stay empty without a word."""
     names = ["/".join(place) for place in COLUMNS.values()]
     fields = {name: field_of("train", name) for name in names}

@@ -1,7 +1,5 @@
 """Samples of a trial folder: steps, evaluations, and groups that were not trained."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections.abc import Sequence
@@ -11,7 +9,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from realsys.config.paths import TrialPaths
 from realsys.data.arith import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError, RecordError
@@ -35,17 +32,17 @@ from tests.support.view.shown_trial import HOSTILE, STEPS, sample_trial, write_d
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> TrialPaths:
+def paths(tmp_path):
     return sample_trial(tmp_path)
 
 
-def test_catalogue_lists_every_source(paths: TrialPaths) -> None:
+def test_catalogue_lists_every_source(paths):
     listed = Catalogue(paths).sources()
     assert [source.name for source in listed] == [f"step:{STEPS}", f"eval:after-{STEPS}", "dropped"]
     assert listed[1].label == "after-40: accuracy 74.0% ± 4.0 (96 problems)"
 
 
-def test_step_sample_has_reference_and_turns(paths: TrialPaths) -> None:
+def test_step_sample_has_reference_and_turns(paths):
     source = Catalogue(paths).open(f"step:{STEPS}")
     view = source.view("0000000001.0/1.0")
     assert [(turn.kind, turn.text) for turn in view.turns] == [
@@ -58,13 +55,13 @@ def test_step_sample_has_reference_and_turns(paths: TrialPaths) -> None:
     assert [turn.versions for turn in view.turns if turn.kind == "sampled"] == [[37], [38]]
 
 
-def test_reference_of_moved_data_is_unknown(paths: TrialPaths) -> None:
+def test_reference_of_moved_data_is_unknown(paths):
     shutil.rmtree(paths.data)
     view = Catalogue(paths).open(f"step:{STEPS}").view("0000000001.0/1.0")
     assert view.reference is None and "cannot be read" in view.note
 
 
-def test_damaged_row_is_named_and_others_are_shown(paths: TrialPaths) -> None:
+def test_damaged_row_is_named_and_others_are_shown(paths):
     path = paths.records / f"step-{STEPS:08d}" / worker_file(0)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1  # the last element of the last array
@@ -75,14 +72,14 @@ def test_damaged_row_is_named_and_others_are_shown(paths: TrialPaths) -> None:
         source.view("0000000001.0/1.0")
 
 
-def test_evaluation_completion_is_shown(paths: TrialPaths) -> None:
+def test_evaluation_completion_is_shown(paths):
     source = Catalogue(paths).open(f"eval:after-{STEPS}")
     assert [row.correct for row in source.rows()] == [True, False, False]
     view = source.view("1/0")
     assert [turn.text for turn in view.turns] == ["5+1=", HOSTILE] and view.reference == "6"
 
 
-def test_failed_group_shows_its_error(paths: TrialPaths) -> None:
+def test_failed_group_shows_its_error(paths):
     source = Catalogue(paths).open("dropped")
     assert [row.outcome for row in source.rows()][1] == "equal_rewards"
     failed = source.view("0000000081.0/0")
@@ -90,7 +87,7 @@ def test_failed_group_shows_its_error(paths: TrialPaths) -> None:
     assert [turn.text for turn in failed.turns] == ["1+2=", "#3"]
 
 
-def test_too_old_group_shows_versions_and_staleness(paths: TrialPaths) -> None:
+def test_too_old_group_shows_versions_and_staleness(paths):
     """The trainer knows no text: the prompt comes from the tokens, the reference answer from the data set."""
     source = Catalogue(paths).open("dropped")
     row = source.rows()[2]
@@ -103,7 +100,7 @@ def test_too_old_group_shows_versions_and_staleness(paths: TrialPaths) -> None:
     assert facts["versions"] == "sampled by v37 to v38; the next batch trains on top of v43: 6 behind"
 
 
-def test_group_is_read_once(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_is_read_once(paths, monkeypatch):
     """With many workers the files have up to a GiB: a list or a sample must not read them all again."""
     read: list[Path] = []
 
@@ -122,7 +119,7 @@ def test_group_is_read_once(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) 
     assert len(read) == 7
 
 
-def test_group_that_left_has_no_text(paths: TrialPaths) -> None:
+def test_group_that_left_has_no_text(paths):
     """Its worker removes old groups during a search, which goes on."""
     source = Catalogue(paths).open("dropped")
     shutil.rmtree(paths.dropped)
@@ -130,12 +127,12 @@ def test_group_that_left_has_no_text(paths: TrialPaths) -> None:
     assert source.rows() == []
 
 
-def test_first_list_reads_a_bounded_number_of_bytes(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_list_reads_a_bounded_number_of_bytes(paths, monkeypatch):
     monkeypatch.setattr(dropped_samples, "MOST_BYTES", 1)
     assert [row.group for row in Catalogue(paths).open("dropped").rows()] == ["0000000081"]
 
 
-def test_step_that_is_trained_again_is_read_again(paths: TrialPaths) -> None:
+def test_step_that_is_trained_again_is_read_again(paths):
     catalogue = Catalogue(paths)
     before = catalogue.open(f"step:{STEPS}")
     assert catalogue.open(f"step:{STEPS}") is before
@@ -147,7 +144,7 @@ def test_step_that_is_trained_again_is_read_again(paths: TrialPaths) -> None:
     assert after is not before and len(after.rows()) == 4
 
 
-def test_repeated_evaluation_is_read_again(paths: TrialPaths) -> None:
+def test_repeated_evaluation_is_read_again(paths):
     catalogue, folder = Catalogue(paths), paths.evaluations / f"after-{STEPS}"
     name = f"eval:after-{STEPS}"
     assert catalogue.open(name).view("2/0").turns[0].text == "5+2="
@@ -157,7 +154,7 @@ def test_repeated_evaluation_is_read_again(paths: TrialPaths) -> None:
 
 
 @pytest.mark.parametrize("content", [b"{", b'{"set": "\xff"}'])
-def test_damaged_evaluation_hides_no_other_source(paths: TrialPaths, content: bytes) -> None:
+def test_damaged_evaluation_hides_no_other_source(paths, content):
     (paths.evaluations / f"after-{STEPS}" / "result.json").write_bytes(content)
     catalogue = Catalogue(paths)
     listed = catalogue.sources()
@@ -167,7 +164,7 @@ def test_damaged_evaluation_hides_no_other_source(paths: TrialPaths, content: by
         catalogue.open(listed[1].name)
 
 
-def test_completion_with_damaged_bytes_is_named(paths: TrialPaths) -> None:
+def test_completion_with_damaged_bytes_is_named(paths):
     path = paths.evaluations / f"after-{STEPS}" / "samples.jsonl"
     path.write_bytes(path.read_bytes().replace(b"5+1=", b"5\xff1="))
     source = Catalogue(paths)
@@ -188,7 +185,7 @@ def test_completion_with_damaged_bytes_is_named(paths: TrialPaths) -> None:
     ],
     ids=lambda text: text[:20],
 )
-def test_unknown_source_or_sample_is_refused(paths: TrialPaths, name: str, problem: str) -> None:
+def test_unknown_source_or_sample_is_refused(paths, name, problem):
     with pytest.raises(RecordError, match=problem):
         Catalogue(paths).open(name).view("nobody")
 
@@ -238,12 +235,12 @@ class Rows:
         ({"order": "advantage"}, ["a/1", "a/0", "b/0", "c/0"]),
     ],
 )
-def test_filter_chooses_and_orders(query: dict[str, str], ids: list[str]) -> None:
+def test_filter_chooses_and_orders(query, ids):
     found = choose(Rows(), Filter.of(query))
     assert [row.sample_id for row in found.rows] == ids and found.total == 4
 
 
-def test_search_ends_in_time_and_says_so() -> None:
+def test_search_ends_in_time_and_says_so():
     ticks = itertools.count()
     found = choose(Rows(), Filter(text="answer"), lambda: float(next(ticks)), seconds=2.5)
     assert (found.searched, found.unsearched, found.matched) == (2, 2, 2)
@@ -260,7 +257,7 @@ def test_search_ends_in_time_and_says_so() -> None:
         {"verdict": "maybe"},
     ],
 )
-def test_bad_filter_is_named(query: dict[str, str]) -> None:
+def test_bad_filter_is_named(query):
     [(field, value)] = query.items()
     with pytest.raises(ConfigError, match=f"config: {field}='?{value}'?: "):
         Filter.of(query)
@@ -270,7 +267,7 @@ def test_bad_filter_is_named(query: dict[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+def tokenizer(tmp_path_factory):
     directory: Path = tmp_path_factory.mktemp("model")
     write_char_tokenizer(directory, chat=True)
     return TextTokenizer(directory)
@@ -284,22 +281,20 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
         ([0, 1, 2, 3, 4], [(0, "1"), (1, "2"), (2, "+"), (3, "5"), (4, "=")]),
     ],
 )
-def test_text_is_cut_where_its_version_changes(
-    tokenizer: TextTokenizer, versions: list[int], spans: list[tuple[int, str]]
-) -> None:
+def test_text_is_cut_where_its_version_changes(tokenizer, versions, spans):
     ids = tokenizer.encode_text("12+5=")
     found = list(version_spans(ids, np.array(versions, np.int32), tokenizer))
     assert [(span.version, span.text) for span in found] == spans
     assert [span.tokens for span in found] == [len(text) for _, text in spans]
 
 
-def test_cut_character_goes_to_its_last_token(tokenizer: TextTokenizer) -> None:
+def test_cut_character_goes_to_its_last_token(tokenizer):
     ids = tokenizer.encode_text("1é2")  # é has two tokens
     found = list(version_spans(ids, np.array([3, 3, 4, 4], np.int32), tokenizer))
     assert [(span.version, span.text) for span in found] == [(3, "1"), (4, "é2")]
 
 
-def test_spans_decode_every_token_once(tokenizer: TextTokenizer) -> None:
+def test_spans_decode_every_token_once(tokenizer):
     """A completion of many turns has hundreds of spans: the time must not grow with their number."""
     asked: list[int] = []
 
@@ -313,7 +308,7 @@ def test_spans_decode_every_token_once(tokenizer: TextTokenizer) -> None:
     assert len(spans) == 100 and asked == [100]
 
 
-def test_feedback_between_turns_has_no_version(tokenizer: TextTokenizer) -> None:
+def test_feedback_between_turns_has_no_version(tokenizer):
     mask = np.array([False, True, True, False, True])
     versions = token_versions(mask, np.array([3, 3, 4], np.int32))
     assert versions.tolist() == [CONTEXT, 3, 3, CONTEXT, 4]
@@ -321,11 +316,11 @@ def test_feedback_between_turns_has_no_version(tokenizer: TextTokenizer) -> None
     assert [(span.version, span.text) for span in found] == [(None, "1"), (3, "2+"), (None, "5"), (4, "=")]
 
 
-def test_empty_text_has_no_spans(tokenizer: TextTokenizer) -> None:
+def test_empty_text_has_no_spans(tokenizer):
     assert list(version_spans([], np.zeros(0, np.int32), tokenizer)) == []
 
 
-def test_turns_carry_the_numbers_of_their_tokens(tokenizer: TextTokenizer) -> None:
+def test_turns_carry_the_numbers_of_their_tokens(tokenizer):
     mask = np.array([False, True, True, False, True])
     made = turns(
         {
@@ -349,7 +344,7 @@ def test_turns_carry_the_numbers_of_their_tokens(tokenizer: TextTokenizer) -> No
     assert made[0].versions == [] and made[3].versions == [4]
 
 
-def test_masked_tokens_begin_a_single_completion() -> None:
+def test_masked_tokens_begin_a_single_completion():
     mask = np.array([False, False, False, True, True])
     assert token_kinds(mask, 0) == ["prompt"] * 3 + ["sampled"] * 2
     assert token_kinds(mask, 2) == ["prompt", "masked", "masked", "sampled", "sampled"]
@@ -357,7 +352,7 @@ def test_masked_tokens_begin_a_single_completion() -> None:
     assert token_kinds(several, 1) == ["prompt", "sampled", "context", "sampled"]
 
 
-def test_piece_texts_join_to_the_whole(tokenizer: TextTokenizer) -> None:
+def test_piece_texts_join_to_the_whole(tokenizer):
     for text in ("", "a b\n\tc", "naïve 日本 🙂", "\x00\x1b[2J"):
         ids = tokenizer.encode_text(text)
         assert "".join(tokenizer.token_texts(ids)) == text

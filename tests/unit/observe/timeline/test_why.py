@@ -1,7 +1,5 @@
 """Tests of ``realsys.observe.timeline.why``, ``.step_times`` and ``.advice``."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -84,32 +82,32 @@ def _facts(waits: Mapping[str, int], **parts: float) -> Facts:
         ),
     ],
 )
-def test_sentence_names_the_slower_side(parts: dict[str, float], expected: str) -> None:
+def test_sentence_names_the_slower_side(parts, expected):
     assert sentence(_time(**parts)) == expected
 
 
-def test_sentence_has_the_percentages_of_the_parts() -> None:
+def test_sentence_has_the_percentages_of_the_parts():
     """Each rounded alone, the calls would be 98 %, and the parts 101 % together."""
     time = _time(wait=0.4, train=97.56, copy=0.68, publish=0.68, other=0.68)
     assert dict(time.percents) == dict.fromkeys(PARTS, 0) | {"train": 97, "copy": 1, "publish": 1, "other": 1}
     assert sentence(time) == "training-bound: calls take 97 % of the time, and the trainer waits 0 %"
 
 
-def test_parts_of_the_wait_add_up_to_its_percentage() -> None:
+def test_parts_of_the_wait_add_up_to_its_percentage():
     time = _time(wait=30.6, train=60.7, copy=8.7)
     report = WhyReport([], time, {"decode": 10.2, "reward": 10.2, "ticket": 10.2})
     assert time.percents["wait"] == 30
     assert report.wait_percents == {"decode": 10, "reward": 10, "ticket": 10}
 
 
-def test_bottleneck_looks_at_the_last_steps(tmp_path: Path) -> None:
+def test_bottleneck_looks_at_the_last_steps(tmp_path):
     trial = MadeUpTrial(tmp_path)
     assert bottleneck(trial.paths) == ""
     trial.steps(*[{"wait": 9.0, "train": 1.0}] * 30, *[{"wait": 0.0, "train": 1.0}] * 20)
     assert bottleneck(trial.paths).startswith("training-bound: calls take 100 %")
 
 
-def test_bottleneck_reads_the_end_of_a_long_log(tmp_path: Path) -> None:
+def test_bottleneck_reads_the_end_of_a_long_log(tmp_path):
     """The first record that it reads may be cut; a half-written last one is no record."""
     trial = MadeUpTrial(tmp_path)
     trial.steps(*[{"wait": 0.0, "train": 1.0}] * 5000, *[{"wait": 9.0, "train": 1.0}] * 20)
@@ -118,7 +116,7 @@ def test_bottleneck_reads_the_end_of_a_long_log(tmp_path: Path) -> None:
     assert bottleneck(trial.paths).startswith("generation-bound: the trainer waits 90 %")
 
 
-def test_parts_of_a_step_add_up_to_its_time() -> None:
+def test_parts_of_a_step_add_up_to_its_time():
     records = [
         {"kind": "train", "time": 100.0, "step": 1, "seconds": {**_STEP, "total": 10.5}},
         {"kind": "eval", "time": 101.0},
@@ -133,7 +131,7 @@ def test_parts_of_a_step_add_up_to_its_time() -> None:
 
 
 @pytest.mark.parametrize("again", [{"kind": "recovered", "step": 1}, {"kind": "phase", "phase": "connect"}])
-def test_time_of_a_restart_is_no_part_of_a_step(again: dict[str, object]) -> None:
+def test_time_of_a_restart_is_no_part_of_a_step(again):
     def train(step: int, time: float) -> dict[str, object]:
         return {"kind": "train", "time": time, "step": step, "seconds": {**_STEP, "total": 10.0}}
 
@@ -141,12 +139,12 @@ def test_time_of_a_restart_is_no_part_of_a_step(again: dict[str, object]) -> Non
     assert [time.seconds for time in times] == [10.0, 10.0]
 
 
-def test_unreadable_times_are_left_out() -> None:
+def test_unreadable_times_are_left_out():
     records = [{"kind": "train", "step": 1}, {"kind": "train", "step": "x", "seconds": {}, "time": 1.0}]
     assert step_times(records) == []
 
 
-def test_report_splits_the_wait(tmp_path: Path) -> None:
+def test_report_splits_the_wait(tmp_path):
     report = explain(small_trial(tmp_path).paths)
     assert report.covered == 1
     assert sum(report.waits.values()) == pytest.approx(report.time.parts["wait"])
@@ -155,7 +153,7 @@ def test_report_splits_the_wait(tmp_path: Path) -> None:
     assert report.advice[0].startswith("batches wait for their last completions")
 
 
-def test_report_without_spans_has_step_times(tmp_path: Path) -> None:
+def test_report_without_spans_has_step_times(tmp_path):
     trial = MadeUpTrial(tmp_path)
     trial.steps(_STEP, _STEP)
     report = explain(trial.paths)
@@ -164,7 +162,7 @@ def test_report_without_spans_has_step_times(tmp_path: Path) -> None:
     assert report.advice[0].startswith("the trainer waits for generation")
 
 
-def test_report_takes_chosen_steps(tmp_path: Path) -> None:
+def test_report_takes_chosen_steps(tmp_path):
     trial = MadeUpTrial(tmp_path)
     trial.steps(*[{"train": float(step)} for step in range(1, 6)])
     assert [time.step for time, _ in explain(trial.paths, 2, 3).steps] == [2, 3]
@@ -172,12 +170,12 @@ def test_report_takes_chosen_steps(tmp_path: Path) -> None:
         explain(trial.paths, 8)
 
 
-def test_trial_without_a_step_is_refused(tmp_path: Path) -> None:
+def test_trial_without_a_step_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no train step has ended"):
         explain(MadeUpTrial(tmp_path).paths)
 
 
-def test_report_of_a_large_run_reads_fewer_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_of_a_large_run_reads_fewer_steps(tmp_path, monkeypatch):
     trial = MadeUpTrial(tmp_path)
     trial.steps(*[{"wait": 5.0, "train": 5.0}] * 30)
     spans = [raw(name, 10 * k, 10 * k + 5, f"step/{k + 1}", tickets="") for k in range(30) for name in ("step", "wait")]
@@ -197,18 +195,18 @@ def test_report_of_a_large_run_reads_fewer_steps(tmp_path: Path, monkeypatch: py
         ({"push": 40}, "network"),
     ],
 )
-def test_advice_begins_with_the_largest_wait(waits: dict[str, int], cause: str) -> None:
+def test_advice_begins_with_the_largest_wait(waits, cause):
     first = advice(_facts(waits, wait=50.0, train=50.0))[0]
     assert cause in first
     assert first.endswith("(gains at most 40 %)")
 
 
-def test_slow_trainer_is_advised_more_devices() -> None:
+def test_slow_trainer_is_advised_more_devices():
     (line,) = advice(_facts({}, wait=1.0, train=99.0))
     assert line.startswith("training is the slower side")
 
 
-def test_report_is_json(tmp_path: Path) -> None:
+def test_report_is_json(tmp_path):
     from realsys.launch.commands.why import as_record
 
     record = msgspec.json.decode(msgspec.json.encode(as_record(explain(small_trial(tmp_path).paths))))
@@ -227,7 +225,7 @@ def _served(begin: float, end: float, number: int = 0) -> TimelineSpan:
     return TimelineSpan("generation_server/0", "decode", begin, end, f"000000000{number}.0.0.0.0#0", {})
 
 
-def test_clocks_that_obey_all_exchanges_stay() -> None:
+def test_clocks_that_obey_all_exchanges_stay():
     offsets = offsets_of({"a": [_call(1.0, 9.0)], "b": [_served(1.2, 8.8)]})
     assert offsets["b"].seconds == 0.0
     assert offsets["b"].error == pytest.approx(0.2)
@@ -235,7 +233,7 @@ def test_clocks_that_obey_all_exchanges_stay() -> None:
 
 @settings(deadline=None)
 @given(skew=st.floats(-100, 100), delays=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=9))
-def test_skewed_clock_is_moved_within_its_error(skew: float, delays: list[tuple[float, float]]) -> None:
+def test_skewed_clock_is_moved_within_its_error(skew, delays):
     """The correction brings back the true times but for its own bound on the error."""
     calls = [_call(10.0 * k, 10.0 * k + 5, k) for k in range(len(delays))]
     served = [
@@ -247,12 +245,12 @@ def test_skewed_clock_is_moved_within_its_error(skew: float, delays: list[tuple[
     assert offset.error <= 2.0 + 1e-6
 
 
-def test_host_without_exchange_has_no_bound() -> None:
+def test_host_without_exchange_has_no_bound():
     offsets = offsets_of({"a": [_call(1.0, 9.0)], "b": [_served(1.2, 8.8, 5)]})
     assert offsets["b"].error is None
 
 
-def test_chain_of_hosts_is_corrected() -> None:
+def test_chain_of_hosts_is_corrected():
     """Host c exchanges with b only, and b with the manager's host a."""
     update = {"server": "generation_server/0"}
     spans = {
@@ -266,7 +264,7 @@ def test_chain_of_hosts_is_corrected() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.7, -30.0])
-def test_timeline_of_two_hosts_is_one(tmp_path: Path, wrong: float) -> None:
+def test_timeline_of_two_hosts_is_one(tmp_path, wrong):
     """The trainer's host has the reference clock; the other one is wrong by up to half a minute."""
     timeline = read_timeline(small_trial(tmp_path, {"b": wrong}).paths.spans)
     (push,) = timeline.named("push")
@@ -275,7 +273,7 @@ def test_timeline_of_two_hosts_is_one(tmp_path: Path, wrong: float) -> None:
     assert push.end == pytest.approx(START + 10.1, abs=0.6)
 
 
-def test_repeated_steps_move_no_clock() -> None:
+def test_repeated_steps_move_no_clock():
     """Steps 1 and 2 were trained again 100 s later, under the same names."""
     times = [(1, 0.0), (2, 10.0), (1, 100.0), (2, 110.0), (3, 120.0)]
     calls = [TimelineSpan("master_worker/0", "call", t, t + 5, f"step/{k}", {"call": "actor_train"}) for k, t in times]
@@ -308,7 +306,7 @@ _PROCESSES = st.sampled_from(["master_worker/0", "model_worker/0"])
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(_NAMES, _TIMES, _TIMES, _UNITS), max_size=15), _PROCESSES)
-def test_spans_of_a_row_nest(drawn: list[tuple[str, int, int, str]], process: str) -> None:
+def test_spans_of_a_row_nest(drawn, process):
     spans = [_span(name, begin, begin + length, unit, process) for name, begin, length, unit in drawn]
     ends: dict[object, list[float]] = {}
     placed = lanes_of(_ordered(spans))
@@ -321,7 +319,7 @@ def test_spans_of_a_row_nest(drawn: list[tuple[str, int, int, str]], process: st
     assert len(placed) == len(spans)
 
 
-def test_episode_stays_on_one_row() -> None:
+def test_episode_stays_on_one_row():
     """Two episodes overlap; each has its row with all of its spans."""
     spans = [
         _span("episode", 0, 9, "1.0/0"),
@@ -334,12 +332,12 @@ def test_episode_stays_on_one_row() -> None:
     assert rows == {("1.0/0", ("episodes", 0)), ("1.0/1", ("episodes", 1))}
 
 
-def test_row_is_used_again() -> None:
+def test_row_is_used_again():
     spans = [_span("episode", 10 * k, 10 * k + 9, f"1.0/{k}") for k in range(5)]
     assert {lane for _, lane in lanes_of(spans)} == {("episodes", 0)}
 
 
-def test_unit_that_pauses_frees_its_row() -> None:
+def test_unit_that_pauses_frees_its_row():
     """Otherwise a unit that returns much later would keep a row empty until then."""
     spans = [_span("decode", 0, 1, "r#0"), _span("decode", 5, 6, "s#0"), _span("decode", 50, 51, "r#0")]
     assert {lane for _, lane in lanes_of(spans)} == {("completions", 0)}
@@ -348,11 +346,11 @@ def test_unit_that_pauses_frees_its_row() -> None:
 # ---- segments, windows, damaged files
 
 
-def test_trial_without_spans_is_empty(tmp_path: Path) -> None:
+def test_trial_without_spans_is_empty(tmp_path):
     assert list(read_timeline(tmp_path / "spans").spans) == []
 
 
-def test_window_keeps_what_overlaps_it(tmp_path: Path) -> None:
+def test_window_keeps_what_overlaps_it(tmp_path):
     trial = MadeUpTrial(tmp_path)
     trial.spans("master_worker/0", [raw("step", 0, 5, "step/1"), raw("step", 5, 9, "step/2")])
     trial.spans("master_worker/0", [raw("step", 20, 25, "step/3"), raw("step", 25, 40, "step/4")], segment=1)
@@ -360,7 +358,7 @@ def test_window_keeps_what_overlaps_it(tmp_path: Path) -> None:
     assert [span.unit for span in read] == ["step/2", "step/3"]
 
 
-def test_earlier_segments_are_not_read(tmp_path: Path) -> None:
+def test_earlier_segments_are_not_read(tmp_path):
     """A segment that ended before the window is skipped by the next one's header, however large it is."""
     trial = MadeUpTrial(tmp_path)
     old = trial.spans("master_worker/0", [raw("step", 0, 5, "step/1")])
@@ -371,7 +369,7 @@ def test_earlier_segments_are_not_read(tmp_path: Path) -> None:
     assert read_timeline(trial.paths.spans).unread == 1
 
 
-def test_damaged_segment_costs_only_itself(tmp_path: Path) -> None:
+def test_damaged_segment_costs_only_itself(tmp_path):
     trial = small_trial(tmp_path)
     whole = len(read_timeline(trial.paths.spans).spans)
     (trial.paths.spans / "master_worker-0" / f"0000000001{SUFFIX}").write_bytes(b"\x00\xff no header")
@@ -380,14 +378,14 @@ def test_damaged_segment_costs_only_itself(tmp_path: Path) -> None:
     assert len(read_timeline(trial.paths.spans).spans) == whole
 
 
-def test_lost_spans_are_counted(tmp_path: Path) -> None:
+def test_lost_spans_are_counted(tmp_path):
     trial = MadeUpTrial(tmp_path)
     trial.spans("master_worker/0", [raw("step", 0, 5), raw("lost", 5, 5, spans=2)])
     trial.spans("model_worker/0", [raw("lost", 6, 6, spans=5)])
     assert read_timeline(trial.paths.spans).lost == 7
 
 
-def test_bytes_of_a_window_are_estimated(tmp_path: Path) -> None:
+def test_bytes_of_a_window_are_estimated(tmp_path):
     """The first segment lasts for 100 s, of which the window has a quarter."""
     trial = MadeUpTrial(tmp_path)
     first = trial.spans("master_worker/0", [raw("step", k, k + 1, f"step/{k}") for k in range(100)])
@@ -409,7 +407,7 @@ def test_bytes_of_a_window_are_estimated(tmp_path: Path) -> None:
         ("eval-step-10.aime-000012.0.0.1.0#0", "eval-step-10.aime-000012.0/0", 1),
     ],
 )
-def test_completion_leads_to_its_episode(unit: str, episode: str, call: int) -> None:
+def test_completion_leads_to_its_episode(unit, episode, call):
     completion = completion_of(unit)
     assert completion is not None
     assert (completion.unit, completion.call) == (episode, call)
@@ -417,12 +415,12 @@ def test_completion_leads_to_its_episode(unit: str, episode: str, call: int) -> 
 
 
 @pytest.mark.parametrize("unit", ["", "f3a9c0#0", "step/4", "version/-1", "first00000002#0"])
-def test_other_units_are_of_no_attempt(unit: str) -> None:
+def test_other_units_are_of_no_attempt(unit):
     assert completion_of(unit) is None
     assert attempt_of(unit) == ""
 
 
-def test_request_ids_are_read_back() -> None:
+def test_request_ids_are_read_back():
     """The form that RolloutWorkers write, with the suffix of a trip and of a server."""
     call = EngineCall(Ticket("0000000003", 2, 0), "1.4", [1], SamplingSpec(), 0)
     completion = completion_of(f"{call.rid}.0#0")
@@ -430,7 +428,7 @@ def test_request_ids_are_read_back() -> None:
     assert (completion.attempt, completion.episode, completion.call) == (call.ticket.unit, 1, 4)
 
 
-def test_numbers_are_of_one_kind() -> None:
+def test_numbers_are_of_one_kind():
     assert number_of("step/12", "step") == 12
     assert number_of("step/12", "version") is None
     assert number_of("0000000003.2/1", "step") is None
@@ -448,7 +446,7 @@ def _step(ways_from: list[TimelineSpan]) -> tuple[TimelineSpan, TimelineSpan]:
     return step, wait
 
 
-def test_wait_is_split_by_the_last_episode(tmp_path: Path) -> None:
+def test_wait_is_split_by_the_last_episode(tmp_path):
     spans = list(read_timeline(small_trial(tmp_path).paths.spans).spans)
     step, wait = _step(spans)
     parts = parts_of_wait(wait, step, ways_of(spans))
@@ -456,7 +454,7 @@ def test_wait_is_split_by_the_last_episode(tmp_path: Path) -> None:
     assert parts == pytest.approx(expected)
 
 
-def test_last_attempt_of_a_ticket_counts(tmp_path: Path) -> None:
+def test_last_attempt_of_a_ticket_counts(tmp_path):
     """A reissued ticket was pushed by its second attempt, whose begin is what the trainer waited for."""
     spans = list(read_timeline(small_trial(tmp_path).paths.spans).spans)
     first = [span for span in spans if span.unit.startswith("0000000007.0") and span.name in {"rollout", "grant"}]
@@ -468,7 +466,7 @@ def test_last_attempt_of_a_ticket_counts(tmp_path: Path) -> None:
     assert "decode" not in parts
 
 
-def test_wait_before_a_lost_rollout_is_unknown(tmp_path: Path) -> None:
+def test_wait_before_a_lost_rollout_is_unknown(tmp_path):
     """The RolloutWorker was killed after its push: it has recorded its episodes, but not the rollout."""
     spans = [span for span in read_timeline(small_trial(tmp_path).paths.spans).spans if span.name != "rollout"]
     step, wait = _step(spans)
@@ -479,7 +477,7 @@ def test_wait_before_a_lost_rollout_is_unknown(tmp_path: Path) -> None:
     assert life_of_groups([(step, wait)], ways_of(spans)) == {}
 
 
-def test_batch_without_spans_is_unknown() -> None:
+def test_batch_without_spans_is_unknown():
     step = TimelineSpan("master_worker/0", "step", 0, 5, "step/1", {"tickets": "1-3"})
     wait = step._replace(name="wait", end=2.0)
     assert parts_of_wait(wait, step, Ways()) == {"unknown": 2.0}
@@ -491,7 +489,7 @@ def test_batch_without_spans_is_unknown() -> None:
     st.floats(0, 10),
     st.floats(0.001, 20),
 )
-def test_pieces_of_an_episode_add_up(drawn: list[tuple[str, float, float]], begin: float, length: float) -> None:
+def test_pieces_of_an_episode_add_up(drawn, begin, length):
     spans = [TimelineSpan("w", name, start, start + seconds, "", {}) for name, start, seconds in drawn]
     pieces = split(spans, begin, begin + length)
     assert sum(end - start for _, start, end in pieces) == pytest.approx(length)
@@ -499,7 +497,7 @@ def test_pieces_of_an_episode_add_up(drawn: list[tuple[str, float, float]], begi
     assert all(one[2] == other[1] for one, other in pairwise(pieces))
 
 
-def test_use_of_servers(tmp_path: Path) -> None:
+def test_use_of_servers(tmp_path):
     spans = read_timeline(small_trial(tmp_path).paths.spans).spans
     use = server_use(spans, (START, START + 10))
     assert (use.servers, use.most) == (1, 2)
@@ -509,14 +507,14 @@ def test_use_of_servers(tmp_path: Path) -> None:
     assert server_use(spans, (START + 16, START + 18)).paused == pytest.approx(0.2)
 
 
-def test_use_of_rollout_workers(tmp_path: Path) -> None:
+def test_use_of_rollout_workers(tmp_path):
     use = worker_use(read_timeline(small_trial(tmp_path).paths.spans).spans, (START, START + 10))
     assert (use.workers, use.reasons) == (1, {})
     assert use.playing == pytest.approx(0.9)
     assert use.empty == pytest.approx(0.4)  # four places for one second
 
 
-def test_life_of_a_group(tmp_path: Path) -> None:
+def test_life_of_a_group(tmp_path):
     spans = read_timeline(small_trial(tmp_path).paths.spans).spans
     life = life_of_groups([_step(list(spans))], ways_of(spans))
     assert life["buffered"] == pytest.approx(0.5)
@@ -524,7 +522,7 @@ def test_life_of_a_group(tmp_path: Path) -> None:
     assert sum(life.values()) == pytest.approx(14.0)  # from its grant to the end of its step
 
 
-def test_life_leaves_out_groups_with_lost_spans(tmp_path: Path) -> None:
+def test_life_leaves_out_groups_with_lost_spans(tmp_path):
     """Spans were read from a moment on at which the group ran already."""
     spans = read_timeline(small_trial(tmp_path).paths.spans).spans
     assert life_of_groups([_step(list(spans))], ways_of(spans), since=START + 2.0) == {}
@@ -556,7 +554,7 @@ def _way(events: list[dict[str, Any]], episode: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_trace_obeys_the_rules(tmp_path: Path, name: str) -> None:
+def test_trace_obeys_the_rules(tmp_path, name):
     trial = small_trial(tmp_path / "trial", {"b": 0.4})
     EventLog(trial.paths.events).add("restart", "was killed by SIGKILL", "rollout_worker/0")
     written = write_trace(trial.paths, tmp_path / name)
@@ -566,7 +564,7 @@ def test_trace_obeys_the_rules(tmp_path: Path, name: str) -> None:
     assert written.clock_error < 0.5
 
 
-def test_arrow_follows_an_episode_everywhere(tmp_path: Path) -> None:
+def test_arrow_follows_an_episode_everywhere(tmp_path):
     write_trace(small_trial(tmp_path / "trial").paths, tmp_path / "trace.json")
     way = _way(_events(tmp_path / "trace.json"), "0000000007.0/1")
     assert [process for process, _ in way] == [
@@ -585,7 +583,7 @@ def test_arrow_follows_an_episode_everywhere(tmp_path: Path) -> None:
     ]
 
 
-def test_steps_choose_a_window(tmp_path: Path) -> None:
+def test_steps_choose_a_window(tmp_path):
     trial = MadeUpTrial(tmp_path / "trial")
     trial.spans("master_worker/0", [raw("step", 10 * k, 10 * k + 9, f"step/{k}", tickets="") for k in range(5)])
     write_trace(trial.paths, tmp_path / "trace.json", Wanted(steps=(2, 3)))
@@ -595,7 +593,7 @@ def test_steps_choose_a_window(tmp_path: Path) -> None:
         write_trace(trial.paths, tmp_path / "trace.json", Wanted(steps=(7, None)))
 
 
-def test_phases_end_with_the_chosen_steps(tmp_path: Path) -> None:
+def test_phases_end_with_the_chosen_steps(tmp_path):
     """Training has lasted for 1,000 s when step 2 begins: the picture of this step has none of them."""
     trial = MadeUpTrial(tmp_path / "trial")
     trial.spans("master_worker/0", [raw("step", 1000.0 * k, 1000.0 * k + 9, f"step/{k}", tickets="") for k in range(5)])
@@ -609,7 +607,7 @@ def test_phases_end_with_the_chosen_steps(tmp_path: Path) -> None:
     assert {(event["name"], event["ts"], event["dur"]) for event in slices} == {("train", 0.0, 9e6), ("step", 0.0, 9e6)}
 
 
-def test_pause_of_an_undone_version_ends_no_arrow(tmp_path: Path) -> None:
+def test_pause_of_an_undone_version_ends_no_arrow(tmp_path):
     """Version 1 was published, rolled back, and made again by the step to which the arrow leads."""
     trial = small_trial(tmp_path / "trial")
     trial.spans("generation_server/1", [raw("pause", 0.1, 0.2, "version/1")], "b")
@@ -618,7 +616,7 @@ def test_pause_of_an_undone_version_ends_no_arrow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ticket", ["7", "0000000007", "0000000007.0", "0000000007.0/1"])
-def test_ticket_chooses_its_spans(tmp_path: Path, ticket: str) -> None:
+def test_ticket_chooses_its_spans(tmp_path, ticket):
     trial = small_trial(tmp_path / "trial")
     trial.spans("rollout_worker/1", [raw("rollout", 1.0, 5.0, "0000000008.0")], "b")
     write_trace(trial.paths, tmp_path / "trace.json", Wanted(ticket=ticket))
@@ -629,30 +627,27 @@ def test_ticket_chooses_its_spans(tmp_path: Path, ticket: str) -> None:
     assert "0000000008.0" not in units
 
 
-def test_unknown_ticket_is_named(tmp_path: Path) -> None:
+def test_unknown_ticket_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no span of this ticket"):
         write_trace(small_trial(tmp_path).paths, tmp_path / "trace.json", Wanted(ticket="99"))
 
 
-def test_trial_without_spans_is_refused(tmp_path: Path) -> None:
+def test_trial_without_spans_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"telemetry\.spans=false"):
         write_trace(MadeUpTrial(tmp_path).paths, tmp_path / "trace.json")
 
 
-def test_large_timeline_needs_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_timeline_needs_steps(tmp_path, monkeypatch):
     monkeypatch.setattr("realsys.observe.timeline.perfetto._MOST_BYTES", 100)
     with pytest.raises(ConfigError, match="choose steps"):
         write_trace(small_trial(tmp_path).paths, tmp_path / "trace.json")
     write_trace(small_trial(tmp_path).paths, tmp_path / "trace.json", Wanted(steps=(1, 1)))
 
 
-def test_ticket_belongs_to_its_last_step(tmp_path: Path) -> None:
+def test_ticket_belongs_to_its_last_step(tmp_path):
     """Step 5 was rolled back, and its ticket was trained again in step 4: its arrow leads there."""
     trial = small_trial(tmp_path / "trial")
-    steps = [
-        raw("step", 0.5, 16.0, "step/5", tickets="7"),
-        raw("step", 20.0, 25.0, "step/4", tickets="7"),
-    ]
+    steps = [raw("step", 0.5, 16.0, "step/5", tickets="7"), raw("step", 20.0, 25.0, "step/4", tickets="7")]
     trial.spans("master_worker/0", steps)
     write_trace(trial.paths, tmp_path / "trace.json", Wanted(ticket="7"))
     units = {event["args"].get("unit") for event in _events(tmp_path / "trace.json") if event["ph"] == "X"}

@@ -1,7 +1,5 @@
 """Trackers that cannot be used are refused with one line and exit code 2, before anything starts."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import json
@@ -69,7 +67,7 @@ BAD = {
 
 
 @pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def modules(tmp_path, monkeypatch):
     (tmp_path / "own_tracker.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
@@ -85,22 +83,20 @@ def refusal(folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -
 
 
 @pytest.mark.parametrize("setting", BAD)
-def test_bad_tracker_is_one_line(setting: str, modules: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_tracker_is_one_line(setting, modules, capsys):
     line = refusal(modules, capsys, setting)
     assert "telemetry.tracker" in line and BAD[setting] in line
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_missing_package_names_its_installation(
-    name: str, modules: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_names_its_installation(name, modules, capsys, monkeypatch):
     monkeypatch.setattr(link, "find_spec", lambda package: None)
     assert f"pip install 'realsys[{name}]'" in refusal(modules, capsys, f"telemetry.trackers=[file,{name}]")
     assert name not in sys.modules
 
 
 @pytest.fixture
-def libraries(modules: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def libraries(modules, monkeypatch):
     """Stand-ins for W&B and trackio, whose sources are read; an import of them fails."""
     signatures = {
         "wandb/sdk/wandb_init.py": "project, mode, settings, id, resume",
@@ -119,7 +115,7 @@ def libraries(modules: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return modules
 
 
-def test_missing_key_of_wandb_is_one_line(libraries: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_key_of_wandb_is_one_line(libraries, capsys):
     line = refusal(libraries, capsys, "telemetry.trackers=[file,wandb]")
     assert "telemetry.trackers='wandb': W&B has no API key" in line
     assert all(remedy in line for remedy in ("wandb login", "WANDB_API_KEY", "wandb.mode=offline"))
@@ -134,14 +130,12 @@ def test_missing_key_of_wandb_is_one_line(libraries: Path, capsys: pytest.Captur
         ("trackio", "name", "belongs to the trial"),
     ],
 )
-def test_unknown_argument_is_one_line(
-    libraries: Path, capsys: pytest.CaptureFixture[str], name: str, argument: str, problem: str
-) -> None:
+def test_unknown_argument_is_one_line(libraries, capsys, name, argument, problem):
     overrides = [f"telemetry.trackers=[{name}]", f"+telemetry.tracker_args.{name}.{argument}=x"]
     assert problem in refusal(libraries, capsys, *overrides)
 
 
-def test_own_tracker_with_arguments_is_accepted(modules: Path) -> None:
+def test_own_tracker_with_arguments_is_accepted(modules):
     config = compose(["experiment=arith", 'telemetry.trackers=["own_tracker:Good"]'])
     arguments = {"own_tracker:Good": {"unit": "ms"}}
     telemetry = config.telemetry.model_copy(update={"tracker_args": arguments})
@@ -163,17 +157,17 @@ def events(path: Path) -> Iterator[bytes]:
         yield event
 
 
-def test_checksum_is_masked_crc_32c() -> None:
+def test_checksum_is_masked_crc_32c():
     crc = 0xE3069283  # check value of CRC-32C
     assert _masked(b"123456789") == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def test_integers_are_varints() -> None:
+def test_integers_are_varints():
     assert (_varint(0), _varint(127), _varint(300)) == (b"\x00", b"\x7f", b"\xac\x02")
     assert _varint(-1) == b"\xff" * 9 + b"\x01"
 
 
-def test_file_has_version_scalars_and_restart(tmp_path: Path) -> None:
+def test_file_has_version_scalars_and_restart(tmp_path):
     file = EventFile(tmp_path / "train")
     file.restart(5)
     file.scalars(300, 1.0, {"train/ä": 0.5, "train/too_large": 1e300})
@@ -186,7 +180,7 @@ def test_file_has_version_scalars_and_restart(tmp_path: Path) -> None:
     assert scalars == b"\x09" + struct.pack("<d", 1.0) + b"\x10\xac\x02" + b"\x2a\x11\x0a\x0f" + value
 
 
-def test_later_files_have_later_names(tmp_path: Path) -> None:
+def test_later_files_have_later_names(tmp_path):
     for _ in range(3):
         EventFile(tmp_path).close()
     files = sorted(tmp_path.iterdir())
@@ -199,7 +193,7 @@ def test_later_files_have_later_names(tmp_path: Path) -> None:
 DOCS = Path(__file__).resolve().parents[4] / "docs"
 
 
-def test_example_posts_each_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_posts_each_evaluation(tmp_path, monkeypatch):
     posted: list[str] = []
 
     def taken(request: urllib.request.Request, timeout: float) -> io.BytesIO:

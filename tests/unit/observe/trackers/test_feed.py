@@ -1,9 +1,6 @@
 """Delivery to a tracker: each point once and in order, over restarts, crashes and roll-backs."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,14 +62,14 @@ class Trial:
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Iterator[Trial]:
+def trial(tmp_path):
     made = Trial(tmp_path)
     yield made
     for file in made.files:
         file.close("")
 
 
-def test_points_are_delivered_once_in_order(trial: Trial) -> None:
+def test_points_are_delivered_once_in_order(trial):
     first = trial.feed()
     assert first.deliver() == 0
     append(trial.steps, {"kind": "phase", "phase": "warmup", "time": 1.0}, warmup(1), evaluation(0), train(1))
@@ -80,7 +77,7 @@ def test_points_are_delivered_once_in_order(trial: Trial) -> None:
     assert trial.calls[1:] == [("warmup", 1, 0), ("eval", 0, 1), ("train", 1, 2)]
 
 
-def test_next_start_continues_where_the_last_ended(trial: Trial) -> None:
+def test_next_start_continues_where_the_last_ended(trial):
     append(trial.steps, train(1), train(2))
     first = trial.feed()
     first.deliver()
@@ -91,7 +88,7 @@ def test_next_start_continues_where_the_last_ended(trial: Trial) -> None:
     assert trial.calls == [("new", {"train": 2}, {"flushed": 1}), ("train", 3, 2)]
 
 
-def test_state_of_a_failed_start_is_kept(trial: Trial) -> None:
+def test_state_of_a_failed_start_is_kept(trial):
     def failing(run: Run) -> Tracker:
         run.state["id"] = "a"
         raise OSError("no connection")
@@ -102,7 +99,7 @@ def test_state_of_a_failed_start_is_kept(trial: Trial) -> None:
     assert trial.calls == [("new", {}, {"id": "a"})]
 
 
-def test_record_without_its_newline_waits(trial: Trial) -> None:
+def test_record_without_its_newline_waits(trial):
     made = trial.feed()
     trial.steps.write_text('{"kind":"train","st')
     assert made.deliver() == 0
@@ -110,7 +107,7 @@ def test_record_without_its_newline_waits(trial: Trial) -> None:
     assert made.deliver() == 1
 
 
-def test_roll_back_is_told_and_noted(trial: Trial) -> None:
+def test_roll_back_is_told_and_noted(trial):
     append(trial.steps, warmup(9), train(1), train(2), recovered(1))
     trial.feed().deliver()
     assert trial.calls[-1] == ("back", 1)
@@ -119,7 +116,7 @@ def test_roll_back_is_told_and_noted(trial: Trial) -> None:
     assert trial.calls == [("new", {"warmup": 9, "train": 1}, {"flushed": 2})]
 
 
-def test_roll_back_to_the_start_undoes_the_warm_up(trial: Trial) -> None:
+def test_roll_back_to_the_start_undoes_the_warm_up(trial):
     append(trial.steps, warmup(9), train(1), recovered(-1))
     trial.feed().deliver()
     del trial.calls[:]
@@ -127,7 +124,7 @@ def test_roll_back_to_the_start_undoes_the_warm_up(trial: Trial) -> None:
     assert trial.calls[0][1] == {"train": -1}
 
 
-def test_long_log_is_delivered_in_batches(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_log_is_delivered_in_batches(trial, monkeypatch):
     monkeypatch.setattr(process, "RECORDS_AT_ONCE", 2)
     append(trial.steps, train(1), train(2), train(3))
     made = trial.feed()
@@ -135,7 +132,7 @@ def test_long_log_is_delivered_in_batches(trial: Trial, monkeypatch: pytest.Monk
     assert [call[1] for call in trial.calls[1:]] == [1, 2, 3]
 
 
-def test_failed_delivery_comes_again(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_delivery_comes_again(trial, monkeypatch):
     append(trial.steps, train(1), train(2))
     with monkeypatch.context() as patch:
         patch.setattr(Listed, "flush", lambda self: 1 / 0)
@@ -147,14 +144,14 @@ def test_failed_delivery_comes_again(trial: Trial, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"offset": "x"}', b'{"offset": 99999}'])
-def test_damaged_or_foreign_position_starts_anew(trial: Trial, content: bytes) -> None:
+def test_damaged_or_foreign_position_starts_anew(trial, content):
     trial.position.parent.mkdir()
     trial.position.write_bytes(content)
     append(trial.steps, train(1))
     assert trial.feed().deliver() == 1
 
 
-def test_file_has_each_step_once_after_crash(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_has_each_step_once_after_crash(trial, monkeypatch):
     """Killed between the flush of the tracker and the note that it was delivered."""
     append(trial.steps, train(1))
     made = trial.file_feed()
@@ -169,7 +166,7 @@ def test_file_has_each_step_once_after_crash(trial: Trial, monkeypatch: pytest.M
     assert trial.lines() == [("train", 1), ("train", 2), ("train", 3)]
 
 
-def test_file_loses_the_steps_of_a_roll_back(trial: Trial) -> None:
+def test_file_loses_the_steps_of_a_roll_back(trial):
     append(trial.steps, warmup(9), train(1), evaluation(1, version=2), train(2), recovered(1), train(2), train(3))
     made = trial.file_feed()
     made.deliver()
@@ -177,7 +174,7 @@ def test_file_loses_the_steps_of_a_roll_back(trial: Trial) -> None:
     assert trial.lines() == [("warmup", 9), ("train", 1), ("train", 2), ("train", 3)]
 
 
-def test_file_survives_a_crash_after_a_roll_back(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_survives_a_crash_after_a_roll_back(trial, monkeypatch):
     """The file is shorter then than the note of its size says."""
     append(trial.steps, *(train(step) for step in range(1, 6)))
     made = trial.file_feed()
@@ -195,7 +192,7 @@ def test_file_survives_a_crash_after_a_roll_back(trial: Trial, monkeypatch: pyte
     assert trial.lines() == [("train", step) for step in range(1, 9)]
 
 
-def test_crash_in_a_roll_back_repeats_no_point(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_in_a_roll_back_repeats_no_point(trial, monkeypatch):
     """Killed after the file was rewritten: it lacks a step then, and has an evaluation that came with the roll-back."""
     append(trial.steps, *(train(step) for step in range(1, 6)))
     made = trial.file_feed()
@@ -209,7 +206,7 @@ def test_crash_in_a_roll_back_repeats_no_point(trial: Trial, monkeypatch: pytest
     assert trial.lines() == [*(("train", step) for step in range(1, 5)), ("eval", 3)]
 
 
-def test_evaluations_need_not_ascend(trial: Trial) -> None:
+def test_evaluations_need_not_ascend(trial):
     """Both were due after step 20. The first one was sampled by newer weights."""
     append(trial.steps, evaluation(20, version=22), evaluation(20, set="other"))
     trial.feed().deliver()
@@ -241,12 +238,12 @@ class FakeFeed:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def said():
     return []
 
 
 @pytest.fixture
-def released() -> Iterator[threading.Event]:
+def released():
     event = threading.Event()
     yield event
     event.set()
@@ -265,13 +262,13 @@ def ended(feed: FakeFeed, said: list[str], *retry_s: float) -> Follower:
     return follower
 
 
-def test_end_delivers_all_and_closes(said: list[str]) -> None:
+def test_end_delivers_all_and_closes(said):
     feed = FakeFeed(lambda: 2, lambda: 1)
     ended(feed, said)
     assert (feed.acts, feed.closed, said) == ([], "done", [])
 
 
-def test_failed_tracker_is_made_again(said: list[str]) -> None:
+def test_failed_tracker_is_made_again(said):
     made = threading.Event()
     feed = FakeFeed(failing, failing, lambda: 1, lambda: made.set() or 0)
     follower = Follower("mine", feed.make, said.append, (0.0, 0.0, 0.0))
@@ -283,7 +280,7 @@ def test_failed_tracker_is_made_again(said: list[str]) -> None:
     assert said == ["tracker mine failed: OSError: no route to host: the run goes on, and the tracker is tried again"]
 
 
-def test_tracker_is_given_up_after_retries(said: list[str]) -> None:
+def test_tracker_is_given_up_after_retries(said):
     feed = FakeFeed(*[failing] * 9)
     follower = Follower("mine", feed.make, said.append, (0.0, 0.0))
     follower.start()
@@ -292,7 +289,7 @@ def test_tracker_is_given_up_after_retries(said: list[str]) -> None:
     assert said[1].endswith("what the tracker misses is delivered when the trial continues")
 
 
-def test_success_gives_the_retries_back(said: list[str]) -> None:
+def test_success_gives_the_retries_back(said):
     feed = FakeFeed(failing, lambda: 1, failing, lambda: 1, failing, lambda: 1, failing, failing)
     follower = Follower("mine", feed.make, said.append, (0.0,))
     follower.start()
@@ -300,13 +297,13 @@ def test_success_gives_the_retries_back(said: list[str]) -> None:
     assert feed.made == 5
 
 
-def test_failure_at_the_end_is_not_retried(said: list[str]) -> None:
+def test_failure_at_the_end_is_not_retried(said):
     feed = FakeFeed(failing)
     ended(feed, said, 1000.0)
     assert feed.made == 1 and len(said) == 1
 
 
-def test_bad_settings_are_not_retried(said: list[str]) -> None:
+def test_bad_settings_are_not_retried(said):
     def refused() -> int:
         raise ConfigError("telemetry.trackers", "mine", "cannot be built: no such project")
 
@@ -316,7 +313,7 @@ def test_bad_settings_are_not_retried(said: list[str]) -> None:
     assert "is given up" in said[0] and "no such project" in said[0]
 
 
-def test_code_that_exits_is_a_failure(said: list[str]) -> None:
+def test_code_that_exits_is_a_failure(said):
     def exits() -> int:
         raise SystemExit(3)
 
@@ -324,7 +321,7 @@ def test_code_that_exits_is_a_failure(said: list[str]) -> None:
     assert said[0].startswith("tracker mine failed: SystemExit: 3")
 
 
-def test_hanging_tracker_is_named_once(said: list[str], released: threading.Event) -> None:
+def test_hanging_tracker_is_named_once(said, released):
     entered = threading.Event()
 
     def hangs() -> int:
@@ -344,7 +341,7 @@ def test_hanging_tracker_is_named_once(said: list[str], released: threading.Even
     assert follower.join(BOUND_S) and not follower.is_hanging(later)
 
 
-def test_slow_tracker_is_not_hanging(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_tracker_is_not_hanging(tmp_path, said, monkeypatch):
     """It takes a second for each of the 200 steps that it missed."""
     clock = SimpleNamespace(now=0.0)
     hangs: list[bool] = []

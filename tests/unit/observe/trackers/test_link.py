@@ -1,7 +1,5 @@
 """The process of the trackers, with trackers of a user that print, fail, hang and crash."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -96,21 +94,21 @@ class Trial:
 
 
 @pytest.fixture
-def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
+def trial(tmp_path, monkeypatch):
     (tmp_path / "own_tracker.py").write_text(MODULE)
     root = Path(__file__).resolve().parents[4]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
     return Trial(tmp_path)
 
 
-def test_default_trackers_write_their_files(trial: Trial) -> None:
+def test_default_trackers_write_their_files(trial):
     trial.follow("file", "tensorboard", until=lambda: True)
     lines = [json.loads(line) for line in (trial.paths.metrics).read_text().splitlines()]
     assert [(line["step"], line["train/reward_mean"]) for line in lines] == [(1, 10.0), (2, 20.0)]
     assert len(list((trial.paths.tensorboard / "train").iterdir())) == 1 and trial.said == []
 
 
-def test_own_tracker_gets_points_and_the_end(trial: Trial) -> None:
+def test_own_tracker_gets_points_and_the_end(trial):
     trial.follow("own_tracker:Printing", status="interrupted", until=lambda: len(trial.calls()) == 3)
     priority = min(19, os.nice(0) + 10)
     assert trial.calls()[1:] == [f"train 1 {priority}", f"train 2 {priority}", "closed interrupted"]
@@ -118,7 +116,7 @@ def test_own_tracker_gets_points_and_the_end(trial: Trial) -> None:
     assert "library output" in (trial.paths.logs / "trackers.log").read_text()
 
 
-def test_hanging_tracker_delays_no_other_nor_the_end(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_tracker_delays_no_other_nor_the_end(trial, monkeypatch):
     monkeypatch.setattr(link, "FINISH_S", 1.0)
 
     def done() -> bool:
@@ -129,18 +127,18 @@ def test_hanging_tracker_delays_no_other_nor_the_end(trial: Trial, monkeypatch: 
     assert [text for text in trial.said if "own_tracker:Hanging did not finish within 1 s" in text]
 
 
-def test_stop_waits_a_second_for_hanging_trackers(trial: Trial) -> None:
+def test_stop_waits_a_second_for_hanging_trackers(trial):
     took = trial.follow("own_tracker:Hanging", status="interrupted", until=trial.calls)
     assert took < 5.0 and len(trial.said) == 1
 
 
-def test_failing_tracker_is_a_note(trial: Trial) -> None:
+def test_failing_tracker_is_a_note(trial):
     trial.follow("own_tracker:Failing", "file", until=lambda: trial.said)
     assert "tracker own_tracker:Failing failed: OSError: no space: the run goes on" in trial.said[0]
     assert len(trial.paths.metrics.read_text().splitlines()) == 2
 
 
-def test_crash_is_a_note_during_the_run(trial: Trial) -> None:
+def test_crash_is_a_note_during_the_run(trial):
     trial.follow("own_tracker:Crashing", until=lambda: trial.said)
     log = trial.paths.logs / "trackers.log"
     assert trial.said == [
@@ -148,12 +146,12 @@ def test_crash_is_a_note_during_the_run(trial: Trial) -> None:
     ]
 
 
-def test_signal_of_a_batch_system_ends_no_tracker(trial: Trial) -> None:
+def test_signal_of_a_batch_system_ends_no_tracker(trial):
     trial.follow("own_tracker:Signalled", until=lambda: len(trial.calls()) == 3)
     assert trial.calls()[1:] == ["signalled 1", "signalled 2", "closed done"] and trial.said == []
 
 
-def test_no_tracker_starts_no_process(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tracker_starts_no_process(trial, monkeypatch):
     monkeypatch.setattr(EventFile, "__init__", None)
     trial.follow(until=lambda: True)
     assert not (trial.paths.logs / "trackers.log").exists()

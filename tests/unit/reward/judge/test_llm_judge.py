@@ -1,7 +1,5 @@
 """LlmJudge against an endpoint that misbehaves: a verdict is complete, or an error with its cause."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -370,10 +368,7 @@ def test_full_window_holds_the_next():
 
 
 LIMITS = st.builds(
-    RateLimits,
-    concurrency=st.integers(1, 4),
-    requests=st.integers(0, 5),
-    tokens=st.sampled_from([0, 50, 100]),
+    RateLimits, concurrency=st.integers(1, 4), requests=st.integers(0, 5), tokens=st.sampled_from([0, 50, 100])
 )
 #: (what happens, seconds after the event before, tokens)
 EVENTS = st.lists(

@@ -1,7 +1,5 @@
 """Rubric: the template takes keys of the row, and a completion can neither fill nor leave its place."""
 
-from __future__ import annotations
-
 import json
 import re
 from datetime import datetime

@@ -1,7 +1,5 @@
 """The monitor of log-prob agreement: thresholds, trend, steps without tokens, what it says and when."""
 
-from __future__ import annotations
-
 import logging
 import math
 
@@ -26,7 +24,7 @@ def warnings(monitor: AgreementMonitor, means: list[float]) -> list[bool]:
     return [bool(monitor.observe(v, stats(mean))["warning"]) for v, mean in enumerate(means)]
 
 
-def test_a_step_is_shown_as_it_was() -> None:
+def test_a_step_is_shown_as_it_was():
     assert AgreementMonitor(0.05, window=3).observe(7, stats(1e-6)) == {
         "version": 7,
         "tokens": 100,
@@ -38,13 +36,13 @@ def test_a_step_is_shown_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("found", [{}, {"agreement/tokens": 0.0}])
-def test_agreement_without_tokens_is_reported_as_missing(found: dict[str, float]) -> None:
+def test_agreement_without_tokens_is_reported_as_missing(found):
     """It is not reported as an agreement of zero."""
     shown = AgreementMonitor(0.05, window=3).observe(7, found)
     assert (shown["tokens"], shown["difference_mean"], shown["ratio"], shown["warning"]) == (0, None, None, "")
 
 
-def test_difference_over_threshold_warns_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_difference_over_threshold_warns_and_logs_once(caplog):
     monitor = AgreementMonitor(0.05, window=3)
     with caplog.at_level(logging.WARNING):
         assert warnings(monitor, [0.05, 0.051, 0.2, 0.01]) == [False, True, True, False]
@@ -54,24 +52,24 @@ def test_difference_over_threshold_warns_and_logs_once(caplog: pytest.LogCapture
     ]
 
 
-def test_not_a_number_warns() -> None:
+def test_not_a_number_warns():
     assert warnings(AgreementMonitor(0.05, window=3), [math.nan]) == [True]
 
 
-def test_slow_growth_below_threshold_warns_by_trend() -> None:
+def test_slow_growth_below_threshold_warns_by_trend():
     # the first three average 0.002; the last three reach 4 times that with (0.004 + 0.008 + 0.0121) / 3 = 0.00803
     means = [0.001, 0.002, 0.003, 0.002, 0.004, 0.008, 0.0121]
     assert warnings(AgreementMonitor(0.05, window=3), means) == [False] * 6 + [True]
 
 
-def test_trend_within_numerical_noise_is_none() -> None:
+def test_trend_within_numerical_noise_is_none():
     assert not any(warnings(AgreementMonitor(0.05, window=3), [1e-8] * 3 + [3e-4] * 10)), (
         "under 4 times the floor of 1e-4"
     )
     assert any(warnings(AgreementMonitor(0.05, window=3), [1e-8] * 3 + [5e-4] * 10))
 
 
-def test_steps_weigh_by_their_tokens_in_the_trend() -> None:
+def test_steps_weigh_by_their_tokens_in_the_trend():
     monitor = AgreementMonitor(0.05, window=3)
     for version in range(3):
         monitor.observe(version, stats(0.001))
@@ -95,7 +93,7 @@ def sample(number: int, oldest: int, newest: int, tokens: int = 100) -> SampleMe
     )
 
 
-def test_kept_weights_wait_for_their_tokens() -> None:
+def test_kept_weights_wait_for_their_tokens():
     """A trainer that is always three versions behind: the batch at version v has tokens of v - 3."""
     sampler = AgreementSampler(3, 150)
     plans = [sampler.plan(v, [sample(n, v - 3, v - 3) for n in range(4)]) for v in range(3, 10)]
@@ -104,23 +102,23 @@ def test_kept_weights_wait_for_their_tokens() -> None:
     assert plans[6] == SnapshotPlan(version=6, samples=["s0", "s1"], take=True)
 
 
-def test_current_tokens_need_no_kept_weights() -> None:
+def test_current_tokens_need_no_kept_weights():
     sampler = AgreementSampler(3, 150)
     assert [sampler.plan(v, [sample(0, v - 1, v)]) for v in range(4)] == [None] * 4
 
 
-def test_kept_weights_expire() -> None:
+def test_kept_weights_expire():
     """No server ever sampled with version 0: another one is kept after 2 * (eta + 1) steps."""
     sampler = AgreementSampler(1, 150)
     plans = [sampler.plan(v, [sample(0, -1, -1)]) for v in range(7)]
     assert [v for v, plan in enumerate(plans) if plan is not None and plan.take] == [0, 5]
 
 
-def test_no_sample_tokens_keep_no_weights() -> None:
+def test_no_sample_tokens_keep_no_weights():
     assert AgreementSampler(3, 0).plan(5, [sample(0, 1, 2)]) is None
 
 
-def test_step_without_inference_scores_its_own_version() -> None:
+def test_step_without_inference_scores_its_own_version():
     """Without `actor_inf` nothing else computes log-probs of the version that is trained."""
     sampler = AgreementSampler(3, 150, scores_all=False)
     assert sampler.plan(5, [sample(0, 5, 5), sample(1, 3, 5), sample(2, 4, 4)]) == SnapshotPlan(5, ["s0", "s1"])

@@ -1,7 +1,5 @@
 """The master's side of checkpoints: when, atomicity, which are kept. Workers write real files; no torch."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json
@@ -107,7 +105,7 @@ def listed(tmp_path: Path) -> list[int]:
     return [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")]
 
 
-def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+def test_newest_checkpoints_are_kept(tmp_path):
     """One checkpoint every two steps; the newest two are kept."""
     workers = Workers(eager=True)
     checkpoints = make(tmp_path, workers, every_steps=2, keep=2, at_end=False)
@@ -117,7 +115,7 @@ def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
 
 
-def test_last_step_is_saved_once(tmp_path: Path) -> None:
+def test_last_step_is_saved_once(tmp_path):
     workers = Workers()
     asyncio.run(train(make(tmp_path, workers, every_steps=3), 1, 4))
     assert listed(tmp_path) == [3, 4]
@@ -128,13 +126,13 @@ def test_last_step_is_saved_once(tmp_path: Path) -> None:
     assert workers.calls.count("save actor 2") == 1 and listed(other) == [2]
 
 
-def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_nothing_is_written_unless_it_is_asked_for(tmp_path):
     workers = Workers()
     asyncio.run(train(make(tmp_path, workers, at_end=False), 1, 3))
     assert workers.calls == [] and not (tmp_path / "checkpoints").exists()
 
 
-def test_state_has_the_facts_of_the_trial(tmp_path: Path) -> None:
+def test_state_has_the_facts_of_the_trial(tmp_path):
     """Everything that a later trial needs to continue."""
     asyncio.run(train(make(tmp_path, Workers(), every_steps=5), 5, 5))
     state = read_state(tmp_path / "checkpoints" / "step-00000005")
@@ -150,7 +148,7 @@ def test_state_has_the_facts_of_the_trial(tmp_path: Path) -> None:
         assert info == FileInfo(len(content), xxhash.xxh3_64_hexdigest(content))
 
 
-def test_training_waits_only_when_next_is_due(tmp_path: Path) -> None:
+def test_training_waits_only_when_next_is_due(tmp_path):
     workers = Workers()
     checkpoints = make(tmp_path, workers, every_steps=3)
 
@@ -169,7 +167,7 @@ def test_training_waits_only_when_next_is_due(tmp_path: Path) -> None:
     assert listed(tmp_path) == [3, 6]
 
 
-def test_step_that_finds_all_files_completes(tmp_path: Path) -> None:
+def test_step_that_finds_all_files_completes(tmp_path):
     checkpoints = make(tmp_path, Workers(eager=True), every_steps=3)
 
     async def run() -> None:
@@ -181,7 +179,7 @@ def test_step_that_finds_all_files_completes(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_failed_rank_ends_the_run_next_step(tmp_path: Path) -> None:
+def test_failed_rank_ends_the_run_next_step(tmp_path):
     """The disk is full in the second checkpoint: the error names it, and the first one stays."""
     workers = Workers(eager=True)
     checkpoints = make(tmp_path, workers, every_steps=1, keep=1)
@@ -205,7 +203,7 @@ def test_failed_rank_ends_the_run_next_step(tmp_path: Path) -> None:
     assert listed(tmp_path) == [1] and find_checkpoint(tmp_path).name == "step-00000001"
 
 
-def test_unwritable_state_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+def test_unwritable_state_leaves_the_last_checkpoint(tmp_path):
     workers = Workers()
     checkpoints = make(tmp_path, workers, every_steps=1, keep=1)
 
@@ -220,7 +218,7 @@ def test_unwritable_state_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     assert listed(tmp_path) == [1]
 
 
-def test_truncated_rank_file_is_not_committed(tmp_path: Path) -> None:
+def test_truncated_rank_file_is_not_committed(tmp_path):
     workers = Workers()
 
     def cut(path: Path) -> None:
@@ -254,7 +252,7 @@ def die(*_: object) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("files_written", range(1, 7))
-def test_kill_between_files_leaves_the_complete_checkpoint(tmp_path: Path, files_written: int) -> None:
+def test_kill_between_files_leaves_the_complete_checkpoint(tmp_path, files_written):
     def prepare(workers: Workers) -> None:
         written: list[Path] = []
 
@@ -275,9 +273,7 @@ def test_kill_between_files_leaves_the_complete_checkpoint(tmp_path: Path, files
 
 @pytest.mark.processes
 @pytest.mark.parametrize("where", ["write_durably", "fsync_directory"])
-def test_kill_at_commit_leaves_the_complete_checkpoint(
-    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_at_commit_leaves_the_complete_checkpoint(tmp_path, where, monkeypatch):
     """Before state.json is written, and between it and the rename."""
     killed_at(tmp_path, lambda _: monkeypatch.setattr(commit_folder, where, die))
     assert listed(tmp_path) == [1]
@@ -285,7 +281,7 @@ def test_kill_at_commit_leaves_the_complete_checkpoint(
 
 
 @pytest.mark.processes
-def test_kill_while_pruning_leaves_the_new_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_while_pruning_leaves_the_new_checkpoint(tmp_path, monkeypatch):
     def prepare(_: Workers) -> None:
         monkeypatch.setattr(shutil, "rmtree", die)
 
@@ -295,9 +291,7 @@ def test_kill_while_pruning_leaves_the_new_checkpoint(tmp_path: Path, monkeypatc
     assert not (tmp_path / "checkpoints" / "step-00000001").exists(), "the half removed one is gone"
 
 
-def test_checkpoint_that_cannot_be_removed_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoint_that_cannot_be_removed_is_logged(tmp_path, monkeypatch, caplog):
     """A network file system refuses to remove a folder while a reader has a file open."""
     remove, busy = shutil.rmtree, tmp_path / "checkpoints" / "step-00000001"
 
@@ -316,7 +310,7 @@ def test_checkpoint_that_cannot_be_removed_is_logged(
     assert not busy.exists() and listed(tmp_path) == [4]
 
 
-def test_resuming_loads_every_trained_role(tmp_path: Path) -> None:
+def test_resuming_loads_every_trained_role(tmp_path):
     workers = Workers()
     checkpoints = make(tmp_path, workers, every_steps=1)
     asyncio.run(train(checkpoints, 1, 1))
@@ -325,7 +319,7 @@ def test_resuming_loads_every_trained_role(tmp_path: Path) -> None:
     assert state.step == 1 and workers.calls == ["load actor step-00000001", "load critic step-00000001"]
 
 
-def test_stopped_run_saves_its_last_step_once(tmp_path: Path) -> None:
+def test_stopped_run_saves_its_last_step_once(tmp_path):
     async def run(checkpoints: Checkpoints) -> None:
         for step in (1, 2, 3, 4):
             await checkpoints.after_step(step)
@@ -337,7 +331,7 @@ def test_stopped_run_saves_its_last_step_once(tmp_path: Path) -> None:
     assert (listed(tmp_path / "on"), listed(tmp_path / "off")) == ([3, 4], [3])
 
 
-def test_warmed_up_state_is_saved_before_training(tmp_path: Path) -> None:
+def test_warmed_up_state_is_saved_before_training(tmp_path):
     """The loaded state is not saved again."""
 
     async def run() -> None:
@@ -362,7 +356,7 @@ def test_warmed_up_state_is_saved_before_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flip", [30, 200, -20])
-def test_flipped_bit_in_the_state_is_refused(tmp_path: Path, flip: int) -> None:
+def test_flipped_bit_in_the_state_is_refused(tmp_path, flip):
     asyncio.run(train(make(tmp_path, Workers(), every_steps=1), 1, 1))
     path = tmp_path / "checkpoints" / "step-00000001" / "state.json"
     content = bytearray(path.read_bytes())
@@ -373,7 +367,7 @@ def test_flipped_bit_in_the_state_is_refused(tmp_path: Path, flip: int) -> None:
     assert str(caught.value).startswith(f"{path} is corrupt: ")
 
 
-def test_another_format_is_refused_with_its_number(tmp_path: Path) -> None:
+def test_another_format_is_refused_with_its_number(tmp_path):
     asyncio.run(train(make(tmp_path, Workers(), every_steps=1), 1, 1))
     directory = tmp_path / "checkpoints" / "step-00000001"
     newer = dataclasses.replace(CHECKPOINT, number=3)
@@ -385,7 +379,7 @@ def test_another_format_is_refused_with_its_number(tmp_path: Path) -> None:
         read_state(directory)
 
 
-def test_finding_a_checkpoint_says_what_is_wrong(tmp_path: Path) -> None:
+def test_finding_a_checkpoint_says_what_is_wrong(tmp_path):
     with pytest.raises(CheckpointError, match="is not a directory"):
         find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="is no checkpoint and no trial"):
@@ -419,13 +413,13 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_new_trial_starts_from_resume_or_nothing(tmp_path: Path) -> None:
+def test_new_trial_starts_from_resume_or_nothing(tmp_path):
     assert find_start(tmp_path / "checkpoints", "") == TrainingStart(None, -1)
     other = saved(tmp_path / "other", 7)
     assert find_start(tmp_path / "checkpoints", str(other)) == TrainingStart(other, 7)
 
 
-def test_own_newest_checkpoint_wins_over_resume(tmp_path: Path) -> None:
+def test_own_newest_checkpoint_wins_over_resume(tmp_path):
     other = saved(tmp_path / "other", 7)
     root = tmp_path / "checkpoints"
     for step in (8, 9):
@@ -435,7 +429,7 @@ def test_own_newest_checkpoint_wins_over_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["flipped tensors", "truncated tensors", "flipped index", "no state", "flipped state"])
-def test_damaged_newest_checkpoint_is_set_aside(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_newest_checkpoint_is_set_aside(tmp_path, what, caplog):
     """It is logged, and the checkpoint before it is taken."""
     older, newest = saved(tmp_path, 4), saved(tmp_path, 6)
     data, index, state = (newest / name for name in (files.data_file(STEM), files.index_file(STEM), files.STATE))
@@ -463,7 +457,7 @@ def test_damaged_newest_checkpoint_is_set_aside(tmp_path: Path, what: str, caplo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
 
 
-def test_only_damaged_checkpoints_refuse_the_start(tmp_path: Path) -> None:
+def test_only_damaged_checkpoints_refuse_the_start(tmp_path):
     for step in (4, 6):
         flip(saved(tmp_path, step) / files.data_file(STEM))
     with pytest.raises(
@@ -475,7 +469,7 @@ def test_only_damaged_checkpoints_refuse_the_start(tmp_path: Path) -> None:
     assert len(files.complete_checkpoints(tmp_path)) == 2, "nothing was moved"
 
 
-def test_no_older_checkpoint_is_read_than_is_needed(tmp_path: Path) -> None:
+def test_no_older_checkpoint_is_read_than_is_needed(tmp_path):
     looked: list[str] = []
 
     def examine(path: Path) -> CheckpointState:
@@ -521,7 +515,7 @@ def shown(found: list[dict[str, object]]) -> list[object]:
         ([1, "u2", "back1", 2, "u3"], [1, "r1", 2, "u3"]),
     ],
 )
-def test_what_a_later_recovery_undid_is_left_out(tmp_path: Path, log: list[object], left: list[object]) -> None:
+def test_what_a_later_recovery_undid_is_left_out(tmp_path, log, left):
     path = tmp_path / "steps.jsonl"
     writer = StepLog(path)
     try:
@@ -532,7 +526,7 @@ def test_what_a_later_recovery_undid_is_left_out(tmp_path: Path, log: list[objec
         writer.close()
 
 
-def test_follower_of_the_log_sees_the_recovery(tmp_path: Path) -> None:
+def test_follower_of_the_log_sees_the_recovery(tmp_path):
     """It keeps the same records as a reader that starts afterwards."""
     path, tail, state = tmp_path / "steps.jsonl", StepTail(tmp_path / "steps.jsonl"), list[dict[str, object]]()
     writer = StepLog(path)
@@ -547,7 +541,7 @@ def test_follower_of_the_log_sees_the_recovery(tmp_path: Path) -> None:
         writer.close()
 
 
-def test_phases_and_records_without_a_step_stay() -> None:
+def test_phases_and_records_without_a_step_stay():
     log = [{"kind": "phase", "phase": "train"}, {"kind": "train"}, {"kind": "train", "step": None}]
     assert list(surviving(lambda: [*log, {"kind": "recovered", "step": 0}]))[:3] == log
     assert next(surviving(lambda: [{"kind": "train", "step": 1}, {"kind": "recovered"}])) == {
@@ -556,13 +550,13 @@ def test_phases_and_records_without_a_step_stay() -> None:
     }
 
 
-def test_evaluation_by_undone_weights_is_undone() -> None:
+def test_evaluation_by_undone_weights_is_undone():
     """It was due after step 2, and its completions are of version 3."""
     kept, lost = ({"kind": "eval", "eval_id": f"step-{k}", "step": k, "version": k + 1} for k in (1, 2))
     assert list(surviving(lambda: [kept, lost, {"kind": "recovered", "step": 2}]))[:-1] == [kept]
 
 
-def test_undone_evaluations_and_steps_do_not_count() -> None:
+def test_undone_evaluations_and_steps_do_not_count():
     log = records("e0", 1, 2, "e2")
     assert evaluated(log, "e0", 0) and evaluated(log, "e2", 2) and not evaluated(log, "e2", 3) and has_trained(log)
     rewound = list(surviving(lambda: [*log, *records("back0")]))

@@ -1,7 +1,5 @@
 """Evaluations as the master asks for them, against the manager's real state; and how it ends when it is stopped."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import functools
@@ -141,7 +139,7 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def test_extended_run_is_evaluated_at_its_new_end() -> None:
+def test_extended_run_is_evaluated_at_its_new_end():
     async def body() -> None:
         manager = Answering(ready())
         [first] = await evaluations(manager).run("after", SETS, 0)
@@ -155,7 +153,7 @@ def test_extended_run_is_evaluated_at_its_new_end() -> None:
     run(body)
 
 
-def test_master_waits_for_evaluations_at_end() -> None:
+def test_master_waits_for_evaluations_at_end():
     async def body() -> None:
         asking = evaluations(Answering(ready()))
         await asking.start("step-1", HELD_OUT_SET, 2, 1)
@@ -167,7 +165,7 @@ def test_master_waits_for_evaluations_at_end() -> None:
     run(body)
 
 
-def test_evaluation_wait_checks_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_wait_checks_newest_version(monkeypatch):
     """It may be one that no server can load, and at the end of a run none comes after it."""
     monkeypatch.setattr(request_evaluations, "POLL_S", 0.0)
     monkeypatch.setattr(request_evaluations, "STATUS_INTERVAL_S", -1.0)
@@ -180,7 +178,7 @@ def test_evaluation_wait_checks_newest_version(monkeypatch: pytest.MonkeyPatch) 
     run(body)
 
 
-def test_standstill_of_an_evaluation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standstill_of_an_evaluation_is_named(monkeypatch):
     monkeypatch.setattr(request_evaluations, "POLL_S", 0.0)
 
     async def body() -> None:
@@ -192,7 +190,7 @@ def test_standstill_of_an_evaluation_is_named(monkeypatch: pytest.MonkeyPatch) -
     run(body)
 
 
-def test_long_evaluation_with_progress_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_evaluation_with_progress_goes_on(monkeypatch):
     """The time limit counts from the last completion, however many there are."""
     clock = itertools.count(0.0, 20.0)
     monkeypatch.setattr(request_evaluations, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -207,7 +205,7 @@ def test_long_evaluation_with_progress_goes_on(monkeypatch: pytest.MonkeyPatch) 
     run(body)
 
 
-def test_set_that_waits_its_turn_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_that_waits_its_turn_goes_on(monkeypatch):
     """The manager samples one set after the other: the second has no completion for longer than the limit."""
     clock = itertools.count(0.0, 20.0)
     monkeypatch.setattr(request_evaluations, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -229,7 +227,7 @@ class Failing(Answering):
     answers = ()
 
 
-def test_evaluation_that_fails_wholly_is_incomplete() -> None:
+def test_evaluation_that_fails_wholly_is_incomplete():
     """Training goes on."""
 
     async def body() -> None:
@@ -245,7 +243,7 @@ def test_evaluation_that_fails_wholly_is_incomplete() -> None:
 @pytest.mark.parametrize(
     ("eval_id", "name", "ends"), [("before", "eval", True), ("before", "x", False), ("after", "eval", False)]
 )
-def test_only_held_out_failure_before_training_ends(eval_id: str, name: str, ends: bool) -> None:
+def test_only_held_out_failure_before_training_ends(eval_id, name, ends):
     async def body() -> None:
         master: Any = MasterRun.__new__(MasterRun)
         logged: list[str] = []
@@ -264,7 +262,7 @@ def test_only_held_out_failure_before_training_ends(eval_id: str, name: str, end
     run(body)
 
 
-def test_recovery_requests_unfinished_evaluations_once() -> None:
+def test_recovery_requests_unfinished_evaluations_once():
     """Due at 1, 2 and 3. The training side dies at 3: the first is done and logged, the second done and not logged, the
     third was never asked for. The one after it dies before any of them has answered.
     """
@@ -299,7 +297,7 @@ def test_recovery_requests_unfinished_evaluations_once() -> None:
     run(body)
 
 
-def test_repeated_evaluation_is_logged_with_answering_version() -> None:
+def test_repeated_evaluation_is_logged_with_answering_version():
     async def body() -> None:
         manager = Answering(ready(eta=9))
         manager.starts(-1, 1)
@@ -317,7 +315,7 @@ def test_repeated_evaluation_is_logged_with_answering_version() -> None:
     run(body)
 
 
-def test_replaced_trainer_starts_no_evaluation() -> None:
+def test_replaced_trainer_starts_no_evaluation():
     async def body() -> None:
         manager = Answering(ready())
         manager.starts(-1, 1)
@@ -350,7 +348,7 @@ class Parts:
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_stop_during_last_evaluation_saves_checkpoint(monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
+def test_stop_during_last_evaluation_saves_checkpoint(monkeypatch, stopped):
     async def body() -> None:
         parts = Parts()
 
@@ -372,7 +370,7 @@ def test_stop_during_last_evaluation_saves_checkpoint(monkeypatch: pytest.Monkey
     run(body)
 
 
-def test_ledger_that_contradicts_checkpoint_ends_the_run() -> None:
+def test_ledger_that_contradicts_checkpoint_ends_the_run():
     """The launcher does not start the master again."""
 
     class Refusing:
@@ -456,7 +454,7 @@ class Trial:
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Trial:
+def trial(tmp_path):
     return Trial(tmp_path)
 
 
@@ -506,25 +504,23 @@ def write(root: Path, verifier: str, incomplete: str = "", lost: int = 0) -> dic
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("verifier", "share"), [("math", 0.0), ("exact", 1 / 3)])
-def test_votes_agree_as_the_verifier_says(tmp_path: Path, verifier: str, share: float):
+def test_votes_agree_as_the_verifier_says(tmp_path, verifier, share):
     result = write(tmp_path, verifier)
     assert result["majority"]["value"] == pytest.approx(share)
     assert read_result(tmp_path / "e") == result and len(read_samples(tmp_path / "e")) == 3
 
 
-def test_incomplete_evaluation_has_no_vote(tmp_path: Path):
+def test_incomplete_evaluation_has_no_vote(tmp_path):
     assert "majority" not in write(tmp_path, "exact", "1 of 3 failed")
     assert read_result(tmp_path / "e")["accuracy"] is None
 
 
-def test_vote_needs_every_stored_completion(tmp_path: Path):
+def test_vote_needs_every_stored_completion(tmp_path):
     result = write(tmp_path, "exact", lost=1)
     assert "majority" not in result and result["accuracy"] == pytest.approx(1 / 3)
 
 
-def test_vote_over_its_time_limit_is_omitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_vote_over_its_time_limit_is_omitted(tmp_path, monkeypatch, caplog):
     """A comparison of many answers must not delay the end of a run without a bound."""
     monkeypatch.setattr(request_evaluations, "AnswerComparer", functools.partial(AnswerComparer, limit_s=-1.0))
     result = write(tmp_path, "math")
@@ -533,7 +529,7 @@ def test_vote_over_its_time_limit_is_omitted(
     assert "has no majority vote" in caplog.text
 
 
-def test_result_that_cannot_be_stored_is_returned(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_result_that_cannot_be_stored_is_returned(tmp_path, caplog):
     (tmp_path / "e").mkdir()
     (tmp_path / "e" / "samples.jsonl").mkdir()
     result = write(tmp_path, "exact")

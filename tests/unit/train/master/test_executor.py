@@ -1,7 +1,5 @@
 """The executor: order of calls, what it moves and clears, what it passes on and reports."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math
@@ -98,7 +96,7 @@ def requests(workers: SimulatedWorkers, kind: type) -> list[Sent]:
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
-def test_ranks_get_what_they_read_only_once(layout: tuple[int, int, int]) -> None:
+def test_ranks_get_what_they_read_only_once(layout):
     mesh = whole_mesh(ParallelLayout(*layout))
     turns = itertools.count(1)  # the n-th request that a worker gets to takes n turns
     workers, results = execute(dataflows.ppo(changed()), {"actor": mesh}, turns=lambda: next(turns))
@@ -119,7 +117,7 @@ def test_ranks_get_what_they_read_only_once(layout: tuple[int, int, int]) -> Non
         "sglang.d1+actor.d1,critic.d4+ref.d2,reward.m2",
     ],
 )
-def test_roles_find_inputs_on_shared_and_separate_workers(allocation: str) -> None:
+def test_roles_find_inputs_on_shared_and_separate_workers(allocation):
     flow = dataflows.ppo(changed(*EVERYTHING))
     meshes = place(parse_allocation(allocation), flow.roles)
     _, results = execute(flow, meshes, score=lambda sample_id: 0.5)
@@ -128,7 +126,7 @@ def test_roles_find_inputs_on_shared_and_separate_workers(allocation: str) -> No
     }
 
 
-def test_transfers_between_idle_workers_precede_their_calls() -> None:
+def test_transfers_between_idle_workers_precede_their_calls():
     meshes = {"actor": Mesh(ParallelLayout(), (0,)), "ref": Mesh(ParallelLayout(tensor=2), (1, 2))}
     flow = Dataflow([call("a", "tokens"), call("r", "tokens", role="ref")], source_keys={"tokens"})
     workers, _ = execute(flow, meshes)
@@ -141,7 +139,7 @@ def test_transfers_between_idle_workers_precede_their_calls() -> None:
     assert sorted(r.sample_id for r in moving.payloads[1].sequences) == NAMES
 
 
-def test_transfer_to_busy_worker_delays_no_source_call() -> None:
+def test_transfer_to_busy_worker_delays_no_source_call():
     meshes = {"actor": Mesh(ParallelLayout(), (0,)), "ref": Mesh(ParallelLayout(), (1,))}
     flow = Dataflow(
         [
@@ -157,7 +155,7 @@ def test_transfer_to_busy_worker_delays_no_source_call() -> None:
     assert [sent.name for sent in workers.sent[:5]] == ["long", "first", "second", "transfer 3", "there"]
 
 
-def test_key_is_cleared_everywhere_after_last_reader() -> None:
+def test_key_is_cleared_everywhere_after_last_reader():
     meshes = {"actor": whole_mesh(ParallelLayout(data=2)), "ref": Mesh(ParallelLayout(), (2,))}
     calls = [
         call("ref_inf", "tokens", "ref_logprobs", role="ref"),
@@ -178,7 +176,7 @@ def test_key_is_cleared_everywhere_after_last_reader() -> None:
         assert sorted(sent.payloads) == [0, 1, 2]
 
 
-def test_large_batch_is_planned_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batch_is_planned_off_the_loop(monkeypatch):
     """With thousands of rows each takes tens of milliseconds, in which the loop would serve nothing else."""
     threads: dict[str, int] = {}
 
@@ -200,7 +198,7 @@ def test_large_batch_is_planned_off_the_loop(monkeypatch: pytest.MonkeyPatch) ->
     assert threading.get_ident() not in threads.values()
 
 
-def test_hooks_and_arguments_reach_the_workers() -> None:
+def test_hooks_and_arguments_reach_the_workers():
     calls = [call("a", "tokens", pre_hooks=("onload",), post_hooks=("mine", "offload"))]
     workers, _ = execute(
         Dataflow(calls, {"tokens"}), {"actor": whole_mesh(ParallelLayout())}, args={"a": {"lr": 0.25}, "b": {"lr": 1.0}}
@@ -224,7 +222,7 @@ SCORED = Dataflow(
 SCORED_MESHES = {"actor": whole_mesh(ParallelLayout(tensor=2)), "reward": Mesh(ParallelLayout(data=2), (1, 2))}
 
 
-def test_rewards_include_scores_on_every_role() -> None:
+def test_rewards_include_scores_on_every_role():
     workers, results = execute(
         SCORED, SCORED_MESHES, score=lambda sample_id: 0.25 * int(sample_id[1:]), score_weight=2.0
     )
@@ -239,7 +237,7 @@ def test_rewards_include_scores_on_every_role() -> None:
 
 
 @pytest.mark.parametrize(("score", "found"), [(None, "no score"), (math.nan, "nan"), (math.inf, "inf")])
-def test_sample_without_finite_score_ends_step(score: float | None, found: str) -> None:
+def test_sample_without_finite_score_ends_step(score, found):
     some: Callable[[str], float | None] = lambda sample_id: score if sample_id in ("s5", "s6") else 1.0  # noqa: E731
     with pytest.raises(RewardError, match=rf"reward_inf \(role reward\), step 3: 2 of 8 samples .* is s5: {found}"):
         execute(SCORED, SCORED_MESHES, score=some)
@@ -263,7 +261,7 @@ class OneFails(SimulatedWorkers):
         return self.pending
 
 
-def test_failing_call_ends_step_and_cancels_others() -> None:
+def test_failing_call_ends_step_and_cancels_others():
     mesh = whole_mesh(ParallelLayout())
     flow = Dataflow([call(n, "tokens") for n in ("a", "b")], source_keys={"tokens"})
 
@@ -294,11 +292,7 @@ def schedule(section: str) -> list[str]:
 
 def train_five_steps() -> Run:
     async def body() -> Run:
-        job = Run(
-            *schedule("train.optimizer"),
-            f"train.total_steps={STEPS}",
-            f"asynchronous.max_staleness={STEPS}",
-        )
+        job = Run(*schedule("train.optimizer"), f"train.total_steps={STEPS}", f"asynchronous.max_staleness={STEPS}")
         job.arrive(*[(5.0, -5.0)] * (2 * STEPS))
         assert await job.serve(job.loop.run()) == STEPS
         return job
@@ -307,7 +301,7 @@ def train_five_steps() -> Run:
     return finished
 
 
-def test_train_rates_match_table() -> None:
+def test_train_rates_match_table():
     job = train_five_steps()
     rates = {call.step: call.args["lr"] for call in job.calls() if call.mfc == "actor_train"}
     assert sorted(rates) == [1, 2, 3, 4, 5]
@@ -315,13 +309,13 @@ def test_train_rates_match_table() -> None:
     assert [record["lr"] for record in job.records] == pytest.approx(RATES)
 
 
-def test_calls_get_version_before_step() -> None:
+def test_calls_get_version_before_step():
     """Step k trains version k - 1. Workers compare the versions of tokens with it (``agreement/...``)."""
     calls = train_five_steps().calls()
     assert {(call.step, call.version) for call in calls} == {(step, step - 1) for step in range(1, STEPS + 1)}
 
 
-def test_actor_plan_balances_computed_rows() -> None:
+def test_actor_plan_balances_computed_rows():
     """Group 0 has no gradient, because its rewards are equal; the critic computes it all the same."""
     rows = [(40, 1.0, 0), (10, 1.0, 0), *((10, float(k % 2), 1) for k in range(4))]
     refs = [make_ref(f"{k}", length, 2, reward, False, group) for k, (length, reward, group) in enumerate(rows)]
@@ -347,7 +341,7 @@ class DemoWorkers(SimulatedWorkers):
         return future
 
 
-def test_warmup_rates_match_table() -> None:
+def test_warmup_rates_match_table():
     config = changed(*schedule("warmup.optimizer"), f"warmup.steps={STEPS}", "warmup.batch=4")
     flow, meshes = dataflows.sft(config), place(parse_allocation("serve.d1+d2"), [ACTOR])
     records: list[dict[str, Any]] = []
@@ -368,7 +362,7 @@ def test_warmup_rates_match_table() -> None:
     assert [record["lr"] for record in records] == pytest.approx(RATES)
 
 
-def test_staleness_counts_oldest_token() -> None:
+def test_staleness_counts_oldest_token():
     """Weights changed while two of the three rows were sampled. Version 5 trains on them."""
     spans = [(1, 4), (3, 5), (4, 4)]
     samples = [
@@ -380,7 +374,7 @@ def test_staleness_counts_oldest_token() -> None:
     assert statistics["interrupted_fraction"] == 2 / 3
 
 
-def test_kept_keys_are_a_share_of_trained_tokens() -> None:
+def test_kept_keys_are_a_share_of_trained_tokens():
     samples = [
         SampleMeta(
             f"t{i}.0/0.0", f"t{i}", 0, 8, 4, 1.0, False, 3, 4, 0, version_tokens=[(3, 3), (4, 1)], kept_tokens=kept
@@ -392,7 +386,7 @@ def test_kept_keys_are_a_share_of_trained_tokens() -> None:
     assert [sample.kept_tokens for sample in masked] == [0, 1]
 
 
-def test_signal_shares_count_groups() -> None:
+def test_signal_shares_count_groups():
     """One group is all wrong, one is mixed, one is all right with different rewards."""
     outcomes = {"t0": [(0.0, False), (0.0, False)], "t1": [(0.0, False), (1.0, True)], "t2": [(1.0, True), (2.0, True)]}
     samples = [
@@ -434,7 +428,7 @@ def sent(send: Any, kind: Any) -> dict[int, Any]:
     return {worker: msgspec.msgpack.decode(data, type=kind) for worker, data in asyncio.run(body()).items()}
 
 
-def test_rank_is_sent_sequences_of_its_data_rank() -> None:
+def test_rank_is_sent_sequences_of_its_data_rank():
     a, b, c, d = REFS.values()
     request = MfcRequest("actor_inf", "actor", "actor_inf", 3, 2, [[[a], [b, c]], [[d], []]], {"lr": 0.5})
     shares = sent(lambda workers: workers.run_mfc(MESH, request), MfcShare)
@@ -448,7 +442,7 @@ def test_rank_is_sent_sequences_of_its_data_rank() -> None:
     assert not any(share.request.minibatches for share in shares.values())
 
 
-def test_worker_is_sent_its_transfers_and_arrays_only() -> None:
+def test_worker_is_sent_its_transfers_and_arrays_only():
     requests = {w: TransferRequest([Transfer(0, [w], ["a"], ["tokens"])], [REFS["a"]]) for w in (1, 3)}
     encoded = {worker: encode_message(request) for worker, request in requests.items()}
     assert sent(lambda workers: workers.transfer(encoded), TransferRequest) == requests
@@ -458,7 +452,7 @@ def test_worker_is_sent_its_transfers_and_arrays_only() -> None:
     assert held == {worker: HoldRequest(5, {"tokens": ["a"]} if worker == 2 else {}) for worker in range(4)}
 
 
-def test_too_old_group_is_sent_to_its_owner() -> None:
+def test_too_old_group_is_sent_to_its_owner():
     async def body() -> SentStream:
         stream: Any = SentStream()
         ModelWorkers(stream, {"actor": MESH}, 1.0).keep_dropped({1: KeepDroppedRequest("masked", 4, [])})

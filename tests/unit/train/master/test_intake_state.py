@@ -1,7 +1,5 @@
 """Decisions about groups that arrive, without a manager and without a clock."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realsys.algorithm.sequence_buffer import StalePolicy
 from realsys.config.dataflow import SOURCE_KEYS
 from realsys.errors import Fenced, StuckError, WaitTimeout
 from realsys.manager.messages import (
@@ -55,7 +52,7 @@ def intake(settings: IntakeSettings = SETTINGS) -> IntakeState:
     return IntakeState(settings, "")
 
 
-def test_batch_is_proposed_claimed_and_concluded() -> None:
+def test_batch_is_proposed_claimed_and_concluded():
     state = intake()
     state.add(group(1))
     assert state.propose(0) == []
@@ -66,7 +63,7 @@ def test_batch_is_proposed_claimed_and_concluded() -> None:
     assert (state.held(), state.version) == ([], 1)
 
 
-def test_ended_tickets_leave_and_others_stay_ready() -> None:
+def test_ended_tickets_leave_and_others_stay_ready():
     state = intake()
     state.add(group(0) + group(1))
     state.propose(0)
@@ -75,7 +72,7 @@ def test_ended_tickets_leave_and_others_stay_ready() -> None:
     assert [sample.ticket_id for sample in state.depart().free] == ["0000000000"]
 
 
-def test_dropped_group_is_held_until_reported() -> None:
+def test_dropped_group_is_held_until_reported():
     state = intake()
     state.propose(5)
     state.add(group(0, reissues=2))  # it is too old to be trained, and was issued again often enough
@@ -86,7 +83,7 @@ def test_dropped_group_is_held_until_reported() -> None:
     assert state.held() == [] and not state.departures
 
 
-def test_wait_ends_at_its_deadline() -> None:
+def test_wait_ends_at_its_deadline():
     state = intake()
     state.propose(0)
     state.begin_wait(100.0)
@@ -100,7 +97,7 @@ def filtered(groups: int) -> dict[str, Any]:
     return STATUS | {"ledger": STATUS["ledger"] | drops}
 
 
-def test_filter_that_keeps_nothing_warns_then_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_filter_that_keeps_nothing_warns_then_ends(caplog):
     state = intake()
     state.propose(0)
     state.begin_wait(100.0)
@@ -114,7 +111,7 @@ def test_filter_that_keeps_nothing_warns_then_ends(caplog: pytest.LogCaptureFixt
 # ---- staleness
 
 
-def test_group_too_old_on_arrival_is_issued_again() -> None:
+def test_group_too_old_on_arrival_is_issued_again():
     """At once, not after waiting for its turn."""
     state = intake()
     state.propose(2)
@@ -126,7 +123,7 @@ def test_group_too_old_on_arrival_is_issued_again() -> None:
     assert state.held() == []
 
 
-def test_group_too_old_at_its_turn_is_reissued() -> None:
+def test_group_too_old_at_its_turn_is_reissued():
     state = intake()
     state.propose(1)
     for number in range(2):
@@ -135,14 +132,14 @@ def test_group_too_old_at_its_turn_is_reissued() -> None:
     assert state.depart().stale == [("0000000002", 0)]
 
 
-def test_one_token_that_is_too_old_reissues_its_group() -> None:
+def test_one_token_that_is_too_old_reissues_its_group():
     state = intake()
     state.propose(4)
     state.add(mixed(0, 0, 5))
     assert state.depart().stale == [("0000000000", 0)]
 
 
-def test_prompt_is_issued_at_most_three_times() -> None:
+def test_prompt_is_issued_at_most_three_times():
     """After two reissues its old tokens are masked instead, and nothing is left to train."""
     state = intake()
     state.propose(5)
@@ -153,7 +150,7 @@ def test_prompt_is_issued_at_most_three_times() -> None:
     assert departures.dropped == [("0000000000", "masked")]
 
 
-def test_group_without_young_tokens_leaves_on_arrival() -> None:
+def test_group_without_young_tokens_leaves_on_arrival():
     """Under `mask`, too, it does not wait for its turn."""
     state = intake(replace(SETTINGS, stale_policy="mask"))
     state.propose(5)
@@ -163,7 +160,7 @@ def test_group_without_young_tokens_leaves_on_arrival() -> None:
     assert state.held() == [("0000000000", 0), ("0000000001", 0)]
 
 
-def test_newest_too_old_group_of_each_worker_is_kept() -> None:
+def test_newest_too_old_group_of_each_worker_is_kept():
     """A worker writes at most one per second, so the request names one."""
     state = intake(replace(SETTINGS, stale_policy="mask"))
     state.propose(5)
@@ -180,7 +177,7 @@ def test_newest_too_old_group_of_each_worker_is_kept() -> None:
     assert not state.depart()
 
 
-def test_group_masked_by_its_turn_is_kept() -> None:
+def test_group_masked_by_its_turn_is_kept():
     state = intake(replace(SETTINGS, stale_policy="mask"))
     state.add(group(0, version=0))
     state.propose(5)
@@ -190,7 +187,7 @@ def test_group_masked_by_its_turn_is_kept() -> None:
 
 
 @pytest.mark.parametrize("policy", ["mask", "drop"])
-def test_tokens_beyond_bound_are_masked_in_batch(policy: StalePolicy) -> None:
+def test_tokens_beyond_bound_are_masked_in_batch(policy):
     state = intake(replace(SETTINGS, stale_policy=policy, max_reissues=0))
     state.add(mixed(0, 1, 3) + mixed(1, 3, 4) + mixed(2, 0, 1))
     assert state.propose(4) == ["0000000000", "0000000001"], "the third has nothing left, but its turn has not come"
@@ -200,7 +197,7 @@ def test_tokens_beyond_bound_are_masked_in_batch(policy: StalePolicy) -> None:
     assert batch.oldest == [3, 3] and batch.losses.untrained == {"masked": 0.25}
 
 
-def test_policy_train_wastes_nothing() -> None:
+def test_policy_train_wastes_nothing():
     state = intake(replace(SETTINGS, stale_policy="train"))
     state.add(group(0, version=0) + group(1, version=9))
     state.propose(9)
@@ -215,9 +212,7 @@ arrivals = st.lists(
 
 
 @given(arrivals, st.sampled_from(["mask", "drop"]), st.integers(0, 2))
-def test_nothing_older_than_eta_is_in_any_batch(
-    arrived: list[tuple[int, int, list[int]]], policy: StalePolicy, eta: int
-) -> None:
+def test_nothing_older_than_eta_is_in_any_batch(arrived, policy, eta):
     state = intake(replace(SETTINGS, stale_policy=policy, eta=eta))
     version = 0
     for number, reissues, versions in arrived:
@@ -236,7 +231,7 @@ def test_nothing_older_than_eta_is_in_any_batch(
         version += 1
 
 
-def test_tokens_that_workers_did_not_push_are_lost() -> None:
+def test_tokens_that_workers_did_not_push_are_lost():
     """They are in the shares of the step and in the lengths of the sampled completions."""
     state = intake(replace(SETTINGS, stale_policy="train", batch_groups=1))
     state.add(group(0))
@@ -251,7 +246,7 @@ def test_tokens_that_workers_did_not_push_are_lost() -> None:
 # ---- One training side at a time, what the manager is told of what waits, and the end of a run that is told to stop
 
 
-def test_step_reports_trained_tickets_staleness_and_waiting_groups() -> None:
+def test_step_reports_trained_tickets_staleness_and_waiting_groups():
     async def body() -> Run:
         job = Run("train.total_steps=1")
         job.arrive(*[(5.0, -5.0)] * 3)
@@ -265,7 +260,7 @@ def test_step_reports_trained_tickets_staleness_and_waiting_groups() -> None:
     assert job.records[0]["tickets"] == told.trained and job.records[0]["refused"] == 0
 
 
-def test_groups_of_other_trainer_incarnation_are_freed() -> None:
+def test_groups_of_other_trainer_incarnation_are_freed():
     """They are neither trained nor reissued."""
 
     async def body() -> Run:
@@ -288,7 +283,7 @@ def test_groups_of_other_trainer_incarnation_are_freed() -> None:
     assert not any(job.workers.held.values()), "freed where they lay"
 
 
-def test_too_old_group_is_kept_before_it_is_freed() -> None:
+def test_too_old_group_is_kept_before_it_is_freed():
     async def body() -> Run:
         job = Run("train.total_steps=1", "asynchronous.stale_policy=mask")
         job.intake.state.version = 9
@@ -303,7 +298,7 @@ def test_too_old_group_is_kept_before_it_is_freed() -> None:
     assert not any(job.workers.held.values())
 
 
-def test_arrived_group_of_cancelled_ticket_is_not_trained() -> None:
+def test_arrived_group_of_cancelled_ticket_is_not_trained():
     """Its push was not acknowledged in time, and all its attempts count as failed: that is its end."""
 
     async def body() -> Run:
@@ -334,7 +329,7 @@ def test_arrived_group_of_cancelled_ticket_is_not_trained() -> None:
     assert not any(job.workers.held.values()), "freed where it lay"
 
 
-def test_a_training_side_that_was_replaced_ends() -> None:
+def test_a_training_side_that_was_replaced_ends():
     async def body() -> None:
         job = Run("train.total_steps=3")
 
@@ -350,7 +345,7 @@ def test_a_training_side_that_was_replaced_ends() -> None:
     run(body)
 
 
-def test_stopped_run_saves_without_waiting_for_batch() -> None:
+def test_stopped_run_saves_without_waiting_for_batch():
     async def body() -> Run:
         job = Run("train.total_steps=5")
         job.arrive(*[(5.0, -5.0)] * 2)
@@ -363,7 +358,7 @@ def test_stopped_run_saves_without_waiting_for_batch() -> None:
     assert run(body).disk.wrote == ["v1", "checkpoint 1", "stopped"]
 
 
-def test_stop_request_ends_the_current_step() -> None:
+def test_stop_request_ends_the_current_step():
     async def body() -> Run:
         job = Run("train.total_steps=5")
         job.arrive(*[(5.0, -5.0)] * 4)
@@ -381,9 +376,7 @@ def test_stop_request_ends_the_current_step() -> None:
     assert job.disk.wrote == ["v1", "checkpoint 1", "stopped"] and [r["step"] for r in job.records] == [1]
 
 
-def test_waiting_master_reports_held_groups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_waiting_master_reports_held_groups(monkeypatch):
     """Lost groups are generated again because the manager learns which ones the master holds."""
     monkeypatch.setattr(intake_module, "_STATUS_INTERVAL_S", 0.01)
 

@@ -3,8 +3,6 @@
 Workers are simulated, the manager is its real state machine without HTTP; what writes to disk is a hand-written fake.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from typing import Any
@@ -30,7 +28,7 @@ from tests.support.training.master_fakes import BOUND_S, Run, run
 CRITIC = ("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false", "train.ppo.critic.minibatches=1")
 
 
-def test_run_trains_publishes_and_clears_the_workers() -> None:
+def test_run_trains_publishes_and_clears_the_workers():
     async def body() -> Run:
         job = Run("train.total_steps=2", "checkpoint.hf_every_steps=2")
         job.manager.state.servers.all()[0].load = {"memory_bytes": 7.0}
@@ -58,7 +56,7 @@ def test_run_trains_publishes_and_clears_the_workers() -> None:
     assert undocumented(job.records) == {"train: stats/rank", "train: stats/inf/rank"}, "those of the fake workers"
 
 
-def test_run_resumes_after_steps_of_checkpoint() -> None:
+def test_run_resumes_after_steps_of_checkpoint():
     async def body() -> Run:
         job = Run("train.total_steps=5")
         job.manager.publish(4)
@@ -71,7 +69,7 @@ def test_run_resumes_after_steps_of_checkpoint() -> None:
     assert job.disk.wrote == ["v5", "checkpoint 5", "finish"]
 
 
-def test_only_critic_trains_during_its_warm_up() -> None:
+def test_only_critic_trains_during_its_warm_up():
     """Each role has its own minibatches and learning rate."""
 
     async def body() -> Run:
@@ -106,7 +104,7 @@ def test_only_critic_trains_during_its_warm_up() -> None:
     assert job.disk.wrote[:2] == ["v1", "checkpoint 1"], "the same weights as a new version: admission goes on"
 
 
-def test_reference_kl_coefficient_follows_reported_kl() -> None:
+def test_reference_kl_coefficient_follows_reported_kl():
     config = changed("train.ppo.kl.coef=0.1", "train.ppo.kl.target=1.0", "train.ppo.kl.horizon=100")
     arguments = CallArguments(config, dataflow_of(config), 10)
     assert arguments.of_step(1)["ref_inf"] == {}
@@ -123,7 +121,7 @@ def test_reference_kl_coefficient_follows_reported_kl() -> None:
     assert fixed.of_step(2)["actor_train"]["kl_coef"] == 0.1 and fixed.state_dict() == {}
 
 
-def test_train_time_is_covered_by_training_calls() -> None:
+def test_train_time_is_covered_by_training_calls():
     """The remaining time of the step counts as inference."""
 
     def result(began: float, ended: float) -> CallResult:
@@ -134,7 +132,7 @@ def test_train_time_is_covered_by_training_calls() -> None:
     assert call_seconds({"inf": result(1, 4)}, []) == {"train": 0, "inf": 3}
 
 
-def test_last_step_and_first_steps_are_marked() -> None:
+def test_last_step_and_first_steps_are_marked():
     """With eta 1, the tickets of two batches start together."""
 
     async def body() -> Run:
@@ -152,7 +150,7 @@ def test_last_step_and_first_steps_are_marked() -> None:
     ]  # fmt: skip
 
 
-def test_masked_tokens_are_taken_out_before_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_masked_tokens_are_taken_out_before_step(caplog):
     """All owners of such samples are asked at the same time."""
 
     async def body() -> Run:
@@ -176,7 +174,7 @@ def test_masked_tokens_are_taken_out_before_step(caplog: pytest.LogCaptureFixtur
     assert [record.getMessage()[:18] for record in caplog.records] == ["17 % of the tokens"]
 
 
-def test_tokens_of_failed_episodes_are_untrained() -> None:
+def test_tokens_of_failed_episodes_are_untrained():
     """The manager counts them since its start, a step since the step before."""
 
     async def body() -> Run:
@@ -190,7 +188,7 @@ def test_tokens_of_failed_episodes_are_untrained() -> None:
     assert [record["untrained"] for record in run(body).records] == [{}, {"failed": 0.25}, {"failed": 0.25}]
 
 
-def test_verifier_failures_are_counted_by_cause() -> None:
+def test_verifier_failures_are_counted_by_cause():
     """The manager counts them since its start, and a new manager starts at 0."""
 
     async def body() -> Run:
@@ -205,7 +203,7 @@ def test_verifier_failures_are_counted_by_cause() -> None:
     assert [record["verdict_failures"] for record in records] == [{"cpu_time": 2}, {"raised": 1}, {"raised": 1}]
 
 
-def test_step_that_is_not_finite_ends_run() -> None:
+def test_step_that_is_not_finite_ends_run():
     async def body() -> Run:
         job = Run("train.total_steps=1")
         job.workers.report["actor_train"] = {"not_finite": ("actor", 2, ["t/0"])}
@@ -217,7 +215,7 @@ def test_step_that_is_not_finite_ends_run() -> None:
     assert run(body).disk.wrote == [], "such weights are not published"
 
 
-def test_steps_warn_of_weights_and_missing_signal(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_warn_of_weights_and_missing_signal(caplog):
     async def body() -> None:
         job = Run("train.total_steps=3")
         job.workers.report["actor_train"] = {"stats": {"w_max": 150.0}}
@@ -231,7 +229,7 @@ def test_steps_warn_of_weights_and_missing_signal(caplog: pytest.LogCaptureFixtu
     assert signal.startswith("100% of the groups of the last 3 steps carry no signal")
 
 
-def test_untrained_tokens_of_batch_are_named() -> None:
+def test_untrained_tokens_of_batch_are_named():
     losses = StepLosses(tokens=40, untrained={"stale": 0.25}, too_old=0.0, length_ks=0.0)
     samples = [SampleMeta(f"{k}", "t", 0, 9, 10, 0.0, k == 0, 0, 0, 0) for k in range(3)]
     stats = {"answer_tokens": 20.0, "tokens": 7.0}  # one minibatch of 10 tokens was left out
@@ -242,7 +240,7 @@ def test_untrained_tokens_of_batch_are_named() -> None:
     assert without_signal == {"stale": 0.25, "zero_advantage": 0.75}
 
 
-def test_large_behaviour_weight_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_large_behaviour_weight_is_warned_of_once(caplog):
     job = Run()
     for largest in (2.0, 150.0, 4e8, 3.0):
         job.loop._warn_of_weights(7, {"w_max": largest})
@@ -251,7 +249,7 @@ def test_large_behaviour_weight_is_warned_of_once(caplog: pytest.LogCaptureFixtu
     ]
 
 
-def test_waste_is_warned_of_once_per_onset(caplog: pytest.LogCaptureFixture) -> None:
+def test_waste_is_warned_of_once_per_onset(caplog):
     job = Run()
     for share in (0.06, 0.07, 0.01, 0.06):
         job.loop._warn_of_waste(StepLosses(1, {}, share, 0.0))
@@ -263,7 +261,7 @@ def test_waste_is_warned_of_once_per_onset(caplog: pytest.LogCaptureFixture) -> 
 FILTER = ("train.ppo.filter.min=0.1", "train.ppo.filter.max=0.9")
 
 
-def test_filtered_group_frees_its_quota_once() -> None:
+def test_filtered_group_frees_its_quota_once():
     """The quota goes to other prompts without a wait for the step."""
     job = Run(*FILTER, "train.total_steps=1")
     ledger = job.manager.state.ledger
@@ -274,7 +272,7 @@ def test_filtered_group_frees_its_quota_once() -> None:
     assert ledger.columns.prompt[:7].tolist() == list(dict.fromkeys(ledger.columns.prompt)), "other prompts"
 
 
-def test_filtered_groups_are_counted_and_never_trained() -> None:
+def test_filtered_groups_are_counted_and_never_trained():
     async def body() -> Run:
         job = Run(*FILTER, "train.total_steps=1")
         kept = job.arrive((5.0, 5.0), (5.0, -5.0), (-5.0, 5.0))
@@ -290,7 +288,7 @@ def test_filtered_groups_are_counted_and_never_trained() -> None:
     assert not any(job.workers.held.values())
 
 
-def test_run_with_only_filtered_groups_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_only_filtered_groups_says_why(monkeypatch):
     monkeypatch.setattr(intake, "_STATUS_INTERVAL_S", 0.01)
 
     async def body() -> None:
@@ -312,7 +310,7 @@ def test_run_with_only_filtered_groups_says_why(monkeypatch: pytest.MonkeyPatch)
     run(body)
 
 
-def test_used_up_prompts_end_training_well(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_used_up_prompts_end_training_well(monkeypatch, caplog):
     """Two steps are planned of four prompts. One group is filtered out, so the second batch never fills."""
     monkeypatch.setattr(intake, "_STATUS_INTERVAL_S", 0.01)
 
@@ -330,7 +328,7 @@ def test_used_up_prompts_end_training_well(monkeypatch: pytest.MonkeyPatch, capl
     assert "training ends after step 1 of 2" in caplog.text
 
 
-def test_a_failure_while_giving_back_ends_the_run() -> None:
+def test_a_failure_while_giving_back_ends_the_run():
     async def body() -> None:
         job = Run("asynchronous.stale_policy=mask", "train.total_steps=1")
         job.intake.state.version = 9  # the group is too old to be trained
@@ -349,7 +347,7 @@ def test_a_failure_while_giving_back_ends_the_run() -> None:
 # ---- Steps of the loop while the version of the step before is written and published
 
 
-def test_step_trains_while_a_version_is_written() -> None:
+def test_step_trains_while_a_version_is_written():
     """The step is reported before its version is published, and its checkpoint is due then."""
 
     async def body() -> Run:
@@ -375,7 +373,7 @@ async def _complete_both(job: Run) -> None:
     job.versions.complete()
 
 
-def test_without_lag_step_waits_for_publication() -> None:
+def test_without_lag_step_waits_for_publication():
     """With eta = 0 the manager grants no ticket of the next batch before it knows the version."""
 
     async def body() -> None:
@@ -396,7 +394,7 @@ def test_without_lag_step_waits_for_publication() -> None:
     run(body)
 
 
-def test_failed_write_ends_the_wait_for_groups() -> None:
+def test_failed_write_ends_the_wait_for_groups():
     async def body() -> None:
         job = Run("train.total_steps=2")
         job.versions.holds = True
@@ -412,7 +410,7 @@ def test_failed_write_ends_the_wait_for_groups() -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["end", "stop"])
-def test_last_checkpoint_waits_for_the_last_version(stopped: bool) -> None:
+def test_last_checkpoint_waits_for_the_last_version(stopped):
     async def body() -> list[str]:
         job = Run("train.total_steps=1" if not stopped else "train.total_steps=5")
         job.versions.holds = True
@@ -430,7 +428,7 @@ def test_last_checkpoint_waits_for_the_last_version(stopped: bool) -> None:
     assert run(body) == ["checkpoint 1", "v1", "stopped" if stopped else "finish"]
 
 
-def test_evaluation_starts_after_its_version_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_starts_after_its_version_is_published(monkeypatch):
     async def body() -> None:
         job = Run("train.total_steps=2", "evaluation.every_steps=1")
         seen: list[tuple[str, int]] = []
@@ -459,7 +457,7 @@ def status(reason: str | None = None, **ledger: Any) -> dict[str, Any]:
     return {"admission": {"reason": reason}, "ledger": {**counts, "dropped_by_reason": {}, **ledger}}
 
 
-def test_exhausted_data_says_what_became_of_groups() -> None:
+def test_exhausted_data_says_what_became_of_groups():
     check = StuckCheck(4, 10)
     ended = status("exhausted", finished=3, dropped=3, dropped_by_reason={"failed RewardError": 3})
     assert check.check(ended, ready=3) is None  # its notice may be on the way
@@ -467,7 +465,7 @@ def test_exhausted_data_says_what_became_of_groups() -> None:
     assert reason is not None and "3 x failed RewardError" in reason and "fewer than the 4 of a batch" in reason
 
 
-def test_exhausted_data_after_training_is_an_end() -> None:
+def test_exhausted_data_after_training_is_an_end():
     """Also if so many groups were filtered out at the end that a run with further prompts would be stuck."""
     for trained, is_end in ((0, False), (4, True)):
         check = StuckCheck(4, 10)
@@ -480,19 +478,19 @@ def test_exhausted_data_after_training_is_an_end() -> None:
         assert check.is_end is is_end and ("add prompts" in reason) is not is_end
 
 
-def test_exhausted_data_waits_for_outstanding_groups() -> None:
+def test_exhausted_data_waits_for_outstanding_groups():
     """Outstanding groups run, wait in the buffer or are in transit."""
     for open_ in ({"running": 1}, {"waiting": 1}, {"finished": 2}):
         check = StuckCheck(4, 10)
         assert [check.check(status("exhausted", **open_), ready=1) for _ in range(3)] == [None] * 3
 
 
-def test_staleness_and_missing_servers_are_waited_for() -> None:
+def test_staleness_and_missing_servers_are_waited_for():
     check = StuckCheck(4, 10)
     assert [check.check(status(reason), ready=0) for reason in ("staleness", "no_server", None) * 2] == [None] * 6
 
 
-def test_only_failing_groups_end_the_wait() -> None:
+def test_only_failing_groups_end_the_wait():
     """Groups that were dropped earlier do not count."""
     check = StuckCheck(4, 10)
     assert check.check(status(dropped=500), ready=0) is None
@@ -506,14 +504,14 @@ def filtered(groups: int) -> dict[str, Any]:
     return status(dropped=groups, dropped_by_reason={"filtered success_rate": groups - 1, "filtered equal_rewards": 1})
 
 
-def test_filtered_groups_are_no_failures() -> None:
+def test_filtered_groups_are_no_failures():
     check = StuckCheck(4, 10)
     assert check.check(status(), ready=0) is None
     assert [check.check(filtered(4 * FEWEST_FAILURES - 1), ready=0) for _ in range(2)] == [None] * 2
     assert check.warning() == ""
 
 
-def test_filter_that_keeps_nothing_warns_then_ends() -> None:
+def test_filter_that_keeps_nothing_warns_then_ends():
     check = StuckCheck(4, 10)
     assert check.check(filtered(100), ready=0) is None
     assert check.check(filtered(100 + FEWEST_FILTERED // 2), ready=0) is None
@@ -524,7 +522,7 @@ def test_filter_that_keeps_nothing_warns_then_ends() -> None:
     assert reason is not None and "train.ppo.filter" in reason and "x filtered success_rate" in reason
 
 
-def test_large_batch_may_filter_more_groups() -> None:
+def test_large_batch_may_filter_more_groups():
     """A large batch meets more of them by chance."""
     check = StuckCheck(512, 2)
     assert [check.check(filtered(n), ready=0) for n in (1, 1024)] == [None, None]

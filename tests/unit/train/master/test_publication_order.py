@@ -1,7 +1,5 @@
 """Publications that run while the caller trains: their order, their failures, and repairs in between."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence
@@ -83,7 +81,7 @@ class Trial:
             return None
 
 
-def test_second_publication_waits_for_the_first() -> None:
+def test_second_publication_waits_for_the_first():
     async def body() -> None:
         trial = Trial(holds=True)
         await trial.publisher.begin(0, 0)
@@ -100,7 +98,7 @@ def test_second_publication_waits_for_the_first() -> None:
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_failed_write_is_raised_and_publishes_nothing() -> None:
+def test_failed_write_is_raised_and_publishes_nothing():
     """To the watcher while the step runs, and to the caller who publishes next."""
 
     async def body() -> None:
@@ -122,7 +120,7 @@ def test_failed_write_is_raised_and_publishes_nothing() -> None:
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_version_is_not_repaired_beside_the_next() -> None:
+def test_version_is_not_repaired_beside_the_next():
     """The ranks have only the copy of the next version, which replaces the damaged one soon."""
 
     async def body() -> None:
@@ -139,7 +137,7 @@ def test_version_is_not_repaired_beside_the_next() -> None:
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_saved_gets_the_replies_of_the_ranks() -> None:
+def test_saved_gets_the_replies_of_the_ranks():
     async def body() -> None:
         trial, told = Trial(), list[tuple[int, list[Any]]]()
         await trial.publisher.begin(3, 3, lambda version, replies: told.append((version, replies)))
@@ -149,7 +147,7 @@ def test_saved_gets_the_replies_of_the_ranks() -> None:
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_older_version_is_refused() -> None:
+def test_older_version_is_refused():
     async def body() -> None:
         trial = Trial()
         await trial.publisher.publish(4, 4)
@@ -161,7 +159,7 @@ def test_older_version_is_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_runs_publish_in_order(seed: int) -> None:
+def test_random_runs_publish_in_order(seed):
     """Steps, damage, repairs and waits in a random order, on ranks that write after a random number of turns.
 
     Each version is published once, in order, and before the copy of the next is taken; a repair writes the

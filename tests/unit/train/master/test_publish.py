@@ -1,11 +1,8 @@
 """Publication next to damaged versions, and next to folders that cannot be removed."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -68,7 +65,7 @@ class Trial:
 
 
 @pytest.fixture
-def trial(tmp_path: Path):
+def trial(tmp_path):
     made = Trial(tmp_path)
     yield made
     made.close()
@@ -92,9 +89,7 @@ def errors(caplog: pytest.LogCaptureFixture, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "damage", [half, renamed, lambda path: path.write_bytes(b"")], ids=["half", "renamed", "empty"]
 )
-def test_version_after_a_damaged_one_is_whole(
-    trial: Trial, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_after_a_damaged_one_is_whole(trial, damage, caplog, monkeypatch):
     """The damage happens during the publication, and does not end the run."""
     trial.publish(0)
     prune = m.prune
@@ -120,7 +115,7 @@ def test_version_after_a_damaged_one_is_whole(
     assert sum("is written whole" in message for message in named) == 1
 
 
-def test_damaged_reference_is_not_used_again(trial: Trial) -> None:
+def test_damaged_reference_is_not_used_again(trial):
     trial.publish(0)
     trial.publish(1)
     half(trial.folder(0) / m.MANIFEST)
@@ -130,7 +125,7 @@ def test_damaged_reference_is_not_used_again(trial: Trial) -> None:
     trial.check(2)
 
 
-def test_missing_shard_is_not_referred_to(trial: Trial) -> None:
+def test_missing_shard_is_not_referred_to(trial):
     trial.publish(0)
     for shard in trial.folder(0).glob("*.safetensors"):
         shard.unlink()
@@ -138,9 +133,7 @@ def test_missing_shard_is_not_referred_to(trial: Trial) -> None:
     trial.check(1)
 
 
-def test_version_that_cannot_be_removed_is_logged(
-    trial: Trial, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_that_cannot_be_removed_is_logged(trial, caplog, monkeypatch):
     """A network file system refuses to remove a folder while a server has a file open."""
     remove = shutil.rmtree
 
@@ -174,7 +167,7 @@ class Away(MemoryNameStore):
         super().add(key, value, lease=lease, replace=replace)
 
 
-def test_unreachable_name_store_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_name_store_is_tried_again(monkeypatch):
     """Its own leases last longer than that; one that stays away fences every process anyway."""
     monkeypatch.setattr(publish, "RETRY_S", 0.0)
     with closing(Away(3)) as store:
@@ -193,9 +186,7 @@ def test_unreachable_name_store_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("file", [m.MANIFEST, "*.part"])
-def test_version_damaged_before_publication_is_written_again(
-    trial: Trial, file: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_damaged_before_publication_is_written_again(trial, file, caplog, monkeypatch):
     def failpoint(point: str, path: Path | None = None, **_: object) -> None:
         if point == "weights.publish" and path == trial.folder(1):
             half(next(path.glob(file)))  # version 1 refers to version 0, so its shard is a part
@@ -222,7 +213,7 @@ def said(version: int, *served: int | None) -> dict[str, object]:
     return {"version": version, "servers": rows}
 
 
-def test_version_that_no_server_loads_is_rewritten(trial: Trial, caplog: pytest.LogCaptureFixture) -> None:
+def test_version_that_no_server_loads_is_rewritten(trial, caplog):
     """Without a server no batch arrives, so no later version would replace it."""
     trial.publish(0)
     flipped(next(trial.folder(0).glob("*.safetensors")))
@@ -237,7 +228,7 @@ def test_version_that_no_server_loads_is_rewritten(trial: Trial, caplog: pytest.
     trial.check(1)
 
 
-def test_repair_verifies_once_and_gives_up_finally(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repair_verifies_once_and_gives_up_finally(trial, monkeypatch):
     """A good version is verified once; one that stays damaged ends the run."""
     proved: list[int] = []
 
@@ -256,7 +247,7 @@ def test_repair_verifies_once_and_gives_up_finally(trial: Trial, monkeypatch: py
         asyncio.run(trial.publisher.repair(said(1, None)))
 
 
-def test_a_damaged_version_is_exported_all_the_same(trial: Trial, tmp_path: Path) -> None:
+def test_a_damaged_version_is_exported_all_the_same(trial, tmp_path):
     trial.publish(0)
     flipped(next(trial.folder(0).glob("*.safetensors")))
     asyncio.run(trial.publisher.export(tmp_path / "hf" / "step-0"))

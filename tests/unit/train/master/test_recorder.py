@@ -1,7 +1,5 @@
 """The holder of each array, the completion of a record, and records that cannot be written."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -105,7 +103,7 @@ def write_files(workers: Workers, step: int, of: tuple[int, ...] = (0, 1)) -> li
     return [Recorded(worker, step, 7, "c", weights={"critic": {"head": f"sum{worker}"}}) for worker in of]
 
 
-def test_every_array_is_recorded_by_one_worker() -> None:
+def test_every_array_is_recorded_by_one_worker():
     held = array_holders(GROUPS, FLOW, PLANS, MESHES)
     ids = ["t/0", "t/1"]
     # The stream brought the samples to the actor's last stage, which also makes the actor's arrays.
@@ -114,7 +112,7 @@ def test_every_array_is_recorded_by_one_worker() -> None:
     assert held[0] == {"values": ["t/0"]}
 
 
-def test_record_is_complete_after_the_last_worker(tmp_path: Path) -> None:
+def test_record_is_complete_after_the_last_worker(tmp_path):
     async def body() -> None:
         workers, paths = Workers(), TrialPaths(tmp_path)
         recorder = StepRecorder(CONFIG, paths, MESHES, workers, "inc")
@@ -140,7 +138,7 @@ def test_record_is_complete_after_the_last_worker(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_early_notice_does_not_complete_a_record(tmp_path: Path) -> None:
+def test_early_notice_does_not_complete_a_record(tmp_path):
     """A worker writes before the replies of all workers are in."""
 
     async def body() -> None:
@@ -159,7 +157,7 @@ def test_early_notice_does_not_complete_a_record(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_failed_worker_costs_only_the_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_worker_costs_only_the_record(tmp_path, caplog):
     async def body() -> None:
         workers, paths = Workers(), TrialPaths(tmp_path)
         recorder = StepRecorder(CONFIG, paths, MESHES, workers, "inc")
@@ -182,7 +180,7 @@ def test_failed_worker_costs_only_the_record(tmp_path: Path, caplog: pytest.LogC
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_repeated_step_replaces_its_record(tmp_path: Path) -> None:
+def test_repeated_step_replaces_its_record(tmp_path):
     """Old records are pruned."""
 
     async def body() -> None:
@@ -206,7 +204,7 @@ def test_repeated_step_replaces_its_record(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_one_data_rank_computes_what_is_not_published(tmp_path: Path) -> None:
+def test_one_data_rank_computes_what_is_not_published(tmp_path):
     """The publication has the checksums of the actor; its adapters are not published."""
 
     async def body() -> None:
@@ -218,7 +216,7 @@ def test_one_data_rank_computes_what_is_not_published(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_record_waits_for_the_published_checksums(tmp_path: Path) -> None:
+def test_record_waits_for_the_published_checksums(tmp_path):
     async def body() -> None:
         workers, paths = Workers(), TrialPaths(tmp_path)
         recorder = StepRecorder(CONFIG, paths, MESHES, workers, "inc")
@@ -234,7 +232,7 @@ def test_record_waits_for_the_published_checksums(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_step_that_ends_the_run_is_recorded(tmp_path: Path) -> None:
+def test_step_that_ends_the_run_is_recorded(tmp_path):
     """Nothing is published after NaN, so the ranks compute the checksums for the record alone."""
 
     async def body() -> None:
@@ -260,23 +258,23 @@ ids = st.one_of(st.integers(0, 30).map(ticket_name), st.sampled_from(["x", "0000
 
 
 @given(st.lists(ids))
-def test_tickets_come_back_in_their_order(tickets: list[str]) -> None:
+def test_tickets_come_back_in_their_order(tickets):
     assert list(tickets_in(ticket_ranges(tickets))) == tickets
 
 
-def test_tickets_that_follow_one_another_take_no_room() -> None:
+def test_tickets_that_follow_one_another_take_no_room():
     assert ticket_ranges([ticket_name(number) for number in (16, 17, 18, 20, 7)]) == "16-18,20,7"
     assert len(ticket_ranges([ticket_name(number) for number in range(512)])) == 5
     assert list(tickets_in("")) == []
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_numbers_keep_what_single_precision_has(value: float) -> None:
+def test_numbers_keep_what_single_precision_has(value):
     (found,) = short({"value": value}).values()
     assert found == pytest.approx(value, rel=0.6e-6, abs=0.6e-323)
 
 
-def test_times_keep_milliseconds_and_integers_stay() -> None:
+def test_times_keep_milliseconds_and_integers_stay():
     record = {"time": 1795286285.7614832, "step": 123456789, "stats": {"loss": 0.123456789, "none": None, "zero": 0.0}}
     assert short(record) == {
         "time": 1795286285.761,
@@ -286,7 +284,7 @@ def test_times_keep_milliseconds_and_integers_stay() -> None:
     assert math.isnan(short({"value": math.nan})["value"]) and record["time"] == 1795286285.7614832
 
 
-def test_torn_line_of_predecessor_is_closed(tmp_path: Path) -> None:
+def test_torn_line_of_predecessor_is_closed(tmp_path):
     path = tmp_path / "steps.jsonl"
     for content in ("", '{"kind":"phase"}\n', '{"kind":"phase"}\n{"kind":"tr'):
         path.write_text(content)
@@ -298,7 +296,7 @@ def test_torn_line_of_predecessor_is_closed(tmp_path: Path) -> None:
         assert tail.skipped == (content[-1:] not in ("", "\n"))
 
 
-def test_log_is_followed_record_by_record(tmp_path: Path) -> None:
+def test_log_is_followed_record_by_record(tmp_path):
     """Records that the reader did not take come next."""
     path = tmp_path / "steps.jsonl"
     path.write_text("".join(json.dumps({"kind": "train", "step": step}) + "\n" for step in range(5)))
@@ -316,24 +314,24 @@ FIRST = {"flops": 6e12, "peak_flops": 1e12, "peak_bytes": 5.0, "utilisation": 0.
 SECOND = {"flops": 2e12, "peak_flops": 1e12, "peak_bytes": 7.0, "utilisation": 1.0, "used_bytes": 8.0}
 
 
-def test_mfu_is_over_all_ranks_and_the_slowest_ones_time() -> None:
+def test_mfu_is_over_all_ranks_and_the_slowest_ones_time():
     found = gpu_use([FIRST, SECOND], seconds=10.0)
     assert found == {"mfu": pytest.approx(0.4), "peak_bytes": 7.0, "utilisation": 0.75, "used_bytes": 9.0}
 
 
-def test_unread_numbers_are_absent() -> None:
+def test_unread_numbers_are_absent():
     assert gpu_use([], 1.0) == {}
     assert gpu_use([{"peak_bytes": 5.0}], 1.0) == {"peak_bytes": 5.0}
     assert step_gpu_use({"actor_inf": {}, "actor_train": {}}) == {}
 
 
-def test_step_has_maxima_and_the_mfu_of_each_call() -> None:
+def test_step_has_maxima_and_the_mfu_of_each_call():
     calls = {"actor_inf": {"mfu": 0.3, "peak_bytes": 5.0}, "actor_train": {"mfu": 0.4, "peak_bytes": 8.0}}
     assert step_gpu_use(calls) == {"mfu": {"actor_inf": 0.3, "actor_train": 0.4}, "peak_bytes": 8.0}
 
 
 @pytest.mark.parametrize("gpu", [{}, {"mfu": 0.4}])
-def test_step_record_names_gpus_only_where_some_are(gpu: dict[str, float]) -> None:
+def test_step_record_names_gpus_only_where_some_are(gpu):
     result = CallResult({}, {}, 1.0, 0.0, 1.0, 0, gpu=gpu)
     record = train_record({"tokens": 1, "answer_tokens": 1}, {"inf": 0.0, "train": 1.0, "total": 1.0}, {"call": result})
     assert record.get("gpu") == ({"mfu": {"call": 0.4}} if gpu else None)
@@ -368,18 +366,18 @@ def compared(far: float, tolerance: float) -> StepComparison:
         (0.5, 0.05, {"array", "statistic"}),
     ],
 )
-def test_numbers_may_differ_by_the_tolerance(far: float, tolerance: float, unequal: set[str]) -> None:
+def test_numbers_may_differ_by_the_tolerance(far, tolerance, unequal):
     found = compared(far, tolerance)
     assert {kind for kind, count in found.unequal.items() if count} == unequal
     assert ("parameter" in found.compared) == (not tolerance)
 
 
-def test_tokens_are_compared_exactly_within_a_tolerance() -> None:
+def test_tokens_are_compared_exactly_within_a_tolerance():
     arrays = ({("s", "tokens"): np.int32([1000, at])} for at in (1000, 1001))
     assert compare(record(1.0, "a"), record(1.0, "a"), *arrays, 0.05).unequal["array"] == 1
 
 
-def test_tolerance_is_for_gpus_without_deterministic_algorithms() -> None:
+def test_tolerance_is_for_gpus_without_deterministic_algorithms():
     exact = Config.model_validate({"train": {"deterministic": True}})
     assert tolerance_of(Config(), GPU) > 0
     assert tolerance_of(exact, GPU) == tolerance_of(Config(), replace(GPU, gpus=())) == 0

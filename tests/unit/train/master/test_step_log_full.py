@@ -1,11 +1,8 @@
 """The step log on a disk that is full: a record is whole or absent. RLIMIT_FSIZE stands in for the full disk."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize("room", [0, 7])
-def test_record_on_full_disk_leaves_no_trace(tmp_path: Path, room: int) -> None:
+def test_record_on_full_disk_leaves_no_trace(tmp_path, room):
     path = tmp_path / "steps.jsonl"
     log = StepLog(path)
     log.append({"kind": "train", "step": 1})

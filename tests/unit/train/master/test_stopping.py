@@ -1,7 +1,5 @@
 """A stop while a step runs: the step is abandoned or finished, and the stop shows its progress."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -53,7 +51,7 @@ def stopped(path: Path, *, updating: bool) -> tuple[str | None, SettleRequest | 
     return asyncio.run(body())
 
 
-def test_step_without_updates_is_abandoned(tmp_path: Path) -> None:
+def test_step_without_updates_is_abandoned(tmp_path):
     paths = TrialPaths(tmp_path)
     result, decision = stopped(paths.stopping, updating=False)
     assert result is None and decision == SettleRequest(abandon=True, limits={"actor_train": 5})
@@ -61,17 +59,17 @@ def test_step_without_updates_is_abandoned(tmp_path: Path) -> None:
     assert text.startswith("stopping: step 3 is not finished, it will be trained again; saving step 2\n")
 
 
-def test_step_that_updates_runs_to_its_end(tmp_path: Path) -> None:
+def test_step_that_updates_runs_to_its_end(tmp_path):
     paths = TrialPaths(tmp_path)
     assert stopped(paths.stopping, updating=True) == ("trained", SettleRequest(abandon=False))
     assert progress(paths)[0].startswith("stopping: step 3 has begun to update the weights")
 
 
-def test_full_disk_does_not_delay_a_stop(tmp_path: Path) -> None:
+def test_full_disk_does_not_delay_a_stop(tmp_path):
     assert stopped(tmp_path, updating=False)[0] is None, "the path is a folder"
 
 
-def test_error_of_a_step_is_raised(tmp_path: Path) -> None:
+def test_error_of_a_step_is_raised(tmp_path):
     async def body() -> None:
         async def step() -> Any:
             raise ValueError("a rank failed")
@@ -82,7 +80,7 @@ def test_error_of_a_step_is_raised(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_bytes_of_unfinished_files_are_progress(tmp_path: Path) -> None:
+def test_bytes_of_unfinished_files_are_progress(tmp_path):
     paths = TrialPaths(tmp_path)
     assert progress(paths) == ("", 0)
     folder = paths.checkpoints / "step-00000002.a.tmp"

@@ -1,7 +1,5 @@
 """Model directories that do not fit: one line with file, tensor and numbers, at the check and again at load."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -45,9 +43,7 @@ SLIDING: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("changes", "problem"), SLIDING)
-def test_sliding_window_is_refused_at_check_and_load(
-    changes: dict[str, Any], problem: str | None, tmp_path: Path
-) -> None:
+def test_sliding_window_is_refused_at_check_and_load(changes, problem, tmp_path):
     path = directory(tmp_path, "mistral", **changes)
     config = changed(f"model.path={path}", *SHORT)
     if problem is None:
@@ -59,7 +55,7 @@ def test_sliding_window_is_refused_at_check_and_load(
             refuse()
 
 
-def test_mistral_without_window_setting_slides_over_4096(tmp_path: Path) -> None:
+def test_mistral_without_window_setting_slides_over_4096(tmp_path):
     path = directory(tmp_path, "mistral")
     raw = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": 32768}
     del raw["sliding_window"]
@@ -76,9 +72,7 @@ UNEVEN = [
 
 
 @pytest.mark.parametrize(("changes", "axis", "name", "size"), UNEVEN, ids=[case[2] for case in UNEVEN])
-def test_indivisible_sizes_are_refused_with_numbers(
-    changes: dict[str, Any], axis: str, name: str, size: int, tmp_path: Path
-) -> None:
+def test_indivisible_sizes_are_refused_with_numbers(changes, axis, name, size, tmp_path):
     path = directory(tmp_path, "qwen3", **changes)
     with pytest.raises(ConfigError) as caught:
         check(changed(f"model.path={path}", f"allocation=sglang.d1+{axis}", *SHORT), MACHINE)
@@ -89,7 +83,7 @@ def test_indivisible_sizes_are_refused_with_numbers(
         check_layout(read_model(path), layout)
 
 
-def test_a_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_head_that_is_not_there_is_refused(tmp_path):
     scored = directory(tmp_path / "scored", value=True)
     plain = directory(tmp_path / "plain")
     problem = "has no language-model head: name a directory of a Qwen2ForCausalLM"
@@ -195,7 +189,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_files_that_contradict_model_are_named(case: str, tmp_path: Path) -> None:
+def test_files_that_contradict_model_are_named(case, tmp_path):
     form, spoil, problem = WRONG[case]
     make_model("qwen2").save_pretrained(tmp_path, max_shard_size="12KB" if form == "sharded" else "1GB")
     load(tmp_path)
@@ -205,7 +199,7 @@ def test_files_that_contradict_model_are_named(case: str, tmp_path: Path) -> Non
     assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)
 
 
-def test_head_beside_a_tied_embedding_must_equal_it(tmp_path: Path) -> None:
+def test_head_beside_a_tied_embedding_must_equal_it(tmp_path):
     """transformers would load both, so a model that takes one of them is another model."""
     path = directory(tmp_path, tie_word_embeddings=True)
     tensors = load_file(path / "model.safetensors")

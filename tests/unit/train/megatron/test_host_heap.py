@@ -1,7 +1,5 @@
 """Freed host memory: it goes back to the system if there is much of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_freed_memory_goes_back_to_the_system() -> None:
+def test_freed_memory_goes_back_to_the_system():
     """Every hundredth block stays, so glibc returns nothing by itself."""
     blocks = [np.ones(100_000, np.uint8) for _ in range(4000)]
     kept = blocks[::100]
@@ -24,5 +22,5 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     assert len(kept) == 40
 
 
-def test_small_heaps_are_left_alone() -> None:
+def test_small_heaps_are_left_alone():
     assert not trim_heap(keep_bytes=1 << 60)

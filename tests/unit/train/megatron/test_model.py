@@ -1,7 +1,5 @@
 """HF configuration and mapping, and the fused pieces, against plain torch: no process group but where sharded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,9 +55,7 @@ def read(directory: Path, **changes: Any) -> HfModel:
         ({"num_key_value_heads": 4, "vocab_size": 9}, ParallelLayout(tensor=4), "vocab_size=9 .* the last of m4"),
     ],
 )
-def test_layout_that_does_not_fit_is_refused(
-    tmp_path: Path, changes: dict[str, int], layout: ParallelLayout, message: str
-) -> None:
+def test_layout_that_does_not_fit_is_refused(tmp_path, changes, layout, message):
     check_layout(read(tmp_path, num_key_value_heads=4, vocab_size=50), ParallelLayout(tensor=4))
     with pytest.raises(ModelError, match=message):
         check_layout(read(tmp_path, **changes), layout)
@@ -82,15 +78,13 @@ def checkpoint(directory: Path, **changes: torch.Tensor | None) -> tuple[HfModel
         ({"visual.weight": torch.zeros(1)}, "visual.weight is not part of the model"),
     ],
 )
-def test_checkpoint_of_other_model_is_refused(
-    tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str
-) -> None:
+def test_checkpoint_of_other_model_is_refused(tmp_path, changes, message):
     model, directory = checkpoint(tmp_path, **changes)
     with pytest.raises(ModelError, match=message):
         HFReader(directory).check(model)
 
 
-def test_missing_or_broken_safetensors_are_refused(tmp_path: Path) -> None:
+def test_missing_or_broken_safetensors_are_refused(tmp_path):
     with pytest.raises(ModelError, match="convert the model to safetensors"):
         HFReader(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
@@ -99,7 +93,7 @@ def test_missing_or_broken_safetensors_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensor_ranks", [1, 2])
-def test_splitting_a_shard_undoes_joining_it(tmp_path: Path, tensor_ranks: int) -> None:
+def test_splitting_a_shard_undoes_joining_it(tmp_path, tensor_ranks):
     model = read(tmp_path)
     for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"):
         from realsys.train.megatron.hf_model import mapping_of
@@ -112,7 +106,7 @@ def test_splitting_a_shard_undoes_joining_it(tmp_path: Path, tensor_ranks: int) 
         assert all(torch.equal(a, b) for a, b in zip(shard_map.split(mapping, joined), parts, strict=True))
 
 
-def test_writers_share_the_bytes() -> None:
+def test_writers_share_the_bytes():
     sizes = [100, 7, 50, 50, 3, 40, 60]
     owners = assign_writers(sizes, 3)
     loads = [sum(s for s, o in zip(sizes, owners, strict=True) if o == w) for w in range(3)]
@@ -121,7 +115,7 @@ def test_writers_share_the_bytes() -> None:
     assert set(assign_writers([1], 4)) == {0}
 
 
-def test_fused_operations_have_gradients_of_plain_ones() -> None:
+def test_fused_operations_have_gradients_of_plain_ones():
     torch.manual_seed(1)
     x, weight = torch.randn(7, 6), torch.randn(6)
     angle = torch.randn(7, 1, 3)
@@ -153,7 +147,7 @@ def test_fused_operations_have_gradients_of_plain_ones() -> None:
             torch.testing.assert_close(got, expected)
 
 
-def test_rotation_is_rounded_once() -> None:
+def test_rotation_is_rounded_once():
     x = torch.randn(200, 2, 8, generator=torch.Generator().manual_seed(3)).bfloat16().requires_grad_()
     packed = pack_segments([200], 1.0 / 10000 ** (torch.arange(4) / 4), torch.bfloat16, kernel=False)
     assert packed.cos is not None and packed.sin is not None
@@ -169,7 +163,7 @@ def test_rotation_is_rounded_once() -> None:
     assert x.grad is not None and x.grad.dtype is torch.bfloat16
 
 
-def test_padded_rows_keep_the_gradient_of_each() -> None:
+def test_padded_rows_keep_the_gradient_of_each():
     x = torch.randn(3, 2, requires_grad=True)
     gather, scatter = torch.tensor([0, 1, 2, 2]), torch.tensor([0, 1, 2])
     out = pad_rows(x, gather, scatter)
@@ -189,7 +183,7 @@ LARGE = [
 
 
 @pytest.mark.parametrize("layout", LARGE, ids=str)
-def test_mesh_of_512_ranks_needs_few_splits(layout: ParallelLayout) -> None:
+def test_mesh_of_512_ranks_needs_few_splits(layout):
     """One operation for each group would be 645 to 971."""
     made = splits([whole_mesh(layout)], 512)
     assert len(made) <= 8
@@ -199,17 +193,17 @@ def test_mesh_of_512_ranks_needs_few_splits(layout: ParallelLayout) -> None:
     assert sum(all(len(group) == 1 for group in split) for split in made) == 1
 
 
-def test_equal_splits_of_two_meshes_are_made_once() -> None:
+def test_equal_splits_of_two_meshes_are_made_once():
     actor, critic = whole_mesh(ParallelLayout(data=2, tensor=2)), whole_mesh(ParallelLayout(data=4))
     alone = [(0,), (1,), (2,), (3,)]
     assert splits([actor, critic, actor], 4) == [alone, [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
 
 
-def test_one_worker_needs_no_split() -> None:
+def test_one_worker_needs_no_split():
     assert splits([whole_mesh(ParallelLayout())], 1) == []
 
 
-def test_meshes_on_separate_workers_share_splits() -> None:
+def test_meshes_on_separate_workers_share_splits():
     layout = ParallelLayout(data=2, tensor=2)
     made = splits([Mesh(layout, (0, 1, 2, 3)), Mesh(layout, (4, 5, 6, 7))], 8)
     assert made[1:] == [
@@ -219,13 +213,13 @@ def test_meshes_on_separate_workers_share_splits() -> None:
     ]
 
 
-def test_workers_outside_a_mesh_are_alone_in_its_splits() -> None:
+def test_workers_outside_a_mesh_are_alone_in_its_splits():
     """Else they would have made fewer groups than others, and torch would name their next group differently."""
     made = splits([Mesh(ParallelLayout(pipeline=3), (1, 2, 3))], 5)
     assert made[1:] == [[(0,), (1, 2, 3), (4,)], [(0,), (1, 3), (2,), (4,)]]
 
 
-def test_nccl_splits_the_world_once_for_each_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_splits_the_world_once_for_each_axis(monkeypatch):
     made: list[list[list[int]]] = []
 
     def split_group(split_ranks: list[list[int]], timeout: Any) -> Any:
@@ -250,21 +244,21 @@ def chained(inner: torch.optim.Optimizer) -> Any:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_adam_steps_fused_on_each_device(device: str) -> None:
+def test_adam_steps_fused_on_each_device(device):
     with FakeTensorMode():
         inner = torch.optim.AdamW([torch.empty(4, device=device).requires_grad_()])
         module._fuse(chained(inner))
     assert inner.param_groups[0]["fused"] is True
 
 
-def test_other_optimizers_get_no_flag() -> None:
+def test_other_optimizers_get_no_flag():
     inner = torch.optim.SGD([torch.zeros(4, requires_grad=True)], lr=0.1)
     module._fuse(chained(inner))
     module._fuse(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=None)]))  # a stage without parameters
     assert not inner.param_groups[0].get("fused")
 
 
-def test_fused_steps_equal_those_of_the_default() -> None:
+def test_fused_steps_equal_those_of_the_default():
     torch.manual_seed(2)
     start, gradients = torch.randn(64), torch.randn(3, 64)
     stepped = []
@@ -281,7 +275,7 @@ def test_fused_steps_equal_those_of_the_default() -> None:
 
 
 @pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
-def test_restored_step_count_is_where_the_kernel_reads(fused: bool, device: str) -> None:
+def test_restored_step_count_is_where_the_kernel_reads(fused, device):
     """The meta device stands in for a GPU."""
     key = torch.empty(4, device="meta", requires_grad=True)
     inner = torch.optim.AdamW([key])

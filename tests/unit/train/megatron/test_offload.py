@@ -1,7 +1,5 @@
 """Snapshot of weights in host memory: copied in a thread, and exchanged with the weights in place."""
 
-from __future__ import annotations
-
 from threading import Event
 
 import pytest
@@ -33,7 +31,7 @@ def values(parameters: list[torch.nn.Parameter]) -> set[float]:
 
 
 @pytest.mark.parametrize("spare", [8, 64 << 20])
-def test_snapshot_and_weights_change_places(spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_and_weights_change_places(spare, monkeypatch):
     """Piece by piece, also if the block fails. The memory of the first snapshot serves the second."""
     monkeypatch.setattr(offload, "_SPARE", spare)
     parameters = weights(1.0)
@@ -52,7 +50,7 @@ def test_snapshot_and_weights_change_places(spare: int, monkeypatch: pytest.Monk
         assert values(parameters) == {2.0}
 
 
-def test_copy_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_that_hangs_is_an_error(monkeypatch):
     resume, take = Event(), OffloadCopies.take
     monkeypatch.setattr(OffloadCopies, "take", lambda *arguments: resume.wait(60) and take(*arguments))
     snapshot = WeightSnapshot(CPU, weights(1.0), 0.01)

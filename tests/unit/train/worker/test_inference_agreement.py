@@ -1,7 +1,5 @@
 """actor_inf's comparison of log-probs: over the tokens that the trained version sampled, also within mixed answers."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ CONFIG = Config.model_validate({"train": {"microbatch_tokens": 48}})
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     torch.set_num_threads(1)
     return save_models(make_models(), tmp_path_factory.mktemp("models"))
 
@@ -58,9 +56,7 @@ def answers(current_of: Any) -> dict[str, Arrays]:
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("d1", 1), ("d2", 2), ("p2", 2)])
-def test_agreement_compares_current_tokens_in_mixed_completions(
-    folders: dict[str, Path], layout: str, ranks: int
-) -> None:
+def test_agreement_compares_current_tokens_in_mixed_completions(folders, layout, ranks):
     """The last four tokens of every answer are current: 14, 3, 1, 9, 21, ... tokens -> 4, 3, 1, 4, 4, 4, 4, 4, 4."""
     made = answers(lambda n: np.arange(n) >= n - 4)
     longest = made[REFS[4].sample_id]
@@ -77,7 +73,7 @@ def test_agreement_compares_current_tokens_in_mixed_completions(
         assert stats["logprob_difference_max"] == pytest.approx(2.0, rel=1e-5), "over all tokens"
 
 
-def test_tokens_on_kept_keys_are_left_out(folders: dict[str, Path]) -> None:
+def test_tokens_on_kept_keys_are_left_out(folders):
     """The first two tokens of every answer attended to keys of an older version: their log-probs are far apart."""
     made = answers(lambda n: np.ones(n, bool))
     for own in made.values():
@@ -91,6 +87,6 @@ def test_tokens_on_kept_keys_are_left_out(folders: dict[str, Path]) -> None:
     assert stats["logprob_difference_max"] == pytest.approx(2.0, rel=1e-5), "over all tokens"
 
 
-def test_batch_without_current_token_has_no_agreement(folders: dict[str, Path]) -> None:
+def test_batch_without_current_token_has_no_agreement(folders):
     [stats] = compare(folders, "d1", 1, answers(lambda n: np.zeros(n, bool)))
     assert {key: value for key, value in stats.items() if key.startswith("agreement/")} == {"agreement/tokens": 0.0}
