@@ -74,12 +74,6 @@ def test_shell_finds_no_pattern_in_commands(page):
     assert [command for command in commands if _PATTERN.search(_QUOTED.sub(" ", command))] == []
 
 
-@pytest.mark.parametrize("command", ["realsys run a.k=[4]", "pip install realsys[gpu]", "realsys run a.path=~/b"])
-def test_pattern_without_quotes_is_found(command):
-    (found,) = _SHELL.findall(_blocks(f"    {command} 'a.b=[1]' [--steps N]  # [x]\n"))
-    assert _PATTERN.search(_QUOTED.sub(" ", found))
-
-
 def test_lists_are_shown_with_quotes():
     bare = {str(path.relative_to(ROOT)): _BARE_LIST.findall(path.read_text("utf-8")) for path in _TEXTS}
     assert {name: found for name, found in bare.items() if found} == {}

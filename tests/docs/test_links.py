@@ -51,9 +51,3 @@ def test_pages_that_the_code_names_are_there():
     pages = {page.name: anchors(page) | {""} for page in PAGES}
     assert [name for name in sorted(named) if name[2] not in pages.get(name[1], ())] == []
     assert len(named) > 30
-
-
-def test_missing_heading_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# `a.b`: One, two\n[x](#ab-one-two) [y](#other) [z](gone.md)\n", encoding="utf-8")
-    assert list(broken(page)) == ["#other", "gone.md"]

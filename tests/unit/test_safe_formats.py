@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 #: a part of SGLang in its interpreter; the inside of the sandbox, which is there to run programs
 FOREIGN = {
@@ -74,32 +72,6 @@ def call_problem(node: ast.Call, names: dict[str, str]) -> list[str]:
     if safe and isinstance(value := given.get(safe[0]), ast.Constant) and value.value is safe[1]:
         return []
     return [f"{node.lineno}: {name}(...)"]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "from pickle import loads",
-        "import marshal as m",
-        "eval('1')",
-        "exec(text)",
-        "import torch\ntorch.load(path)",
-        "from torch import load as read\nread(path, weights_only=False)",
-        "import numpy as np\nnp.load(path, allow_pickle=True)",
-        "import numpy as np\nnp.load(path)",
-        "import yaml\nyaml.load(text, Loader)",
-        "socket.recv_pyobj()",
-        "import torch.distributed as dist\ndist.all_gather_object(a, b)",
-    ],
-)
-def test_unsafe_call_is_found(source):
-    assert problems(source)
-
-
-def test_safe_call_is_accepted():
-    safe = "import torch, numpy as np, yaml\ntorch.load(p, weights_only=True)\nnp.load(p, allow_pickle=False)\n"
-    assert problems(safe + "yaml.safe_load(t)\nmodel.eval()\nre.compile(p)\n") == []
 
 
 def test_no_module_turns_bytes_into_code():

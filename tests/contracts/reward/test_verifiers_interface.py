@@ -72,7 +72,10 @@ def test_undecidable_item_fails_alone(kind, tmp_path):
 
 @pytest.mark.parametrize(
     ("bad", "cause"),
-    [("raise", "raised"), ("nan", "no_verdict"), ("open sockets", "resources"), ("hang", "elapsed"), ("exit", "died")],
+    [
+        *(("raise", "raised"), ("nan", "no_verdict"), ("open sockets", "resources"), ("memory", "resources")),
+        *(("hang", "elapsed"), ("spin", "cpu_time"), ("exit", "died")),
+    ],
 )
 def test_failure_is_counted_by_cause(kind, bad, cause):
     async def body(verifiers):
@@ -83,7 +86,7 @@ def test_failure_is_counted_by_cause(kind, bad, cause):
         assert verifiers.take_failures() == {cause: 1} and verifiers.take_failures() == {}
         assert verifiers.undecided == 1
 
-    run(kind, body, ItemLimits(30.0, 1.0 if bad == "hang" else 50.0))
+    run(kind, body, ItemLimits(1.0 if bad == "spin" else 30.0, 1.0 if bad == "hang" else 50.0))
 
 
 def test_completion_over_limit_is_wrong_if_declared(kind):

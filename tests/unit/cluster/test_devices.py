@@ -138,33 +138,6 @@ def plain(workers: int) -> dict[str, int]:
     return {str(worker): worker for worker in range(workers)}
 
 
-def test_routing_of_pure_data_parallelism():
-    assert table_of("d3", "actor") == plain(3) | {
-        "actor@d0t0p0": 0,
-        "actor@d1t0p0": 1,
-        "actor@d2t0p0": 2,
-        "actor/__data0__": 0,
-        "actor/__data1__": 1,
-        "actor/__data2__": 2,
-        "__data0__": 0,
-        "__data1__": 1,
-        "__data2__": 2,
-    }
-
-
-def test_routing_of_data_and_tensor_parallelism():
-    assert table_of("d2m2", "actor") == plain(4) | {
-        "actor@d0t0p0": 0,
-        "actor@d0t1p0": 1,
-        "actor@d1t0p0": 2,
-        "actor@d1t1p0": 3,
-        "actor/__data0__": 0,
-        "actor/__data1__": 2,
-        "__data0__": 0,
-        "__data1__": 2,
-    }
-
-
 def test_routing_of_data_tensor_and_pipeline_parallelism():
     assert table_of("d2p2m2", "actor") == plain(8) | {
         "actor@d0t0p0": 0,

@@ -255,7 +255,8 @@ for argv in (["--version"], ["run", "--help"], ["--help"], []):
         main(argv)
     except SystemExit as stop:
         assert stop.code == 0, (argv, stop.code)
-heavy = set("torch hydra omegaconf pydantic rich numpy aiohttp matplotlib asyncio".split()) & set(sys.modules)
+names = "torch hydra omegaconf pydantic rich numpy aiohttp matplotlib asyncio msgspec argcomplete"
+heavy = set(names.split()) & set(sys.modules)
 assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -2,21 +2,16 @@
 
 import io
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from realsys.config.paths import TrialPaths, write_config
+from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.errors import ConfigError
-from realsys.launch.commands import status
-from realsys.launch.commands.finding import find_trial
 from realsys.launch.conclude import Summary, print_summary, summarise, write_summary
 from realsys.launch.nodes.orders import ProcessId
-from realsys.launch.supervise.failures import FirstFailure
 from realsys.launch.supervise.restart_policy import Death, TrialOutcome
 from realsys.observe.curves import draw_curves
 from realsys.observe.screen.display import LiveView, make_view
@@ -263,40 +258,6 @@ def test_run_without_reached_limit_says_so(paths):
     assert stopped["ended_by"] is None
     paths.steps.unlink()
     assert summarise(config, paths, TrialOutcome("done", ""), started=START, ended=START + 160)["ended_by"] is None
-
-
-def test_report_is_written_with_curves(paths):
-    summary = summary_of(paths, run_records())
-    write_summary(summary, paths)
-    draw_curves(Config(), paths)
-    assert json.loads(paths.summary.read_text())["steps"] == 4
-    assert paths.curves.read_bytes().startswith(b"\x89PNG")
-    assert not list(paths.root.glob("*.tmp"))
-
-
-def test_failed_run_has_a_summary_with_the_cause(paths):
-    failure = FirstFailure("model_worker/1", 12, START, "ModelError: no", Path("/x.log"), [])
-    outcome = TrialOutcome("failed", "model_worker/0 exited with code 1")
-    summary = summarise(Config(), paths, outcome, started=START, ended=START + 3, failure=failure)
-    write_summary(summary, paths)
-    assert summary["failure"] == {"process": "model_worker/1", "problem": "ModelError: no"}
-
-
-def test_status_of_finished_and_unfinished_trial(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="has no trial"):
-        status.run(Namespace(trial_dir=None, json=False, watch=None))
-    paths = TrialPaths(tmp_path / "runs" / "math" / "t")
-    paths.root.mkdir(parents=True)
-    write_config(Config(trial="t"), paths.config)
-    write_log(paths, run_records()[:6])
-    assert find_trial(None) == paths
-    assert status.run(Namespace(trial_dir=None, json=False, watch=None)) == 0
-    text = capsys.readouterr().out
-    assert "killed, phase train" in text and "step 1/4" in text
-    write_summary(summary_of(paths, run_records()), paths)
-    assert status.run(Namespace(trial_dir=paths.root, json=False, watch=None)) == 0
-    assert "83.5%" in capsys.readouterr().out
 
 
 def test_summary_on_a_terminal_divides_no_word(paths):

@@ -14,7 +14,7 @@ from realsys.config.schema_rollout import RewardConfig
 from realsys.errors import NoVerifierError, RewardError
 from realsys.reward import pool
 from realsys.reward.pool import ItemLimits, VerifierPool
-from realsys.reward.verifier_protocol import CAUSES, MAX_ITEMS, BatchDone, Loaded, line
+from realsys.reward.verifier_protocol import MAX_ITEMS, BatchDone, Loaded, line
 from realsys.reward.verifiers.contract import Item, Verdict
 from tests.support.serving.reward_pools import BEHAVE, correct, error_of, outcomes, trips, until, with_pool
 
@@ -71,18 +71,6 @@ def test_verifiers_take_turns_in_the_queue():
 
         await asyncio.gather(*(ask(BEHAVE, "a", "a") for _ in range(2 * MAX_ITEMS)), ask("exact", "#1", "1"))
         assert order.index("exact") == MAX_ITEMS
-
-    with_pool(body)
-
-
-def test_item_is_judged_again_before_giving_up(tmp_path):
-    """A process that the machine killed says nothing about the completion that it was judging."""
-
-    async def body(pool):
-        await correct(pool, "a")
-        verdicts = await outcomes(pool, [Item("", "crash once", str(tmp_path / "mark")), Item("", "a", "a")])
-        assert verdicts == [Verdict(correct=True)] * 2
-        assert (pool.restarts, pool.undecided) == (1, 0)
 
     with_pool(body)
 
@@ -146,41 +134,6 @@ def test_verdicts_arrive_while_later_items_run():
     with_pool(body, timeout_s=5.0)
 
 
-def test_cancelled_call_leaves_nothing_to_the_next():
-    async def body(pool):
-        assert await correct(pool, "a") is True
-        judged = asyncio.create_task(correct(pool, "wait", "0.5"))
-        await until(lambda: trips(pool) == 2)
-        waits = asyncio.create_task(correct(pool, "hang"))
-        await asyncio.sleep(0)
-        assert pool.waiting == 1
-        for call in (judged, waits):
-            call.cancel()
-        await asyncio.gather(judged, waits, return_exceptions=True)
-        assert pool.waiting == 0
-        assert await correct(pool, "b") is False
-        assert pool.restarts == 0  # no process was given the one that hangs
-
-    with_pool(body)
-
-
-def test_close_ends_processes_and_waiting_calls():
-    async def body(pool):
-        await correct(pool, "a")
-        (child,) = pool._running
-        running = asyncio.create_task(error_of(pool, "hang"))
-        behind = asyncio.create_task(error_of(pool, "a"))  # it is in the same trip
-        await until(lambda: trips(pool) == 2)
-        waiting = asyncio.create_task(error_of(pool, "a"))
-        await asyncio.sleep(0)
-        await pool.close()
-        assert "died" in await running
-        assert await behind == await waiting == await error_of(pool, "a") == "the verifier pool is closed"
-        assert child.process.returncode == -signal.SIGKILL and pool.restarts == 0
-
-    with_pool(body)
-
-
 def test_wait_for_a_dying_process_blocks_nothing():
     """A process that closes its socket and lives on is waited for, while other coroutines run."""
 
@@ -227,31 +180,6 @@ def test_nothing_heavy_is_imported():
 CHECKED = "tests.support.serving.reward_verifiers:checked"
 
 
-@pytest.mark.parametrize(
-    ("bad", "cause"),
-    [
-        ("raise", "raised"),
-        ("none", "no_verdict"),
-        ("nan", "no_verdict"),
-        ("memory", "resources"),
-        ("open sockets", "resources"),
-        ("hang", "elapsed"),
-        ("spin", "cpu_time"),
-        ("crash", "died"),
-        ("exit", "died"),
-    ],
-)
-def test_failure_is_counted_by_cause(bad, cause):
-    async def body(pool):
-        await correct(pool, "a")
-        first, failed, last = await outcomes(pool, [Item("", does, "a") for does in ("a", bad, "b")])
-        assert (first, last) == (Verdict(correct=True), Verdict(correct=False))
-        assert isinstance(failed, RewardError) and failed.cause == cause in CAUSES
-        assert pool.take_failures() == {cause: 1} and pool.take_failures() == {}
-
-    with_pool(body, timeout_s=1.0 if bad == "hang" else 50.0, cpu_s=30.0 if bad == "hang" else 1.0)
-
-
 def test_limit_that_nothing_keeps_is_an_error(monkeypatch):
     """Else a limit that is too low would make every completion wrong."""
     monkeypatch.setattr(pool, "HOPELESS", 2)
@@ -290,56 +218,6 @@ def test_endless_expression_is_wrong_for_math():
 
 
 # ---- Verifiers that hang, die, fork, print or take all of a resource: each costs its own completion only
-
-
-def test_hung_verifier_is_killed_and_replaced():
-    async def body(pool):
-        await correct(pool, "a")
-        assert "no result within" in (message := await error_of(pool, "hang"))
-        assert BEHAVE in message
-        assert await correct(pool, "a") is True
-        assert (pool.restarts, pool.undecided) == (2, 1)  # it was judged again once
-
-    with_pool(body, timeout_s=1.0)
-
-
-def test_dead_process_is_an_error_and_replaced():
-    async def body(pool):
-        assert "exited with code 7" in await error_of(pool, "crash")
-        assert await correct(pool, "a") is True
-        assert pool.restarts == 2
-
-    with_pool(body)
-
-
-@pytest.mark.parametrize(
-    ("bad", "problem", "restarts"),
-    [
-        ("raise", "ArithmeticError: cannot tell", 0),
-        ("none", "TypeError: returned None", 0),
-        ("memory", "MemoryError", 1),
-        ("crash", "exited with code 7", 1),
-        ("hang", "no result within", 1),
-    ],
-)
-def test_undecidable_item_fails_alone(bad, problem, restarts, tmp_path):
-    """Items before and behind it have verdicts, and each of them was judged once; it was judged twice."""
-    noted = tmp_path / "noted"
-
-    async def body(pool):
-        await correct(pool, "a")  # the verifier is loaded, so the time limit is that of an item
-        items = [Item(str(k), "note", str(noted)) for k in range(16)]
-        items[4] = items[11] = Item("", bad, "")
-        results = await outcomes(pool, items)
-        for k, result in enumerate(results):
-            if k in (4, 11):
-                assert isinstance(result, RewardError) and problem in str(result) and BEHAVE in str(result)
-            else:
-                assert result == Verdict(correct=True)
-        assert (pool.restarts, pool.undecided, pool.waiting) == (2 * 2 * restarts, 2, 0)
-
-    with_pool(body, timeout_s=1.0 if bad == "hang" else 50.0)
-    assert noted.read_text().split() == [str(k) for k in range(16) if k not in (4, 11)]
 
 
 def test_limit_counts_cpu_time_not_load():
