@@ -12,7 +12,6 @@ import pytest
 from realsys.data.arith import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.completion import Completion
-from realsys.rollout.resumable_engine import EngineCall
 from tests.support.agents import one_conversation
 from tests.support.agents.one_conversation import CONVERSATIONS
 from tests.support.agents.trained import FRAMEWORKS, needs_frameworks
@@ -32,7 +31,7 @@ TEXTS = {
 class Stopping(Scripted):
     """A scripted engine that obeys stop strings."""
 
-    def _completion(self, call: EngineCall) -> Completion:
+    def _completion(self, call):
         whole = super()._completion(call)
         text = self.tokenizer.decode(whole.tokens.tolist())
         ends = [place + len(stop) for stop in call.spec.stop if (place := text.find(stop)) >= 0]
@@ -43,7 +42,7 @@ class Stopping(Scripted):
         return Completion(tokens, whole.logprobs[:n], whole.versions[:n], "stop", (("only", n),))
 
 
-async def converse(framework: str, tokenizer: TextTokenizer):
+async def converse(framework, tokenizer):
     engine = Stopping(tokenizer, TEXTS.get(framework, TWO_CALLS))
     settings = ("data.max_prompt_tokens=20000", "generation.sampling.max_new_tokens=400")
     async with opened(engine, tokenizer, *settings) as episode:

@@ -6,15 +6,14 @@ the recording of conversations.
 
 import json
 import re
-from typing import Any
 
 import pytest
 
 from realsys.data.lines import Message
-from tests.support.agents.trained import FRAMEWORKS, Trained, needs_frameworks, train
+from tests.support.agents.trained import FRAMEWORKS, needs_frameworks, train
 
 
-def check(trained: Trained, steps: int) -> None:
+def check(trained, steps):
     """Check what holds for every framework, and print the rewards."""
     assert len(trained.rewards()) == steps and [norm > 0 for norm in trained.gradients()] == trained.signals()
     assert any(trained.signals()) and not trained.errors()
@@ -23,7 +22,7 @@ def check(trained: Trained, steps: int) -> None:
     print(f"{trained.job.root.name}: {completions} completions, rewards {rewards}")
 
 
-def check_linear(trained: Trained) -> None:
+def check_linear(trained):
     rows = list(trained.rows())
     assert len({(row.meta.ticket_id, row.meta.episode) for row in rows}) == len(rows)
     assert all(row.meta.metrics["gateway/branches"] == 0 for row in rows)
@@ -40,7 +39,7 @@ ONE_CALL = re.compile(
 )
 
 
-def check_chats(trained: Trained) -> None:
+def check_chats(trained):
     """Compare the rows of one tool call with the rendering of their whole chat, token for token.
 
     Only a call that is written as the template writes it can be compared.
@@ -62,7 +61,7 @@ def check_chats(trained: Trained) -> None:
     assert compared > 10
 
 
-def call_of(text: str) -> dict[str, Any] | None:
+def call_of(text):
     """Return the tool call of a completion; None if the template would write it in another way."""
     try:
         call = json.loads(text)

@@ -26,7 +26,7 @@ def codes():
     needs_frameworks()
     with tempfile.TemporaryDirectory() as folder:
 
-        def run(*commands: str) -> list[int]:
+        def run(*commands):
             environment = os.environ | {"PYTHONPATH": str(EXAMPLES), "SECRET": "1"}
             argv = [FRAMEWORKS, "-c", RUN, folder, *commands]
             ended = subprocess.run(argv, env=environment, capture_output=True, check=True, timeout=120)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.system, pytest.mark.alone, pytest.mark.timeout(300)]
 BEFORE_ANY_STOP_TIMEOUT_S = 30.0  # on a loaded machine; the runs themselves would take minutes
 
 
-def mine(folder: Path) -> list[psutil.Process]:
+def mine(folder):
     """Processes whose command line has the folder in it."""
     found = []
     for process in psutil.process_iter():

@@ -30,12 +30,12 @@ _PATTERN = re.compile(r"[^\s\[]\S*\[|\S*=\S*[?*~]")
 _BARE_LIST = re.compile(r"""(?<!['"\w.])[a-z]\w*(?:\.\w+)+=\[\S*""")
 
 
-def _blocks(text: str) -> str:
+def _blocks(text):
     fenced = re.findall(r"^```(?:bash)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return "\n".join([*fenced, *re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)])
 
 
-def _settings(words: str) -> list[str]:
+def _settings(words):
     return [word for word in shlex.split(words, comments=True) if _SETTING.fullmatch(word)]
 
 

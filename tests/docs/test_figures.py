@@ -17,7 +17,7 @@ GIVEN = (
 )
 
 
-def without_given(page: str) -> str:
+def without_given(page):
     """Return the page without figures from results, figures of the paper, and ``GIVEN``."""
     page = figures.without_figures(re.sub(r"[\d.]+<!-- paper -->", "", page))
     for words in GIVEN:

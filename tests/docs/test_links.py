@@ -1,7 +1,6 @@
 """Links between the pages lead to files and headings that exist."""
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +19,7 @@ SOURCES = [
 
 
 @cache
-def anchors(page: Path) -> frozenset[str]:
+def anchors(page):
     """Return the anchors of a page's headings: lower case, without punctuation, spaces as hyphens."""
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
@@ -28,7 +27,7 @@ def anchors(page: Path) -> frozenset[str]:
     return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain)
 
 
-def broken(page: Path) -> Iterator[str]:
+def broken(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page

@@ -23,7 +23,7 @@ def examples(monkeypatch):
     sys.modules.pop("loss", None)
 
 
-def run(cfg: PPOConfig) -> tuple[float, list[float], dict[str, float]]:
+def run(cfg):
     """u = e^0.2, e^0.1 | e^-0.3 and w = 1, of two rows; advantages 2, -1 | -1."""
     prox = torch.tensor([-1.2, -1.5, -1.5])
     theta = (prox + torch.tensor([0.2, 0.1, -0.3])).requires_grad_()

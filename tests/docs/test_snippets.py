@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import re
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -30,7 +29,7 @@ READ = {
 }
 
 
-def snippets() -> Iterator[tuple[str, str]]:
+def snippets():
     """Yield (page, code) of each block of Python that shows a part of an example."""
     for page in PAGES:
         for block in re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE):
@@ -38,7 +37,7 @@ def snippets() -> Iterator[tuple[str, str]]:
                 yield page.name, block
 
 
-def example_of(block: str) -> str:
+def example_of(block):
     """Return the text of the example with most lines of the block; "" if none has half of them."""
     lines = {line.strip() for line in block.splitlines() if len(line.strip()) > 10}
     found = {example: len(lines & {line.strip() for line in example.splitlines()}) for example in EXAMPLES}
@@ -46,12 +45,12 @@ def example_of(block: str) -> str:
     return best if 2 * found[best] > len(lines) else ""
 
 
-def imported(tree: ast.Module) -> set[str]:
+def imported(tree):
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     return {(alias.asname or alias.name).partition(".")[0] for node in statements for alias in node.names}
 
 
-def not_imported(block: str) -> set[str]:
+def not_imported(block):
     """Return the names that the example of a block imports, and the block uses without importing them."""
     tree = ast.parse(textwrap.dedent(block))
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

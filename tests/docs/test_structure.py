@@ -17,7 +17,7 @@ FILES = re.findall(r"`([^`]+\.py)`", READING)
 TESTS = {"tests/unit", "tests/contracts", "tests/system", "tests/chaos", "tests/support"}
 
 
-def tree() -> set[str]:
+def tree():
     """Folders with Python or YAML files. The links in realsys/ to folders of the top level are not followed."""
     folders = set()
     for top in ("realsys", "launch", "workers", "slurm", "configs", "benchmarks", "docs", "tests"):

@@ -1,7 +1,5 @@
 """NCCL between ranks: groups, bytes of all ranks, and sample arrays that move from GPU to GPU."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.config.schema import Config
 from realsys.model_calls import Transfer, TransferRequest
 from realsys.train.megatron.collectives import gather_bytes
-from realsys.train.megatron.device import Device
 from realsys.train.worker.data_manager import DataManager
 from realsys.train.worker.transfer import execute
 from tests.gpu.conftest import STAND_IN
@@ -24,11 +21,11 @@ REFS = [make_ref(f"s{i}", 4000 + i, 3, 0.0, False, 0) for i in range(2)]
 BACKEND = "gloo" if STAND_IN else "nccl"
 
 
-def tokens(number: int) -> np.ndarray[Any, Any]:
+def tokens(number):
     return np.arange(REFS[number].length, dtype=np.int32) + 7 * number
 
 
-def communicate(rank: int, device: Device) -> tuple[str, list[bytes], float, dict[int, list[int]]]:
+def communicate(rank, device):
     """Return backend, bytes of all ranks, sum over the ranks, and the tokens here after each rank sent its own."""
     groups, world = FORMED[ACTOR], dist.get_world_size()
     data = DataManager(rank)
@@ -65,7 +62,7 @@ def test_transfers_cross_separate_meshes(compute_on):
     compute_on("gpu")
     meshes = {ACTOR: Mesh(ParallelLayout(), (0,)), "critic": Mesh(ParallelLayout(), (1,))}
 
-    def body(rank: int, device: Device) -> list[int]:
+    def body(rank, device):
         data = DataManager(rank)
         if rank == 0:
             data.put(REFS[0].sample_id, {"tokens": tokens(0)})

@@ -1,7 +1,6 @@
 """The trainer's engine on a GPU against the same engine on the CPU, and its memory."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +9,10 @@ import torch
 from realsys.config.schema_train import OptimizerConfig
 from realsys.train.checkpoint.saver import load_checkpoint
 from realsys.train.megatron.train_engine import optimizer_tensors
-from realsys.train.worker.call_handlers import Role
-from tests.gpu.conftest import STAND_IN, ComputeOn
+from tests.gpu.conftest import STAND_IN
 from tests.support.serving.hf_models import FAMILIES, make_model, weights_of
 from tests.support.training.checkpoint_ranks import Setup, checkpoint, everything, make_models
-from tests.support.training.engine_ranks import NLL, Rank, make_config, make_settings, on_ranks
+from tests.support.training.engine_ranks import NLL, make_config, make_settings, on_ranks
 
 pytestmark = pytest.mark.gpu
 Found = dict[str, dict[str, torch.Tensor]]
@@ -44,11 +42,11 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def on_host(tensors):
     return {name: tensor.float().cpu() for name, tensor in tensors.items()}
 
 
-def results(rank: Rank) -> Found:
+def results(rank):
     """Log-probs, gradients, and the weights after a few steps of AdamW."""
     engine = rank.engine
     scored = engine.logprobs(rank.micro_batches())  # on the last stage only
@@ -62,15 +60,13 @@ def results(rank: Rank) -> Found:
     return {"logprobs": logprobs, "gradients": gradients, "weights": on_host(rank.weights())}
 
 
-def run_on(
-    device: str, compute_on: ComputeOn, path: Path, dtype: str, train: dict[str, Any], layout: str = "d1"
-) -> list[Found]:
+def run_on(device, compute_on, path, dtype, train, layout="d1"):
     """Return the results of all ranks."""
     compute_on(device)
     return on_ranks(layout, path, results, make_config(dtype, **train), make_settings())
 
 
-def assert_near(found: list[Found], expected: list[Found], tolerance: float) -> None:
+def assert_near(found, expected, tolerance):
     """The error of each tensor, relative to the largest norm of its kind, is below ``tolerance``."""
     for ours, theirs in zip(found, expected, strict=True):
         for kind, tensors in theirs.items():
@@ -119,7 +115,7 @@ def test_deterministic_steps_are_bit_equal(tmp_path, compute_on):
 def test_value_head_agrees_with_the_cpu(tmp_path, compute_on):
     make_model(value=True).save_pretrained(tmp_path)
 
-    def values(rank: Rank) -> torch.Tensor:
+    def values(rank):
         return torch.cat(rank.engine.values(rank.micro_batches())).cpu()
 
     found = []
@@ -148,15 +144,13 @@ def test_checkpoint_moves_between_devices_bit_by_bit(written, read, tmp_path, co
     assert all(torch.equal(tensor, loaded[1][name]) for name, tensor in loaded[0].items())
 
 
-def state_after_load(
-    setup: Setup, device: str, directory: Path, model: Path, compute_on: ComputeOn
-) -> dict[str, torch.Tensor]:
+def state_after_load(setup, device, directory, model, compute_on):
     compute_on(device)
     (found,) = setup.run(partial(load_and_look, directory=directory), model)
     return found
 
 
-def load_and_look(role: Role, directory: Path) -> dict[str, torch.Tensor]:
+def load_and_look(role, directory):
     """Return weights, masters and moments on the host; random states belong to a device."""
     load_checkpoint(role, directory)
     state = everything(role)
@@ -167,13 +161,12 @@ def test_offloaded_memory_is_free_and_comes_back(tmp_path, compute_on):
     make_model(hidden_size=256, intermediate_size=1024).save_pretrained(tmp_path)
     compute_on("gpu")
 
-    def body(rank: Rank) -> tuple[int, int, bool]:
+    def body(rank):
         engine = rank.engine
         engine.use_optimizer("train", OptimizerConfig())
         engine.accumulate(rank.micro_batches(), NLL)
         assert engine.step(1e-3).applied
         expected = on_host(rank.weights())
-        assert engine.module is not None
         gradients = [buffer.grad_data for buffer in engine.ddp_model.buffers]
         states = [*engine.module.parameters(), *optimizer_tensors(engine.optimizer), *gradients]
         held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in states if x.is_cuda}

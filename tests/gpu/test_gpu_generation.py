@@ -1,7 +1,5 @@
 """The embedded engine on a GPU: tokens and log-probs against transformers and the trainer, and a weight swap."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -10,9 +8,8 @@ from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.dataflow import role_settings
 from realsys.config.schema import Config
 from realsys.generation.embedded.core import CoreSizes, EngineCore
-from realsys.generation.embedded.decoder import ModelWeights, fuse, read_tensors
+from realsys.generation.embedded.decoder import fuse, read_tensors
 from realsys.model_files.config_json import read_model
-from realsys.train.megatron.device import Device
 from realsys.train.megatron.train_engine import MegatronEngine
 from realsys.train.worker.packing import MicroBatch
 from tests.support.serving.generation_models import (
@@ -30,11 +27,11 @@ pytestmark = pytest.mark.gpu
 NEW = 60
 
 
-def weights_on(path: Path, device: torch.device, dtype: torch.dtype) -> ModelWeights:
+def weights_on(path, device, dtype):
     return fuse(read_model(path), read_tensors(path), dtype=dtype, device=device)
 
 
-def core_on(path: Path, device: Device, dtype: torch.dtype = torch.float32) -> EngineCore:
+def core_on(path, device, dtype=torch.float32):
     return EngineCore(read_model(path), weights_on(path, device.device, dtype), CoreSizes(8, 64, 128), None)
 
 
@@ -43,7 +40,7 @@ def test_sampled_logprobs_are_those_of_transformers(kind, tmp_path, compute_on):
     model = make_model(kind, tmp_path)
     compute_on("gpu")
 
-    def body(rank: int, device: Device) -> list[object]:
+    def body(rank, device):
         requests = [make_request(str(i), p, seed=i, max_new_tokens=NEW) for i, p in enumerate(PROMPTS)]
         return [completion for (completion,) in run(core_on(tmp_path, device), *requests)]
 
@@ -58,7 +55,7 @@ def test_logprobs_agree_with_the_trainer_in_bf16(tmp_path, compute_on):
     config = Config.model_validate({"model": {"dtype": "bfloat16"}})
     prompt = PROMPTS[3]
 
-    def body(rank: int, device: Device) -> float:
+    def body(rank, device):
         core = core_on(tmp_path, device, torch.bfloat16)
         ((completion,),) = run(core, make_request("r", prompt, max_new_tokens=NEW))
         tokens = torch.tensor([*prompt, *completion.tokens], device=device.device)
@@ -78,7 +75,7 @@ def test_weights_are_swapped_within_a_completion(tmp_path, compute_on):
     (_, old_path), (new_model, new_path) = old_and_new(tmp_path)
     compute_on("gpu")
 
-    def body(rank: int, device: Device) -> tuple[int, object]:
+    def body(rank, device):
         core = core_on(old_path, device)
         request = make_request("r", PROMPTS[1], max_new_tokens=NEW)
         core.submit(request)

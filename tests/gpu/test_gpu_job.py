@@ -6,7 +6,7 @@ import pytest
 
 from realsys.launch.commands.audit import audit_trial
 from tests.gpu.conftest import STAND_IN
-from tests.support.jobs.jobs import Job, arith, command, processes_of, run, running
+from tests.support.jobs.jobs import arith, command, processes_of, run, running
 
 pytestmark = [pytest.mark.gpu, pytest.mark.system]
 SETTINGS = ["allocation=auto", "model.dtype=bfloat16", "cluster.connect_timeout_s=120"]
@@ -16,7 +16,7 @@ LEARNT_STEPS, RISE = (2, -1.0) if STAND_IN else (30, 0.15)
 SHORTER = ["warmup.steps=4", "evaluation.problems=16", "train.batch_groups=8"] if STAND_IN else []
 
 
-def check(job: Job, steps: int) -> None:
+def check(job, steps):
     job.completed()
     assert [record["step"] for record in job.records("train")] == list(range(1, steps + 1))
     assert audit_trial(job.paths).ok, job.report()

@@ -1,13 +1,10 @@
 """The attention kernel on a GPU against float64: every head count, width and length that training uses."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
-from realsys.cluster.gpu_devices import AttentionKernel, attention_kernel, choose_kernel
+from realsys.cluster.gpu_devices import attention_kernel, choose_kernel
 from realsys.config.schema import Config
-from realsys.train.megatron.device import Device
 from tests.gpu.conftest import STAND_IN
 from tests.support.gpu.reference_attention import recorded, reference
 from tests.support.training.train_ranks import run_ranks
@@ -17,15 +14,15 @@ LENGTHS = ([1] if STAND_IN else [4096, 1, 700, 3], [1] * 5, [64, 9, 7, 7, 3, 1])
 REPEATS = 5
 
 
-def kernel() -> AttentionKernel:
+def kernel():
     return choose_kernel(recorded("2.13", reference)) if STAND_IN else attention_kernel()
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(found, expected):
     return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-12))
 
 
-def largest_error(lengths: Sequence[int], heads: int, kv_heads: int, size: int, device: Device) -> float:
+def largest_error(lengths, heads, kv_heads, size, device):
     """Return the largest relative error of outputs and gradients. Fails if repetitions differ in the output."""
     torch.manual_seed(1)
     how = {"device": device.device, "dtype": torch.bfloat16}
@@ -48,7 +45,7 @@ def largest_error(lengths: Sequence[int], heads: int, kv_heads: int, size: int, 
 def test_kernel_agrees_with_float64(heads, kv_heads, size, compute_on):
     compute_on("gpu")
 
-    def body(rank: int, device: Device) -> list[float]:
+    def body(rank, device):
         return [largest_error(lengths, heads, kv_heads, size, device) for lengths in LENGTHS]
 
     (errors,) = run_ranks(1, body, Config(), joined=False)

@@ -14,7 +14,7 @@ from tests.conftest import SESSION_MARK
 from tests.support.jobs.jobs import BOUND_S, arith, processes_of, run, running
 from tests.support.jobs.ledgers import check_staleness
 from tests.support.polling import poll
-from tests.support.processes.ray_cluster import RayCluster, ray_cluster
+from tests.support.processes.ray_cluster import ray_cluster
 
 #: alone: on a busy machine Ray takes its own nodes for dead
 pytestmark = [pytest.mark.system, pytest.mark.alone, pytest.mark.needs(package="ray")]
@@ -26,7 +26,7 @@ def cluster():
         yield cluster
 
 
-def command(tmp_path: Path, cluster: RayCluster, trial: str, *overrides: str) -> tuple[Path, list[str]]:
+def command(tmp_path, cluster, trial, *overrides):
     host = cluster.address.partition(":")[0]
     return arith(
         tmp_path,
@@ -38,7 +38,7 @@ def command(tmp_path: Path, cluster: RayCluster, trial: str, *overrides: str) ->
     )
 
 
-def agents_of(root: Path, kind: str) -> set[str]:
+def agents_of(root, kind):
     """Return the names of the agents that run processes of this kind now."""
     names = set()
     for line in processes_of(root):
@@ -48,7 +48,7 @@ def agents_of(root: Path, kind: str) -> set[str]:
     return names
 
 
-def launcher_parts() -> list[str]:
+def launcher_parts():
     """Return the command lines of the drivers and actors of any Ray launcher that this session started."""
     mark, found = f"{SESSION_MARK}={os.environ[SESSION_MARK]}", []
     for process in psutil.process_iter():

@@ -1,22 +1,18 @@
 """The Ray launcher on a real Ray cluster of three nodes on this machine, with programs in place of agents."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from realsys.config.compose import compose
 from realsys.config.paths import TrialPaths
-from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.launchers.ray_launcher import RayLauncher
 from tests.support.jobs.jobs import processes_of
-from tests.support.processes.ray_cluster import RayCluster, ray_cluster
+from tests.support.processes.ray_cluster import ray_cluster
 
 pytestmark = pytest.mark.needs(package="ray")
 
@@ -38,7 +34,7 @@ def cluster():
         yield cluster
 
 
-def settings(tmp_path: Path, cluster: RayCluster, *overrides: str) -> Config:
+def settings(tmp_path, cluster, *overrides):
     return compose(
         [
             *("experiment=arith", "cluster=ray", f"cluster.ray.address={cluster.address}", "cluster.ray.timeout_s=5"),
@@ -51,25 +47,25 @@ def settings(tmp_path: Path, cluster: RayCluster, *overrides: str) -> Config:
 class Started:
     """A launcher with its lines."""
 
-    def __init__(self, config: Config, program: str) -> None:
+    def __init__(self, config, program):
         self.lines: list[str] = []
         self.paths = TrialPaths.of(config)
         self.launcher = RayLauncher(config, self.paths)
         self._program = program
         self._new = asyncio.Event()
 
-    async def __aenter__(self) -> Started:
+    async def __aenter__(self):
         await self.launcher.start([sys.executable, "-c", self._program, str(self.paths.root)], self._say)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *_):
         await self.launcher.stop()
 
-    def _say(self, line: str) -> None:
+    def _say(self, line):
         self.lines.append(line)
         self._new.set()
 
-    async def until(self, count: int, text: str) -> list[str]:
+    async def until(self, count, text):
         """Wait for ``count`` lines with ``text``; return what follows it."""
         async with asyncio.timeout(BOUND_S):
             while len(found := [line.partition(text)[2] for line in self.lines if text in line]) < count:
@@ -99,7 +95,7 @@ def test_client_address_is_refused(tmp_path, cluster):
 def test_agent_that_fails_is_a_problem(tmp_path, cluster):
     """A program that exits with an error would do so on every node, so it is not started again."""
 
-    async def body() -> None:
+    async def body():
         async with Started(settings(tmp_path, cluster), "raise SystemExit(3)") as trial:
             await trial.until(2, "exited with code 3: see ")
             assert trial.launcher.problem().endswith(".log")
@@ -110,7 +106,7 @@ def test_agent_that_fails_is_a_problem(tmp_path, cluster):
 def test_killed_actor_takes_its_agent_with_it(tmp_path, cluster):
     """The next agent on the node starts when the processes of the first one have ended for sure."""
 
-    async def body() -> None:
+    async def body():
         short = ("cluster.heartbeat_s=0.5", "cluster.lease_s=1")
         async with Started(settings(tmp_path, cluster, *short), AGENT) as trial:
             names = await trial.until(2, "Ray started the agent of ")
@@ -127,7 +123,7 @@ def test_killed_actor_takes_its_agent_with_it(tmp_path, cluster):
 def test_dead_node_is_replaced_or_missed(tmp_path, cluster):
     """The last test of the cluster: it kills two of its nodes, and the second one has no replacement."""
 
-    async def body() -> None:
+    async def body():
         async with Started(settings(tmp_path, cluster), AGENT) as trial:
             first, second = await trial.until(2, "Ray started the agent of ")
             cluster.kill_node(first.rpartition("-")[2])

@@ -185,14 +185,14 @@ def test_killed_coordinator_frees_the_allocation(slurm, tmp_path):
     assert not processes_of(trial.root)
 
 
-def _stop(trial: SlurmTrial) -> None:
+def _stop(trial):
     stopped = realsys("stop", str(trial.root))
     assert stopped.returncode == 0 and "stopped" in stopped.stdout, stopped.stderr + trial.report()
     trial.until_state("FAILED", timeout_s=60.0)  # exit code 143
     trial.check_audit()
 
 
-def _node_beyond_the_first(trial: SlurmTrial) -> str:
+def _node_beyond_the_first(trial):
     """Return a node with processes of the run that does not have its batch script."""
     kinds = ("workers.model_worker", "workers.generation_server", "workers.rollout_worker")
     nodes = {trial.node_of(kind) for kind in kinds}

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.support.telemetry.step_logs import evaluation, recovered, train, warmup
-from tests.trackers.conftest import Followed
 
 pytestmark = [
     pytest.mark.needs(package="mlflow"),
@@ -29,18 +28,18 @@ def database(empty, followed):
     shutil.copy(empty, followed.folder)
 
 
-def client(followed: Followed) -> Any:
+def client(followed):
     made: Any = importlib.import_module("mlflow.tracking")
     return made.MlflowClient(tracking_uri=f"sqlite:///{followed.folder / 'mlflow.db'}")
 
 
-def only_run(followed: Followed) -> Any:
+def only_run(followed):
     reader = client(followed)
     (run,) = reader.search_runs([reader.get_experiment_by_name("arith").experiment_id])
     return run
 
 
-def curve(followed: Followed, name: str) -> list[tuple[int, float]]:
+def curve(followed, name):
     values = client(followed).get_metric_history(only_run(followed).info.run_id, name)
     return [(value.step, value.value) for value in sorted(values, key=lambda value: value.timestamp)]
 
@@ -79,7 +78,7 @@ def test_failed_start_leaves_no_second_run(followed, monkeypatch, call):
     library: Any = importlib.import_module("mlflow.tracking").MlflowClient
     whole = getattr(library, call)
 
-    def without_reply(*arguments: Any, **named: Any) -> None:
+    def without_reply(*arguments, **named):
         whole(*arguments, **named)
         raise TimeoutError("no reply")
 

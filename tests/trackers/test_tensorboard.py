@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 
 from tests.support.telemetry.step_logs import evaluation, recovered, train, warmup
-from tests.trackers.conftest import Followed
 
 pytestmark = pytest.mark.needs(package="tensorboard")
 
 REWARD = "train/reward_mean"
 
 
-def scalars(followed: Followed, kind: str, tag: str) -> list[tuple[int, float]]:
+def scalars(followed, kind, tag):
     """Return (step, value) of a curve as TensorBoard shows it."""
     made: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     reader = made.EventAccumulator(str(followed.folder / "tensorboard" / kind), size_guidance={"scalars": 0})

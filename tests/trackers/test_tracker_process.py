@@ -30,10 +30,10 @@ def test_all_trackers_finish_with_the_run(tmp_path, monkeypatch):
     paths.root.mkdir(parents=True)
     places = [paths.root / "trackers" / f"{name}.json" for name in ALL]
 
-    def delivered() -> list[int]:
+    def delivered():
         return [json.loads(place.read_text())["index"] if place.exists() else 0 for place in places]
 
-    async def run() -> None:
+    async def run():
         async with Trackers(config, paths, said.append) as trackers:
             append(paths.steps, train(1))
             await asyncio.to_thread(poll, lambda: delivered() == [1] * len(ALL), "the first step", BOUND_S)

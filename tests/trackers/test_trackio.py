@@ -20,7 +20,7 @@ def database(tmp_path_factory):
     return folder
 
 
-def logs(project: str) -> list[dict[str, Any]]:
+def logs(project):
     storage: Any = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
     found: list[dict[str, Any]] = storage.get_logs(project, "first")
     return found

@@ -1,13 +1,11 @@
 """The W&B library, offline: the rows in its file."""
 
 import json
-from typing import Any
 
 import pytest
 
 from tests.support.telemetry.step_logs import evaluation, recovered, train, warmup
 from tests.support.telemetry.wandb_files import history
-from tests.trackers.conftest import Followed
 
 pytestmark = pytest.mark.needs(package="wandb")
 
@@ -20,7 +18,7 @@ def no_reports(monkeypatch):
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
 
 
-def rows(followed: Followed) -> list[tuple[Any, ...]]:
+def rows(followed):
     """Return (number, train step, reward) of the rows of train steps."""
     found = [row for row in history(followed.folder) if "train/step" in row]
     return [(row["_step"], row["train/step"], row["train/reward_mean"]) for row in found]

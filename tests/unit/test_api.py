@@ -17,7 +17,7 @@ Captured = pytest.CaptureFixture[str]
 ARITH = ["experiment=arith", "seed=3"]
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+def stand_in(monkeypatch, script):
     monkeypatch.setattr(api, "own_words", lambda: [sys.executable, "-c", f"import os, signal, sys\n{script}"])
 
 

@@ -79,18 +79,18 @@ print(json.dumps(found))
 """
 
 
-def modules() -> list[str]:
+def modules():
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
     names = (".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files)
     return sorted(f"realsys.{name}".replace("realsys.realsys", "realsys").removesuffix(".__init__") for name in names)
 
 
-def may_import_torch(name: str) -> bool:
+def may_import_torch(name):
     inside = any(name == allowed or name.startswith(f"{allowed}.") for allowed in WITH_TORCH)
     return inside and name not in WITHOUT_TORCH
 
 
-def imported(names: list[str]) -> dict[str, str]:
+def imported(names):
     """Import ``names`` one after the other in a new process; return the first problem by module."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -117,7 +117,7 @@ def test_modules_that_may_import_torch_exist():
     assert [name for name in (*WITH_TORCH, *WITHOUT_TORCH) if name not in known] == []
 
 
-def imports_of(path: Path) -> set[str]:
+def imports_of(path):
     """Return the top-level packages that a file imports anywhere, also inside of functions."""
     packages: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):

@@ -39,7 +39,7 @@ METHODS = {
 }
 
 
-def problems(source: str) -> list[str]:
+def problems(source):
     tree = ast.parse(source)
     names: dict[str, str] = {}  # local name -> full name
     found = []
@@ -57,7 +57,7 @@ def problems(source: str) -> list[str]:
     return found
 
 
-def call_problem(node: ast.Call, names: dict[str, str]) -> list[str]:
+def call_problem(node, names):
     text = ast.unparse(node.func)
     head, _, rest = text.partition(".")
     name = names.get(head, head) + (f".{rest}" if rest else "")

@@ -39,7 +39,7 @@ def stores(cluster):
         store.close()
 
 
-def until(changes: queue.SimpleQueue[Tree], *keys: str) -> None:
+def until(changes, *keys):
     """Wait for a tree with all ``keys``. The last tree stays in the queue, because a later wait may need it."""
     while True:
         tree = changes.get(timeout=BOUND_S)
@@ -61,7 +61,7 @@ def test_death_of_the_leader_loses_nothing(cluster, stores, followed):
     """Every client writes and renews all the time, whichever member it is at: no call fails, and no lease lapses."""
     stop, written = threading.Event(), [0] * len(stores)
 
-    def write(number: int) -> None:
+    def write(number):
         lease = stores[number].lease(LEASE_S)
         while not stop.wait(0.02):
             stores[number].add(f"r/{number}/{written[number] + 1}", "1", replace=True)

@@ -9,7 +9,6 @@ import asyncio
 import json
 import signal
 import socket
-import subprocess
 from urllib.parse import urlsplit
 
 import pytest
@@ -33,17 +32,16 @@ def trial(tmp_path, request):
     made.close()
 
 
-def start(trial: Trial, body: str) -> subprocess.Popen[str]:
+def start(trial, body):
     return trial.run(f"from tests.support.processes.fenced_bodies import run; run({body!r})")
 
 
-def say_go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
+def say_go(process):
     process.stdin.write("go\n")
     process.stdin.flush()
 
 
-def wakes_up_fenced(trial: Trial, process: subprocess.Popen[str]) -> None:
+def wakes_up_fenced(trial, process):
     process.send_signal(signal.SIGCONT)
     trial.ends(process, 75)
     (record,) = read_errors(trial.paths.errors)
@@ -87,7 +85,7 @@ def test_rollout_worker_pushes_only_with_its_lease(trial, suspended):
 
 @pytest.mark.parametrize("suspended", [False, True])
 def test_head_stores_and_acknowledges_only_with_its_lease(trial, suspended):
-    async def run() -> None:
+    async def run():
         stream = MasterStream()
         trial.store.add(trial.names.request_reply, stream.address)
         process = start(trial, "receives")
@@ -117,7 +115,7 @@ def test_head_stores_and_acknowledges_only_with_its_lease(trial, suspended):
     assert stored == (["stored before"] if suspended else ["stored after", "stored before"])
 
 
-def answer_to(url: str, path: str, body: object, process: subprocess.Popen[str] | None) -> bytes:
+def answer_to(url, path, body, process):
     """Return the bytes of one connection until it ends. ``process`` is woken up once the kernel has the request."""
     where = urlsplit(url)
     data = json.dumps(body).encode()
@@ -135,7 +133,7 @@ def answer_to(url: str, path: str, body: object, process: subprocess.Popen[str] 
         return answer
 
 
-def ledger(trial: Trial) -> bytes:
+def ledger(trial):
     return trial.paths.ledger.read_bytes() if trial.paths.ledger.exists() else b""
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import gzip
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +29,11 @@ LIMIT = 1000
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-async def declared(request: web.Request) -> web.StreamResponse:
+async def declared(request):
     return web.Response(body=b" " * (LIMIT + 1))
 
 
-async def endless(request: web.Request) -> web.StreamResponse:
+async def endless(request):
     response = web.StreamResponse()
     await response.prepare(request)
     try:
@@ -43,14 +43,14 @@ async def endless(request: web.Request) -> web.StreamResponse:
         return response
 
 
-async def packed(request: web.Request) -> web.StreamResponse:
+async def packed(request):
     """Small on the wire, larger in memory."""
     assert request.headers["Accept-Encoding"] == "identity"
     return web.Response(body=gzip.compress(b" " * (LIMIT + 1)), headers={"Content-Encoding": "gzip"})
 
 
-def with_server(answer: Answer, use: Callable[[str], Awaitable[None]]) -> None:
-    async def run() -> None:
+def with_server(answer, use):
+    async def run():
         app = web.Application()
         app.add_routes([web.route("*", "/{path:.*}", answer)])
         runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -66,7 +66,7 @@ def with_server(answer: Answer, use: Callable[[str], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-async def ask_server(url: str) -> None:
+async def ask_server(url):
     client = GenerationClient(BOUND_S)
     try:
         await client.model_info(url)
@@ -74,13 +74,13 @@ async def ask_server(url: str) -> None:
         await client.close()
 
 
-async def ask_sglang(url: str) -> None:
+async def ask_sglang(url):
     async with http_client.HttpClient() as http:
         await SglangApi(http, url).pause("abort")
         await SglangApi(http, url).loads(BOUND_S)
 
 
-async def ask_manager(url: str) -> None:
+async def ask_manager(url):
     client = ManagerClient(lambda: url, "token", retry_timeout_s=0.0)
     try:
         await client.status()
@@ -105,7 +105,7 @@ def test_reply_over_the_limit_is_an_error(answer, ask, error):
 
 
 def test_client_may_have_a_lower_limit():
-    async def ask(url: str) -> None:
+    async def ask(url):
         async with http_client.HttpClient(max_reply=LIMIT) as http:
             await http.call(url, None, BOUND_S)
 
@@ -130,12 +130,12 @@ def test_reply_is_not_unpacked():
 def test_generation_client_has_limits_of_configuration():
     asked: list[Any] = []
 
-    async def silent(request: web.Request) -> web.StreamResponse:
+    async def silent(request):
         asked.append(await request.json())
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def ask(url: str) -> None:
+    async def ask(url):
         client = GenerationClient(1.0, progress_s=0.02)
         try:
             await client.generate(url, [1], SamplingSpec(), rid="a", seed=1)
@@ -148,8 +148,8 @@ def test_generation_client_has_limits_of_configuration():
 
 
 @contextmanager
-def serving(host: str) -> Iterator[HttpServer]:
-    async def hello(request: Any) -> PlainTextResponse:
+def serving(host):
+    async def hello(request):
         return PlainTextResponse("hello")
 
     server = HttpServer(Starlette(routes=[Route("/", hello)]), host)
@@ -167,10 +167,10 @@ def test_server_advertises_a_reachable_address(host, advertised):
 
 
 def test_server_serves_on_the_loop_of_its_caller():
-    async def hello(request: Any) -> PlainTextResponse:
+    async def hello(request):
         return PlainTextResponse("hello")
 
-    async def body() -> None:
+    async def body():
         server = HttpServer(Starlette(routes=[Route("/", hello)]))
         ready = asyncio.Event()
         serving = asyncio.create_task(server.serve(ready.set))
@@ -208,16 +208,16 @@ def test_reason_of_an_error_reply(payload, reason):
 def test_failed_call_says_what_is_known():
     """A refusal for load, a service that is not there, and a broken connection ask for different reactions."""
 
-    async def full(request: web.Request) -> web.StreamResponse:
+    async def full(request):
         return web.json_response({"error": "full"}, status=503, headers={"Retry-After": "7"})
 
-    async def failed(url: str) -> CallFailed:
+    async def failed(url):
         async with HttpClient() as client:
             with pytest.raises(CallFailed) as caught:
                 await client.call(url, {}, BOUND_S)
         return caught.value
 
-    async def ask(url: str) -> None:
+    async def ask(url):
         refused = await failed(url)
         assert (refused.status, refused.retry_after_s, refused.unreachable) == (503, 7.0, False)
 
@@ -227,10 +227,10 @@ def test_failed_call_says_what_is_known():
 
 
 def test_large_request_arrives_whole():
-    async def count(request: web.Request) -> web.StreamResponse:
+    async def count(request):
         return web.Response(text=str(len(await request.text())))
 
-    async def ask(url: str) -> None:
+    async def ask(url):
         async with HttpClient() as client:
             assert await client.call(url, "x" * ((1 << 20) - 2), BOUND_S) == b"1048576"
 
@@ -241,14 +241,14 @@ def test_attempts_end_with_their_limit(monkeypatch):
     """The sleeps between them double up to the last delay. On a clock that only the sleeps advance."""
     now, slept = [0.0], list[float]()
 
-    async def sleep(delay_s: float) -> None:
+    async def sleep(delay_s):
         slept.append(delay_s)
         now[0] += delay_s
 
     clock = SimpleNamespace(time=lambda: now[0])
     monkeypatch.setattr(http_client, "asyncio", SimpleNamespace(sleep=sleep, get_running_loop=lambda: clock))
 
-    async def numbers(limit_s: float) -> list[int]:
+    async def numbers(limit_s):
         return [number async for number in http_client.attempts(limit_s, 0.5, 2.0)]
 
     assert asyncio.run(numbers(0.0)) == [0] and not slept

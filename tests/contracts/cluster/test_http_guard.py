@@ -6,13 +6,11 @@ import json
 import re
 import resource
 import socket
-from collections.abc import Iterator
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
@@ -33,7 +31,7 @@ LIMIT = 1000
 SERVICES = ("manager", "generation_server", "reward_service")
 
 
-def guarded(service: str, token: str) -> Guard:
+def guarded(service, token):
     """The routes of a service; nothing is behind them."""
     if service == "manager":
         return ManagerApp(cast(Any, None), token, cast(Any, None)).build()
@@ -42,14 +40,14 @@ def guarded(service: str, token: str) -> Guard:
     return generation_app(cast(Any, None), token=token)
 
 
-def call(guard: Guard, method: str, path: str, headers: dict[str, str]) -> tuple[int, Any]:
+def call(guard, method, path, headers):
     """Status and body of one call over ASGI."""
     sent: list[Any] = []
 
-    async def receive() -> Any:
+    async def receive():
         return {"type": "http.request", "body": b"not json", "more_body": False}
 
-    async def send(message: Any) -> None:
+    async def send(message):
         sent.append(message)
 
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
@@ -83,7 +81,7 @@ def test_with_the_token_a_call_reaches_its_route(service):
     assert not guard.refused
 
 
-async def echo(request: Request) -> PlainTextResponse:
+async def echo(request):
     return PlainTextResponse(str(len(await request.body())))
 
 
@@ -97,7 +95,7 @@ def served():
     http.close()
 
 
-def talk(url: str, *pieces: bytes) -> bytes:
+def talk(url, *pieces):
     """Return the bytes that arrive until the other side closes."""
     where = urlsplit(url)
     with socket.create_connection((where.hostname, where.port), timeout=BOUND_S) as connection:
@@ -112,7 +110,7 @@ def talk(url: str, *pieces: bytes) -> bytes:
         return answer
 
 
-def head(length: int, *more: str) -> bytes:
+def head(length, *more):
     lines = ["POST /echo HTTP/1.1", "Host: x", "Connection: close", "Authorization: Bearer secret", *more]
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
@@ -192,7 +190,7 @@ def test_connection_whose_next_request_never_begins_is_closed(served, monkeypatc
 def test_answer_may_take_longer_than_a_request(monkeypatch):
     monkeypatch.setattr(http_server, "REQUEST_S", SHORT_S)
 
-    async def think(request: Request) -> PlainTextResponse:
+    async def think(request):
         await asyncio.sleep(1.5 * SHORT_S)
         return PlainTextResponse("done")
 
@@ -209,7 +207,7 @@ def test_full_service_refuses_before_the_body():
     """Else it would hold the bodies of all callers that it refuses."""
 
     @contextlib.contextmanager
-    def room(size: int) -> Iterator[None]:
+    def room(size):
         sizes.append(size)
         if size > 500:
             raise RefusedRequest(503, "it is full", retry_after_s=4)
@@ -244,7 +242,7 @@ def test_two_requests_on_one_connection_are_told_apart(served):
 
 
 def test_generation_client_proves_that_it_knows_the_token(served):
-    async def run(token: str | None) -> str:
+    async def run(token):
         client = GenerationClient(BOUND_S, token=token)
         try:
             await client.resume(served[1])
@@ -259,13 +257,13 @@ def test_generation_client_proves_that_it_knows_the_token(served):
     assert "status 401" in asyncio.run(run("another"))
 
 
-def caught(url: str, body: object, query: str = "") -> bytes:
+def caught(url, body, query=""):
     """What a client of the trial sends to a stranger, who listens in place of the service at ``url``."""
 
-    async def run() -> bytes:
+    async def run():
         request: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-        async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def stranger(reader, writer):
             head = await reader.readuntil(b"\r\n\r\n")
             size = int(re.findall(rb"Content-Length: (\d+)", head)[0])
             request.set_result(head + await reader.readexactly(size))

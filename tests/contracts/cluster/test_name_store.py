@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from realsys.cluster.names.contract import Lease, NameStore, Tree
+from realsys.cluster.names.contract import NameStore, Tree
 from realsys.cluster.names.etcd_store import EtcdNameStore
 from realsys.cluster.names.file_store import FileNameStore
 from realsys.cluster.names.memory_store import MemoryNameStore
@@ -36,7 +36,7 @@ def connect(request, tmp_path):
         "etcd": lambda: EtcdNameStore(request.getfixturevalue("etcd_server").address),
     }
 
-    def make() -> NameStore:
+    def make():
         opened.append(makers[request.param]())
         return opened[-1]
 
@@ -61,7 +61,7 @@ def root():
     return f"t/{uuid.uuid4().hex}"
 
 
-def until(changes: queue.SimpleQueue[Tree], wanted: Tree) -> None:
+def until(changes, wanted):
     """Changes may be merged, so only the state to arrive at counts."""
     seen: list[Tree] = []
     deadline = time.monotonic() + BOUND_S
@@ -103,7 +103,7 @@ def test_one_of_many_threads_creates_the_key(connect, root):
     start = threading.Barrier(8)
     won: list[str] = []
 
-    def race(store: NameStore, name: str) -> None:
+    def race(store, name):
         start.wait(BOUND_S)
         try:
             store.add(f"{root}/race", name)
@@ -185,7 +185,7 @@ def test_revoked_lease_removes_its_keys(connect, root):
     lease.revoke()
 
 
-def seen_in_time(owner: NameStore, reader: NameStore, key: str, ttl_s: float) -> Lease:
+def seen_in_time(owner, reader, key, ttl_s):
     """A lease of which the key was there for another client. A machine too slow to look in time gets a longer one."""
     while True:
         began = time.monotonic()
@@ -219,7 +219,7 @@ def test_lapsed_lease_removes_its_keys(connect, root, short_ttl):
     assert owner.get(f"{root}/leased") == "of the next owner"
 
 
-def outlives(store: NameStore, key: str, ttl_s: float) -> bool:
+def outlives(store, key, ttl_s):
     """False: it could not be seen, as this machine was too slow to keep a lease of ``ttl_s`` alive."""
     kept = begun = time.monotonic()
     lease = store.lease(ttl_s)
@@ -303,7 +303,7 @@ def test_wait_timeout_names_the_awaited_thing(store, root):
 def test_interrupt_ends_present_and_later_waits(store, root):
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def wait() -> None:
+    def wait():
         with pytest.raises(WaitTimeout, match="stopped while waiting for the master"):
             store.wait(f"{root}/x", 60, "the master")
         ended.put("ended")
@@ -348,7 +348,7 @@ def test_watch_can_be_closed_in_its_callback(store, root):
     calls = itertools.count()
     watches: list = []
 
-    def once(tree: Tree) -> None:
+    def once(tree):
         next(calls)
         if tree:
             watches[0].close()
@@ -366,7 +366,7 @@ def test_failing_callback_is_not_silent(store, root, monkeypatch):
     failures: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(threading, "excepthook", lambda args: failures.put(str(args.exc_value)))
 
-    def fail(tree: Tree) -> None:
+    def fail(tree):
         if tree:
             raise ValueError("broken callback")
 

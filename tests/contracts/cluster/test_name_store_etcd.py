@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 
 from realsys.cluster.names import etcd_members
-from realsys.cluster.names.contract import Lease
 from realsys.cluster.names.etcd_store import EtcdNameStore
 from realsys.errors import NameStoreError, RealsysError
 from tests.support.polling import poll
@@ -118,7 +117,7 @@ def test_call_waits_for_a_short_absence(own_etcd):
         store.close()
 
 
-def renewed(lease: Lease) -> bool:
+def renewed(lease):
     """Try once. On a busy machine etcd may take longer than that to answer."""
     try:
         lease.keep_alive()

@@ -17,7 +17,7 @@ from realsys.cluster.names.file_store import FileNameStore
 from realsys.errors import Fenced, KeyExists, KeyMissing, NameStoreError
 
 
-def in_children(count: int, body) -> list[int]:
+def in_children(count, body):
     """Fork ``count`` children that run ``body(i)`` all at once; their exit codes."""
     gate_reader, gate_writer = os.pipe()
     pids = []
@@ -40,7 +40,7 @@ def in_children(count: int, body) -> list[int]:
 def test_one_of_many_processes_creates_each_key(tmp_path):
     FileNameStore(tmp_path)
 
-    def race(i: int) -> int:
+    def race(i):
         store, won = FileNameStore(tmp_path), 0
         for k in range(40):
             try:
@@ -70,7 +70,7 @@ def test_lapsed_key_has_one_new_owner(tmp_path, monkeypatch):
 
     monkeypatch.setattr(FileNameStore, "_lapsed", look)
 
-    def take_over(name: str) -> None:
+    def take_over(name):
         try:
             FileNameStore(tmp_path).add("k", name)
             won.append(name)
@@ -91,7 +91,7 @@ def test_reader_sees_whole_values_during_replacement(tmp_path):
     store.add("k", "a" * 5000)
     done = threading.Event()
 
-    def write() -> None:
+    def write():
         while not done.is_set():
             for value in values:
                 store.add("k", value, replace=True)
@@ -112,7 +112,7 @@ def test_key_exists_throughout_a_takeover(tmp_path):
     store.add("k", "0", lease=lease)
     done = threading.Event()
 
-    def succeed() -> None:
+    def succeed():
         current = lease
         try:
             for n in range(1, 60):
@@ -153,13 +153,13 @@ def test_lapsed_leases_and_their_keys_are_tidied_up(tmp_path):
     assert not list((tmp_path / "keys").rglob("*@value"))
 
 
-def of_another_host(store: FileNameStore, lease_id: str, count: int, ttl_s: float) -> None:
+def of_another_host(store, lease_id, count, ttl_s):
     """The lease as a process on another machine would write it: its boot, its clock."""
     record = {"boot": "another", "deadline": time.monotonic() - 1e6, "ttl_s": ttl_s, "count": count}
     (store.root / "leases" / lease_id).write_text(json.dumps(record))
 
 
-def lives_while_its_counter_moves(folder: Path, ttl_s: float) -> bool:
+def lives_while_its_counter_moves(folder, ttl_s):
     """False: it could not be seen, as this machine was too slow to move the counter within ``ttl_s``."""
     owner, reader = FileNameStore(folder), FileNameStore(folder)
     lease = owner.lease(30)
@@ -241,7 +241,7 @@ def test_unusable_directory_names_its_field(tmp_path):
 class Moves:
     """Renames of the store's directory. It returns when the store calls os.stat."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, root, monkeypatch):
         self.root, self.away = root, root.with_name("away")
         stat, read_lease = os.stat, FileNameStore._read_lease
 
@@ -256,10 +256,10 @@ class Moves:
         monkeypatch.setattr(os, "stat", look)
         self.go_before_a_lease_is_read = lambda: monkeypatch.setattr(FileNameStore, "_read_lease", go_and_read)
 
-    def go(self) -> None:
+    def go(self):
         os.rename(self.root, self.away)
 
-    def come_back(self) -> None:
+    def come_back(self):
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.away, self.root)
 

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -39,7 +38,7 @@ def config(tmp_path):
     return made
 
 
-def start(folder: Path, **environment: str) -> subprocess.Popen[bytes]:
+def start(folder, **environment):
     argv = [sys.executable, "-m", "realsys.workers.name_store", "--trial-dir", str(folder), "--index", "0"]
     return subprocess.Popen(argv, env={**os.environ, RUN_ID: RUN, **environment})
 
@@ -74,7 +73,7 @@ def test_etcd_of_a_job_outlives_sigterm(worker, config, tmp_path):
     assert not etcd.is_running()
 
 
-def refusal(folder: Path, **environment: str) -> str:
+def refusal(folder, **environment):
     """The message of the error file, with which the launcher ends the run at once."""
     assert start(folder, **environment).wait(BOUND_S) == 2
     [record] = read_errors(TrialPaths(folder).errors)

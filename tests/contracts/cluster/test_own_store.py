@@ -9,7 +9,7 @@ from realsys.workers.name_store import ensure_certificate
 OWN = {"backend": "etcd", "start": True, "address": "127.0.0.1:2379"}
 
 
-def config(nodes: int, address: str = "127.0.0.1:2379") -> Config:
+def config(nodes, address="127.0.0.1:2379"):
     return Config.model_validate({"cluster": {"nodes": nodes, "name_store": {**OWN, "address": address}}})
 
 

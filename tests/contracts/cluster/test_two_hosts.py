@@ -1,7 +1,5 @@
 """Processes on two hosts: each finds its own address, torch's ranks meet, and HTTP calls arrive."""
 
-from pathlib import Path
-
 import pytest
 
 from realsys.cluster.stream.security import ensure_keys
@@ -81,7 +79,7 @@ def hosts(request):
         yield made
 
 
-def written(folder: Path, **cluster: object) -> Path:
+def written(folder, **cluster):
     """Write the configuration of a trial over two nodes; return the file."""
     settings = {"nodes": 2, "connect_timeout_s": 30.0, **cluster}
     config = Config.model_validate({"fileroot": str(folder), "trial": "t", "cluster": settings})

@@ -1,7 +1,6 @@
 """Predicted memory against what torch allocates: the real engine on tensors without data, real ranks over gloo."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from realsys.algorithm.prefix_tree import unit_size
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.config.dataflow import role_settings
 from realsys.config.rank_memory import (
-    States,
     StateSettings,
     StepSettings,
     inference_work,
@@ -21,14 +19,12 @@ from realsys.config.rank_memory import (
     states_of,
     training_work,
 )
-from realsys.config.schema import Config
-from realsys.model_files.architecture import HfModel
 from realsys.model_files.config_json import read_model
 from realsys.train.megatron.train_engine import optimizer_tensors
 from tests.support.gpu.fake_memory import LiveBytes, measure
 from tests.support.serving.hf_models import make_model
 from tests.support.serving.qwen_models import write_qwen
-from tests.support.training.engine_ranks import NLL, REFS, Rank, make_config, make_settings, on_ranks
+from tests.support.training.engine_ranks import NLL, REFS, make_config, make_settings, on_ranks
 from tests.support.training.train_ranks import coordinates
 
 TOKENS = 8192
@@ -36,7 +32,7 @@ LAYERS = 4  # of the published models: all layers are alike
 PLAIN = [structs.replace(ref, shared=[]) for ref in REFS]
 
 
-def qwen(folder: Path, name: str) -> HfModel:
+def qwen(folder, name):
     return read_model(write_qwen(folder, name, num_hidden_layers=LAYERS))
 
 
@@ -67,7 +63,7 @@ def test_gpu_peak_is_predicted_within_ten_percent(name, text, train, tmp_path):
     assert inference_work(model, shard, layout, how).total == pytest.approx(measured.inference, rel=0.1)
 
 
-def step_of(config: Config, *, on_gpu: bool) -> StepSettings:
+def step_of(config, *, on_gpu):
     train = config.train
     sizes = (train.recompute, train.sequence_parallel, train.head_chunk_tokens)
     return StepSettings(config.model.dtype, TOKENS, TOKENS, *sizes, on_gpu, head_is_trained=not train.lora.rank)
@@ -86,7 +82,7 @@ def small(tmp_path_factory):
 def test_states_of_real_ranks_are_predicted(text, distributed, dtype, small):
     """Parameters, gradient buffer, master weights and moments of each rank after an optimizer step."""
 
-    def body(rank: Rank) -> tuple[int, int, int]:
+    def body(rank):
         engine = rank.engine
         engine.accumulate(rank.micro_batches(1), NLL)
         engine.use_optimizer("train", make_settings().optimizer)
@@ -111,7 +107,7 @@ def test_states_of_real_ranks_are_predicted(text, distributed, dtype, small):
     assert sum(size for _, _, size in found) == pytest.approx(sum(states.optimizer for states in predicted), rel=0.1)
 
 
-def predicted_states(model: HfModel, layout: ParallelLayout, stage: int, dtype: str, *, distributed: bool) -> States:
+def predicted_states(model, layout, stage, dtype, *, distributed):
     how = StateSettings(dtype, trained=True, distributed_optimizer=distributed, on_gpu=False)
     return states_of(model, shard_of(model, layout, stage), layout, make_settings(), how)
 
@@ -124,12 +120,12 @@ def test_saved_bytes_of_a_layer_on_cpu(dtype, shared, tmp_path):
     Rows that begin alike save fewer than the tokens that they take of a micro-batch.
     """
 
-    def body(rank: Rank) -> float:
+    def body(rank):
         engine: Any = rank.engine
         saved: dict[int, int] = {}
         parameters = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
+        def note(tensor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in parameters:
                 saved[storage.data_ptr()] = storage.nbytes()
@@ -157,7 +153,7 @@ def test_stages_hold_the_micro_batches_in_flight(stages, tmp_path):
     """Peak of eight micro-batches minus that of one, on real stages: p - 1 - i more are in flight on stage i."""
     make_model(num_hidden_layers=9, hidden_size=256, intermediate_size=512).save_pretrained(tmp_path)
 
-    def body(rank: Rank) -> tuple[int, int]:
+    def body(rank):
         peaks = []
         for count in (1, 8):
             batches = [rank.packer.pack(PLAIN) for _ in range(count)]

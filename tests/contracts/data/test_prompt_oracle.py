@@ -19,10 +19,10 @@ NAMED = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template
 ORACLES = {**{name: TEMPLATES[name] for name in ("chatml", "merges_tools", "alternates")}, "tools": SHOWS_TOOLS}
 
 
-def draw(random_: random.Random) -> dict:
+def draw(random_):
     """Return a row as published sets have them: null keys, reasoning, calls, tools with defaults."""
 
-    def message(role: str) -> dict:
+    def message(role):
         one = {"role": role, "content": random_.choice(["3+4?", "Wie groß?\n", "a  b", "x"])}
         if role == "assistant" and random_.random() < 0.5:
             one["reasoning_content"] = random_.choice(["So 7. ", None])
@@ -46,7 +46,7 @@ def draw(random_: random.Random) -> dict:
     return row
 
 
-def expected(tokenizer: transformers.PreTrainedTokenizerBase, row: dict) -> str | None:
+def expected(tokenizer, row):
     """Return the prompt of transformers; None if the template refuses the row. A null key counts as absent."""
     messages = [{key: value for key, value in one.items() if value is not None} for one in row["prompt"]]
     try:

@@ -11,7 +11,6 @@ import pytest
 from realsys.cluster.files import FileInfo
 from realsys.config.compose import compose
 from realsys.config.paths import TrialPaths
-from realsys.config.schema import Config
 from realsys.errors import ConfigError, StreamError
 from realsys.launch.cli import main
 from realsys.launch.commands.audit import audit_trial
@@ -24,7 +23,7 @@ from realsys.manager.ledger.prompt_order import permutation
 from realsys.manager.messages import DataPosition
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, CheckpointState, RoleState
 from realsys.train.master.checkpoints import commit
-from tests.support.ledger.manager_trial import TOKEN, Trial, config, drive
+from tests.support.ledger.manager_trial import TOKEN, config, drive
 
 DATA = {"train_size": 20, "eval_size": 5, "demo_size": 0}
 SMALL = ["experiment=arith", *(f"data.arith.{k}={v}" for k, v in DATA.items()), "evaluation.problems=5"]
@@ -38,7 +37,7 @@ POSITION = DataPosition(14, [9, 2], 20, 1)
 def compose_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def make(*overrides: str) -> Config:
+    def make(*overrides):
         return resolve(compose([*CONFIG, *overrides]), now=datetime(2025, 1, 1))
 
     return make
@@ -154,7 +153,7 @@ def test_resume_issues_every_prompt_once(tmp_path):
     order = permutation(config().seed, 0, 64).tolist()
     found: list[DataPosition] = []
 
-    async def first(t: Trial) -> None:
+    async def first(t):
         await t.ready()
         tickets = (await t.allocate(4))["tickets"]
         trained: list[Any] = [ticket["ticket_id"] for ticket in tickets[:2]]
@@ -174,7 +173,7 @@ def test_resume_issues_every_prompt_once(tmp_path):
     with Journal(second / "ledger.jsonl") as journal:
         journal.append([Resumed("/c", 1, 2, position.cursor, position.pending, 0.0)])
 
-    async def resumed(t: Trial) -> None:
+    async def resumed(t):
         await t.ready(version=1)
         view = (await t.get("/status"))["admission"]
         assert (view["counted"], view["capacity"]) == (2, 6)
@@ -194,7 +193,7 @@ def test_resume_issues_every_prompt_once(tmp_path):
 
 
 def test_the_position_needs_the_token(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         client = ManagerClient(lambda: t.url, "another token")
         with pytest.raises(StreamError, match="status 401: /data_position: needs the trial's token"):
             await client.data_position()

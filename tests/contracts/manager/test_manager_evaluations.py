@@ -1,24 +1,20 @@
 """An evaluation keeps one version on real embedded servers while weights are published in the middle."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
 
 from realsys.errors import RealsysError
 from realsys.generation.client import GenerationClient, SamplingSpec
-from realsys.generation.completion import Completion
 from realsys.manager import decisions
 from realsys.manager.client import ManagerClient
-from realsys.manager.messages import AllocateRequest, Answer, EvaluateRequest, EvaluationReply, FinishRequest
+from realsys.manager.messages import AllocateRequest, Answer, EvaluateRequest, FinishRequest
 from realsys.rollout.resumable_engine import EngineCall, ResumableEngine
-from realsys.types import PublishedVersion, Ticket
-from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, Trial, config, trial
+from realsys.types import PublishedVersion
+from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, config, trial
 
 PROMPT = [3, 1, 4, 1, 5]
 LENGTH = 400
@@ -35,24 +31,24 @@ def versions(tmp_path_factory):
 class Evaluated:
     """A manager with two embedded servers, and a worker that plays an evaluation."""
 
-    def __init__(self, running: Trial, versions: Any) -> None:
+    def __init__(self, running, versions):
         self.trial = running
         self.versions = versions
         self.client = ManagerClient(lambda: running.url, TOKEN, no_server_retry_timeout_s=BOUND_S)
         self.generation = GenerationClient(BOUND_S)
         self.engine = ResumableEngine(self.client, self.generation)
 
-    def publish(self, version: int) -> None:
+    def publish(self, version):
         published = PublishedVersion(version, "m1", str(self.versions.paths[version]), version)
         value = msgspec.json.encode(published).decode()
         self.trial.store.add(self.trial.names.model_version(), value, replace=True)
 
-    async def begin(self, problems: int) -> list[tuple[Ticket, asyncio.Task[list[Completion]]]]:
+    async def begin(self, problems):
         """Request an evaluation, and sample all of it; returns when a server samples."""
         await self.client.evaluate(EvaluateRequest("e", "eval", problems))
         return await self.sample(problems)
 
-    async def sample(self, problems: int) -> list[tuple[Ticket, asyncio.Task[list[Completion]]]]:
+    async def sample(self, problems):
         tickets = (await self.client.allocate(AllocateRequest(WORKER, problems, BOUND_S))).tickets
         assert [ticket.kind for ticket in tickets] == ["eval"] * problems
         calls = [EngineCall(ticket, "0.0", PROMPT, LONG, ticket.seed) for ticket in tickets]
@@ -63,19 +59,19 @@ class Evaluated:
                 pass
         return begun
 
-    async def finish(self, ticket: Ticket, generated: Completion) -> None:
+    async def finish(self, ticket, generated):
         low, high = int(generated.versions.min()), int(generated.versions.max())
         answer = Answer(1.0, True, len(generated.tokens), "length", low, high)
         await self.client.finish(FinishRequest(ticket.ticket_id, ticket.attempt, WORKER, "accepted", "", [answer]))
 
-    async def reply(self) -> EvaluationReply:
+    async def reply(self):
         return await self.client.evaluation("e")
 
 
-def drive(tmp_path: Path, versions: Any, scenario: Callable[[Evaluated], Awaitable[None]], servers: int = 2) -> None:
+def drive(tmp_path, versions, scenario, servers=2):
     from tests.support.serving.generation_servers import embedded_server
 
-    async def main(urls: list[str]) -> None:
+    async def main(urls):
         async with asyncio.timeout(2 * BOUND_S), trial(tmp_path, config(eta=4)) as running:
             world = Evaluated(running, versions)
             world.publish(0)
@@ -95,7 +91,7 @@ def drive(tmp_path: Path, versions: Any, scenario: Callable[[Evaluated], Awaitab
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_evaluation_keeps_its_version_through_an_update(tmp_path, versions, servers):
-    async def scenario(world: Evaluated) -> None:
+    async def scenario(world):
         begun = await world.begin(4 * servers)
         world.publish(1)
         await world.trial.until("a server keeps version 0", lambda: bool(world.trial.state.servers.holds))
@@ -116,7 +112,7 @@ def test_evaluation_over_its_limit_has_no_number(tmp_path, versions, monkeypatch
     """Without the hold the update meets its completions: that the versions would mix is why it ends."""
     monkeypatch.setattr(decisions, "HOLD_S", 0.0)
 
-    async def scenario(world: Evaluated) -> None:
+    async def scenario(world):
         begun = await world.begin(4)
         world.publish(1)
         await world.trial.until("server 0 serves 1", world.trial.serves(0, 1))
@@ -135,7 +131,7 @@ def test_evaluation_over_its_limit_has_no_number(tmp_path, versions, monkeypatch
 
 
 def test_lost_version_begins_evaluation_anew(tmp_path, versions):
-    async def scenario(world: Evaluated) -> None:
+    async def scenario(world):
         begun = await world.begin(2)
         world.publish(1)
         state, names = world.trial.state, world.trial.names

@@ -13,7 +13,7 @@ from tests.support.polling import poll
 
 
 def test_caller_that_closed_its_connection_gets_no_ticket(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         assert len((await t.allocate(100))["tickets"]) == 4
         held = asyncio.create_task(t.allocate(100, wait_s=BOUND_S))
@@ -28,7 +28,7 @@ def test_caller_that_closed_its_connection_gets_no_ticket(tmp_path):
 
 
 def test_allocation_is_held_and_woken_by_a_publication(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         assert len((await t.allocate(100))["tickets"]) == 4  # B (v + eta + 1)
         refused = await t.allocate(1)
@@ -52,7 +52,7 @@ def test_allocation_is_held_and_woken_by_a_publication(tmp_path):
     ],
 )
 def test_bad_call_is_refused_in_one_line(tmp_path, body, token, expected):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         status, reply = await t.call("/allocate_rollout", body, token=token)
         assert status == expected
         assert "\n" not in reply["error"] and "/allocate_rollout" in reply["error"]
@@ -62,7 +62,7 @@ def test_bad_call_is_refused_in_one_line(tmp_path, body, token, expected):
 
 
 def test_finish_of_superseded_attempt_is_no_error(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         assert await t.finish({"ticket_id": "never", "attempt": 0, "n": 1}) == {"known": False, "retry": False}
         assert await t.finish({"ticket_id": "0000000099", "attempt": 0, "n": 1}) == {"known": False, "retry": False}
@@ -82,7 +82,7 @@ def test_finish_of_superseded_attempt_is_no_error(tmp_path):
 
 
 def test_tickets_of_dead_worker_are_reissued(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         t.heartbeat(WORKER, "1")
         await t.ready()
         ticket = (await t.allocate())["tickets"][0]
@@ -97,7 +97,7 @@ def test_tickets_of_dead_worker_are_reissued(tmp_path):
 
 
 def test_lease_that_lapses_wakes_a_held_allocation(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         first = (await t.allocate(4))["tickets"]
         again = (await t.allocate(1, wait_s=BOUND_S))["tickets"][0]
@@ -107,7 +107,7 @@ def test_lease_that_lapses_wakes_a_held_allocation(tmp_path):
 
 
 def test_evaluation_goes_before_training_and_outside_the_quota(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         assert len((await t.allocate(100))["tickets"]) == 4  # the quota is used up
         asked = {"eval_id": "before", "split": "eval", "n": 3, "seed": 7}
@@ -140,7 +140,7 @@ def test_evaluation_goes_before_training_and_outside_the_quota(tmp_path):
 
 
 def test_evaluation_after_publication_waits_for_that_version(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         t.servers[0].released.clear()
         t.servers[0].asked.clear()
@@ -158,7 +158,7 @@ def test_evaluation_after_publication_waits_for_that_version(tmp_path):
 
 
 def test_restart_with_torn_journal_keeps_tickets(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         tickets = (await t.allocate(4))["tickets"]
         await t.finish(tickets[0])
@@ -194,7 +194,7 @@ def test_restart_with_torn_journal_keeps_tickets(tmp_path):
 
 
 def test_allocation_repeated_after_restart_gets_same_tickets(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         lost = await t.post("/allocate_rollout", worker=WORKER, max_tickets=3, request_id="one")
         await t.halt()
@@ -210,7 +210,7 @@ def test_allocation_repeated_after_restart_gets_same_tickets(tmp_path):
 
 
 def test_second_manager_on_the_same_ledger_is_refused(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         second = Trial(t.ledger, t.config)
         try:
             with pytest.raises(LedgerError, match="another gserver_manager"):
@@ -223,7 +223,7 @@ def test_second_manager_on_the_same_ledger_is_refused(tmp_path):
 
 
 def test_journal_that_cannot_be_written_ends_the_process(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         t.manager.service.journal.close()
         status, reply = await t.call("/allocate_rollout", {"worker": WORKER, "max_tickets": 1})
@@ -235,7 +235,7 @@ def test_journal_that_cannot_be_written_ends_the_process(tmp_path):
 
 
 def test_status_metrics_and_page_show_the_trial(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         t.heartbeat(WORKER, "1")
         await t.ready()
         t.store.add(t.names.status, json.dumps({"phase": "train", "time": 0}), replace=True)
@@ -276,7 +276,7 @@ def test_status_metrics_and_page_show_the_trial(tmp_path):
 
 
 def test_stop_answers_held_allocations(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         held = asyncio.create_task(t.allocate(1, wait_s=BOUND_S))
         assert (await t.get("/get_model_version")) == {"version": -1}
         await t.halt()

@@ -1,7 +1,6 @@
 """Over HTTP: the training side starts again, an older one is fenced, the ledger is compacted under load."""
 
 import asyncio
-from typing import Any
 
 import msgspec
 import pytest
@@ -14,33 +13,33 @@ from realsys.manager.ledger.events import Opened, RolledBack, Snapshot
 from realsys.manager.ledger.journal import read_journal, twin_path
 from realsys.manager.messages import EvaluateRequest, RollBackRequest, TrainedRequest
 from realsys.types import PublishedVersion
-from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, Trial, drive
+from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, drive
 
 A, B = (f"{number:019d}" for number in (1, 2))
 
 
-async def start(t: Trial, version: int, incarnation: str) -> Any:
+async def start(t, version, incarnation):
     return await t.post("/roll_back", version=version, step=version, incarnation=incarnation, checkpoint="/c")
 
 
-async def serve(t: Trial, version: int, incarnation: str) -> None:
+async def serve(t, version, incarnation):
     """Publish, and wait until the server has verified it."""
     published = PublishedVersion(version, incarnation, f"/weights/v{version}.{incarnation}", version)
     t.store.add(t.names.model_version(), msgspec.json.encode(published).decode(), replace=True)
 
-    def verified() -> bool:
+    def verified():
         server = t.state.servers.get("generation_server/0")
         return server is not None and server.verified == published
 
     await t.until(f"the server has version {version} of {incarnation}", verified)
 
 
-def events(t: Trial) -> list[Any]:
+def events(t):
     return [event for event, _ in read_journal(t.ledger)]
 
 
 def test_trainer_rolls_back_and_older_one_is_refused(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.add_server(0)
         assert await start(t, -1, A) == {"reissued": 0, "evaluations": []}
         await serve(t, 0, A)
@@ -90,7 +89,7 @@ def test_trainer_rolls_back_and_older_one_is_refused(tmp_path):
     ],
 )
 def test_a_bad_roll_back_changes_nothing(tmp_path, body, token, expected):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         status, reply = await t.call("/roll_back", body, token=token)
         assert status == expected and "\n" not in reply["error"]
         assert [type(event) for event in events(t)] == [Opened]
@@ -101,7 +100,7 @@ def test_a_bad_roll_back_changes_nothing(tmp_path, body, token, expected):
 def test_a_manager_that_restarts_still_knows_who_trains(tmp_path):
     """The name store holds what the old side published: it is not served, whoever finds it first."""
 
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.add_server(0)
         await start(t, -1, A)
         await serve(t, 0, A)
@@ -118,7 +117,7 @@ def test_a_manager_that_restarts_still_knows_who_trains(tmp_path):
 
 
 def test_the_client_fences_an_older_training_side(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         client = ManagerClient(lambda: t.url, TOKEN, retry_timeout_s=BOUND_S)
         try:
             assert (await client.roll_back(RollBackRequest(-1, -1, B))).reissued == 0
@@ -137,7 +136,7 @@ def test_the_client_fences_an_older_training_side(tmp_path):
 
 
 def test_group_that_never_arrived_wakes_held_allocation(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.add_server(0)
         await start(t, -1, A)
         await serve(t, 0, A)
@@ -156,12 +155,12 @@ def test_group_that_never_arrived_wakes_held_allocation(tmp_path):
 
 
 def test_data_position_is_synced_before_the_reply(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         synced: list[int] = []
         journal = t.manager.service.journal
         sync = journal.sync
 
-        def counted() -> None:
+        def counted():
             sync()
             synced.append(journal.size)
 
@@ -178,7 +177,7 @@ def test_data_position_is_synced_before_the_reply(tmp_path):
 def test_compaction_under_load_loses_nothing(tmp_path):
     """A limit of 4 kB: many compactions beside many calls; then a restart from what is left."""
 
-    async def life(t: Trial) -> int:
+    async def life(t):
         step, journal = 0, t.manager.service.journal
         while step < 40 or not journal.base:  # until it has been compacted, however slow the disk is
             step += 1
@@ -192,7 +191,7 @@ def test_compaction_under_load_loses_nothing(tmp_path):
             await serve(t, step, A)
         return step
 
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.add_server(0)
         await start(t, -1, A)
         await serve(t, 0, A)
@@ -210,7 +209,7 @@ def test_compaction_under_load_loses_nothing(tmp_path):
 
 
 def test_reported_server_that_is_dead_is_quarantined(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         ticket = (await t.allocate())["tickets"][0]
         await t.schedule(ticket)

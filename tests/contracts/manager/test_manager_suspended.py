@@ -4,16 +4,16 @@ import asyncio
 
 from realsys.manager.messages import AllocateRequest
 from realsys.manager.operations import ALLOCATE
-from tests.support.ledger.manager_trial import BOUND_S, WORKER, Trial, drive
+from tests.support.ledger.manager_trial import BOUND_S, WORKER, drive
 
 
-async def _never() -> bool:
+async def _never():
     """It has not hung up."""
     return False
 
 
 def test_suspended_worker_gets_no_ticket(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         t.heartbeat(WORKER, "1")
         await t.ready()
         assert len((await t.allocate(4))["tickets"]) == 4  # the quota is used up
@@ -29,7 +29,7 @@ def test_suspended_worker_gets_no_ticket(tmp_path):
 
 
 def test_grant_without_heartbeat_is_lost_with_its_incarnation(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         body = {"worker": WORKER, "max_tickets": 1, "incarnation": "1"}
         ticket = (await t.post("/allocate_rollout", **body))["tickets"][0]

@@ -3,11 +3,11 @@
 import asyncio
 
 from realsys.manager import decisions
-from tests.support.ledger.manager_trial import BOUND_S, FakeServer, Trial, drive
+from tests.support.ledger.manager_trial import BOUND_S, FakeServer, drive
 
 
 def test_update_reaches_healthy_server_beside_broken_ones(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         healthy, hanging, refusing = [await t.add_server(i) for i in range(3)]
         hanging.released.clear()
         refusing.refuse = True
@@ -36,7 +36,7 @@ def test_update_reaches_healthy_server_beside_broken_ones(tmp_path):
 
 
 def test_server_that_dies_in_update_is_quarantined(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         dying = await t.add_server(1)
         await t.until("server 1 serves 0", t.serves(1, 0))
@@ -57,7 +57,7 @@ def test_server_that_dies_in_update_is_quarantined(tmp_path):
 
 
 def test_update_that_hangs_beyond_its_timeout_fails(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         hanging = await t.add_server(0)
         hanging.released.clear()
         t.publish(0)
@@ -68,7 +68,7 @@ def test_update_that_hangs_beyond_its_timeout_fails(tmp_path):
 
 
 def test_restarted_server_is_updated_before_it_gets_requests(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         ticket = (await t.allocate())["tickets"][0]
         assert (await t.schedule(ticket))[0] == 200
@@ -89,7 +89,7 @@ def test_restarted_server_is_updated_before_it_gets_requests(tmp_path):
 
 
 def test_reported_server_that_answers_loads_nothing(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready(servers=2)
         ticket = (await t.allocate())["tickets"][0]
         _, place = await t.schedule(ticket)
@@ -104,7 +104,7 @@ def test_reported_server_that_answers_loads_nothing(tmp_path):
 
 
 def test_server_with_another_version_is_not_routed_to(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         liar = t.servers[0]
         liar.lies = True
@@ -127,7 +127,7 @@ def test_server_with_another_version_is_not_routed_to(tmp_path):
 def test_rolling_update_waits_once_for_hanging_server(tmp_path, monkeypatch):
     monkeypatch.setattr(decisions, "TURN_S", 2.0)
 
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready(servers=3)
         first = t.servers[0]
         first.released.clear()
@@ -146,7 +146,7 @@ def test_rolling_update_waits_once_for_hanging_server(tmp_path, monkeypatch):
 
 
 def test_restarted_manager_asks_the_servers_for_their_load(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready(servers=2)
         ticket = (await t.allocate())["tickets"][0]
         busy, idle = t.servers
@@ -163,7 +163,7 @@ def test_restarted_manager_asks_the_servers_for_their_load(tmp_path):
 
 
 def test_restarted_manager_finds_version_kept_for_evaluation(tmp_path):
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready(servers=2)
         await t.post("/evaluate", eval_id="e", split="eval", n=1)
         [ticket] = (await t.allocate())["tickets"]

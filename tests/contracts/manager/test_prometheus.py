@@ -5,15 +5,12 @@ import json
 import subprocess
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from realsys.errors import WaitTimeout
-from tests.support.ledger.manager_trial import Trial, drive
+from tests.support.ledger.manager_trial import drive
 from tests.support.polling import poll
 from tests.support.processes.ports import lasting_ports
 from tests.support.telemetry.step_logs import append, evaluation, recovered, train
@@ -68,7 +65,7 @@ QUERIES = {
 
 
 @contextmanager
-def prometheus(folder: Path, target: str) -> Iterator[str]:
+def prometheus(folder, target):
     """Run a server that scrapes ``target``; yield its address."""
     (port,) = lasting_ports(1)
     config, log = folder / "prometheus.yml", folder / "prometheus.log"
@@ -87,7 +84,7 @@ def prometheus(folder: Path, target: str) -> Iterator[str]:
         server.wait(BOUND_S)
 
 
-def values(address: str, query: str) -> list[float]:
+def values(address, query):
     """Return the present values of a query; [] while the server does not answer."""
     try:
         found = _get(f"{address}/api/v1/query?{urllib.parse.urlencode({'query': query})}")
@@ -96,13 +93,13 @@ def values(address: str, query: str) -> list[float]:
     return [float(series["value"][1]) for series in found["data"]["result"]]
 
 
-def _get(url: str) -> Any:
+def _get(url):
     with urllib.request.urlopen(url, timeout=10) as response:
         return json.load(response)
 
 
 def test_prometheus_scrapes_every_number(tmp_path):
-    def look(address: str, steps: Path) -> None:
+    def look(address, steps):
         poll(lambda: values(address, "up") == [1.0], "the first scrape", BOUND_S)
         append(steps, train(6), train(7, **STEP), evaluation(7))
         poll(lambda: values(address, "realsys_train_step") == [7.0], "the step", BOUND_S)
@@ -113,7 +110,7 @@ def test_prometheus_scrapes_every_number(tmp_path):
         append(steps, recovered(3))
         poll(lambda: values(address, "realsys_train_step") == [], "the roll-back", BOUND_S)
 
-    async def scenario(t: Trial) -> None:
+    async def scenario(t):
         await t.ready()
         with prometheus(tmp_path, t.url.removeprefix("http://")) as address:
             try:

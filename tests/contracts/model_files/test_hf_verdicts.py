@@ -4,9 +4,7 @@ Each case also says whether transformers runs the model. Where both run it, tens
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +23,6 @@ from realsys.generation.sglang.backend import build_sglang_engine
 from realsys.model_files.architecture import Head, Rope
 from realsys.model_files.config_json import FAMILIES, read_model
 from realsys.model_files.rope import inverse_frequencies
-from realsys.train.megatron.device import Device
 from realsys.train.megatron.train_engine import MegatronEngine
 from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_models import make_tokenizer
@@ -65,7 +62,7 @@ class Case:
     head: Head = "lm"
     score: bool = False
 
-    def write(self, directory: Path) -> Path:
+    def write(self, directory):
         """A complete directory; weights are zeros, of the shapes that the reader says."""
         suffix = "ForSequenceClassification" if self.score else "ForCausalLM"
         raw: dict[str, Any] = {"model_type": self.family, "architectures": [FAMILIES[self.family].classes + suffix]}
@@ -79,7 +76,7 @@ class Case:
         return directory
 
 
-def accepted() -> list[Case]:
+def accepted():
     everywhere = [Case(family, {}) for family in FAMILIES]
     everywhere += [Case(family, {"max_position_embeddings": MISSING}) for family in FAMILIES]
     everywhere += [Case(family, {"tie_word_embeddings": True}) for family in FAMILIES]
@@ -116,7 +113,7 @@ def accepted() -> list[Case]:
     ]
 
 
-def refused() -> list[Case]:
+def refused():
     integer, switch, most = "must be a positive integer", "must be true or false", "max_position_embeddings"
     return [
         *(Case(f, {most: None}, f"{most}=None {integer}", False) for f in FAMILIES),
@@ -163,7 +160,7 @@ def refused() -> list[Case]:
     ]
 
 
-def refused_ropes() -> list[Case]:
+def refused_ropes():
     known = "is not supported; known: default, linear, llama3, yarn"
     return [
         Case("llama", {"rope_scaling": YARN | {"attention_factor": 1.5}}, "attention_factor=1.5 is not supported"),
@@ -198,12 +195,12 @@ def refused_ropes() -> list[Case]:
 CASES = [*accepted(), *refused(), *refused_ropes()]
 
 
-def name_of(case: Case) -> str:
+def name_of(case):
     head = case.head + ("+score" if case.score else "")
     return f"{case.family}-{head}-{case.changes or 'as it is'}"[:90]
 
 
-def verdict(read: Callable[[], object]) -> str | None:
+def verdict(read):
     """The message of a refusal; any other exception than ModelError fails the test."""
     try:
         read()
@@ -215,16 +212,16 @@ def verdict(read: Callable[[], object]) -> str | None:
 CONFIG = changed("data.max_prompt_tokens=4", "generation.sampling.max_new_tokens=4")
 
 
-def launcher(path: Path, case: Case) -> None:
+def launcher(path, case):
     role = ACTOR if case.head == "lm" else "critic"
     check_model(path, CONFIG, parse_allocation("sglang.d1+d1"), role=role, head=case.head)
 
 
-def embedded_engine(path: Path) -> None:
+def embedded_engine(path):
     build_engine(path, CONFIG.generation, lambda *_: pytest.fail("no update was asked for"), context=4)
 
 
-def sglang_builder(path: Path) -> None:
+def sglang_builder(path):
     config = changed("generation.backend=sglang", "allocation=sglang.d1+d1")
     build_sglang_engine(path, config, lambda *_: pytest.fail("no update was asked for"), print)
 
@@ -239,7 +236,7 @@ def directories(tmp_path_factory):
 def trainer_verdicts(directories):
     """A trainer's rank loads every directory, as far as it gets."""
 
-    def body(rank: int, device: Device) -> list[str | None]:
+    def body(rank, device):
         found = []
         for case, path in zip(CASES, directories, strict=True):
             settings = role_settings(Config(), ACTOR if case.head == "lm" else "critic")
@@ -288,7 +285,7 @@ def test_frequencies_equal_those_of_transformers(theta, head_dim):
         assert rope.magnitude == theirs.attention_scaling
 
 
-def run_in_transformers(path: Path, case: Case) -> Any:
+def run_in_transformers(path, case):
     kind: Any = AutoModelForSequenceClassification if case.score else AutoModelForCausalLM
     model = kind.from_config(AutoConfig.from_pretrained(path))
     model(torch.tensor([[1]]))

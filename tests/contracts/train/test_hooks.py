@@ -1,7 +1,5 @@
 """Hooks of a model function call, on real ranks: order, and offloading of a role."""
 
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,10 +7,8 @@ from safetensors.torch import load_file
 from realsys.cluster.topology import whole_mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import ModelError
-from realsys.model_calls import MfcRequest
-from realsys.train.megatron.device import Device
 from realsys.train.requests import CopyWeightsRequest, SaveWeightsRequest
-from realsys.train.worker.call_handlers import CallOutcome, Role
+from realsys.train.worker.call_handlers import CallOutcome
 from realsys.weights.disk.manifest import DiskPlan
 from tests.support.training.played_master import REFS, PlayedWorker, Script, call, load, make_config
 from tests.support.training.train_ranks import run_ranks
@@ -22,16 +18,16 @@ SEEN: list[tuple[str, str]] = []  # calls of a forked rank
 
 class Hooks:
     @staticmethod
-    def a(role: Role, request: MfcRequest) -> None:
+    def a(role, request):
         SEEN.append(("a", role.name))
 
     @staticmethod
-    def b(role: Role, request: MfcRequest) -> None:
+    def b(role, request):
         SEEN.append(("b", role.name))
 
 
 class Probe:
-    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+    def run(self, role, request):
         SEEN.append(("run", request.mfc))
         return CallOutcome({"step": float(request.step)}, {"s": 0.5})
 
@@ -41,7 +37,7 @@ def test_hooks_run_in_order_on_every_rank(folders):
     parts = [REFS[:5], REFS[5:]]
     a, b, probe = (f"{__name__}:{name}" for name in ("Hooks.a", "Hooks.b", "Probe"))
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         script: Script = [
             load("ref", folders, trainable=False),
             call(probe, "ref", parts, before=[b, a], after=[a, b]),
@@ -71,7 +67,7 @@ def test_an_offloaded_role_is_written_and_stays_offloaded(folders, tmp_path):
         call("ref_inf", "ref", [REFS]),
     ]
 
-    def body(rank: int, device: Device) -> list[str]:
+    def body(rank, device):
         worker = PlayedWorker(script, rank, device, config, holders=[0])
         with pytest.raises(ModelError):
             worker.serve()

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json
 
 from realsys.config.schema import Config
-from realsys.train.megatron.device import Device
 from tests.support.training.memory_run import run
 from tests.support.training.train_ranks import run_ranks
 
@@ -15,7 +14,7 @@ STEPS = 12
 SETTLED = 2  # the first step allocates Adam's state
 
 
-def grows(values: list[int]) -> bool:
+def grows(values):
     """Return True if all later values are above all earlier ones.
 
     One tensor more or less is no growth: torch drops the last reference to some in another thread.
@@ -40,7 +39,7 @@ def test_rank_holds_no_more_after_many_steps():
 def test_torch_records_no_collectives_on_cpu():
     """By default it fills for a thousand steps, and then some megabytes stay."""
 
-    def body(rank: int, device: Device) -> int:
+    def body(rank, device):
         for _ in range(3):
             dist.all_reduce(torch.ones(1))
         return len(json.loads(_dump_fr_trace_json()).get("entries", []))

@@ -1,7 +1,6 @@
 """The request loop on real ranks; only the stream to the master is played."""
 
 import math
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,7 +26,6 @@ from realsys.model_calls import (
 from realsys.model_files.config_json import read_model
 from realsys.train.checkpoint.checkpoint_files import CheckpointState, RoleState, rank_stem
 from realsys.train.master.checkpoints import commit
-from realsys.train.megatron.device import Device
 from realsys.train.requests import (
     CopyWeightsRequest,
     FinishCheckpointRequest,
@@ -65,7 +63,7 @@ def test_the_loop_serves_what_the_master_asks_for(folders, tmp_path):
         ("clear", ClearRequest(IDS)),
     ]
 
-    def body(rank: int, device: Device) -> tuple[list[Any], int]:
+    def body(rank, device):
         worker = PlayedWorker(script, rank, device, make_config(), holders=[heads[0]])
         replies = worker.serve()
         assert worker.data.vocabulary == read_model(folders["actor"]).vocab
@@ -118,7 +116,7 @@ def test_masked_tokens_are_in_no_loss(folders):
         call("actor_train", "actor", [left], lr=1e-3),
     ]
 
-    def body(rank: int, device: Device) -> tuple[list[Any], dict[str, Any]]:
+    def body(rank, device):
         plain, masked = (PlayedWorker(work, rank, device, make_config(), holders=[0]) for work in (whole, script))
         for worker in (plain, masked):
             for name, array in versions.items():
@@ -167,7 +165,7 @@ def test_roles_get_data_from_outside_their_mesh(folders, tmp_path):
         ("save_weights", SaveWeightsRequest("ref", 1, DiskPlan(str(tmp_path)))),
     ]
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         worker = PlayedWorker(actor if rank < 2 else others, rank, device, config, holders=[0, 1])
         replies = worker.serve()
         keys = ["tokens", "behav_logprobs", "prox_logprobs", "ref_logprobs"]
@@ -200,8 +198,8 @@ def test_training_resumes_bit_by_bit_from_a_checkpoint(folders, tmp_path):
     for directory in (tmp, went_on, resumed):
         directory.mkdir()
 
-    def serve(*script: tuple[str, msgspec.Struct]) -> None:
-        def body(rank: int, device: Device) -> None:
+    def serve(*script):
+        def body(rank, device):
             PlayedWorker([load("actor", folders), *script], rank, device, config, holders=[0, 1]).serve()
 
         run_ranks(2, body, config, layout)
@@ -268,7 +266,7 @@ def test_error_gets_a_one_line_reply(folders, entry, expected):
     """The worker ends after it."""
     script: Script = [load("actor", folders), entry, ("clear", ClearRequest([]))]
 
-    def body(rank: int, device: Device) -> tuple[list[str], int]:
+    def body(rank, device):
         worker = PlayedWorker(script, rank, device, make_config())
         with pytest.raises((ConfigError, ModelError)):
             worker.serve()

@@ -2,11 +2,10 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.jobs.jobs import SMALL, Job, command, processes_of, running
+from tests.support.jobs.jobs import SMALL, command, processes_of, running
 from tests.support.jobs.ledgers import check_ledger
 
 pytestmark = pytest.mark.system
@@ -32,7 +31,7 @@ TIMEOUT = f"it did not end within {SHORT}"
 ARGUMENTS = {"calculator": '"expression": "{expression}"', "python": '"code": "print({expression})"'}
 
 
-def run_agent(folder: Path, experiment: str, *overrides: str, env: dict[str, str] | None = None) -> Job:
+def run_agent(folder, experiment, *overrides, env=None):
     root = folder / experiment / "agent"
     argv = command(f"experiment={experiment}", *CHAT, f"fileroot={folder}", "trial=agent", *overrides)
     with running(root, argv, env=env) as live:
@@ -40,7 +39,7 @@ def run_agent(folder: Path, experiment: str, *overrides: str, env: dict[str, str
     return live.job
 
 
-def trained(job: Job) -> list[dict[str, Any]]:
+def trained(job):
     """Return the train steps of a job that came to its end and left no process."""
     job.completed()
     steps = job.records("train")

@@ -89,7 +89,7 @@ def test_damaged_file_is_one_line_to_affected_commands(pattern, damage, interrup
             assert err == "" and ("FAILED" in out) == (code == 1)
 
 
-def noise(size: int) -> bytes:
+def noise(size):
     return random.Random(7).randbytes(size)
 
 

@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,20 +22,20 @@ GREEDY = ["evaluation.sampling.temperature=0"]
 SETTINGS = [text for text in SMALL if text.startswith(("experiment=", "data.", "generation.", "evaluation."))]
 
 
-def command(*arguments: object) -> list[str]:
+def command(*arguments):
     return [*COMMAND, "eval", *map(str, arguments)]
 
 
-def evaluate(*arguments: object) -> subprocess.CompletedProcess[str]:
+def evaluate(*arguments):
     return realsys("eval", *arguments)
 
 
-def results(folder: Path) -> dict[str, dict[str, Any]]:
+def results(folder):
     """Results of an evaluation by data set."""
     return {record["set"]: record for record in json.loads((folder / "results.json").read_text())["results"]}
 
 
-def everything(root: Path) -> dict[Path, tuple[int, int]]:
+def everything(root):
     """Size and time of change of all files of a trial, without those of its evaluations."""
     files = (path for path in root.rglob("*") if path.is_file() and "eval" not in path.relative_to(root).parts)
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
@@ -173,7 +171,6 @@ def test_interrupt_cancels_a_live_evaluation(training):
     arguments = command(training.root, "--live", "evaluation.problems=32", "evaluation.samples=4096")
     log = TrialPaths(training.root).logs / "gserver_manager-0.log"
     asking = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert asking.stdout is not None
     while "/131072" not in asking.stdout.readline():
         assert asking.poll() is None
     asking.send_signal(signal.SIGINT)
@@ -187,7 +184,6 @@ def test_live_evaluation_survives_a_trainer_restart(training):
     """The trainer dies in the middle and goes back to its checkpoint: the evaluation begins again, and is complete."""
     arguments = command(training.root, "--live", "evaluation.problems=32", "evaluation.samples=64")
     asking = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert asking.stdout is not None
     while "/2048" not in asking.stdout.readline():
         assert asking.poll() is None
     training.kill("model_worker/0")
@@ -205,7 +201,7 @@ def test_audit_accepts_evaluations_of_users(training):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def completions(folder: Path, name: str = "*") -> list[str]:
+def completions(folder, name="*"):
     """Return the completions of an evaluation, by problem and sample."""
     [samples] = (folder / "evaluations").glob(f"{name}/samples.jsonl")
     return [json.loads(line)["completion"] for line in samples.read_text().splitlines()]

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -18,7 +17,7 @@ from tests.support.jobs.jobs import realsys
 pytestmark = pytest.mark.system
 
 
-def everything(root: Path) -> dict[Path, tuple[int, int]]:
+def everything(root):
     """Size and time of change of all that is in a folder."""
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in root.rglob("*")}
 
@@ -31,7 +30,7 @@ def copy(job, tmp_path):
     return TrialPaths(root)
 
 
-def flip_a_proximal_logprob(directory: Path) -> str:
+def flip_a_proximal_logprob(directory):
     """One bit of the last array of log-probs, with all checksums made to fit; its sample."""
     record = files.read_record(directory)
     arrays, origins = files.read_arrays(directory, record)

@@ -1,15 +1,13 @@
 """A whole job over two nodes. Its launcher coordinates agents; a spare takes the place of one that is killed."""
 
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from realsys.launch.commands.audit import audit_trial
-from tests.support.jobs.jobs import BOUND_S, Job, arith, processes_of, run, running
+from tests.support.jobs.jobs import BOUND_S, arith, processes_of, run, running
 from tests.support.processes.agents import start_agent
-from tests.support.processes.forked import Command
 from tests.support.processes.ports import lasting_ports
 
 pytestmark = [pytest.mark.system, pytest.mark.needs("etcd")]
@@ -25,7 +23,7 @@ SETTINGS = [
 ]
 
 
-def run_with_agent(fileroot: Path, trial: str, *overrides: str) -> Job:
+def run_with_agent(fileroot, trial, *overrides):
     """Run a job on the machine of one agent, which ends with the job."""
     root, argv = arith(fileroot, trial, *overrides)
     agent = start_agent(root, "hosta", fileroot / "a.txt")
@@ -57,7 +55,7 @@ def test_etcd_of_another_run_ends_this_one(tmp_path, etcd_server):
     assert {log.name for log in job.paths.logs.glob("*.log")} == {"name_store-0.log", "trackers.log"}
 
 
-def kinds_of(agent: Command) -> set[str]:
+def kinds_of(agent):
     """Kinds of the workers that the agent runs."""
     children = psutil.Process(agent.pid).children()
     return {part.rpartition(".")[2] for child in children for part in child.cmdline()[3:4]}

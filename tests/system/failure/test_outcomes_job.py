@@ -6,7 +6,7 @@ import re
 import pytest
 
 from realsys.train.master.intake_decisions import FEWEST_FILTERED
-from tests.support.jobs.jobs import Job, processes_of, run_arith
+from tests.support.jobs.jobs import processes_of, run_arith
 from tests.support.jobs.ledgers import check_ledger
 
 pytestmark = pytest.mark.system
@@ -26,7 +26,7 @@ TINY = [
 ALL_FILTERED = ["train.ppo.filter.min=0.5", "train.total_steps=3"]  # half of the answers must be right
 
 
-def stuck(job: Job) -> str:
+def stuck(job):
     """Check that a run gave up; return the first line of its terminal output."""
     assert job.returncode == 1, job.report()
     assert processes_of(job.root) == []

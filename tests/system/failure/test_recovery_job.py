@@ -6,7 +6,6 @@ import re
 import shlex
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,7 +15,7 @@ from realsys.launch.commands.audit import audit_trial
 from realsys.observe.step_log import StepTail
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints
 from tests.support.faults.plan import Fault, environment
-from tests.support.jobs.jobs import Job, arith, command, processes_of, running
+from tests.support.jobs.jobs import arith, command, processes_of, running
 from tests.support.jobs.ledgers import check_staleness
 from tests.support.processes.ports import lasting_ports
 
@@ -26,17 +25,17 @@ pytestmark = pytest.mark.system
 class Hold:
     """Has a run wait before train step ``step`` until ``release``, so that it cannot end before a test has acted."""
 
-    def __init__(self, folder: Path, step: int, *faults: Fault) -> None:
+    def __init__(self, folder, step, *faults):
         self._folder = folder
         folder.mkdir()
         fault = Fault("hold", "master_worker/0", "master.batch", "hold", at=step, until="released")
         self.env = environment([fault, *faults], folder)
 
-    def release(self) -> None:
+    def release(self):
         (self._folder / "released").touch()
 
 
-def restarts_shown(job: Job, worker: str) -> int:
+def restarts_shown(job, worker):
     """Count the restarts of this worker in the launcher's output."""
     return len(re.findall(rf"^! {re.escape(worker)} .*; restart \d+/\d+ ", job.stdout, flags=re.MULTILINE))
 

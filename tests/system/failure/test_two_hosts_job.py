@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 import pytest
@@ -13,7 +12,7 @@ from realsys.config.device_plan import nodes_of, seats_of
 from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths
 from realsys.launch.prepare import prepare, resolve
-from realsys.launch.process_plan import ProcessSpec, plan
+from realsys.launch.process_plan import plan
 from tests.support.jobs.jobs import BOUND_S, SMALL, Job
 from tests.support.jobs.ledgers import check_ledger, check_staleness
 from tests.support.processes.netns import Hosts, environment
@@ -27,7 +26,7 @@ SETTINGS = [
 
 
 @contextlib.contextmanager
-def started(hosts: Hosts, specs: Sequence[ProcessSpec]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def started(hosts, specs):
     """Start each process on its node; end all of them when the block is left."""
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:

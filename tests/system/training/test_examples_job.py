@@ -16,7 +16,7 @@ from realsys.weights.disk import manifest
 from realsys.weights.disk.stage import stage
 from tests.support.jobs.job_models import make_qwen3
 from tests.support.jobs.jobs import SMALL as SMALL_ARITH
-from tests.support.jobs.jobs import Job, arith, command, processes_of, running
+from tests.support.jobs.jobs import arith, command, processes_of, running
 from tests.support.jobs.ledgers import check_ledger, check_staleness
 from tests.system.training.test_math_job import SMALL
 
@@ -40,7 +40,7 @@ def outside(tmp_path_factory):
     return folder
 
 
-def run_outside(outside: Path, root: Path, argv: list[str]) -> Job:
+def run_outside(outside, root, argv):
     """Run a job in the user's folder: neither the checkout nor its tests are on the path."""
     env = {"PYTHONPATH": os.pathsep.join([str(outside / "installed"), str(outside / "mine")])}
     where = [sys.executable, "-c", "import realsys.launch; print(realsys.__file__, realsys.launch.__file__)"]

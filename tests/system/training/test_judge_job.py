@@ -1,7 +1,6 @@
 """A whole job whose completions are judged by a model behind an OpenAI endpoint, and judged again afterwards."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,13 +14,13 @@ pytestmark = pytest.mark.system
 STEPS = 3
 
 
-def regrade(root: Path, *arguments: str) -> str:
+def regrade(root, *arguments):
     done = realsys("regrade", root, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def settings(url: str) -> list[str]:
+def settings(url):
     return [
         "data.verifier=judge",
         f"data.verifier_args.base_url={url}",

@@ -2,13 +2,12 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
 from tests.support.jobs.checkpoints import load_checkpoint, weights_differ
 from tests.support.jobs.job_models import make_llama, make_qwen3
-from tests.support.jobs.jobs import Job, command, processes_of, run
+from tests.support.jobs.jobs import command, processes_of, run
 from tests.support.jobs.ledgers import check_ledger, check_staleness
 
 pytestmark = pytest.mark.system
@@ -43,7 +42,7 @@ def problems(tmp_path):
     return path
 
 
-def run_math(fileroot: Path, trial: str, model: Path, data: Path, *overrides: str) -> Job:
+def run_math(fileroot, trial, model, data, *overrides):
     argv = command(
         *SMALL, f"fileroot={fileroot}", f"trial={trial}", f"model.path={model}", f"data.train={data}", *overrides
     )

@@ -21,7 +21,7 @@ SIMPLE = ["data.arith.max_operands=2", "data.arith.max_operand=3", "warmup.steps
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
-def make_reward_model(path: Path) -> Path:
+def make_reward_model(path):
     """A random scorer with the tokenizer and the sizes of the tiny model."""
     tiny = TinyModelConfig()
     write_char_tokenizer(path)

@@ -1,7 +1,6 @@
 """Reward shaping, the normaliser and its settings, and GAE against a plain loop."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,15 +32,15 @@ PAPER = NormalisationConfig(mean="batch", std="batch")
 RAW = NormalisationConfig(mean="none", std="none")
 
 
-def ref(reward: float, *, group: int = 0, answer: int = 1, truncated: bool = False) -> SequenceRef:
+def ref(reward, *, group=0, answer=1, truncated=False):
     return make_ref(f"{group}/0", answer + 5, 5, reward, truncated, group)
 
 
-def ppo(advantage: NormalisationConfig, **fields: object) -> PPOConfig:
+def ppo(advantage, **fields):
     return PPOConfig.model_validate({"advantage": advantage, **fields})
 
 
-def outcome(refs: list[SequenceRef], cfg: PPOConfig) -> np.ndarray:
+def outcome(refs, cfg):
     return outcome_advantages(refs, cfg, max_new_tokens=100)
 
 
@@ -236,9 +235,7 @@ def test_normalisation_does_not_depend_on_the_order(rows, random):
         assert np.allclose(normalise(values[order], groups[order], weights[order], cfg), whole[order], atol=1e-9)
 
 
-def naive_gae(
-    rewards: list[float], values: list[float], bootstrap: float, gamma: float, lam: float
-) -> tuple[list[float], list[float]]:
+def naive_gae(rewards, values, bootstrap, gamma, lam):
     """The definition as a double sum: A_k = sum_j (gamma*lam)^j delta_{k+j}."""
     following = [*values, bootstrap][1:]
     deltas = [r + gamma * nxt - v for r, v, nxt in zip(rewards, values, following, strict=True)]
@@ -291,7 +288,7 @@ def test_gae_refuses_sizes_that_do_not_agree(lengths):
 # ---- Rewards, advantages and returns of tokens, and their normalisation over a batch that is spread over ranks
 
 
-def token_ppo(mean: str = "batch", std: str = "batch", *, leave_one_out: bool = False, **fields: object) -> PPOConfig:
+def token_ppo(mean="batch", std="batch", *, leave_one_out=False, **fields):
     advantage = {"mean": mean, "std": std, "leave_one_out": leave_one_out}
     return PPOConfig.model_validate({"advantage": advantage, **fields})
 
@@ -459,7 +456,7 @@ REFS = [
 ]
 
 
-def left_out(*, by_token: bool = False, **fields: Any) -> set[str]:
+def left_out(*, by_token=False, **fields):
     cfg = PPOConfig.model_validate({"advantage": GRPO_FIELDS, **fields})
     return rows_left_out(REFS, cfg, 100, by_token=by_token)
 

@@ -37,7 +37,7 @@ CAPACITY = 40
 length_lists = st.lists(st.integers(1, CAPACITY), max_size=60)
 
 
-def sums(batches: list[list[int]], lengths: list[int]) -> list[int]:
+def sums(batches, lengths):
     return [sum(lengths[i] for i in batch) for batch in batches]
 
 
@@ -102,7 +102,7 @@ def test_balanced_is_no_worse_than_first_fit(lengths, k_min):
     assert max(sums(found, lengths), default=0) <= max(CAPACITY, max(sums(reference, lengths), default=0))
 
 
-def naive_first_fit(lengths: list[int]) -> list[int]:
+def naive_first_fit(lengths):
     """Sums of plain first-fit decreasing."""
     totals: list[int] = []
     for length in sorted(lengths, reverse=True):
@@ -170,7 +170,7 @@ def test_balanced_spreads_costs_within_the_capacity():
     lengths = [32, *[4] * 24]
     costs = [length + length**2 / 16 for length in lengths]
 
-    def heaviest(batches: list[list[int]]) -> float:
+    def heaviest(batches):
         return max(sum(costs[i] for i in batch) for batch in batches)
 
     by_tokens, by_cost = balanced(lengths, 80, 2), balanced(lengths, 80, 2, costs)
@@ -218,11 +218,11 @@ def test_default_is_the_packer_the_benchmark_would_choose(make):
 costs_strategy = st.lists(st.integers(0, 100), max_size=30)
 
 
-def make_refs(lengths: list[int]) -> list[SequenceRef]:
+def make_refs(lengths):
     return [make_ref(f"{i:04d}/0", length, 1, 1.0, False, i) for i, length in enumerate(lengths)]
 
 
-def totals(split: list[list[int]], costs: list[int]) -> list[int]:
+def totals(split, costs):
     return [sum(costs[i] for i in part) for part in split]
 
 
@@ -319,7 +319,7 @@ def test_plan_of_nothing_and_of_no_ranks():
 
 
 def test_refs_number_the_groups_of_the_batch():
-    def meta(ticket: str, k: int) -> SampleMeta:
+    def meta(ticket, k):
         return SampleMeta(f"{ticket}/{k}", ticket, 0, 9 + k, 5 + k, 5.0, k == 1, 3, 3, owner=2, episode=k)
 
     refs = sequence_refs([[meta("t7", 0), meta("t7", 1)], [meta("t9", 0)]])
@@ -331,7 +331,7 @@ def test_refs_number_the_groups_of_the_batch():
 
 
 def test_refs_number_episodes_and_know_last_row():
-    def meta(ticket: str, episode: int, row: int) -> SampleMeta:
+    def meta(ticket, episode, row):
         place = {"episode": episode, "row": row, "episode_tokens": 7}
         name = f"{ticket}/{episode}.{row}"
         return SampleMeta(name, ticket, 0, 9, 5, 5.0, False, 3, 3, owner=2, row_truncated=row == 1, **place)  # type: ignore[arg-type]
@@ -342,7 +342,7 @@ def test_refs_number_episodes_and_know_last_row():
     assert {r.episode_tokens for r in refs} == {7}
 
 
-def episode_refs(rows: list[list[int]]) -> list[SequenceRef]:
+def episode_refs(rows):
     """Rows of these lengths, by episode."""
     return [
         SequenceRef(f"{k:03d}.{r}", length, length - 1, 1.0, False, k, k, sum(lengths) - len(lengths))
@@ -419,7 +419,7 @@ HF = {
 BY_TOKENS, BY_FLOPS = (Config.model_validate({"train": {"balance": kind}}) for kind in ("tokens", "flops"))
 
 
-def lengths_of(plan: list[list[list[SequenceRef]]]) -> list[list[list[int]]]:
+def lengths_of(plan):
     return [[sorted(ref.length for ref in part) for part in minibatch] for minibatch in plan]
 
 

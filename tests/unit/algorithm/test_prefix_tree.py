@@ -1,7 +1,6 @@
 """Trees of rows that begin alike: found from tokens, made from metadata, and worth their cost."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +29,7 @@ class Rows:
     tokens: list[np.ndarray]
 
 
-def made(groups: Sequence[Sequence[Sequence[int]]]) -> Rows:
+def made(groups):
     refs, every = [], []
     for group, rows in enumerate(groups):
         tokens = [np.array(row, np.int32) for row in rows]
@@ -41,7 +40,7 @@ def made(groups: Sequence[Sequence[Sequence[int]]]) -> Rows:
     return Rows(refs, every)
 
 
-def conversations(seed: int, groups: int = 3, rows: int = 8) -> Rows:
+def conversations(seed, groups=3, rows=8):
     """Rows that branch at random places, few of them at once, from one prompt per group."""
     rng = random.Random(seed)
     every: list[list[list[int]]] = []
@@ -155,19 +154,16 @@ SEVEN = -3.8310817
 THREE = 0.5769498
 
 
-def segments(episode_tokens: Sequence[float] | None = None) -> Segments:
+def segments(episode_tokens=None):
     tokens = None if episode_tokens is None else torch.tensor(episode_tokens)
     return Segments(torch.tensor(LENGTHS), torch.tensor(EPISODES), tokens)
 
 
-def run(
-    cfg: PPOConfig, rows: Segments, mask: Sequence[bool] = (True,) * 4, part: slice = slice(None)
-) -> tuple[float, list[float], dict[str, float]]:
+def run(cfg, rows, mask=(True,) * 4, part=slice(None)):
     theta = torch.tensor(THETA)[part].requires_grad_()
     others = (torch.tensor(column)[part] for column in (PROX, BEHAV, ADVANTAGES))
     loss, stats = actor_loss(theta, *others, torch.tensor(mask)[part], 2.0, cfg, segments=rows)
     loss.backward()
-    assert theta.grad is not None
     return loss.item(), theta.grad.tolist(), {name: value.item() for name, value in stats.items()}
 
 

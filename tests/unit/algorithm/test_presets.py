@@ -20,7 +20,6 @@ from realsys.algorithm.loss import actor_loss, loss_denominator
 from realsys.algorithm.loss_tokens import Segments
 from realsys.config.compose import compose
 from realsys.config.dataflow import token_level_advantages
-from realsys.config.schema import Config
 from tests.support.training.sample_records import make_ref
 
 LIMIT = 50
@@ -31,7 +30,7 @@ COUNT = sum(sum(group) for group in LENGTHS)
 Answer = tuple[Tensor, Tensor, Tensor, int, int]  # theta, old, reference, prompt, which answer to it
 
 
-def make_logprobs() -> tuple[Tensor, Tensor, Tensor]:
+def make_logprobs():
     generator = torch.Generator().manual_seed(5)
     old = -2.5 - torch.rand(COUNT, generator=generator)
     theta = old + 0.4 * torch.randn(COUNT, generator=generator)
@@ -39,7 +38,7 @@ def make_logprobs() -> tuple[Tensor, Tensor, Tensor]:
     return theta, old, old + 0.3 * torch.randn(COUNT, generator=generator)
 
 
-def answers(theta: Tensor) -> list[Answer]:
+def answers(theta):
     _, old, reference = make_logprobs()
     found, start = [], 0
     for prompt, lengths in enumerate(LENGTHS):
@@ -50,17 +49,17 @@ def answers(theta: Tensor) -> list[Answer]:
     return found
 
 
-def group_norm(prompt: int, k: int) -> float:
+def group_norm(prompt, k):
     rewards = REWARDS[prompt]
     mean = sum(rewards) / 3
     return (rewards[k] - mean) / (sum((r - mean) ** 2 for r in rewards) / 3) ** 0.5
 
 
-def clipped(ratio: Tensor, advantage: float | Tensor, low: float, high: float) -> Tensor:
+def clipped(ratio, advantage, low, high):
     return torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
-def grpo(theta: Tensor) -> Tensor:
+def grpo(theta):
     """DeepSeekMath, equation 3 with the KL of equation 4."""
     total = torch.zeros(())
     for new, old, reference, prompt, k in answers(theta):
@@ -69,13 +68,13 @@ def grpo(theta: Tensor) -> Tensor:
     return -total / 6
 
 
-def dapo(theta: Tensor) -> Tensor:
+def dapo(theta):
     """DAPO, equation 8, with the tokens of the batch below the line."""
     parts = [clipped((new - old).exp(), group_norm(p, k), 0.2, 0.28) for new, old, _, p, k in answers(theta)]
     return -torch.cat(parts).mean()
 
 
-def dr_grpo(theta: Tensor) -> Tensor:
+def dr_grpo(theta):
     """Dr.GRPO: sums over tokens, a constant below the line."""
     total = torch.zeros(())
     for new, old, _, prompt, k in answers(theta):
@@ -84,7 +83,7 @@ def dr_grpo(theta: Tensor) -> Tensor:
     return -total / 6
 
 
-def rloo(theta: Tensor) -> Tensor:
+def rloo(theta):
     """RLOO: the log-prob of the answer times its reward less the others' mean; over a constant, too."""
     total = torch.zeros(())
     for new, _, _, prompt, k in answers(theta):
@@ -93,19 +92,19 @@ def rloo(theta: Tensor) -> Tensor:
     return -total / 6
 
 
-def gspo(theta: Tensor) -> Tensor:
+def gspo(theta):
     """GSPO, equations 5 and 7."""
     parts = [clipped((new - old).mean().exp(), group_norm(p, k), 3e-4, 4e-4) for new, old, _, p, k in answers(theta)]
     return -torch.stack(parts).mean()
 
 
-def cispo(theta: Tensor) -> Tensor:
+def cispo(theta):
     """MiniMax-M1, equations 4 and 5, without a lower bound."""
     parts = [(new - old).exp().clamp(max=5).detach() * group_norm(p, k) * new for new, old, _, p, k in answers(theta)]
     return -torch.cat(parts).mean()
 
 
-def reinforce_plus_plus(theta: Tensor) -> Tensor:
+def reinforce_plus_plus(theta):
     """REINFORCE++: reward at the end, k1 at each token, summed from the token on, normalised over the batch."""
     to_go = []
     for _, old, reference, prompt, k in answers(theta):
@@ -117,14 +116,14 @@ def reinforce_plus_plus(theta: Tensor) -> Tensor:
     return -clipped((theta - make_logprobs()[1]).exp(), advantages, 0.2, 0.2).mean()
 
 
-def decoupled_ppo(theta: Tensor) -> Tensor:
+def decoupled_ppo(theta):
     """AReaL: the answer's reward on every token, normalised over the batch."""
     rewards = torch.cat([torch.full((len(new),), REWARDS[p][k]) for new, _, _, p, k in answers(theta)])
     advantages = (rewards - rewards.mean()) / rewards.std(correction=0)
     return -clipped((theta - make_logprobs()[1]).exp(), advantages, 0.2, 0.2).mean()
 
 
-def of_preset(config: Config, theta: Tensor) -> Tensor:
+def of_preset(config, theta):
     """As the train calls do it, in one micro-batch."""
     ppo = config.train.ppo
     _, old, reference = make_logprobs()

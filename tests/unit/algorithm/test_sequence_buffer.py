@@ -10,31 +10,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from realsys.algorithm.minibatches import plan_minibatches
-from realsys.algorithm.redistribute import Holders, TransferPlan, holders_of_outputs, last_stage, plan_call
+from realsys.algorithm.redistribute import Holders, holders_of_outputs, last_stage, plan_call
 from realsys.algorithm.schedule import learning_rate
 from realsys.algorithm.sequence_buffer import SequenceBuffer, owners_of
 from realsys.cluster.topology import Mesh, whole_mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import StuckError
-from realsys.types import SampleMeta, SequenceRef
+from realsys.types import SampleMeta
 from tests.support.training.sample_records import make_ref
 
 
-def sample(ticket: str, k: int, *, versions: tuple[int, int] = (0, 0), attempt: int = 0, owner: int = 0) -> SampleMeta:
+def sample(ticket, k, *, versions=(0, 0), attempt=0, owner=0):
     return row(ticket, k, 0, 2, versions=versions, attempt=attempt, owner=owner)
 
 
-def row(
-    ticket: str,
-    episode: int,
-    number: int,
-    of: int,
-    *,
-    versions: tuple[int, int] = (0, 0),
-    attempt: int = 0,
-    owner: int = 0,
-) -> SampleMeta:
+def row(ticket, episode, number, of, *, versions=(0, 0), attempt=0, owner=0):
     """Row ``number`` of an episode; the group has ``of`` rows."""
     low, high = versions
     sample_id = f"{ticket}.{attempt}/{episode}.{number}"
@@ -44,12 +35,12 @@ def row(
     return meta
 
 
-def group(ticket: str, size: int = 2, *, version: int = 0, attempt: int = 0, owner: int = 0) -> list[SampleMeta]:
+def group(ticket, size=2, *, version=0, attempt=0, owner=0):
     versions = (version, version)
     return [row(ticket, k, 0, size, versions=versions, attempt=attempt, owner=owner) for k in range(size)]
 
 
-def ids(groups: list[list[SampleMeta]]) -> list[str]:
+def ids(groups):
     return [members[0].ticket_id for members in groups]
 
 
@@ -270,7 +261,7 @@ GROUP_SIZE, ETA, BATCH = 2, 2, 2
 class BufferMachine(RuleBasedStateMachine):
     """Copies, attempts, owners and versions at random; the truth is kept in plain sets beside the buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.buffer = SequenceBuffer()
         self.version = 0
@@ -279,13 +270,13 @@ class BufferMachine(RuleBasedStateMachine):
         self.dropped: list[str] = []
         self.in_training: set[str] = set()  # sample ids
 
-    def is_needed(self, sample: SampleMeta) -> bool:
+    def is_needed(self, sample):
         """Whether clearing it on its owner may take tensors that will be or are being trained."""
         held = {(s.sample_id, s.owner) for members in self.accepted.values() for s in members}
         return (sample.sample_id, sample.owner) in held or sample.sample_id in self.in_training
 
     @rule(number=st.integers(0, 12), attempt=st.integers(0, 2), owner=st.integers(0, 1), lag=st.integers(0, 3))
-    def deliver(self, number: int, attempt: int, owner: int, lag: int) -> None:
+    def deliver(self, number, attempt, owner, lag):
         ticket = f"t{number:03d}"
         members = group(ticket, GROUP_SIZE, version=max(0, self.version - lag), attempt=attempt, owner=owner)
         before = self.accepted.get(ticket)
@@ -300,7 +291,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert not any(self.is_needed(s) for s in result.clear)
 
     @rule(masks=st.booleans())
-    def take(self, masks: bool) -> None:
+    def take(self, masks):
         oldest = self.version - ETA if masks else None
         batch = self.buffer.take(BATCH, oldest)
         self.in_training.clear()
@@ -322,7 +313,7 @@ class BufferMachine(RuleBasedStateMachine):
             self.version += 1
 
     @invariant()
-    def nothing_vanishes(self) -> None:
+    def nothing_vanishes(self):
         assert self.buffer.ready_groups == len(self.accepted)
         assert all(ticket in self.buffer for ticket in self.accepted)
 
@@ -339,11 +330,11 @@ EVERYWHERE = "tokens"
 Owners = dict[str, dict[str, Holders]]
 
 
-def frozen(owners: dict[str, dict[str, set[int]]]) -> Owners:
+def frozen(owners):
     return {key: {name: frozenset(workers) for name, workers in column.items()} for key, column in owners.items()}
 
 
-def random_batch(rng: random.Random) -> tuple[Mesh, list[list[list[SequenceRef]]], Owners]:
+def random_batch(rng):
     """A mesh on some of eight workers, a batch, and holders that may include others."""
     data, pipeline, tensor = rng.choice([(1, 1, 1), (4, 1, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2), (2, 2, 2)])
     layout = ParallelLayout(data=data, pipeline=pipeline, tensor=tensor)
@@ -354,7 +345,7 @@ def random_batch(rng: random.Random) -> tuple[Mesh, list[list[list[SequenceRef]]
     return mesh, plan_minibatches(refs, 2, data), owners
 
 
-def held_after(plan: TransferPlan, owners: Owners) -> dict[int, set[tuple[str, str]]]:
+def held_after(plan, owners):
     """Execute the transfers of each worker's own request: worker -> (key, sample)."""
     before = {w: {(k, s) for k in owners for s in owners[k] if w in owners[k][s]} for w in range(8)}
     held = {worker: set(items) for worker, items in before.items()}
@@ -446,9 +437,7 @@ def test_request_stays_small_with_512_workers():
     assert len({id(request) for request in requests.values()}) == 256
 
 
-def moves(
-    mesh: Mesh, plan: list[list[list[SequenceRef]]], keys: str, owners: dict[str, dict[str, set[int]]]
-) -> set[str]:
+def moves(mesh, plan, keys, owners):
     """Transfers as `source>destination: keys: samples`."""
     return {
         f"{t.src}>{worker}: {' '.join(t.keys)}: {' '.join(t.sample_ids)}"
@@ -502,11 +491,11 @@ def test_scores_and_arrays_in_place_are_not_moved():
 # ---- The learning-rate schedule at its corners
 
 
-def optimizer(**fields: object) -> OptimizerConfig:
+def optimizer(**fields):
     return OptimizerConfig.model_validate({"lr": 1.0, "warmup_fraction": 0.0, **fields})
 
 
-def rates(cfg: OptimizerConfig, total: int) -> list[float]:
+def rates(cfg, total):
     return [learning_rate(cfg, step, total) for step in range(total)]
 
 

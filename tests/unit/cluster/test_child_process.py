@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -38,12 +37,12 @@ ESCAPED = (
 )
 
 
-def start(script: str, output: int = subprocess.DEVNULL) -> ChildProcess:
+def start(script, output=subprocess.DEVNULL):
     return ChildProcess([sys.executable, "-c", script], os.environ, output)
 
 
 def test_pid_stays_valid_until_reaped():
-    async def body() -> None:
+    async def body():
         process = start("raise SystemExit(3)")
         assert await process.exits_within(BOUND_S)
         assert process.returncode is None and psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
@@ -61,7 +60,7 @@ def test_pid_stays_valid_until_reaped():
 def test_group_dies_with_its_leader(tmp_path):
     script = ESCAPED.replace("start_new_session=True, ", "")
 
-    async def body() -> int:
+    async def body():
         with (tmp_path / "out").open("wb") as out:
             process = start(script, out.fileno())
         assert await process.exits_within(BOUND_S)
@@ -90,7 +89,6 @@ def test_process_that_may_end_is_waited_for():
     waits = "import sys; sys.stdin.read()"
     spare = child_pids()
     slow = subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE)
-    assert slow.stdin is not None
     assert kill_descendants(0.2, spare, may_end=lambda process: True) == []
     slow.stdin.close()
     assert kill_descendants(BOUND_S, spare, may_end=lambda process: True) == []
@@ -136,7 +134,7 @@ def run(*words, env={{"MINE": "1", "LONG": "x" * 100_000, "LONGER": "y" * 100_00
 """
 
 
-def script(code: str, *modules: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def script(code, *modules, **options):
     prelude = PRELUDE.format(program=PROGRAM, modules=modules)
     return subprocess.run(
         [sys.executable, "-c", prelude + code], cwd=ROOT, capture_output=True, text=True, timeout=120, **options
@@ -294,7 +292,6 @@ def test_nothing_outlives_a_killed_worker(tmp_path):
         "asyncio.run(main())\n"
     )
     worker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert worker.stdout is not None
     text = ""
     for line in worker.stdout:
         text += line

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
@@ -28,14 +27,14 @@ NOTES = FolderFormat(
 )
 
 
-def filled(root: Path, name: str, content: bytes = b"content") -> tuple[Path, Notes]:
+def filled(root, name, content=b"content"):
     """A folder that is ready to be committed."""
     tmp = NOTES.prepare(root / f"{name}.tmp")
     (tmp / "a.bin").write_bytes(content)
     return tmp, Notes("me", files={"a.bin": FileInfo(len(content), checksum_of(content))})
 
 
-def committed(root: Path, name: str) -> Path:
+def committed(root, name):
     tmp, notes = filled(root, name)
     return NOTES.commit(tmp, root / name, notes)
 
@@ -52,7 +51,7 @@ def test_lost_lease_leaves_no_complete_folder(tmp_path):
         tmp, notes = filled(tmp_path, "n1")
         left = iter([None] * checks)
 
-        def check_alive(left=left) -> None:  # type: ignore[no-untyped-def]
+        def check_alive(left=left):  # type: ignore[no-untyped-def]
             if next(left, Fenced) is Fenced:
                 raise Fenced("lease lost")
 
@@ -122,7 +121,7 @@ def test_removal_starts_with_the_manifest(tmp_path, monkeypatch):
     """A removal that fails leaves an unfinished folder, and is a problem of the result."""
     first, second = committed(tmp_path, "n1"), committed(tmp_path, "n2")
 
-    def busy(path: Path) -> None:
+    def busy(path):
         raise OSError(39, "Directory not empty", str(path))
 
     monkeypatch.setattr(commit_folder.shutil, "rmtree", busy)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -61,7 +60,7 @@ def test_process_without_gpu_computes_on_the_cpu():
     assert choose_device(3, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == torch.device("cpu")
 
 
-def fails(*_: Any, **__: Any) -> None:
+def fails(*_, **__):
     raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nmore lines")
 
 
@@ -91,7 +90,7 @@ def test_gpu_without_expandable_segments_works_without_them(monkeypatch, caplog)
     settings = ["expandable_segments:True"]
     zeros = torch.zeros
 
-    def allocate(*size: int, device: torch.device) -> torch.Tensor:
+    def allocate(*size, device):
         if settings[-1] == "expandable_segments:True":
             raise RuntimeError("CUDA driver error: operation not supported\nmore lines")
         return zeros(*size)
@@ -130,11 +129,11 @@ def test_rank_with_a_gpu_gets_expandable_segments(environment, expected):
 layouts = st.builds(ParallelLayout, data=st.integers(1, 5), pipeline=st.integers(1, 4), tensor=st.integers(1, 4))
 
 
-def table_of(allocation: str, *roles: str) -> dict[str, int]:
+def table_of(allocation, *roles):
     return routing_table(place(parse_allocation(f"sglang.d1+{allocation}"), roles))
 
 
-def plain(workers: int) -> dict[str, int]:
+def plain(workers):
     return {str(worker): worker for worker in range(workers)}
 
 

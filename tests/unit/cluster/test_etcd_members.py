@@ -1,39 +1,37 @@
 """Choice of the member, and repetition of failed calls. The channels are never used."""
 
-from typing import Any
-
 import grpc
 import pytest
 
-from realsys.cluster.names.etcd_members import EtcdAccess, EtcdMembers, Member
+from realsys.cluster.names.etcd_members import EtcdAccess, EtcdMembers
 from realsys.errors import NameStoreError
 
 
 class Answer(grpc.RpcError):
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+    def __init__(self, code, details):
         self._code = code
         self._details = details
 
-    def code(self) -> grpc.StatusCode:
+    def code(self):
         return self._code
 
-    def details(self) -> str:
+    def details(self):
         return self._details
 
 
 class Asked:
     """Calls of members: the first ones fail."""
 
-    def __init__(self, *failures: Answer) -> None:
+    def __init__(self, *failures):
         self.failures = list(failures)
         self.addresses: list[str] = []
         self.moves = 0
         self.members = EtcdMembers("a:1,b:2,c:3", EtcdAccess(), self._moved, 60.0, 60.0)
 
-    def _moved(self) -> None:
+    def _moved(self):
         self.moves += 1
 
-    def __call__(self, member: Member, **_: Any) -> str:
+    def __call__(self, member, **_):
         self.addresses.append(member.address)
         if self.failures:
             raise self.failures.pop(0)
@@ -59,7 +57,7 @@ def test_known_etcd_is_waited_for(known, limit):
     """A worker that starts while etcd is away; the launcher has found etcd at this address."""
     members = EtcdMembers("a:1", EtcdAccess(), lambda: None, 0.01, 0.3, known=known)
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise NO_LEADER
 
     with pytest.raises(NameStoreError, match=f"did not answer within {limit}"):

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +35,7 @@ from realsys.train.megatron.megatron_core import TransformerConfig
 from tests.support.gpu.reference_attention import POSITIONAL, RECORDED, recorded, reference
 
 
-def record(time: float, index: int = 0, pid: int = 1) -> ErrorRecord:
+def record(time, index=0, pid=1):
     return ErrorRecord(time, "model_worker", index, pid, "host", "ValueError", f"at {time}", "trace")
 
 
@@ -89,7 +88,7 @@ def test_no_folder_means_no_errors(tmp_path):
 LENGTHS = [9, 7, 7, 3, 1]  # a segment of one token is the dummy of a rank without sequences
 
 
-def attend(kernel: bool, tensors: Sequence[torch.Tensor], heads: int, kv_heads: int) -> torch.Tensor:
+def attend(kernel, tensors, heads, kv_heads):
     """Run the core attention of the trainer on packed [t, heads, d] tensors."""
     size = tensors[0].shape[-1]
     config = TransformerConfig(
@@ -100,7 +99,7 @@ def attend(kernel: bool, tensors: Sequence[torch.Tensor], heads: int, kv_heads: 
     return PackedAttention(config, 1)(*tensors, packed_seq_params=packed)
 
 
-def random_tensors(heads: int, kv_heads: int, size: int = 16, **how: Any) -> list[torch.Tensor]:
+def random_tensors(heads, kv_heads, size=16, **how):
     total = sum(LENGTHS)
     return [torch.randn(total, count, size, **how).requires_grad_() for count in (heads, kv_heads, kv_heads)]
 
@@ -137,7 +136,7 @@ def test_shared_beginning_equals_whole_rows(kernel, heads, kv_heads, monkeypatch
     places = [np.concatenate([np.arange(ends[k] - SIZES[k], ends[k]) for k in chain]) for chain in chains]
     frequencies = 100.0 ** -torch.arange(0, 1, 2 / 16)
 
-    def attend(tensors: Sequence[torch.Tensor], lengths: list[int], parents: list[tuple[int, ...]]) -> torch.Tensor:
+    def attend(tensors, lengths, parents):
         config = TransformerConfig(
             num_layers=1, hidden_size=heads * 16, num_attention_heads=heads, num_query_groups=kv_heads, kv_channels=16
         )
@@ -164,7 +163,7 @@ def test_kernel_gets_heads_of_a_multiple_of_eight(size, monkeypatch):
     tensors = random_tensors(4, 2, size)
     widths = []
 
-    def padded(**arguments: Any) -> torch.Tensor:
+    def padded(**arguments):
         widths.extend(arguments[name].shape[-1] % 8 for name in ("query", "key", "value"))
         found: torch.Tensor = reference(**arguments)
         return found
@@ -183,7 +182,7 @@ def test_kernel_gets_heads_of_a_multiple_of_eight(size, monkeypatch):
 def test_grouped_heads_are_named_where_known(version, named):
     calls: list[dict[str, Any]] = []
 
-    def run(**arguments: Any) -> torch.Tensor:
+    def run(**arguments):
         calls.append(arguments)
         return torch.empty_like(arguments["query"])
 
@@ -230,7 +229,7 @@ def test_installed_kernel_runs_under_fake_tensors():
 def test_flash_attention_3_is_used_where_it_runs(major, installed, error, used, calls, monkeypatch):
     seen: list[str] = []
 
-    def trial() -> None:
+    def trial():
         if error is not None:
             raise error
 
@@ -247,11 +246,11 @@ def test_flash_attention_3_is_used_where_it_runs(major, installed, error, used, 
 
 
 def test_result_and_error_are_passed_on():
-    async def body() -> None:
+    async def body():
         assert await on_disk("reading", 60.0, lambda: threading.current_thread().name) == "reading"
         for error in (OSError(28, "No space left on device"), TimeoutError("of its own")):
 
-            def fail(error: Exception = error) -> None:
+            def fail(error=error):
                 raise error
 
             with pytest.raises(type(error)) as caught:
@@ -272,11 +271,11 @@ def test_hanging_disk_blocks_no_loop():
 
 
 def test_late_result_does_not_disturb_the_loop():
-    async def body() -> None:
+    async def body():
         released, ended = threading.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def work() -> None:
+        def work():
             released.wait()
             loop.call_soon_threadsafe(loop.call_soon_threadsafe, ended.set)  # behind what the thread itself posts
 
@@ -305,7 +304,7 @@ class NvmlError(Exception):
 def nvml(monkeypatch):
     """A pynvml that knows one GPU."""
 
-    def handle(uuid: str) -> str:
+    def handle(uuid):
         if uuid != "GPU-1":
             raise NvmlError("Not Found")
         return uuid
@@ -358,7 +357,7 @@ def test_reading_covers_the_time_since_the_last():
 def test_thread_samples_until_it_is_stopped():
     taken = threading.Event()
 
-    def sample() -> tuple[float, float]:
+    def sample():
         taken.set()
         return 0.5, 1.0
 
@@ -370,7 +369,7 @@ def test_thread_samples_until_it_is_stopped():
 
 
 def test_failing_nvml_ends_only_its_thread(caplog):
-    def sample() -> tuple[float, float]:
+    def sample():
         raise NvmlError("GPU is lost")
 
     sampler = NvmlSampler(sample)

@@ -32,7 +32,7 @@ from realsys.train.master.checkpoints import Checkpoints, CheckpointSources, com
 from realsys.train.master.publish import Publisher, VersionKey
 from realsys.train.master.recorder import StepRecorder
 from realsys.train.master.step_statistics import StepLog
-from realsys.train.requests import SaveWeightsReply, SaveWeightsRequest
+from realsys.train.requests import SaveWeightsReply
 from realsys.types import PublishedVersion
 from realsys.weights.contract import PublisherParts
 from realsys.weights.disk import manifest
@@ -46,15 +46,15 @@ from tests.support.streams.weight_ranks import WeightRanks
 class Lease:
     """``left``: how many times it still holds; None: until it is lost."""
 
-    def __init__(self, left: int | None = None) -> None:
+    def __init__(self, left=None):
         self.left, self.asked = left, 0
 
-    def check(self) -> None:
+    def check(self):
         self.asked += 1
         if self.left is not None and self.asked > self.left:
             raise Fenced("this worker must stop")
 
-    def lose(self) -> None:
+    def lose(self):
         self.left = 0
 
 
@@ -63,7 +63,7 @@ def test_fenced_publication_stops_before_manifest_and_names(tmp_path, holds, on_
     store, lease, model = MemoryNameStore(), Lease(holds), tmp_path / "hf"
     model.mkdir()
 
-    async def save(request: SaveWeightsRequest) -> list[SaveWeightsReply]:
+    async def save(request):
         path = Path(request.plan.directory) / "model-00001-of-00001.safetensors"
         file, starts = write_safetensors(path, {"w": ("F32", [1], 4)}, lambda name: np.zeros(4, np.uint8))
         folder = path.parent.name.removesuffix(".tmp")
@@ -94,7 +94,7 @@ def test_checkpoint_stops_before_its_state_is_written(tmp_path):
     assert commit(tmp, _state(), [], Lease(2).check).name == "step-00000001"
 
 
-def _state() -> CheckpointState:
+def _state():
     return CheckpointState(
         step=1,
         version=1,
@@ -113,7 +113,7 @@ def test_checkpoint_begins_with_nothing_removed(tmp_path):
     theirs = tmp_path / "checkpoints" / "step-00000001.2.tmp"
     theirs.mkdir(parents=True)
 
-    async def position() -> DataPosition:
+    async def position():
         raise AssertionError("asked for where the data is")
 
     config = Config.model_validate({"checkpoint": {"every_steps": 1}})
@@ -166,7 +166,7 @@ def test_export_is_not_written(tmp_path):
 def test_group_is_not_sent_and_the_push_ends():
     lease = Lease()
 
-    async def run(address: str) -> None:
+    async def run(address):
         pusher = Pusher(lambda dp: address, [0], "rollout_worker/0", check_alive=lease.check)
         await pusher.push(make_group("t0"))
         lease.lose()
@@ -186,11 +186,11 @@ def test_stored_group_is_not_acknowledged():
     puller = Puller(check_alive=lease.check)
     stored = []
 
-    async def run() -> None:
+    async def run():
         pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0")
         push = asyncio.create_task(pusher.push(make_group("t0")))
 
-        def store(group) -> None:
+        def store(group):
             stored.append(group)
             lease.lose()
 
@@ -210,7 +210,7 @@ def test_stored_group_is_not_acknowledged():
 
 
 def test_request_of_the_master_is_not_sent():
-    async def run() -> None:
+    async def run():
         lease = Lease()
         stream = MasterStream(check_alive=lease.check)
         endpoint = WorkerEndpoint(0, stream.address)
@@ -228,8 +228,8 @@ def test_request_of_the_master_is_not_sent():
 def test_call_of_the_manager_is_not_made():
     asked = []
 
-    async def run() -> None:
-        async def answer(request: web.Request) -> web.Response:
+    async def run():
+        async def answer(request):
             asked.append(request.path)
             return web.json_response({})
 
@@ -254,8 +254,8 @@ def test_call_of_a_server_is_not_made():
     """Above all not one that has it load weights."""
     asked = []
 
-    async def run() -> None:
-        async def answer(request: web.Request) -> web.Response:
+    async def run():
+        async def answer(request):
             asked.append(request.path)
             return web.json_response({"success": True, "message": ""})
 
@@ -281,7 +281,7 @@ def test_fenced_service_takes_and_answers_no_request(holds, served):
     """No answer at all: in a worker the check does not return."""
     taken, sent = [], []
 
-    async def app(scope, receive, send) -> None:
+    async def app(scope, receive, send):
         taken.append(await receive())
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
@@ -289,10 +289,10 @@ def test_fenced_service_takes_and_answers_no_request(holds, served):
     async def receive():
         return {"type": "http.request", "body": b"{}", "more_body": False}
 
-    async def send(message) -> None:
+    async def send(message):
         sent.append(message)
 
-    async def run() -> None:
+    async def run():
         guard = Guard(app, Admission(None, check_alive=Lease(holds).check), max_body=10, error=str)
         call = asyncio.create_task(guard({"type": "http", "method": "POST", "path": "/", "headers": []}, receive, send))
         for _ in range(10):
@@ -306,7 +306,7 @@ def test_fenced_service_takes_and_answers_no_request(holds, served):
 
 
 def test_ledger_gets_no_record(tmp_path):
-    async def run() -> None:
+    async def run():
         with Journal(tmp_path / "ledger.jsonl") as journal:
             state, lease = ManagerState(ManagerSettings.of(Config(), {"train": 8})), Lease(0)
             service = ManagerService(state, journal, check_alive=lease.check)

@@ -2,7 +2,6 @@
 
 import json
 import queue
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ def store():
     made.close()
 
 
-def heartbeat(store: MemoryNameStore, losses: Losses, lease_s: float = 60.0, **options: Any) -> Heartbeat:
+def heartbeat(store, losses, lease_s=60.0, **options):
     return Heartbeat(store, KEY, "rollout_worker", 1, LeaseTerms(lease_s, 0.02, **options), losses.put)
 
 
@@ -113,7 +112,7 @@ def test_unreachable_store_ends_worker_with_its_lease(store, losses, monkeypatch
 
     tries: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def fail(lease: object) -> None:
+    def fail(lease):
         tries.put(None)
         raise NameStoreError("etcd at 10.0.0.1:2379 did not answer")
 
@@ -169,7 +168,7 @@ def test_suspended_beat_does_not_renew_the_lease(store, losses, monkeypatch):
     now = 100.0
     beating = heartbeat(store, losses, lease_s=60.0, clock=lambda: now)
 
-    def suspended(lease: object) -> None:
+    def suspended(lease):
         nonlocal now
         now = 500.0
 
@@ -245,7 +244,7 @@ def test_suspension_counts_unless_all_is_on_one_machine(monkeypatch):
     monkeypatch.setattr("realsys.cluster.lease.time.monotonic", lambda: 1.0)
     monkeypatch.setattr("realsys.cluster.lease.time.clock_gettime", lambda clock: 1000.0)
 
-    def now(nodes: int, backend: str, spares: int = 0) -> float:
+    def now(nodes, backend, spares=0):
         store = NameStoreConfig.model_validate({"backend": backend})
         return lease_clock(ClusterConfig(nodes=nodes, spare_nodes=spares, name_store=store))()
 

@@ -5,7 +5,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +28,7 @@ from realsys.train.megatron import device as module
 BOUND_S = 60.0
 
 
-def never(_: Callable[[], None]) -> None:
+def never(_):
     """Take a callback for a stop that does not come."""
 
 
@@ -38,7 +37,7 @@ def test_result_of_the_thread_is_returned():
 
 
 def test_error_of_the_thread_is_raised():
-    def fail() -> None:
+    def fail():
         raise NameStoreError("gone")
 
     with pytest.raises(NameStoreError, match="gone"):
@@ -96,7 +95,7 @@ def root(tmp_path):
     return tmp_path
 
 
-def write(path: Path, text: str) -> None:
+def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
@@ -183,25 +182,25 @@ def test_deterministic_attention_is_torchs_own(monkeypatch):
 # ---- Work that is given up, or given time, when a worker is asked to stop
 
 
-def run(body: Any) -> Any:
+def run(body):
     return asyncio.run(asyncio.wait_for(body, BOUND_S))
 
 
 class Context:
     """The part of WorkerContext that is used: asked to stop when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.ask: Callable[[], None] = lambda: None
 
-    def on_stop(self, callback: Callable[[], None]) -> None:
+    def on_stop(self, callback):
         self.ask = callback
 
 
 def test_unless_gives_the_result_or_nothing_and_cancels():
-    async def body() -> None:
+    async def body():
         stop, began, ended = asyncio.Event(), asyncio.Event(), list[str]()
 
-        async def work() -> int:
+        async def work():
             began.set()
             try:
                 await asyncio.Event().wait()
@@ -209,10 +208,10 @@ def test_unless_gives_the_result_or_nothing_and_cancels():
                 ended.append("cancelled")
             return 0
 
-        async def quick() -> int:
+        async def quick():
             return 7
 
-        async def broken() -> int:
+        async def broken():
             raise ValueError("x")
 
         assert await unless(stop, quick()) == 7
@@ -228,11 +227,11 @@ def test_unless_gives_the_result_or_nothing_and_cancels():
 
 
 def test_work_that_stops_by_itself_has_its_grace():
-    async def body() -> None:
+    async def body():
         ctx: Any = Context()
         began, finish, log = asyncio.Event(), asyncio.Event(), list[str]()
 
-        async def work() -> None:
+        async def work():
             began.set()
             await finish.wait()
             log.append("saved")
@@ -248,12 +247,12 @@ def test_work_that_stops_by_itself_has_its_grace():
 
 
 def test_work_is_cancelled_after_its_grace():
-    async def body() -> None:
+    async def body():
         for grace in (0.0, 0.01):
             ctx: Any = Context()
             began = asyncio.Event()
 
-            async def work(began: asyncio.Event = began) -> None:
+            async def work(began=began):
                 began.set()
                 await asyncio.Event().wait()
 
@@ -266,16 +265,16 @@ def test_work_is_cancelled_after_its_grace():
 
 
 def test_grace_begins_again_with_progress():
-    async def body() -> None:
+    async def body():
         ctx: Any = Context()
         began, seen = asyncio.Event(), list[int]()
         numbers = iter([1, 2, 3, 3])
 
-        async def work() -> None:
+        async def work():
             began.set()
             await asyncio.Event().wait()
 
-        def progress() -> int:
+        def progress():
             seen.append(next(numbers))
             return seen[-1]
 
@@ -288,11 +287,11 @@ def test_grace_begins_again_with_progress():
 
 
 def test_an_error_within_the_grace_comes_out():
-    async def body() -> None:
+    async def body():
         ctx: Any = Context()
         began, fail = asyncio.Event(), asyncio.Event()
 
-        async def work() -> None:
+        async def work():
             began.set()
             await fail.wait()
             raise ValueError("disk full")

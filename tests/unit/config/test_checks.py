@@ -14,7 +14,6 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import Dataflow, FunctionCall, dataflow_of
 from realsys.config.machine import Machine
 from realsys.config.rules import check, check_made_model, check_models
-from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError
 from tests.support.processes.config_trees import changed
 
@@ -141,11 +140,11 @@ def test_layouts_that_fit(allocation):
 HERE = "tests.unit.config.test_checks"
 
 
-def misspelt_hook(config: Config) -> Dataflow:
+def misspelt_hook(config):
     return Dataflow([replace(call, pre_hooks=("onlaod",)) for call in dataflows.ppo(config).calls])
 
 
-def judged(config: Config) -> Dataflow:
+def judged(config):
     """PPO, and a call of role judge whose handler the test chooses by the seed."""
     handler = (f"{HERE}:Judge", "ref_inf")[config.seed]
     call = FunctionCall("judge_inf", "judge", handler, frozenset({"tokens"}), frozenset({"ref_logprobs"}))
@@ -153,10 +152,10 @@ def judged(config: Config) -> Dataflow:
 
 
 class Judge:
-    def run(self, role: object, request: object) -> None: ...
+    def run(self, role, request): ...
 
 
-def own_loss(inputs: object, scale: float) -> None: ...
+def own_loss(inputs, scale): ...
 
 
 OWN_LOSS = ["train.ppo.loss_args={scale: 2.0}", f"train.ppo.loss={HERE}:own_loss"]
@@ -232,7 +231,7 @@ def test_data_files_of_a_jsonl_experiment(tmp_path):
         check(changed(*base, "model.path=''", experiment="math"), CPU)
 
 
-def hf_model(folder: Path, **changes: Any) -> Path:
+def hf_model(folder, **changes):
     model = folder / "hf"
     model.mkdir(exist_ok=True)
     hf = {
@@ -280,7 +279,7 @@ def test_model_directory_that_does_not_fit(tmp_path, spoil, problem):
 TOKENS = {"a": 0, "b": 1, "<end>": 2}
 
 
-def tokenizer(vocab: object = TOKENS, added: object = ()) -> str:
+def tokenizer(vocab=TOKENS, added=()):
     return json.dumps({"model": {"vocab": vocab}, "added_tokens": list(added)})  # type: ignore[call-overload]
 
 
@@ -308,7 +307,7 @@ def test_other_models_must_share_the_actors_vocabulary(tmp_path, other, sizes, p
     own = [] if made else [f"model.path={actor}"]
     config = changed(*own, f"roles.ref.path={ref}", "train.ppo.kl.coef=0.1", "allocation=sglang.d1+d1")
 
-    def whole() -> None:
+    def whole():
         allocation = check(config, CPU)
         if made:
             check_made_model(actor, config, allocation, dataflow_of(config))

@@ -4,7 +4,6 @@ import functools
 import json
 import logging
 import operator
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -277,7 +276,7 @@ STORED = {
 }
 
 
-def stored(folder: Path, values: Mapping[str, object]) -> Path:
+def stored(folder, values):
     """Write the file of a trial of an earlier build with these values."""
     tree = json.loads((Path(__file__).parent / "earlier_config.json").read_text())
     for field, value in values.items():

@@ -12,11 +12,11 @@ from tests.support.processes.config_trees import changed
 CRITIC = ("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false")
 
 
-def call(name: str, inputs: str, outputs: str = "") -> FunctionCall:
+def call(name, inputs, outputs=""):
     return FunctionCall(name, "actor", name, frozenset(inputs.split()), frozenset(outputs.split()))
 
 
-def shape(flow: Dataflow) -> dict[str, tuple[str, str, str]]:
+def shape(flow):
     """call -> (role, inputs, outputs)"""
     return {c.name: (c.role, " ".join(sorted(c.inputs)), " ".join(sorted(c.outputs))) for c in flow.calls}
 

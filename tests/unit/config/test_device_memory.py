@@ -1,15 +1,12 @@
 """Predicted bytes of whole devices: published models, roles that share a worker, servers."""
 
-from pathlib import Path
-
 import pytest
 
 from realsys.cluster.topology import place
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.device_memory import COMMUNICATOR, GIB, LIBRARIES, DeviceUse, rank_uses, server_use
+from realsys.config.device_memory import COMMUNICATOR, GIB, LIBRARIES, rank_uses, server_use
 from realsys.config.rank_memory import StepSettings, head_bytes, layer_bytes, shard_of, training_work
-from realsys.config.schema import Config
 from realsys.model_files.config_json import read_model
 from realsys.train.megatron.mesh import splits
 from tests.support.processes.config_trees import changed
@@ -24,11 +21,11 @@ OFF = [
 ]
 
 
-def math_config(folder: Path, name: str, *overrides: str) -> Config:
+def math_config(folder, name, *overrides):
     return changed(f"model.path={write_qwen(folder, name)}", *overrides, experiment="math")
 
 
-def ranks(config: Config) -> list[tuple[DeviceUse, int]]:
+def ranks(config):
     return rank_uses(config, parse_allocation(config.allocation), dataflow_of(config), on_gpu=True)
 
 

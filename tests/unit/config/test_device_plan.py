@@ -5,7 +5,6 @@ A line of a file is a plan: nodes as COUNTxGPUS, the allocation, settings. Its o
 """
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from realsys.config.device_plan import (
     RANK,
     SERVER,
     Block,
-    Seat,
     as_lines,
     nodes_of,
     owners,
@@ -34,7 +32,7 @@ MACHINE = Machine(cpus=8, memory_bytes=64 * GIB)
 PLANS = sorted(Path(__file__).with_name("device_plans").glob("*.txt"))
 
 
-def nodes_from(text: str) -> list[NodeDevices]:
+def nodes_from(text):
     """Read `COUNTxGPUS,...`; with 0l GPUs the nodes are light."""
     sizes = [size for part in text.split(",") for count, size in [part.split("x")] for _ in range(int(count))]
     return [
@@ -42,7 +40,7 @@ def nodes_from(text: str) -> list[NodeDevices]:
     ]
 
 
-def planned(line: str) -> list[str]:
+def planned(line):
     """Return the plan of a line, or its refusal."""
     nodes, allocation, *overrides = line.split()
     there = nodes_from(nodes)
@@ -69,7 +67,7 @@ def test_plan_has_its_recorded_output(script):
     assert script.read_text() == text
 
 
-def blocks(groups: Sequence[int], servers: Sequence[tuple[int, int]]) -> list[Block]:
+def blocks(groups, servers):
     """Return tensor-parallel groups of these sizes, and servers of these (GPUs per stage, stages)."""
     first = [sum(groups[:number]) for number in range(len(groups))]
     ranks = [Block(RANK, range(at, at + size), 1, 1, 0) for at, size in zip(first, groups, strict=True)]
@@ -77,11 +75,11 @@ def blocks(groups: Sequence[int], servers: Sequence[tuple[int, int]]) -> list[Bl
     return ranks + [Block(SERVER, range(n, n + 1), width * stages, 1, 0, stages) for n, (width, stages) in many]
 
 
-def is_run(gpus: Sequence[int]) -> bool:
+def is_run(gpus):
     return list(gpus) == list(range(gpus[0], gpus[0] + len(gpus)))
 
 
-def check_seats(seats: Sequence[Seat], wanted: Sequence[Block], nodes: Sequence[NodeDevices]) -> None:
+def check_seats(seats, wanted, nodes):
     """Assert whole-group, all-placed and one-rank of a plan."""
     sizes = {node.name: node.gpus for node in nodes}
     assert all(0 <= gpu < sizes[seat.node] for seat in seats for gpu in seat.gpus)

@@ -1,7 +1,5 @@
 """Free memory under cgroups of both versions, and the memory of GPUs, from files and text of this test."""
 
-from pathlib import Path
-
 import pytest
 
 from realsys.config.machine import free_host_bytes, gpu_bytes, smallest_gpu
@@ -12,7 +10,7 @@ V2 = ("memory.max", "memory.current", "inactive_file")
 LISTED = "0, GPU-aa11, 81559\n1, GPU-bb22, 143771\n2, GPU-cc33, [N/A]\n"
 
 
-def machine(root: Path, cgroup: str = "") -> Path:
+def machine(root, cgroup=""):
     """A root with 100 GiB available."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {100 * GIB // 1024} kB\n")
@@ -20,7 +18,7 @@ def machine(root: Path, cgroup: str = "") -> Path:
     return root
 
 
-def limit(folder: Path, names: tuple[str, str, str], most: object, usage: int, cache: int = 0) -> None:
+def limit(folder, names, most, usage, cache=0):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[0]).write_text(f"{most}\n")
     (folder / names[1]).write_text(f"{usage}\n")

@@ -4,8 +4,7 @@ import pytest
 
 from realsys.config.allocation import parse_allocation
 from realsys.config.dataflow import dataflow_of
-from realsys.config.device_memory import HostUse, OnHost, host_use
-from realsys.config.schema import Config
+from realsys.config.device_memory import OnHost, host_use
 from realsys.model_files.config_json import read_model
 from tests.support.processes.config_trees import changed
 from tests.unit.config.test_device_memory import math_config
@@ -13,7 +12,7 @@ from tests.unit.config.test_device_memory import math_config
 EIGHT_GPUS = OnHost(4, 4, 4, ranks_on_gpu=True, servers_on_gpu=True)
 
 
-def use(config: Config, here: OnHost = EIGHT_GPUS) -> HostUse:
+def use(config, here=EIGHT_GPUS):
     return host_use(config, parse_allocation(config.allocation), dataflow_of(config), here)
 
 

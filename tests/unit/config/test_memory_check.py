@@ -12,7 +12,6 @@ from realsys.config.machine import Machine
 from realsys.config.memory_check import Place, check_memory, device_lines, host_line, largest_rank, place_of
 from realsys.config.memory_remedies import Remedy, ranks_fit, smallest_training
 from realsys.config.rules import check
-from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.fit import fit
 from tests.support.processes.config_trees import changed
@@ -25,13 +24,13 @@ MORE_TOKENS = "train.microbatch_tokens=49152"
 EIGHT = Machine(64, 1024 * GIB, tuple("01234567"), torch_has_cuda=True, gpu_bytes=H100)
 
 
-def gpus(config: Config, ranks_beside: int = 0) -> Place:
+def gpus(config, ranks_beside=0):
     allocation = parse_allocation(config.allocation)
     here = OnHost(allocation.workers, allocation.inference.data, 4, ranks_on_gpu=True, servers_on_gpu=True)
     return Place(H100, 1024 * GIB, here, owners=[(ranks_beside, 1)])
 
 
-def refusal(config: Config, place: Place) -> ConfigError:
+def refusal(config, place):
     with pytest.raises(ConfigError) as caught:
         check_memory(config, place)
     assert "\n" not in str(caught.value)
@@ -84,7 +83,7 @@ def test_named_change_is_enough(tmp_path):
     assert ranks_fit(applied, H100)
 
 
-def _tree(config: Config, values: dict[str, str]) -> dict[str, str]:
+def _tree(config, values):
     off = dict(word.split("=") for word in OFF)
     return (
         {"model.path": config.model.path, "generation.backend": "sglang", "allocation": config.allocation}
@@ -148,11 +147,11 @@ def test_servers_of_one_gpu_are_counted(servers, tmp_path):
     """Each has a part of what the rank leaves; the number of completions that is named fits, and no more does."""
     one = Machine(64, 1024 * GIB, ("0",), torch_has_cuda=True, gpu_bytes=H100)
 
-    def config(running: int) -> Config:
+    def config(running):
         given = ["generation.backend=embedded", f"allocation=serve.d{servers}+d1", "cluster.share_gpus=true"]
         return math_config(tmp_path, "1.5B", *given, *LORA, f"generation.embedded.max_running={running}")
 
-    def place(config: Config) -> Place:
+    def place(config):
         return place_of(config, parse_allocation(config.allocation), backend_rules(config), one)
 
     error = refusal(wanted := config(64), place(wanted))

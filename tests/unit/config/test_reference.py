@@ -19,18 +19,17 @@ ROWS = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", reference(), re.MULTILINE))
 UNITS = {"_s": "seconds", "_mb": "MiB", "_tokens": "tokens", "seconds": "seconds"}
 
 
-def described(path: str) -> str:
+def described(path):
     """Return the description of a field."""
     info: FieldInfo | None = None
     section: Any = Config
     for part in path.split("."):
         info = section.model_fields[part]
         section = info.annotation
-    assert info is not None
     return info.description or ""
 
 
-def is_of_an_entry(path: str) -> bool:
+def is_of_an_entry(path):
     return "[]" in path or "NAME" in path.split(".")
 
 
@@ -71,7 +70,7 @@ def test_descriptions_name_their_unit():
 
 
 def test_every_section_has_a_description():
-    def sections(section: type[BaseModel]) -> list[type[BaseModel]]:
+    def sections(section):
         inner = [info.annotation for info in section.model_fields.values()]
         inner = [kind for kind in inner if isinstance(kind, type) and get_origin(kind) is None]
         return [section, *(found for kind in inner if issubclass(kind, BaseModel) for found in sections(kind))]

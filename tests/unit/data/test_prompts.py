@@ -3,8 +3,6 @@
 import json
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +22,12 @@ from tests.support.data.data_rows import GSM8K
 from tests.support.training.data_models import char_tokenizer, jsonl, trial
 
 
-def jsonl_config(train: Path, *, evaluate: Path | None = None, problems: int = 1, **data: object) -> Config:
+def jsonl_config(train, *, evaluate=None, problems=1, **data):
     settings = {"train": str(train), "eval": str(evaluate or ""), **data}
     return Config(data=DataConfig(kind="jsonl", **settings), evaluation=EvalConfig(problems=problems))
 
 
-def count_rows(path: Path) -> int:
+def count_rows(path):
     return split_sizes(jsonl_config(path, eval_fraction=0.0, problems=0), trial(path.parent))["train"]
 
 
@@ -288,14 +286,14 @@ def test_impossible_epoch_is_refused(rows, weights, problem):
 # ---- Data of evaluation sets: the trial's own copy, kept out of training, the same for the life of the trial
 
 
-def config_of(train: Path, path: Path, fraction: float = 0.0, **own: Any) -> Config:
+def config_of(train, path, fraction=0.0, **own):
     """Return a trial with the set ``more``, and nothing held out unless ``fraction``."""
     sets = {"eval": EvalSetConfig(problems=int(fraction > 0)), "more": EvalSetConfig(path=str(path), **own)}
     data = DataConfig(train=str(train), eval_fraction=fraction, verifier="exact")
     return Config(data=data, evaluation=EvalConfig(problems=2, sets=sets))
 
 
-def rows(*prompts: str) -> list[dict[str, str]]:
+def rows(*prompts):
     return [{"prompt": prompt, "answer": "1"} for prompt in prompts]
 
 
@@ -345,7 +343,7 @@ def test_references_of_a_set_are_checked_by_its_verifier(tmp_path):
         check_references(config_of(train, more, verifier="math"), paths)
 
 
-def judged_by_exact(train: Path, held_out: Path, **fields: Any) -> Config:
+def judged_by_exact(train, held_out, **fields):
     """Return a trial whose held-out problems ``exact`` judges, and its train prompts ``math``."""
     data = DataConfig(train=str(train), eval=str(held_out), verifier="math")
     return Config(data=data, evaluation=EvalConfig(sets={"eval": EvalSetConfig(verifier="exact")}), **fields)

@@ -53,7 +53,6 @@ def test_reader_that_ends_first_is_no_error():
     """As in `realsys list | head`."""
     script = "import sys; from realsys.launch.cli import main; sys.exit(main(['config', 'experiment=arith']))"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         errors = process.stderr.read().decode()
         assert process.wait(60) == 0 and "Broken pipe" not in errors and "Traceback" not in errors

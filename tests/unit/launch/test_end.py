@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -73,13 +73,13 @@ SHOWN = "step 1/9"
 class Command:
     """The process, and what it has said so far."""
 
-    def __init__(self, process: subprocess.Popen[str], paths: TrialPaths) -> None:
+    def __init__(self, process, paths):
         self.process, self.paths = process, paths
         assert process.stdout is not None and process.stderr is not None
         self.stdout, self.stderr = process.stdout, process.stderr
         self.said: list[str] = []
 
-    def until(self, text: str, *, of_errors: bool = False) -> None:
+    def until(self, text, *, of_errors=False):
         """Read its lines up to the one that has the text; fails when it ends before."""
         too_late = threading.Timer(BOUND_S, self.process.kill)
         too_late.start()
@@ -94,7 +94,7 @@ class Command:
         self.process.wait(BOUND_S)
         pytest.fail(f"ended with {self.process.returncode} before it said {text!r}: {self.said} {self.stderr.read()}")
 
-    def end(self) -> tuple[int, str]:
+    def end(self):
         """Exit code, and the errors that were not read yet."""
         _, errors = self.process.communicate(timeout=BOUND_S)
         return self.process.returncode, errors
@@ -107,9 +107,7 @@ Start = Callable[..., Command]
 def start(tmp_path):
     started: list[subprocess.Popen[str]] = []
 
-    def begin(
-        *overrides: str, scripts: dict[str, str] | None = None, modules: Path | None = None, largest_file: int = 0
-    ) -> Command:
+    def begin(*overrides, scripts=None, modules=None, largest_file=0):
         """``modules``: a folder that is looked into before the packages that are installed; then curves are drawn."""
         path = os.pathsep.join(map(str, [*([modules] if modules else []), REPOSITORY]))
         scripts = scripts or {"master_worker": FOREVER}
@@ -131,7 +129,6 @@ def start(tmp_path):
         process.kill()
         process.wait(BOUND_S)
         for stream in (process.stdout, process.stderr):
-            assert stream is not None
             stream.close()
 
 
@@ -205,7 +202,7 @@ def test_a_run_whose_reader_is_gone_goes_on(start, tmp_path):
 
 
 @contextlib.contextmanager
-def fifo(path: Path) -> Iterator[int]:
+def fifo(path):
     """A pipe with a name, open here for both ways: nobody waits for the other end."""
     os.mkfifo(path)
     descriptor = os.open(path, os.O_RDWR)
@@ -257,7 +254,7 @@ def test_one_of_two_simultaneous_launchers_runs(start):
     assert winner.end()[0] == 130
 
 
-def first_to_end(pids: list[int]) -> int:
+def first_to_end(pids):
     with contextlib.ExitStack() as stack:
         descriptors = {os.pidfd_open(pid): pid for pid in pids}
         for descriptor in descriptors:

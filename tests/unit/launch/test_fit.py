@@ -20,7 +20,7 @@ from realsys.launch.fit import fit
 from tests.support.serving.qwen_models import write_qwen
 
 
-def machine(gpus: int) -> Machine:
+def machine(gpus):
     return Machine(cpus=8, memory_bytes=64 << 30, gpus=tuple(map(str, range(gpus))), torch_has_cuda=gpus > 0)
 
 
@@ -191,7 +191,7 @@ def test_rows_for_turns_leave_most_memory(given):
     assert 0.74 * before < after < 0.8 * before
 
 
-def spare(config: Config, here: Machine) -> int:
+def spare(config, here):
     place = place_of(config, parse_allocation(config.allocation), backend_rules(config), here)
     return spare_bytes(config, place)
 

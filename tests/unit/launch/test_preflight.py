@@ -45,7 +45,7 @@ def data(tmp_path):
 def refused(tmp_path, model, data, capsys):
     """Run the README's command with overrides; return the one line with which dry run and real start refuse it."""
 
-    def run(*overrides: str) -> str:
+    def run(*overrides):
         argv = ["run", "experiment=math", f"model.path={model}", f"data.train={data}", f"fileroot={tmp_path / 'runs'}"]
         lines = []
         for mode in (["--dry-run"], []):
@@ -231,7 +231,7 @@ def test_etcd_of_several_nodes_counts_as_elsewhere(tmp_path, monkeypatch):
     """It is elsewhere for all nodes but one, also if that is the launcher's."""
     monkeypatch.setattr("realsys.launch.preflight.bind_problem", lambda host, port: "")
 
-    def problem(address: str, **cluster: object) -> str:
+    def problem(address, **cluster):
         store = {"backend": "etcd", "address": address}
         config = Config.model_validate({"cluster": {"nodes": 1, "spare_nodes": 1, "name_store": store, **cluster}})
         with pytest.raises(ConfigError) as error:

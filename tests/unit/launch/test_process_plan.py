@@ -6,7 +6,6 @@ import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ from realsys.config.schema_rollout import RewardConfig, RolloutConfig
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.cli import main
 from realsys.launch.prepare import prepare, resolve
-from realsys.launch.process_plan import ProcessSpec, on_this_machine, plan
+from realsys.launch.process_plan import on_this_machine, plan
 from realsys.launch.run import node_needs
 from tests.support.data.few_rows import FEW_ROWS
 
@@ -29,17 +28,17 @@ CPU = Machine(cpus=4, memory_bytes=32 << 30)
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def planned(machine: Machine = CPU, **fields: object) -> list[ProcessSpec]:
+def planned(machine=CPU, **fields):
     config = Config.model_validate({"trial": "t", **fields})
     seats = seats_of(config, machine, nodes_of(config, machine))
     return on_this_machine(plan(config, TrialPaths(Path("/runs/x/t")), seats, "run-1"), machine)
 
 
-def devices(specs: list[ProcessSpec]) -> dict[str, str | None]:
+def devices(specs):
     return {spec.name: spec.env.get("CUDA_VISIBLE_DEVICES") for spec in specs}
 
 
-def gpus(count: int) -> Machine:
+def gpus(count):
     return Machine(cpus=16, memory_bytes=64 << 30, gpus=tuple(map(str, range(count))), torch_has_cuda=True)
 
 
@@ -203,7 +202,7 @@ def test_trial_that_exists_is_refused_and_untouched(tmp_path):
     assert not list(TrialPaths.of(config).root.iterdir())
 
 
-def arith(tmp_path: Path, **sections: dict[str, Any]) -> Config:
+def arith(tmp_path, **sections):
     small = {"kind": "arith", "chat_template": False, "max_prompt_tokens": 48, "verifier": "exact"}
     data = {**small, "arith": {"train_size": 50, "eval_size": 20, "demo_size": 70}, **sections.pop("data", {})}
     values = {"warmup": {"steps": 1}, "evaluation": {"problems": 20}, **sections}

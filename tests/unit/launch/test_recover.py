@@ -40,7 +40,7 @@ def run(tmp_path, monkeypatch):
 def refused(run, capsys):
     """The one line with which the command refuses; the trial's folder is as it was."""
 
-    def call(*overrides: str, **kwargs: str) -> str:
+    def call(*overrides, **kwargs):
         before = run.contents()
         capsys.readouterr()
         assert run(*overrides, **kwargs) == 2  # type: ignore[arg-type]
@@ -246,7 +246,7 @@ def test_copied_trial_keeps_names_of_running_one(run, refused, tmp_path):
     store.add(key, "of a worker that was killed", lease=lapsing)
     said: list[str] = []
 
-    def say(text: str) -> None:
+    def say(text):
         said.append(text)
         if "leases of its last run to lapse" in text:
             lapsing.revoke()
@@ -296,7 +296,7 @@ def holder():
     """Starts a launcher that holds the lock; with further arguments it leaves a worker that inherited it, and dies."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(path: Path, *worker: str) -> subprocess.Popen[str]:
+    def start(path, *worker):
         argv = [sys.executable, "-c", HOLD, str(path), *worker]
         env = {**os.environ, "PYTHONPATH": str(Path(realsys.launch.run.__file__).parents[2])}
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)

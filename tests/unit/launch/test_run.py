@@ -34,7 +34,7 @@ SIZES = {"train_size": 20, "eval_size": 5, "demo_size": 0}
 SMALL = [*(f"data.arith.{k}={v}" for k, v in SIZES.items()), "evaluation.problems=5", "warmup.steps=0"]
 
 
-def failing(paths: Path, exit_code: int) -> str:
+def failing(paths, exit_code):
     """The end of a MasterWorker that fails because a ModelWorker had failed before it."""
     record = ErrorRecord(1.0, "model_worker", 0, 4242, "here", "ModelError", "no such tensor", "", exit_code)
     return (
@@ -49,8 +49,8 @@ def command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = TrialPaths(tmp_path / "runs" / "arith" / "t")
 
-    def run(end: str, *overrides: str, last: str = "train") -> tuple[int, TrialPaths]:
-        def scripts(*_: object) -> list[ProcessSpec]:
+    def run(end, *overrides, last="train"):
+        def scripts(*_):
             bodies = {"model_worker": WAIT, "master_worker": MASTER.format(path=str(paths.steps), end=end, last=last)}
             env = {"PYTHONPATH": str(Path(realsys.launch.run.__file__).parents[2])}
             return [

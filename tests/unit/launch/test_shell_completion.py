@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from realsys.launch.cli import main
 pytestmark = pytest.mark.needs(package="argcomplete")
 
 
-def completions(line: str, folder: Path) -> list[str]:
+def completions(line, folder):
     """Return what the shell is told to offer behind ``line``."""
     answer = folder / "answer"
     asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}

@@ -84,7 +84,7 @@ def test_checkpoints_without_a_ledger_are_refused():
         decide_start(CONFIG, StoredTrial(config=CONFIG, begin=TrainingStart(OWN, 5, own=True), state=STATE))
 
 
-def ledger_of(path: Path, *versions: int) -> None:
+def ledger_of(path, *versions):
     with Journal(path) as journal:
         for version in versions:
             journal.append([Trained(version, version, [], 0.0)])
@@ -152,7 +152,7 @@ def test_prompts_changed_after_last_start_are_named(tmp_path):
 BOUND_S = 60.0
 
 
-def refusal(path: Path, retry_timeout_s: float = 0.0) -> str:
+def refusal(path, retry_timeout_s=0.0):
     with pytest.raises(ConfigError) as caught:
         TrialLock(path, "t", retry_timeout_s=retry_timeout_s)
     text = str(caught.value)
@@ -172,7 +172,7 @@ def held(tmp_path):
     TrialLock(path, "t", retry_timeout_s=BOUND_S).close()
 
 
-def signature_of(pid: int, shift: int = 0) -> str:
+def signature_of(pid, shift=0):
     """As a launcher of this pid would sign, or one that began ``shift`` clock ticks later."""
     started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -204,7 +204,6 @@ def test_zombie_launcher_counts_as_dead(held):
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     held.write_text(signature_of(dead.pid))
     assert running_launcher(held) == dead.pid
-    assert dead.stdin is not None
     dead.stdin.close()
     os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
     assert running_launcher(held) is None
@@ -248,7 +247,7 @@ def test_what_is_waited_for_is_said(held):
 def test_the_wait_ends_when_the_last_holder_has(tmp_path):
     first = TrialLock(tmp_path / "lock", "t", retry_timeout_s=0.0)
 
-    def let_go(text: str) -> None:
+    def let_go(text):
         threading.Thread(target=first.close).start()
 
     TrialLock(tmp_path / "lock", "t", retry_timeout_s=BOUND_S, say=let_go).close()
@@ -261,7 +260,7 @@ def test_missing_folder_error_says_what_to_do(tmp_path):
 
 
 def test_file_system_without_locks_says_what_to_do(tmp_path, monkeypatch):
-    def no_locks(fd: int, operation: int) -> None:  # what NFS without lockd answers; no local file system does
+    def no_locks(fd, operation):  # what NFS without lockd answers; no local file system does
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     before = len(os.listdir("/proc/self/fd"))
@@ -283,7 +282,7 @@ def test_full_disk_is_named_when_signing_the_lock():
 # ---- State of a trial as its folder tells it
 
 
-def trial(folder: Path, name: str = "a") -> TrialPaths:
+def trial(folder, name="a"):
     paths = TrialPaths(folder / "math" / name)
     paths.job.parent.mkdir(parents=True)
     return paths

@@ -138,144 +138,144 @@ def test_audit_runs_while_manager_has_ledger_open(tmp_path):
 Change = Callable[[list[Event]], None]
 
 
-def twice_trained(events: list[Event]) -> None:
+def twice_trained(events):
     i = index(events, Trained)
     events.insert(i + 1, msgspec.structs.replace(events[i], version=2, step=2))
 
 
-def trained_after_drop(events: list[Event]) -> None:
+def trained_after_drop(events):
     dropped = events[index(events, Dropped)]
     i = index(events, Trained, last=True)
     events[i] = msgspec.structs.replace(events[i], tickets=[dropped.ticket_id, events[i].tickets[1]])
 
 
-def finished_twice(events: list[Event]) -> None:
+def finished_twice(events):
     i = index(events, Finished, last=True)
     events.append(events[i])
 
 
-def too_old(events: list[Event]) -> None:
+def too_old(events):
     i = index(events, Trained, last=True)
     events[i] = msgspec.structs.replace(events[i], version=4, step=4)
 
 
-def reissued_too_often(events: list[Event]) -> None:
+def reissued_too_often(events):
     events[0] = msgspec.structs.replace(events[0], max_reissues=0)
     i = index(events, Reissued)
     events[i] = msgspec.structs.replace(events[i], cause="stale")
 
 
-def grant_lost(events: list[Event]) -> None:
+def grant_lost(events):
     del events[index(events, Granted) + 1]
 
 
-def grant_twice(events: list[Event]) -> None:
+def grant_twice(events):
     i = index(events, Granted)
     events.insert(i + 1, events[i])
 
 
-def another_prompt(events: list[Event]) -> None:
+def another_prompt(events):
     i = index(events, Granted)
     events[i] = msgspec.structs.replace(events[i], prompt_index=(events[i].prompt_index + 1) % 10)
 
 
-def prompt_twice(events: list[Event]) -> None:
+def prompt_twice(events):
     """A further ticket for a prompt position that had one."""
     first = events[index(events, Granted)]
     assert isinstance(first, Granted)
     events.append(msgspec.structs.replace(first, ticket_id="0000000006", version=2))
 
 
-def given_back_twice(events: list[Event]) -> None:
+def given_back_twice(events):
     last = events[index(events, Granted, last=True)]
     events.append(msgspec.structs.replace(last, ticket_id="0000000006"))
 
 
-def beyond_the_bound(events: list[Event]) -> None:
+def beyond_the_bound(events):
     i = index(events, Granted) + 2
     events[i] = msgspec.structs.replace(events[i], version=-1)
 
 
-def smaller_eta(events: list[Event]) -> None:
+def smaller_eta(events):
     events[0] = msgspec.structs.replace(events[0], eta=0)
 
 
-def dead_training(events: list[Event]) -> None:
+def dead_training(events):
     i = index(events, Trained, last=True)
     events[i] = msgspec.structs.replace(events[i], incarnation=A)
 
 
-def version_missed(events: list[Event]) -> None:
+def version_missed(events):
     del events[index(events, Trained)]
 
 
-def roll_back_by_an_older_one(events: list[Event]) -> None:
+def roll_back_by_an_older_one(events):
     i = index(events, RolledBack, last=True)
     events[i] = msgspec.structs.replace(events[i], incarnation="0")
 
 
-def from_the_future(events: list[Event]) -> None:
+def from_the_future(events):
     i = index(events, Trained)
     events[i] = msgspec.structs.replace(events[i], oldest=[1, 0])
 
 
-def loss_of_a_waiting_one(events: list[Event]) -> None:
+def loss_of_a_waiting_one(events):
     i = index(events, Reissued)
     events.insert(i + 1, events[i])
 
 
-def other_batch(events: list[Event]) -> None:
+def other_batch(events):
     i = index(events, Trained)
     events[i] = msgspec.structs.replace(events[i], tickets=["0000000000", "0000000002"])
 
 
-def not_claimed(events: list[Event]) -> None:
+def not_claimed(events):
     del events[index(events, Claimed)]
 
 
-def claimed_twice(events: list[Event]) -> None:
+def claimed_twice(events):
     i = index(events, Claimed)
     events.insert(i, events[i])
 
 
-def claimed_for_another_version(events: list[Event]) -> None:
+def claimed_for_another_version(events):
     i = index(events, Claimed, last=True)
     events[i] = msgspec.structs.replace(events[i], version=4)
 
 
-def lost_while_it_is_trained(events: list[Event]) -> None:
+def lost_while_it_is_trained(events):
     i = index(events, Trained)
     events.insert(i, Reissued("0000000000", 0, "lease lapsed", 1.0))
 
 
-def another_prompt_the_second_time(events: list[Event]) -> None:
+def another_prompt_the_second_time(events):
     i = index(events, Granted, last=True) - 6  # the grant of ticket 3 after the roll-back
     event = events[i]
     assert isinstance(event, Granted) and event.attempt == 3
     events[i] = msgspec.structs.replace(event, prompt_index=event.prompt_index + 1)
 
 
-def smaller_batch(events: list[Event]) -> None:
+def smaller_batch(events):
     i = index(events, Trained)
     events[i] = msgspec.structs.replace(events[i], tickets=["0000000000"], oldest=[0])
 
 
-def younger_than_it_is(events: list[Event]) -> None:
+def younger_than_it_is(events):
     i = index(events, Finished)
     events[i] = msgspec.structs.replace(events[i], version_min=1)
 
 
-def granted_at_an_older_version(events: list[Event]) -> None:
+def granted_at_an_older_version(events):
     i = index(events, Granted) + 2
     events[i] = msgspec.structs.replace(events[i], version=1)
 
 
-def granted_at_a_version_of_the_future(events: list[Event]) -> None:
+def granted_at_a_version_of_the_future(events):
     i = index(events, Granted, last=True)
     events[i] = msgspec.structs.replace(events[i], version=4)
 
 
-def nothing_opened(events: list[Event]) -> None:
+def nothing_opened(events):
     del events[index(events, Opened)]
 
 
@@ -332,7 +332,7 @@ def test_each_check_fails_on_tampered_journal(tmp_path, capsys, change, check, n
 LINES = encode_records(life().state.outbox)[0].splitlines(keepends=True)
 
 
-def names_the_line(paths: TrialPaths, lines: list[bytes], first: int) -> bool:
+def names_the_line(paths, lines, first):
     """The audit fails at line ``first``, counted from 0, and at nothing that lies before it."""
     paths.ledger.write_bytes(b"".join(lines))
     (check, *_) = audit_trial(paths).checks

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, initialize, multiple, rule
 
 from realsys.manager.decisions import ARRIVAL_GRACE_S, ManagerState
-from realsys.manager.ledger.events import EvalsResumed, Event, Outcome
+from realsys.manager.ledger.events import EvalsResumed, Event
 from realsys.manager.ledger.prompt_order import Curriculum
 from realsys.manager.messages import (
     AllocateRequest,
@@ -29,7 +29,6 @@ from realsys.manager.messages import (
     TrainedRequest,
 )
 from realsys.manager.routing.placement import STRATEGIES
-from realsys.manager.routing.servers import Pace
 from realsys.types import Ticket
 from tests.support.ledger.machine_rules import SurroundingsMachine
 from tests.support.ledger.manager_model import ATTEMPTS, CALLS, ETA, OUTCOMES, PACES, SETTINGS, WORKERS, B, Known
@@ -41,7 +40,7 @@ class RolloutMachine(SurroundingsMachine):
     tickets: Bundle[Ticket] = Bundle("tickets")
 
     @rule(target=tickets, index=WORKERS, count=st.integers(1, 5))
-    def allocate(self, index: int, count: int) -> object:
+    def allocate(self, index, count):
         worker = sorted(self.workers)[index % len(self.workers)]
         routable = self.takes_new(self.version - ETA)
         reply = self.state.allocate(AllocateRequest(worker, count), self.now)
@@ -59,14 +58,14 @@ class RolloutMachine(SurroundingsMachine):
         return multiple(*reply.tickets)
 
     @rule(target=tickets, index=WORKERS, count=st.integers(2, 5))
-    def rollouts_begin(self, index: int, count: int) -> object:
+    def rollouts_begin(self, index, count):
         """Granted and sent to their servers, where they stay for now."""
         reply = self.allocate(index, count)
         for ticket in reply.values if isinstance(reply, MultipleResults) else [reply]:
             self.schedule(ticket, "0.0", False, None)
         return reply
 
-    def granted(self, ticket: Ticket, worker: str) -> None:
+    def granted(self, ticket, worker):
         assert self.counted() // B <= self.version + ETA, "floor((N - 1) / B) <= v + eta, N with the candidate"
         weights = self.counted() // B - ETA
         assert self.takes_new(max(weights, self.version - ETA)), "granted before a server has the weights that it needs"
@@ -85,14 +84,14 @@ class RolloutMachine(SurroundingsMachine):
         assert ticket.reissues == (old.stale if old else 0)
         self.model[ticket.ticket_id].stale = ticket.reissues
 
-    def running(self, ticket: Ticket) -> bool:
+    def running(self, ticket):
         if ticket.kind == "eval":
             return self.state.evaluations.running_attempt(ticket.ticket_id, ticket.attempt) is not None
         known = self.model[ticket.ticket_id]
         return known.state == "running" and known.attempt == ticket.attempt
 
     @rule(target=tickets, outcome=OUTCOMES, count=st.integers(1, 5))
-    def whole_rollouts(self, outcome: Outcome, count: int) -> object:
+    def whole_rollouts(self, outcome, count):
         """The usual life: granted, sent to a server, finished."""
         reply = self.allocate(0, count)
         for ticket in reply.values if isinstance(reply, MultipleResults) else [reply]:
@@ -101,7 +100,7 @@ class RolloutMachine(SurroundingsMachine):
         return reply
 
     @rule(ticket=tickets, call=CALLS, failed=st.booleans(), ended=st.none() | st.tuples(tickets, CALLS))
-    def schedule(self, ticket: Ticket, call: str, failed: bool, ended: tuple[Ticket, str] | None) -> None:
+    def schedule(self, ticket, call, failed, ended):
         """A call of an agent. ``ended``: it also releases this call, possibly of an attempt that is long over."""
         reservations = self.state.reservations
         request = ScheduleRequest(ticket.ticket_id, ticket.attempt, 10, 20, ticket.n, call=call)
@@ -156,12 +155,12 @@ class RolloutMachine(SurroundingsMachine):
             if ticket.kind == "train":
                 assert not self.takes_new(self.version - ETA, avoided)
 
-    def worker_of(self, ticket: Ticket) -> str:
+    def worker_of(self, ticket):
         attempt = self.state.running_attempt(ticket.ticket_id, ticket.attempt)
         return attempt.worker if attempt is not None else ""
 
     @rule(ticket=tickets, outcome=OUTCOMES, correct=st.integers(0, 2))
-    def finish(self, ticket: Ticket, outcome: Outcome, correct: int = 2) -> None:
+    def finish(self, ticket, outcome, correct=2):
         answers = [] if outcome == "failed" else [Answer(5.0, True, 20, "stop", 0, 0)] * ticket.n
         request = FinishRequest(ticket.ticket_id, ticket.attempt, "w", outcome, "why", answers)
         request.correct, request.judged = correct, 2
@@ -192,7 +191,7 @@ class ManagerMachine(RolloutMachine):
         routing=st.sampled_from(sorted(STRATEGIES)),
         curriculum=st.sampled_from([None, Curriculum(200, 800, 0.2)]),
     )
-    def begin(self, pace: Pace, interruptible: bool, routing: str, curriculum: Curriculum | None) -> None:
+    def begin(self, pace, interruptible, routing, curriculum):
         choices: dict[str, Any] = {"interruptible": interruptible, "routing": routing, "curriculum": curriculum}
         self.settings = dataclasses.replace(SETTINGS, pace=pace, **choices)
         self.state = ManagerState(self.settings)
@@ -204,7 +203,7 @@ class ManagerMachine(RolloutMachine):
         self.all_servers_update()
 
     @rule(data=st.data(), repeat=st.booleans())
-    def claim(self, data: st.DataObject, repeat: bool) -> None:
+    def claim(self, data, repeat):
         """A batch that arrived, whatever its tickets are taken for; ``repeat``: the call is sent twice."""
         ids = sorted(self.model)
         batch = data.draw(st.lists(st.sampled_from(ids), max_size=B, unique=True)) if ids else []
@@ -217,7 +216,7 @@ class ManagerMachine(RolloutMachine):
             self.model[ticket_id].state = "claimed"
 
     @rule(data=st.data(), repeat=st.booleans())
-    def train(self, data: st.DataObject, repeat: bool) -> None:
+    def train(self, data, repeat):
         """Train some of the claimed tickets; ``repeat``: the call is sent twice."""
         ready = sorted(ticket_id for ticket_id, known in self.model.items() if known.state == "claimed")
         batch = data.draw(st.lists(st.sampled_from(ready), max_size=B, unique=True)) if ready else []
@@ -237,7 +236,7 @@ class ManagerMachine(RolloutMachine):
             self.newest = self.version + 1
 
     @rule(data=st.data(), repeat=st.booleans())
-    def too_old(self, data: st.DataObject, repeat: bool) -> None:
+    def too_old(self, data, repeat):
         """A group came too old, whatever its ticket is taken for; ``repeat``: the call is sent twice."""
         ids = sorted(self.model)
         ticket_id = data.draw(st.sampled_from(ids)) if ids else None
@@ -255,7 +254,7 @@ class ManagerMachine(RolloutMachine):
             known.stale += 1
 
     @rule(data=st.data(), reason=st.sampled_from(["success_rate", "masked"]))
-    def drop(self, data: st.DataObject, reason: str) -> None:
+    def drop(self, data, reason):
         ready = sorted(ticket_id for ticket_id, known in self.model.items() if known.state == "finished")
         if ready:
             ticket_id = data.draw(st.sampled_from(ready))
@@ -264,7 +263,7 @@ class ManagerMachine(RolloutMachine):
             self.model[ticket_id].state = "dropped"
 
     @rule(data=st.data())
-    def groups_are_missed(self, data: st.DataObject) -> None:
+    def groups_are_missed(self, data):
         """The master lists the groups that it holds; a missing one that finished a while ago never arrived."""
         finished = sorted(ticket_id for ticket_id, known in self.model.items() if known.state == "finished")
         kept = data.draw(st.sets(st.sampled_from(finished))) if finished else set()
@@ -277,7 +276,7 @@ class ManagerMachine(RolloutMachine):
             self.model[ticket_id].state = "waiting"
 
     @rule()
-    def evaluate(self) -> None:
+    def evaluate(self):
         if self.evals < 2:
             self.evals += 1
             request = EvaluateRequest(f"e{self.evals}", "eval", 9, incarnation=self.trainer_incarnation)
@@ -287,12 +286,12 @@ class ManagerMachine(RolloutMachine):
     # -- restarts ------------------------------------------------------------------------------------------------------
 
     @rule(back=st.integers(0, 4), repeat=st.booleans())
-    def training_restarts(self, back: int, repeat: bool) -> None:
+    def training_restarts(self, back, repeat):
         """From a checkpoint of some version; all that is younger never happened. It publishes immediately."""
         self.training_starts(max(-1, self.newest - back), repeat)
 
     @rule(compacted=st.booleans())
-    def manager_restarts(self, compacted: bool) -> None:
+    def manager_restarts(self, compacted):
         """Also from a journal that was compacted before: the state is the same."""
         before = self.state
         if compacted:

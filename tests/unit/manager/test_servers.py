@@ -114,7 +114,7 @@ def test_drain_waits_for_running_completions():
     assert place(state, second).version == 1
 
 
-def begin(state: ManagerState, index: int, now: float) -> UpdateOrder | Idle | None:
+def begin(state, index, now):
     """The order of a server that may update now, with its update begun; else the reason to wait."""
     made = state.servers.next_order(f"generation_server/{index}", "1", now)
     if isinstance(made, UpdateOrder):
@@ -122,7 +122,7 @@ def begin(state: ManagerState, index: int, now: float) -> UpdateOrder | Idle | N
     return made
 
 
-def done(state: ManagerState, made: object, seconds: float = 0.1, **timings: float) -> None:
+def done(state, made, seconds=0.1, **timings):
     assert isinstance(made, UpdateOrder) and state.servers.succeeded(made, seconds, timings)
 
 

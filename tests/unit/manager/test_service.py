@@ -3,7 +3,6 @@
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,14 +10,14 @@ import realsys
 from realsys.errors import LedgerError
 from realsys.manager.commit_loop import ManagerService, steady_clock
 from realsys.manager.ledger.journal import Journal
-from realsys.manager.messages import AllocateReply, AllocateRequest, ClaimRequest, RollBackRequest, TrainedRequest
+from realsys.manager.messages import AllocateRequest, ClaimRequest, RollBackRequest, TrainedRequest
 from realsys.manager.operations import ALLOCATE, CLAIM, DATA_POSITION, EVALUATION, OPERATIONS, ROLL_BACK, TRAINED
 from tests.support.ledger.manager_states import SETTINGS, ready, tickets, update, version
 
 
 @pytest.mark.parametrize("jump", [1e9, -1e9])
 def test_leases_ignore_changes_of_wall_clock(tmp_path, monkeypatch, jump):
-    async def scenario() -> None:
+    async def scenario():
         state = ready()
         with Journal(tmp_path / "ledger") as journal:
             service = ManagerService(state, journal)
@@ -41,15 +40,15 @@ def test_the_clock_goes_on():
     assert clock() > first
 
 
-async def _roll_back(service: ManagerService) -> None:
+async def _roll_back(service):
     await service.call(ROLL_BACK, RollBackRequest(-1, -1, f"{1:019d}"))
 
 
-async def _position(service: ManagerService) -> None:
+async def _position(service):
     await service.call(DATA_POSITION, None)
 
 
-async def _trained_again(service: ManagerService) -> None:
+async def _trained_again(service):
     """The first call was written, and ended before it was on the disk."""
     [ticket] = tickets(service.state)
     await service.call(CLAIM, ClaimRequest(1, [ticket.ticket_id]))
@@ -60,11 +59,11 @@ async def _trained_again(service: ManagerService) -> None:
 
 @pytest.mark.parametrize("call", [_roll_back, _position, _trained_again])
 def test_failed_sync_ends_the_process(tmp_path, monkeypatch, call):
-    async def scenario() -> None:
+    async def scenario():
         with Journal(tmp_path / "ledger") as journal:
             service = ManagerService(ready(), journal)
 
-            def sync() -> None:
+            def sync():
                 raise LedgerError("ledger: cannot sync: Input/output error")
 
             monkeypatch.setattr(journal, "sync", sync)
@@ -80,11 +79,11 @@ def test_unrecorded_grant_is_not_repeated(tmp_path, monkeypatch):
     would grant the same tickets once more.
     """
 
-    def full(self: Journal, events: object) -> None:
+    def full(self, events):
         if events:
             raise LedgerError("no space left on device")
 
-    async def scenario() -> None:
+    async def scenario():
         with Journal(tmp_path / "ledger") as journal:
             service = ManagerService(ready(), journal)
             monkeypatch.setattr(Journal, "append", full)
@@ -99,7 +98,7 @@ def test_unrecorded_grant_is_not_repeated(tmp_path, monkeypatch):
 def test_drop_is_synced_before_the_reply(tmp_path, monkeypatch):
     """Else a ledger that lost its last records would miss the group, and the trainer refuse each of its copies."""
 
-    async def scenario() -> None:
+    async def scenario():
         state = ready()
         with Journal(tmp_path / "ledger") as journal:
             service, synced = ManagerService(state, journal), list[int]()
@@ -111,7 +110,7 @@ def test_drop_is_synced_before_the_reply(tmp_path, monkeypatch):
     asyncio.run(scenario())
 
 
-async def _held(service: ManagerService, workers: int, each: int = 64) -> list[asyncio.Task[AllocateReply]]:
+async def _held(service, workers, each=64):
     """Let ``workers`` wait for up to ``each`` tickets."""
     requests = [AllocateRequest(f"w/{number}", each, wait_s=10.0) for number in range(workers)]
     held = [asyncio.create_task(service.call(ALLOCATE, request)) for request in requests]
@@ -120,13 +119,13 @@ async def _held(service: ManagerService, workers: int, each: int = 64) -> list[a
     return held
 
 
-async def _quiet() -> None:
+async def _quiet():
     """Let every task run until it waits."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
-def _service(tmp_path: Path, batch: int) -> ManagerService:
+def _service(tmp_path, batch):
     """A manager at version 0 whose next version allows ``batch`` tickets."""
     state = ready(batch_groups=batch, eta=0, split_sizes={"train": 4 * batch})
     tickets(state, batch)
@@ -134,7 +133,7 @@ def _service(tmp_path: Path, batch: int) -> ManagerService:
 
 
 def test_grants_are_spread_over_waiting_workers(tmp_path):
-    async def scenario() -> None:
+    async def scenario():
         service = _service(tmp_path, 512)
         held = await _held(service, 512)
         service.state.servers.publish(version(1))
@@ -149,13 +148,13 @@ def test_grants_are_spread_over_waiting_workers(tmp_path):
 
 
 def test_release_wakes_as_many_as_it_serves(tmp_path, monkeypatch):
-    async def scenario() -> None:
+    async def scenario():
         service = _service(tmp_path, 16)
         held = await _held(service, 512)
         decisions = list[str]()
         decide = service._decide
 
-        def counted(operation: Any, request: Any) -> Any:
+        def counted(operation, request):
             decisions.append(request.worker)
             return decide(operation, request)
 
@@ -177,10 +176,10 @@ def test_release_wakes_as_many_as_it_serves(tmp_path, monkeypatch):
 
 
 def test_turn_of_a_caller_that_left_passes_on(tmp_path):
-    async def scenario() -> None:
+    async def scenario():
         service = _service(tmp_path, 1)
 
-        async def gone() -> bool:
+        async def gone():
             return True
 
         left = asyncio.create_task(service.call(ALLOCATE, AllocateRequest("gone", 1, wait_s=10.0), gone))
@@ -199,10 +198,10 @@ def test_turn_of_a_caller_that_left_passes_on(tmp_path):
 def test_allocation_that_its_worker_gave_up_gets_no_tickets(tmp_path):
     """Its first try arrives late, or is held while its connection seems alive. The tickets would reach nobody."""
 
-    def request(name: str, worker: str = "w") -> AllocateRequest:
+    def request(name, worker="w"):
         return AllocateRequest(worker, 2, wait_s=10.0, request_id=name)
 
-    async def scenario() -> None:
+    async def scenario():
         service = _service(tmp_path, 4)
         first = asyncio.create_task(service.call(ALLOCATE, request("first")))
         await _quiet()

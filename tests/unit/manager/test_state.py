@@ -17,7 +17,6 @@ from realsys.manager.messages import (
     BadCall,
     CancelRequest,
     EvaluateRequest,
-    EvaluationReply,
     FinishRequest,
     NotFound,
     NotRunning,
@@ -30,7 +29,6 @@ from realsys.manager.routing.rollout_workers import memory_sums
 from realsys.manager.status import status
 from realsys.manager.weight_updates import LOAD_KEYS
 from realsys.observe.step_fields import field_of
-from realsys.types import Ticket
 from tests.support.ledger.manager_states import (
     ANSWER,
     SETTINGS,
@@ -169,7 +167,7 @@ def test_answers_are_counted_once_and_by_server():
 def test_unchanged_heartbeats_look_at_no_ticket(monkeypatch):
     """State and counters of a worker change often, and a trial has thousands of tickets."""
 
-    def beat(incarnation: str, state: str) -> dict[str, str]:
+    def beat(incarnation, state):
         return {"w": json.dumps({"kind": "rollout_worker", "incarnation": incarnation, "state": state})}
 
     state = ready()
@@ -207,7 +205,7 @@ def test_settings_come_from_the_configuration():
 
 
 def test_resumed_trial_draws_new_seeds():
-    def first_seed(*events: Resumed) -> int:
+    def first_seed(*events):
         state = ready()
         state.restore_from(events)
         state.servers.publish(version(5))
@@ -409,19 +407,19 @@ def test_status_shows_the_training_side():
 ID = "user-1-eval"
 
 
-def asked(state: ManagerState, problems: int = 2, incarnation: str = "", *, by_user: bool = True) -> None:
+def asked(state, problems=2, incarnation="", *, by_user=True):
     state.evaluate(EvaluateRequest(ID, "eval", problems, incarnation=incarnation, by_user=by_user), 0.0)
 
 
-def reply(state: ManagerState) -> EvaluationReply:
+def reply(state):
     return state.evaluations.find(ID).reply()
 
 
-def evaluated(state: ManagerState, count: int) -> list[Ticket]:
+def evaluated(state, count):
     return [ticket for ticket in tickets(state, count) if ticket.kind == "eval"]
 
 
-def cancel(state: ManagerState) -> bool:
+def cancel(state):
     return state.cancel_evaluation(CancelRequest(ID), 1.0).cancelled
 
 

@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def write(directory: Path, **changes: Any) -> Path:
+def write(directory, **changes):
     (directory / "config.json").write_text(json.dumps(GOOD | changes))
     return directory
 
@@ -105,21 +104,21 @@ def test_rope_is_equal_in_old_and_new_transformers(tmp_path):
 CONFIG = changed("data.max_prompt_tokens=1", "generation.sampling.max_new_tokens=1")
 
 
-def launcher(directory: Path) -> None:
+def launcher(directory):
     try:
         check_model(directory, CONFIG, parse_allocation("sglang.d1+d1"))
     except ConfigError as error:
         assert "positions" in error.problem  # the run's lengths do not fit; nothing is wrong with the file
 
 
-def trainer(directory: Path) -> None:
+def trainer(directory):
     """Read what a rank reads before it opens the weights."""
     model = read_model(directory)
     transformer_config(model, ParallelLayout(), TrainConfig(), "float32")
     assert inverse_frequencies(model.rope, model.head_dim).isfinite().all()
 
 
-def server(directory: Path) -> None:
+def server(directory):
     try:
         build_engine(directory, CONFIG.generation, lambda *_: pytest.fail("no update"), context=1)
     except ModelError as error:
@@ -127,7 +126,7 @@ def server(directory: Path) -> None:
             raise
 
 
-def verdict(read: Callable[[Path], None], directory: Path) -> str | None:
+def verdict(read, directory):
     try:
         read(directory)
     except ModelError as error:
@@ -147,7 +146,7 @@ OTHER_KEYS = [*GOOD, "rope_parameters", "use_sliding_window", "quantization_conf
 DAMAGE = st.tuples(st.sampled_from(["drop", "change", "drop in rope", "change in rope"]), st.integers(0, 99), VALUES)
 
 
-def damaged(damage: list[tuple[str, int, Any]]) -> dict[str, Any]:
+def damaged(damage):
     values: dict[str, Any] = json.loads(json.dumps(GOOD))
     rope = values["rope_scaling"]
     for kind, number, value in damage:

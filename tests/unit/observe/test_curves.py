@@ -28,7 +28,7 @@ def paths(tmp_path):
 def drawn(paths, monkeypatch):
     """Return the panels of a step log by their titles."""
 
-    def draw(records: list[dict[str, Any]]) -> dict[str, Axes]:
+    def draw(records):
         write_log(paths, records)
         with monkeypatch.context() as patch:
             patch.setattr(pyplot, "close", lambda figure: None)
@@ -40,7 +40,7 @@ def drawn(paths, monkeypatch):
     return draw
 
 
-def places(axis: Axes) -> list[float]:
+def places(axis):
     """Return where vertical lines are."""
     return [float(line.get_xdata()[0]) for line in axis.lines if list(line.get_ydata()) == [0, 1]]
 

@@ -26,7 +26,7 @@ def paths(tmp_path):
     return TrialPaths(tmp_path)
 
 
-def children() -> set[int]:
+def children():
     return {child.pid for child in psutil.Process().children()}
 
 
@@ -39,7 +39,7 @@ def test_curves_are_drawn_again_when_the_log_has_grown(paths, monkeypatch):
     monkeypatch.setattr(curves, "_PAUSE", 0.0)
     write_log(paths, run_records()[:6])
 
-    async def body() -> None:
+    async def body():
         task = asyncio.create_task(draw_while_running(paths, 0.01))
         await asyncio.to_thread(poll, paths.curves.exists, "curves.png", BOUND_S)
         first = paths.curves.stat().st_ino
@@ -61,7 +61,7 @@ def test_drawing_ends_with_the_run(paths, monkeypatch):
     before = children()
     write_log(paths, run_records()[:5])
 
-    async def body() -> None:
+    async def body():
         task = asyncio.create_task(draw_while_running(paths, 0.01))
         await asyncio.sleep(0.1)
         assert children() == before

@@ -1,7 +1,5 @@
 """Groups that were not trained stay on disk: the newest, within bounds, and never in the way of a run."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ from realsys.types import Ticket
 from tests.support.training.sample_records import make_row
 
 
-def group(name: str, rows: int = 1, tokens: int = 4) -> DroppedGroup:
+def group(name, rows=1, tokens=4):
     room = Room()
     ids = np.arange(tokens, dtype=np.int32)
     row = make_row(ids, -np.ones(tokens - 1, np.float32), np.full(tokens - 1, 5, np.int32))
@@ -20,11 +18,11 @@ def group(name: str, rows: int = 1, tokens: int = 4) -> DroppedGroup:
     return DroppedGroup(1.0, Ticket(name, 0, 0), "p/0", "equal_rewards", "1+2=", "3", episodes)
 
 
-def kept(root: Path) -> list[str]:
+def kept(root):
     return [read_group(file.path).ticket.ticket_id for file in group_files(root)]
 
 
-def write(root: Path, groups: int, keep: int = 64, gap: float = 2.0, tokens: int = 4) -> None:
+def write(root, groups, keep=64, gap=2.0, tokens=4):
     """Offer as many groups, ``gap`` seconds apart."""
     clock = iter(range(10**6))
     writer = DroppedWriter(root, "p/0", keep, lambda: gap * next(clock))
@@ -49,7 +47,7 @@ def test_refused_group_is_never_made(tmp_path):
     """The writer of every group would cost copies of arrays that are thrown away."""
     made: list[str] = []
 
-    def make() -> DroppedGroup:
+    def make():
         made.append("made")
         return group("0")
 

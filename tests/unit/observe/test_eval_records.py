@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
+from realsys.config.evaluation_sets import evaluation_sets
 from realsys.observe.evaluation_records import (
     EvalSample,
     EvaluationOutcome,
@@ -20,7 +20,7 @@ from tests.support.processes.config_trees import changed
 GOOD = EvaluationOutcome([Tally(4, 4)] * 80 + [Tally(4, 0)] * 16, "", 0, 384, 3.2, 21.0, 7, 7, {"turns": 1.0})
 
 
-def made() -> EvaluationSet:
+def made():
     return evaluation_sets(changed("evaluation.samples=4", "evaluation.k=[4]"))["eval"]
 
 
@@ -66,7 +66,7 @@ def test_task_without_right_or_wrong_shows_its_reward():
     assert headline(found) == "reward 3.200 (96 problems x 4)"
 
 
-def samples(*answers: str | None) -> list[EvalSample]:
+def samples(*answers):
     """Return samples of one problem, whose right answer is R."""
     return [
         EvalSample("e", "eval", 0, k, 0, 1, 1, "p", f"#{answer}", "R", 0.0, answer == "R", "stop", 1, answer)

@@ -5,7 +5,6 @@ import functools
 import operator
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -56,7 +55,7 @@ def test_read_beside_another_does_not_wait(tmp_path):
 
 def test_gauges_have_labels_unit_and_meaning():
     class Collector:
-        def collect(self) -> object:
+        def collect(self):
             record = train(4, untrained={"stale": 0.25, "failed": 0.5}, stats={"my/own": 3.0, "w_ess": 0.75})
             return curve_metrics([record, evaluation(4), evaluation(2, set="aime", pass_at={"8": {"value": 0.5}})])
 
@@ -215,7 +214,7 @@ def test_numbers_leave_out_texts_lists_and_null():
 # ---- The warning that the groups of a run carry no signal
 
 
-def steps(equal: float, *, wrong: float = 0.0, right: float = 0.0, cut: float = 0.0, count: int = STEPS) -> list[Any]:
+def steps(equal, *, wrong=0.0, right=0.0, cut=0.0, count=STEPS):
     signal = {"equal": equal, "wrong": wrong, "right": right, "batch_equal": float(equal == 1.0)}
     return [{"signal": signal, "truncated_fraction": cut}] * count
 

@@ -3,14 +3,13 @@
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.launch.conclude import Summary, print_summary, summarise, write_summary
+from realsys.launch.conclude import print_summary, summarise, write_summary
 from realsys.launch.nodes.orders import ProcessId
 from realsys.launch.supervise.restart_policy import Death, TrialOutcome
 from realsys.observe.curves import draw_curves
@@ -20,15 +19,13 @@ from realsys.observe.screen.progress import SHOWN_EVALS, WINDOW, TrialProgress
 from tests.support.run_logs import START, run_records, train_record, write_log
 
 
-def progress_of(records: list[dict[str, Any]]) -> TrialProgress:
+def progress_of(records):
     progress = TrialProgress()
     progress.add(records)
     return progress
 
 
-def summary_of(
-    paths: TrialPaths, records: list[dict[str, Any]], started: float = START, ended: float = START + 160
-) -> Summary:
+def summary_of(paths, records, started=START, ended=START + 160):
     write_log(paths, records)
     return summarise(Config(), paths, TrialOutcome("done", ""), started=started, ended=ended)
 
@@ -38,7 +35,7 @@ def paths(tmp_path):
     return TrialPaths(tmp_path)
 
 
-def drawn(progress: TrialProgress, paths: TrialPaths) -> str:
+def drawn(progress, paths):
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=False)
     view = LiveView(console, Config(), paths)
     view.refresh(progress)

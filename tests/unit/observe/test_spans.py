@@ -70,7 +70,6 @@ def test_killed_process_keeps_flushed_spans(tmp_path):
     )
     folder = tmp_path / "spans" / "worker-0"
     child = subprocess.Popen([sys.executable, "-c", program, str(folder)], cwd=ROOT, stdout=subprocess.PIPE)
-    assert child.stdout is not None
     with child.stdout:
         child.stdout.readline()
         child.send_signal(signal.SIGKILL)

@@ -57,7 +57,7 @@ events = st.one_of(
 )
 
 
-def log_of(happened: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def log_of(happened):
     """What a MasterWorker would write: steps follow one another, a recovery goes ``back`` some of them."""
     records, step, warmed_up = [], 0, 0
     for number_, event in enumerate(happened):
@@ -78,13 +78,13 @@ def log_of(happened: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return records
 
 
-def append(paths: TrialPaths, records: list[dict[str, Any]]) -> None:
+def append(paths, records):
     """Write records to the step log."""
     with paths.steps.open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def what_holds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def what_holds(records):
     """A list from which every recovery takes what it undoes."""
     kept: list[dict[str, Any]] = []
     for record in records:
@@ -100,7 +100,7 @@ def what_holds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def straightforward(records: list[dict[str, Any]]) -> dict[str, Any]:
+def straightforward(records):
     """The parts of the summary that come from the step log, from lists of all values."""
     held = what_holds(records)
     train: list[Record] = [record for record in held if record["kind"] == "train"]
@@ -164,7 +164,7 @@ def test_summary_says_what_a_straightforward_computation_says(happened):
     assert {name: summary[name] for name in expected} == expected
 
 
-def trained(step: int) -> dict[str, Any]:
+def trained(step):
     staleness = {"min": 1, "mean": 2.0, "max": 3 if step % 7 else 8}
     return {"kind": "train", "step": step, "reward_mean": float(step), "accuracy": None, "staleness": staleness}
 
@@ -306,14 +306,12 @@ def test_repeated_completions_prove_no_more(tallies):
     agreeing = [Tally(4, 4 * (tally.right > 1)) for tally in tallies]
     once = [Tally(1, int(tally.right > 1)) for tally in tallies]
     for_four, for_one = summarize(agreeing).accuracy, summarize(once).accuracy
-    assert for_four is not None and for_one is not None
     assert (for_four.low, for_four.high) == pytest.approx((for_one.low, for_one.high))
 
 
 def test_spread_within_problems_narrows_the_interval():
     """Four completions that are independent of their problem count like four problems."""
     mixed = summarize([Tally(4, 2)] * 100).accuracy
-    assert mixed is not None
     assert (mixed.low, mixed.high) == pytest.approx(wilson(0.5, 400))
     assert mixed.stderr == 0.0 and mixed.margin == pytest.approx(0.0488, abs=1e-4)
 

@@ -415,7 +415,6 @@ def test_hanging_verifier_process_dies_with_its_parent():
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
-        assert parent.stdout is not None
         child = os.pidfd_open(int(parent.stdout.readline()))
     finally:
         parent.kill()

@@ -205,7 +205,7 @@ class Completion(NamedTuple):
     prompt: str = "how much?"
 
     @property
-    def completion(self) -> str:
+    def completion(self):
         return f"so it is \\boxed{{{self.answer}}}"
 
 

@@ -4,7 +4,6 @@ import gc
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
@@ -24,13 +23,13 @@ from realsys.train.recording import TooOldGroups
 from realsys.train.step_gate import GateState, PauseStepRequest, SettleRequest, StepAbandoned, StepGate, decide
 from realsys.train.worker.call_service import DemoSource, ModelWorkerService, WorkerParts
 from realsys.train.worker.data_manager import DataManager, array_size, version_tokens, without_older
-from realsys.types import ARRAY_KEYS, Episode, Group, Row, SampleMeta, Ticket, register_key
+from realsys.types import ARRAY_KEYS, Episode, Group, SampleMeta, Ticket, register_key
 from tests.support.processes.config_trees import changed
 from tests.support.training.played_master import Message, PlayedMaster
 from tests.support.training.sample_records import make_ref, make_row
 
 
-def make_group(ticket_id: str, sizes: list[int], attempt: int = 0) -> Group:
+def make_group(ticket_id, sizes, attempt=0):
     episodes = [
         Episode(
             [
@@ -51,7 +50,6 @@ def make_group(ticket_id: str, sizes: list[int], attempt: int = 0) -> Group:
 def test_a_group_is_stored_and_described():
     data = DataManager(worker=3)
     arrived = data.add_group(make_group("t7", [2, 5]))
-    assert arrived is not None
     first, second = arrived.samples
     assert (first.sample_id, first.length, first.loss_tokens) == ("t7.0/0.0", 5, 2)
     assert (first.version_min, first.version_max, first.truncated, first.owner) == (4, 5, False, 3)
@@ -90,7 +88,7 @@ def test_temperatures_are_stored_if_read():
     assert not other.has("t1.0/0.0", "temperatures")
 
 
-def episodes_of(*rows: Row) -> Group:
+def episodes_of(*rows):
     return Group(Ticket("t2", 0, 0), [Episode(list(rows), 1.0)], "rollout_worker/0")
 
 
@@ -153,11 +151,9 @@ def test_later_of_two_stored_attempts_is_trained():
 def test_attempt_during_training_leaves_batch_unchanged():
     data, buffer = DataManager(0), SequenceBuffer()
     first = data.add_group(make_group("t1", [2, 2]))
-    assert first is not None
     buffer.add(first.samples)
     assert buffer.take(1).groups
     second = data.add_group(make_group("t1", [5, 5], attempt=1))
-    assert second is not None
     data.clear(sample.sample_id for sample in buffer.add(second.samples).clear)
     assert len(data.get("t1.0/0.0", "tokens")) == 5, "the length in the plan"
     data.clear(sample.sample_id for sample in buffer.take(1).clear)
@@ -218,7 +214,7 @@ def test_samples_come_and_go_while_others_are_read():
     """The I/O thread stores groups while the request loop reads, adds to and clears samples."""
     data, groups, start = DataManager(0), 200, threading.Barrier(3)
 
-    def arrive(first: int) -> None:
+    def arrive(first):
         start.wait()
         for i in range(first, first + groups):
             data.add_group(make_group(f"t{i}", [2, 3]))
@@ -271,7 +267,6 @@ def test_rows_of_episode_are_separate_samples():
     rows[0].rewards = ((2, 0.5), (4, 1.0))
     group = Group(Ticket("t1", 0, 0), [Episode(rows, 2.0, True, {"turns": 2.0})], "rollout_worker/0")
     arrived = data.add_group(group)
-    assert arrived is not None
     first, second = arrived.samples
     assert [first.sample_id, second.sample_id] == ["t1.0/0.0", "t1.0/0.1"]
     assert (first.group_rows, first.episode_tokens, first.loss_tokens, second.loss_tokens) == (2, 5, 3, 2)
@@ -284,7 +279,7 @@ def test_rows_of_episode_are_separate_samples():
 
 def test_demonstrations_are_loaded_as_samples_of_their_own(tmp_path, monkeypatch):
     class Fixed:
-        def sequence(self, index: int) -> tuple[list[int], list[int]]:
+        def sequence(self, index):
             return [1, 2], [index, 9]
 
     monkeypatch.setattr("realsys.train.worker.call_service.open_demonstrations", lambda _config, _paths: Fixed())
@@ -406,18 +401,17 @@ def test_no_older_token_is_left_in_loss(versions, context, oldest):
 TICKET = Ticket("0000000007", 1, 3, version=2, n=2)
 
 
-def row(*versions: int, reason: Any = "stop") -> Row:
+def row(*versions, reason="stop"):
     count = len(versions)
     return make_row(
         np.arange(2 + count, dtype=np.int32), -np.ones(count, np.float32), np.array(versions, np.int32), reason
     )
 
 
-def arrived(data: DataManager) -> list[SampleMeta]:
+def arrived(data):
     """Add a group of two episodes; the first has two rows."""
     episodes = [Episode([row(3, 4), row(5)], 1.0, True), Episode([row(2, 2, reason="length")], 0.0, False)]
     notice = data.add_group(Group(TICKET, episodes, "rollout_worker/1"))
-    assert notice is not None
     return notice.samples
 
 
@@ -467,7 +461,7 @@ def test_service_keeps_a_group_and_clears_it(tmp_path):
 BOUND_S = 30.0
 
 
-def gate_after(passes: int, *, updating: bool = False) -> StepGate:
+def gate_after(passes, *, updating=False):
     gate = StepGate()
     gate.begin(3, "actor_train")
     for _ in range(passes):
@@ -477,7 +471,7 @@ def gate_after(passes: int, *, updating: bool = False) -> StepGate:
     return gate
 
 
-def start(work: Callable[[], object]) -> threading.Thread:
+def start(work):
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread

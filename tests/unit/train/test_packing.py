@@ -1,7 +1,6 @@
 """Packing of sequences into micro-batches, and attention buckets: no process group."""
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from realsys.algorithm.prefix_tree import shared_beginnings
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.schema import Config
-from realsys.train.megatron.device import Device
 from realsys.train.megatron.heads import Scoring, projected_logprobs
 from realsys.train.megatron.layers import make_buckets, pack_segments
 from realsys.train.worker.data_manager import DataManager
@@ -22,11 +20,11 @@ from tests.support.training.sample_records import make_mask, make_ref
 from tests.support.training.train_ranks import FORMED, run_ranks
 
 
-def make_packer(data: DataManager, multiple: int = 1, *, first: bool = True, last: bool = True) -> MicroBatchPacker:
+def make_packer(data, multiple=1, *, first=True, last=True):
     return MicroBatchPacker(data, torch.device("cpu"), multiple=multiple, first=first, last=last)
 
 
-def filled() -> tuple[DataManager, list[SequenceRef]]:
+def filled():
     data = DataManager(0)
     data.put("a", {"tokens": np.array([1, 2, 3]), "loss_mask": make_mask(3, 2), "behav_logprobs": np.array([-0.1])})
     data.put("b", {"tokens": np.array([4, 5, 6, 7, 8]), "loss_mask": make_mask(5, 2)})
@@ -37,7 +35,6 @@ def filled() -> tuple[DataManager, list[SequenceRef]]:
 def test_rows_point_one_before_the_answer_tokens():
     data, refs = filled()
     batch = make_packer(data, 4).pack(refs, ["behav_logprobs"])
-    assert batch.tokens is not None and batch.targets is not None
     assert batch.tokens.tolist() == [4, 5, 6, 7, 8, 1, 2, 3]  # longest first
     assert batch.lengths == [5, 3]
     assert batch.rows.tolist() == [1, 2, 3, 6]
@@ -73,7 +70,6 @@ def test_rows_that_begin_alike_are_packed_once():
         data.put(f"{k}", {"tokens": np.array(row), "loss_mask": make_mask(len(row), 3)})
         refs.append(replace(make_ref(f"{k}", len(row), 3), shared=shared))
     batch = make_packer(data, 4).pack(refs)
-    assert batch.tokens is not None and batch.targets is not None
     assert batch.tokens.tolist() == [4, 5, 6, 8, 9, 7, 0, 0] and batch.lengths == [3, 2, 1, 2]
     assert batch.parents == [(), (0,), (0,), ()]
     assert batch.rows.tolist() == [2, 3, 2, 2] and batch.targets.tolist() == [8, 9, 7, 7]
@@ -151,7 +147,6 @@ def test_buckets_cover_tokens_once_and_pad_behind():
 def test_positions_restart_with_every_segment():
     frequencies = torch.tensor([1.0, 0.1])
     packed = pack_segments([3, 2, 3], frequencies, torch.float32, kernel=False)
-    assert packed.cos is not None and packed.sin is not None
     positions = torch.tensor([0.0, 1, 2, 0, 1, 0, 1, 2])
     torch.testing.assert_close(packed.sin[:, 0], (positions[:, None] * frequencies).sin())
     torch.testing.assert_close(packed.cos[:, 0], (positions[:, None] * frequencies).cos())
@@ -160,7 +155,7 @@ def test_positions_restart_with_every_segment():
 def test_copies_to_a_gpu_are_pinned_and_not_awaited(monkeypatch):
     calls: list[object] = []
 
-    def copy(tensor: torch.Tensor, device: torch.device, **how: object) -> torch.Tensor:
+    def copy(tensor, device, **how):
         calls.append(how)
         return tensor
 
@@ -176,19 +171,19 @@ def test_copies_to_a_gpu_are_pinned_and_not_awaited(monkeypatch):
 ROWS, HIDDEN, VOCAB, TEMPERATURE = 9, 6, 24, 0.6
 
 
-def inputs() -> tuple[torch.Tensor, ...]:
+def inputs():
     """hidden, weight, targets, and the gradients of log-probs and entropies."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(ROWS, HIDDEN) * 2, torch.randn(VOCAB, HIDDEN)
     return hidden, weight, torch.randint(0, VOCAB, (ROWS,)), torch.randn(ROWS), torch.randn(ROWS)
 
 
-def warmer(mixed: bool) -> float | torch.Tensor:
+def warmer(mixed):
     """Return one temperature, or one for each row."""
     return torch.linspace(0.5, 1.5, ROWS) if mixed else TEMPERATURE
 
 
-def naive(*, with_entropy: bool, mixed: bool = False) -> tuple[torch.Tensor, ...]:
+def naive(*, with_entropy, mixed=False):
     """log-probs, entropies, gradient of hidden, gradient of weight."""
     hidden, weight, targets, upstream, upstream_entropy = inputs()
     hidden.requires_grad_()
@@ -208,7 +203,7 @@ def naive(*, with_entropy: bool, mixed: bool = False) -> tuple[torch.Tensor, ...
 def test_values_and_gradients_are_those_of_the_formulas(tensor_ranks):
     cases = list(itertools.product((0, 4), (False, True), (False, True)))  # rows at a time, entropy bonus, temperatures
 
-    def body(rank: int, device: Device) -> list[tuple[torch.Tensor, ...]]:
+    def body(rank, device):
         found = []
         for chunk, with_entropy, mixed in cases:
             hidden, weight, targets, upstream, upstream_entropy = inputs()
@@ -251,7 +246,6 @@ def test_certain_token_has_zero_entropy_finite_gradient():
     hidden = torch.tensor([[1.0]], requires_grad=True)
     weight = torch.tensor([[500.0], [0.0]])  # a probability of exp(-500), which fp32 does not have
     logprobs, entropy = projected_logprobs(hidden, weight, torch.tensor([0]), Scoring(entropy_gradient=True))
-    assert entropy is not None
     (logprobs + entropy).sum().backward()
     assert logprobs.item() == entropy.item() == 0.0
     assert hidden.grad is not None and hidden.grad.item() == 0.0
@@ -266,7 +260,6 @@ def test_bfloat16_logits_give_fp32_log_probs():
     assert low.grad is not None and low.grad.dtype is torch.bfloat16
     expected = naive(with_entropy=False)
     torch.testing.assert_close(logprobs.detach(), expected[0], atol=0.2, rtol=0.03)
-    assert low_weight.grad is not None
     torch.testing.assert_close(low_weight.grad.float(), expected[3], atol=0.1, rtol=0.05)
 
 
@@ -288,11 +281,11 @@ def test_fp32_head_does_not_round_the_logits(chunk):
 class Operations(TorchDispatchMode):
     """The operations whose result is as large as all logits."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.shape == (ROWS, VOCAB):
             self.names.append(func.overloadpacket.__name__)

@@ -21,7 +21,7 @@ from realsys.train import record_files as files
 from realsys.train import recording
 from realsys.train.master.replay import compare
 from realsys.train.megatron.device import Device
-from realsys.train.record_files import Arrays, RowReader, StepRecord
+from realsys.train.record_files import RowReader, StepRecord
 from realsys.train.recording import SampleRecorder
 from realsys.train.requests import RecordRequest
 from realsys.train.worker.data_manager import DataManager
@@ -41,7 +41,7 @@ ORIGIN = GroupOrigin(
 )
 
 
-def arrays() -> Arrays:
+def arrays():
     return {
         ("00000007/0", "tokens"): np.array([5, 6, 7, 8], np.int32),
         ("00000007/1", "tokens"): np.array([5, 9], np.int32),
@@ -52,7 +52,7 @@ def arrays() -> Arrays:
     }
 
 
-def record(step: int = 3, **changes: object) -> StepRecord:
+def record(step=3, **changes):
     groups = [
         [
             SampleMeta(f"00000007/{k}", "00000007", 1, 4, 3, 5.0, False, 1, 2, 0, episode=k, correct=k == 0)
@@ -76,7 +76,7 @@ def record(step: int = 3, **changes: object) -> StepRecord:
     return msgspec.structs.replace(whole, **changes)
 
 
-def write(root: Path, step: int = 3, held: Arrays | None = None) -> Path:
+def write(root, step=3, held=None):
     """A complete record of one worker."""
     directory = root / f"step-{step:08d}"
     directory.mkdir(parents=True)
@@ -137,7 +137,7 @@ def test_a_torn_or_missing_file_is_named(tmp_path, name):
     path = directory / name
     whole = path.read_bytes()
 
-    def read() -> None:
+    def read():
         files.read_arrays(directory, files.read_record(directory))
 
     for size in (0, 1, len(whole) // 2, len(whole) - 1):
@@ -243,7 +243,7 @@ def test_the_cause_comes_before_its_consequences():
 # ---- Single rows of a recorded step, without loading the step
 
 
-def reader(directory: Path) -> RowReader:
+def reader(directory):
     return RowReader(directory, files.read_record(directory))
 
 
@@ -319,13 +319,13 @@ def test_hanging_disk_costs_a_record(tmp_path, monkeypatch):
 class Critic:
     """A role with a trained parameter and a frozen one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.name, self.settings = "critic", SimpleNamespace(offload="none")
         self.device = Device(torch.device("cpu"), "gloo")
         self.head, self.frozen = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(2), False)
         self.engine: Any = SimpleNamespace(module=self)
 
-    def named_parameters(self) -> Any:
+    def named_parameters(self):
         return [("head", self.head), ("frozen", self.frozen)]
 
 

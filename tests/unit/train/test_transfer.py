@@ -1,7 +1,5 @@
 """Moving arrays between workers, on real ranks."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -10,7 +8,6 @@ from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.model_calls import Transfer, TransferRequest
-from realsys.train.megatron.device import Device
 from realsys.train.worker.data_manager import DataManager
 from realsys.train.worker.transfer import execute
 from tests.support.training.sample_records import make_ref
@@ -22,7 +19,7 @@ pytestmark = pytest.mark.processes
 REFS = [make_ref(f"s{i}", 4 + i, 3, 0.0, False, 0) for i in range(4)]
 
 
-def arrays(name: str) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+def arrays(name):  # type: ignore[type-arg]
     ref = REFS[int(name[1:])]
     base = 100 * int(name[1:])
     return {
@@ -32,7 +29,7 @@ def arrays(name: str) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
     }
 
 
-def holding(worker: int, names: list[str]) -> DataManager:
+def holding(worker, names):
     data = DataManager(worker)
     for name in names:
         data.put(name, arrays(name))
@@ -49,7 +46,7 @@ def test_arrays_arrive_only_where_plan_says():
         Transfer(1, [1], ["s0"], ["tokens"]),
     ]
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         data = holding(rank, {0: ["s0", "s1"], 1: [], 2: ["s2", "s3"]}[rank])
         received = execute(TransferRequest(plan, REFS), data, rank, device)
         assert execute(TransferRequest([], REFS), data, rank, device) == 0
@@ -78,7 +75,7 @@ def test_workers_outside_a_transfer_take_no_part():
     meshes = {"actor": Mesh(ParallelLayout(data=2), (0, 1)), "critic": Mesh(ParallelLayout(tensor=2), (2, 3))}
     plan = [Transfer(0, [3], ["s2"], ["tokens", "values"]), Transfer(3, [0], ["s1"], ["behav_logprobs"])]
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         data = holding(rank, {0: ["s2"], 3: ["s1"]}.get(rank, []))
         if rank in (0, 3):
             execute(TransferRequest(plan, REFS), data, rank, device)
@@ -96,7 +93,7 @@ def test_an_empty_answer_arrives_empty():
     empty = make_ref("s", 3, 3, 0.0, False, 0)
     request = TransferRequest([Transfer(0, [1], ["s"], ["behav_logprobs"])], [empty])
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         data = DataManager(rank)
         if rank == 0:
             data.put("s", {"behav_logprobs": np.zeros(0)})
@@ -106,7 +103,7 @@ def test_an_empty_answer_arrives_empty():
 
 
 def test_a_source_that_lacks_the_sample_says_so():
-    def body(rank: int, device: Device) -> str:
+    def body(rank, device):
         if rank == 1:
             return ""
         with pytest.raises(KeyError) as caught:
@@ -120,7 +117,7 @@ def test_array_with_wrong_length_is_not_sent():
     data = DataManager(0)
     data.put("s1", {"values": np.zeros(2)})
 
-    def body(rank: int, device: Device) -> str:
+    def body(rank, device):
         with pytest.raises(ModelError) as caught:
             execute(TransferRequest([Transfer(0, [1], ["s1"], ["values"])], REFS), data, 0, device)
         return str(caught.value)

@@ -19,7 +19,7 @@ from realsys.train.step_gate import StepGate
 from realsys.train.worker.call_service import ModelWorkerService, WorkerParts
 from realsys.train.worker.data_manager import DataManager
 from realsys.train.worker.weight_saver import WeightSaver
-from realsys.weights.contract import PublisherParts, Share
+from realsys.weights.contract import PublisherParts
 from realsys.weights.disk.stage import HeldWeights, stage
 from realsys.weights.disk.transport import DiskPublisher
 from realsys.weights.disk.writer import DiskWriter, ShardWriter
@@ -31,13 +31,13 @@ BOUND_S = 60.0
 class Writer:
     """Remembers the versions that it was given. ``hold``: it returns only when this is set."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.began = threading.Event()
         self.hold = threading.Event()
         self.hold.set()
         self.wrote: list[tuple[int, list[float], dict[str, str]]] = []
 
-    def write(self, share: Share, tensors: Any) -> str:
+    def write(self, share, tensors):
         self.began.set()
         assert self.hold.wait(BOUND_S)
         self.wrote.append((share.version, tensors["w"].flatten().tolist(), dict(share.checksums)))
@@ -47,31 +47,31 @@ class Writer:
 class Actor:
     """A role with one parameter, which training changes in place."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.name, self.device = "actor", CPU
         self.parameter = torch.nn.Parameter(torch.zeros(2, 3))
         layout = SimpleNamespace(world_size=4)
         self.groups = SimpleNamespace(rank=1, mesh=SimpleNamespace(layout=layout))
         self.engine: Any = self
 
-    def export(self) -> Any:
+    def export(self):
         yield "w", self.parameter.t()  # an export may be a view, and not contiguous
 
-    def onload(self) -> None: ...
+    def onload(self): ...
 
-    def offload(self) -> None: ...
+    def offload(self): ...
 
-    def train(self, value: float) -> None:
+    def train(self, value):
         with torch.no_grad():
             self.parameter.fill_(value)
 
 
-def copy(saver: WeightSaver, actor: Any, version: int) -> None:
+def copy(saver, actor, version):
     actor.train(float(version))
     saver.copy(actor, CopyWeightsRequest("actor", version))
 
 
-def save(saver: WeightSaver, version: int) -> Any:
+def save(saver, version):
     return saver.save(SaveWeightsRequest("actor", version, {}))
 
 
@@ -92,7 +92,7 @@ def test_tensor_is_hashed_once_for_all(tmp_path, monkeypatch):
     """The manifest, a repair and the record of the step have the checksum from one pass over the tensor's bytes."""
     hashed, digest = list[int](), xxhash.xxh3_64_hexdigest
 
-    def counted(data: Any) -> str:
+    def counted(data):
         hashed.append(memoryview(data).nbytes)
         return str(digest(data))
 
@@ -180,21 +180,21 @@ def test_hanging_write_is_named_by_the_next_copy():
 class Stream:
     """An endpoint whose master asks for a version that was never copied, and says nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.background: set[str] = set()
         self.errors: list[str] = []
         self._ended = threading.Event()
 
-    def serve_in_background(self, *handlers: str) -> None:
+    def serve_in_background(self, *handlers):
         self.background |= set(handlers)
 
-    def next_request(self, timeout_s: float) -> None:
+    def next_request(self, timeout_s):
         assert self._ended.wait(BOUND_S)
 
-    def next_background(self, timeout_s: float) -> Any:
+    def next_background(self, timeout_s):
         return SimpleNamespace(handler="save_weights", decode=lambda kind: SaveWeightsRequest("actor", 7, {}))
 
-    def reply_error(self, request: Any, error: BaseException) -> None:
+    def reply_error(self, request, error):
         self.errors.append(str(error))
         self._ended.set()
 

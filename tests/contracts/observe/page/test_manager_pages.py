@@ -17,7 +17,7 @@ TOKEN = "the-token-of-the-trial"
 
 @pytest.fixture
 def manager(tmp_path):
-    async def live() -> dict[str, Any]:
+    async def live():
         return live_status(2)
 
     nothing = cast(Any, None)
@@ -28,7 +28,7 @@ def manager(tmp_path):
     server.close()
 
 
-def status_of(url: str, token: str = "") -> int:
+def status_of(url, token=""):
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:

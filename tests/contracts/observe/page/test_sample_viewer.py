@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.needs import need_program
-from tests.support.view.browser import Browser, browser
+from tests.support.view.browser import browser
 from tests.support.view.shown_trial import HOSTILE
 
 FIRST, CUT, TURNS = "0000000000.0/0.0", "0000000000.0/1.0", "0000000001.0/1.0"
@@ -16,7 +16,7 @@ def page():
         yield made
 
 
-def choose(page: Browser, name: str, value: str) -> None:
+def choose(page, name, value):
     """Set a filter as a user does, and wait for the list."""
     page.js("document.body.dataset.ready = ''")
     field = f"document.getElementById({name!r})"
@@ -25,7 +25,7 @@ def choose(page: Browser, name: str, value: str) -> None:
     page.until("document.body.dataset.ready === '1'")
 
 
-def shown_ids(page: Browser) -> list[str]:
+def shown_ids(page):
     return list(page.js("[...document.querySelectorAll('#list button')].map(button => button.dataset.id)"))
 
 

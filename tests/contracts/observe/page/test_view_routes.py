@@ -5,7 +5,6 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from tests.support.view.shown_trial import sample_trial
 
 @pytest.fixture
 def server(tmp_path):
-    async def live() -> None:
+    async def live():
         return None
 
     made = ViewServer(sample_trial(tmp_path), live, lambda: False)
@@ -25,7 +24,7 @@ def server(tmp_path):
     made.close()
 
 
-def ask(server: ViewServer, path: str, key: str = "", method: str = "GET") -> tuple[int, Any, dict[str, str]]:
+def ask(server, path, key="", method="GET"):
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(server.address.partition("/#")[0] + path, headers=headers, method=method)
     try:
@@ -82,13 +81,13 @@ def test_readers_take_turns(tmp_path):
     order: list[str] = []
     begun, may_end = threading.Event(), threading.Event()
 
-    def slow() -> None:
+    def slow():
         order.append("first begins")
         begun.set()
         assert may_end.wait(30)
         order.append("first ends")
 
-    async def body() -> None:
+    async def body():
         first = asyncio.create_task(desk.read(slow))
         await asyncio.to_thread(begun.wait, 30)
         second = asyncio.create_task(desk.read(lambda: order.append("second")))
@@ -102,7 +101,7 @@ def test_readers_take_turns(tmp_path):
 
 
 def test_resumed_trial_shows_its_new_configuration(server, tmp_path):
-    def identity() -> dict[str, str]:
+    def identity():
         return dict(json.loads(ask(server, "/view/run", server.key)[1])["identity"])
 
     assert not identity()["batch"].startswith("77 prompts")

@@ -20,18 +20,18 @@ pytestmark = pytest.mark.needs("bwrap")
 class Judge:
     """A pool with one verifier process, which judges attacks and honest programs in turn."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._runner = asyncio.Runner()
         self._pool = VerifierPool(1, ItemLimits(20.0, BOUND_S))
 
-    def judge(self, item) -> bool | None:
-        async def within() -> bool | None:
+    def judge(self, item):
+        async def within():
             async with asyncio.timeout(BOUND_S):
                 return (await self._pool.verify("code", item)).correct
 
         return self._runner.run(within())
 
-    def close(self) -> None:
+    def close(self):
         self._runner.run(self._pool.close())
         self._runner.close()
 

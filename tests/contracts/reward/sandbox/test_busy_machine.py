@@ -36,7 +36,7 @@ def sandbox():
             burner.wait()
 
 
-def command(source) -> SandboxCommand:
+def command(source):
     return SandboxCommand((os.path.realpath(sys.executable), "program.py"), {"program.py": source.encode()})
 
 

@@ -17,7 +17,7 @@ TESTS = {"function": "f", "calls": [{"args": [2], "result": 4}, {"args": [3], "r
 pytestmark = pytest.mark.needs("bwrap")
 
 
-def item(body: str) -> Item:
+def item(body):
     return Item("", f"<think>hm</think>```python\ndef f(x):\n    {body}\n```", "", {KEY: TESTS})
 
 

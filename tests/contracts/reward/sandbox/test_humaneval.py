@@ -17,14 +17,14 @@ from tests.support.sandbox.tasks import TASKS
 pytestmark = pytest.mark.needs("bwrap")
 
 
-def solutions(row) -> tuple[str, str]:
+def solutions(row):
     """Return the right solution of a row, and a wrong one."""
     right, tests = row["prompt"] + row["canonical_solution"], f"{row['test']}\n\ncheck({row['entry_point']})\n"
     assert passes(f"{right}\n\n{tests}")
     return right, mutant(right, row["entry_point"], tests, seed=row["task_id"])
 
 
-def items(rows) -> list[tuple[Item, Item]]:
+def items(rows):
     """Return the items of the right and the wrong solution of each row."""
     pairs = []
     for row in rows:

@@ -26,7 +26,7 @@ NEEDS = {"bash": "bash", "c": "gcc", "cpp": "g++", "javascript": "node"}
 LANGUAGES = [pytest.param(name, marks=pytest.mark.needs(command)) for name, command in NEEDS.items()]
 
 
-def item(language, program) -> Item:
+def item(language, program):
     stdio = [{"stdin": f"{n}\n", "stdout": f"{2 * n}\n"} for n in (3, 5)]
     tests = {"language": language, "stdio": stdio, "time_limit_s": 5.0}
     return Item("", f"```\n{program}```", "", {"code_tests": tests})

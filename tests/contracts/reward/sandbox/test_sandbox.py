@@ -26,7 +26,7 @@ def sandbox():
         yield sandbox
 
 
-def zygote_of(sandbox) -> psutil.Process:
+def zygote_of(sandbox):
     """Return the innermost process that stays: bwrap, its first process in the namespace, the zygote."""
     process = psutil.Process(sandbox.zygote.pid)
     while children := process.children():

@@ -3,17 +3,12 @@
 import os
 import resource
 import threading
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
-from realsys.cluster.files import FileInfo
 from realsys.errors import CheckpointError
-from realsys.train.checkpoint.checkpoint_files import CheckpointPiece
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
-from realsys.train.checkpoint.tensors import TensorSnapshot, write_tensors
-from realsys.train.worker.call_handlers import Role
+from realsys.train.checkpoint.tensors import write_tensors
 from tests.support.training.checkpoint_ranks import SINGLE, Setup, checkpoint, complete, make_models, train
 
 
@@ -29,7 +24,7 @@ def test_full_disk_is_named(models, tmp_path):
     spare.mkdir()
     (full / "actor-00001-of-00001.safetensors").symlink_to("/dev/full")
 
-    def body(role: Role) -> str:
+    def body(role):
         train(role, range(1))
         writer = CheckpointWriter(role)
         writer.begin(full, 1)
@@ -50,7 +45,7 @@ def test_a_file_size_limit_is_named(models, tmp_path):
     tmp = tmp_path / "step-00000001.tmp"
     tmp.mkdir()
 
-    def body(role: Role) -> str:
+    def body(role):
         train(role, range(1))
         unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, unlimited[1]))
@@ -69,11 +64,11 @@ def test_hanging_disk_is_named_in_time(models, tmp_path):
     tmp = tmp_path / "step-00000001.tmp"
     tmp.mkdir()
 
-    def body(role: Role) -> str:
+    def body(role):
         train(role, range(1))
         hangs = threading.Event()
 
-        def write(path: Path, snapshots: Sequence[TensorSnapshot]) -> tuple[FileInfo, list[CheckpointPiece]]:
+        def write(path, snapshots):
             hangs.wait()
             return write_tensors(path, snapshots)
 
@@ -93,8 +88,8 @@ def written(models, tmp_path_factory):
     return checkpoint(Setup(), models["untied"], tmp_path_factory.mktemp("written"))[0]
 
 
-def refusal(directory: Path, model: Path, setup: Setup | None = None) -> str:
-    def body(role: Role) -> str:
+def refusal(directory, model, setup=None):
+    def body(role):
         with pytest.raises(CheckpointError) as caught:
             load_checkpoint(role, directory)
         return str(caught.value)
@@ -102,7 +97,7 @@ def refusal(directory: Path, model: Path, setup: Setup | None = None) -> str:
     return str((setup or Setup()).run(body, model)[0])
 
 
-def copied(directory: Path, target: Path) -> Path:
+def copied(directory, target):
     target.mkdir()
     for file in directory.iterdir():
         (target / file.name).write_bytes(file.read_bytes())

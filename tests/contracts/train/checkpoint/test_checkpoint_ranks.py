@@ -1,29 +1,21 @@
 """Training state through real files and real ranks: bit-equal in the same layout, close in any other."""
 
 import threading
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import pytest
-import torch
 
-from realsys.cluster.files import FileInfo
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ParallelLayout
 from realsys.errors import CheckpointError
-from realsys.train.checkpoint.checkpoint_files import CheckpointPiece
 from realsys.train.checkpoint.saver import CheckpointWriter, load_checkpoint
-from realsys.train.checkpoint.tensors import TensorSnapshot, write_tensors
-from realsys.train.megatron.device import Device
-from realsys.train.worker.call_handlers import Role
+from realsys.train.checkpoint.tensors import write_tensors
 from tests.support.training.checkpoint_ranks import (
     AFTER,
     BEFORE,
     LR,
     SINGLE,
     Setup,
-    State,
     checkpoint,
     complete,
     everything,
@@ -122,16 +114,16 @@ def test_the_way_through_another_layout_loses_no_bit(written, read, models, tmp_
     first.mkdir(parents=True)
     second.mkdir(parents=True)
 
-    def begin(role: Role) -> State:
+    def begin(role):
         train(role, range(BEFORE))
         save(role, first, BEFORE)
         return everything(role)
 
-    def between(role: Role) -> None:
+    def between(role):
         load_checkpoint(role, first.with_suffix(""))
         save(role, second, BEFORE)
 
-    def back(role: Role) -> State:
+    def back(role):
         load_checkpoint(role, second.with_suffix(""))
         return everything(role)
 
@@ -147,12 +139,12 @@ def test_fp32_loads_the_master_weights_of_bf16(models, tmp_path):
     tmp = tmp_path / "step-00000003.tmp"
     tmp.mkdir()
 
-    def begin(role: Role) -> State:
+    def begin(role):
         train(role, range(BEFORE))
         save(role, tmp, BEFORE)
         return everything(role)
 
-    def reload(role: Role) -> State:
+    def reload(role):
         load_checkpoint(role, tmp.with_suffix(""))
         return everything(role)
 
@@ -167,7 +159,7 @@ def test_fp32_loads_the_master_weights_of_bf16(models, tmp_path):
 def test_losing_the_optimizer_state_would_be_seen(models, tmp_path):
     directory, ranks = checkpoint(Setup(), models["untied"], tmp_path)
 
-    def body(role: Role) -> dict[str, torch.Tensor]:
+    def body(role):
         load_checkpoint(role, directory)
         for part in role.engine.optimizer.chained_optimizers:
             part.optimizer.state.clear()
@@ -185,19 +177,19 @@ def test_role_on_some_ranks_is_saved_alone(models, tmp_path):
     for directory in directories.values():
         directory.mkdir(parents=True)
 
-    def role_of(rank: int, device: Device) -> Role:
+    def role_of(rank, device):
         if rank == 0:
             return build_role(config, layout, 0, device, models["untied"])
         return build_role(config, M2, rank, device, models["untied"], "critic")
 
-    def first(rank: int, device: Device) -> State:
+    def first(rank, device):
         role = role_of(rank, device)
         train(role, range(BEFORE))
         save(role, directories[role.name], BEFORE)
         train(role, range(BEFORE, BEFORE + AFTER))
         return everything(role)
 
-    def second(rank: int, device: Device) -> State:
+    def second(rank, device):
         role = role_of(rank, device)
         load_checkpoint(role, directories[role.name].with_suffix(""))
         train(role, range(BEFORE, BEFORE + AFTER))
@@ -216,10 +208,10 @@ def test_training_continues_while_files_are_written(models, tmp_path):
     tmp = tmp_path / "step-00000003.tmp"
     tmp.mkdir()
 
-    def body(role: Role) -> tuple[State, bool]:
+    def body(role):
         started, go_on = threading.Event(), threading.Event()
 
-        def held(path: Path, snapshots: Sequence[TensorSnapshot]) -> tuple[FileInfo, list[CheckpointPiece]]:
+        def held(path, snapshots):
             started.set()
             assert go_on.wait(BOUND_S)
             return write_tensors(path, snapshots)
@@ -241,7 +233,7 @@ def test_training_continues_while_files_are_written(models, tmp_path):
     assert nothing_yet
     directory = complete(tmp, ParallelLayout(), BEFORE)
 
-    def reload(role: Role) -> State:
+    def reload(role):
         load_checkpoint(role, directory)
         return everything(role)
 

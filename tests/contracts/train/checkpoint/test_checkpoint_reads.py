@@ -1,7 +1,5 @@
 """A checkpoint is read once per replica group, not once per data rank; an error of one rank is one of all."""
 
-from pathlib import Path
-
 import pytest
 
 from realsys.config.allocation import ParallelLayout
@@ -9,7 +7,6 @@ from realsys.errors import CheckpointError
 from realsys.train.checkpoint.checkpoint_files import CheckpointPiece
 from realsys.train.checkpoint.saver import GENERATOR, load_checkpoint
 from realsys.train.checkpoint.tensors import PieceReader
-from realsys.train.worker.call_handlers import Role
 from tests.support.training.checkpoint_ranks import Setup, checkpoint, make_models
 
 D2 = ParallelLayout(data=2)
@@ -34,12 +31,12 @@ def test_each_byte_is_read_once_per_group(written, read, models, tmp_path):
     directory, _ = checkpoint(written, models["untied"], tmp_path)
     load = PieceReader._load
 
-    def body(role: Role) -> tuple[int, int, int]:
+    def body(role):
         """The position, the bytes read for it, and the bytes of the checkpoint."""
         pieces: list[CheckpointPiece] = []
         everything = 0
 
-        def counted(self: PieceReader, path: Path, piece: CheckpointPiece) -> object:
+        def counted(self, path, piece):
             if piece.kind != GENERATOR and (self._last is None or self._last[0] is not piece):
                 pieces.append(piece)
             return load(self, path, piece)
@@ -68,7 +65,7 @@ def test_damage_that_one_rank_meets_is_everyones(distributed, models, tmp_path):
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
-    def body(role: Role) -> str:
+    def body(role):
         with pytest.raises(CheckpointError) as caught:
             load_checkpoint(role, directory)
         return str(caught.value)

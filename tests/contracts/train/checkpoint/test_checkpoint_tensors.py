@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,8 +14,6 @@ from realsys.train.checkpoint.checkpoint_files import RankIndex
 from realsys.train.checkpoint.tensors import (
     PieceReader,
     TensorBox,
-    TensorShard,
-    TensorSnapshot,
     snapshot,
     split_shard,
     whole_shard,
@@ -26,13 +23,13 @@ from realsys.train.checkpoint.tensors import (
 WHOLE = torch.arange(8 * 6, dtype=torch.float32).view(8, 6)
 
 
-def local(shard: TensorShard) -> torch.Tensor:
+def local(shard):
     """The shard of WHOLE, by plain indexing."""
     parts = [WHOLE[b.offset[0] : b.offset[0] + b.shape[0], b.offset[1] : b.offset[1] + b.shape[1]] for b in shard.boxes]
     return torch.cat(parts)
 
 
-def reader(tmp_path: Path, shards: list[list[TensorSnapshot]]) -> PieceReader:
+def reader(tmp_path, shards):
     """One file per rank."""
     layout = ParallelLayout(data=len(shards))
     indexes = []
@@ -82,7 +79,7 @@ def test_shards_by_hand():
 def test_any_part_is_read_from_other_parts(tmp_path, seed):
     rng = random.Random(seed)
 
-    def cut() -> list[TensorShard]:
+    def cut():
         kind = rng.choice(["whole", "rows", "columns", "stacked"])
         ranks = 1 if kind == "whole" else 2
         shape, dim = ((8, 3), 1) if kind == "columns" else ((8 // ranks, 6), 0)

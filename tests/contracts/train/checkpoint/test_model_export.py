@@ -1,7 +1,5 @@
 """The actor of a checkpoint as a model folder: one process writes the weights that all ranks had."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 import torch
@@ -16,7 +14,6 @@ from realsys.launch.cli import main
 from realsys.launch.evaluation_target import exported, find_target
 from realsys.train.checkpoint.checkpoint_files import CHECKPOINT, STATE, decode_index, read_state
 from realsys.train.checkpoint.model_export import export_checkpoint
-from realsys.train.worker.call_handlers import Role
 from realsys.weights.disk.manifest import load_manifest
 from tests.support.training.checkpoint_ranks import BEFORE, Setup, complete, make_models, save, train
 from tests.support.training.train_ranks import cat_exports
@@ -29,12 +26,12 @@ def models(tmp_path_factory):
     return make_models(tmp_path_factory.mktemp("models"))
 
 
-def trained(setup: Setup, model: Path, root: Path) -> tuple[Path, Tensors]:
+def trained(setup, model, root):
     """A checkpoint after BEFORE steps, and the weights that the ranks publish then."""
     tmp = root / "step-00000003.tmp"
     tmp.mkdir(parents=True)
 
-    def body(role: Role) -> Tensors:
+    def body(role):
         train(role, range(BEFORE))
         save(role, tmp, BEFORE)
         return {name: tensor.clone() for name, tensor in role.engine.export()}
@@ -43,7 +40,7 @@ def trained(setup: Setup, model: Path, root: Path) -> tuple[Path, Tensors]:
     return complete(tmp, setup.layout, BEFORE), cat_exports(ranks)
 
 
-def stored(folder: Path) -> Tensors:
+def stored(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -71,7 +68,7 @@ def test_exported_weights_are_those_of_the_ranks(setup, models, tmp_path):
     assert load_manifest(tmp_path / "out").step == BEFORE
 
 
-def trial_of(root: Path, model: Path) -> tuple[TrialPaths, Tensors]:
+def trial_of(root, model):
     """A trial that has a checkpoint and no weights, and the weights of its step."""
     paths = TrialPaths(root / "runs" / "math" / "t")
     _, expected = trained(Setup(), model, paths.checkpoints)

@@ -9,9 +9,7 @@ import itertools
 import queue
 import random
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,16 +23,15 @@ from realsys.cluster.stream.worker_endpoint import WorkerEndpoint
 from realsys.cluster.topology import Mesh, routing_table
 from realsys.config.allocation import ParallelLayout
 from realsys.config.dataflow import SOURCE_KEYS, Dataflow, FunctionCall
-from realsys.model_calls import ClearRequest, Empty, MfcReply, MfcRequest, MfcShare, TransferReply, TransferRequest
-from realsys.train.master.executor import CallResult, GraphExecutor, Ownership
+from realsys.model_calls import ClearRequest, Empty, MfcReply, MfcShare, TransferReply, TransferRequest
+from realsys.train.master.executor import GraphExecutor, Ownership
 from realsys.train.master.model_workers import ModelWorkers
-from realsys.train.megatron.device import Device
-from realsys.train.megatron.mesh import MeshGroups, form_meshes
+from realsys.train.megatron.mesh import form_meshes
 from realsys.train.worker.data_manager import DataManager, array_size
 from realsys.train.worker.transfer import execute, whole_request
 from realsys.types import ARRAY_KEYS, METADATA_KEYS, SequenceRef
 from tests.support.processes.config_trees import changed
-from tests.support.streams.simulated_workers import Deadlock, Sent, SimulatedWorkers
+from tests.support.streams.simulated_workers import Deadlock, SimulatedWorkers
 from tests.support.training.sample_records import make_ref
 from tests.support.training.train_ranks import run_ranks
 
@@ -53,7 +50,7 @@ class Case:
     workers: int
 
 
-def random_flow(rng: random.Random, roles: list[str]) -> Dataflow:
+def random_flow(rng, roles):
     """3 to 8 calls; each reads some of what the stream and earlier calls made."""
     made, unused = sorted(SOURCE_KEYS), rng.sample(MADE_KEYS, len(MADE_KEYS))
     calls = []
@@ -66,7 +63,7 @@ def random_flow(rng: random.Random, roles: list[str]) -> Dataflow:
     return Dataflow(calls)
 
 
-def random_mesh(rng: random.Random, workers: int) -> Mesh:
+def random_mesh(rng, workers):
     """Anywhere: what other meshes use, a part of it, across it, or apart from it."""
     widest = rng.randint(1, workers)
     fitting = [
@@ -78,7 +75,7 @@ def random_mesh(rng: random.Random, workers: int) -> Mesh:
     return Mesh(layout, tuple(sorted(rng.sample(range(workers), layout.world_size))))
 
 
-def random_refs(rng: random.Random, step: int = 0) -> list[SequenceRef]:
+def random_refs(rng, step=0):
     refs = []
     for number in range(rng.randint(1, 8)):
         prompt, answer = rng.randint(1, 5), rng.randint(1, 30)
@@ -86,7 +83,7 @@ def random_refs(rng: random.Random, step: int = 0) -> list[SequenceRef]:
     return refs
 
 
-def random_case(seed: int) -> Case:
+def random_case(seed):
     rng = random.Random(seed)
     workers = rng.randint(1, 8)
     meshes = {name: random_mesh(rng, workers) for name in ("actor", "critic", "ref", "reward")[: rng.randint(1, 4)]}
@@ -97,13 +94,13 @@ def random_case(seed: int) -> Case:
     return Case(random_flow(rng, list(meshes)), meshes, refs, arrived, workers)
 
 
-def owned(arrived: Mapping[str, list[int]]) -> Ownership:
+def owned(arrived):
     ownership = Ownership()
     ownership.add_owners(SOURCE_KEYS, {name: frozenset(workers) for name, workers in arrived.items()})
     return ownership
 
 
-async def run_case(case: Case, workers: SimulatedWorkers) -> dict[str, CallResult]:
+async def run_case(case, workers):
     """Run one step; at its end no worker may hold an array."""
     for sample, owners in case.arrived.items():
         for worker in owners:
@@ -117,10 +114,10 @@ async def run_case(case: Case, workers: SimulatedWorkers) -> dict[str, CallResul
     return results
 
 
-def simulate(case: Case, seed: int, kind: type[SimulatedWorkers] = SimulatedWorkers) -> SimulatedWorkers:
+def simulate(case, seed, kind=SimulatedWorkers):
     durations = random.Random(seed)
 
-    async def run() -> SimulatedWorkers:
+    async def run():
         workers = kind(
             case.flow, case.meshes, case.workers, turns=lambda: durations.randint(1, 12), score=lambda sample_id: 0.5
         )
@@ -132,13 +129,13 @@ def simulate(case: Case, seed: int, kind: type[SimulatedWorkers] = SimulatedWork
     return asyncio.run(run())
 
 
-def span(workers: SimulatedWorkers, name: str) -> tuple[int, int]:
+def span(workers, name):
     """First start and last end of a call over its workers, as positions in the event log."""
     indices = [i for i, event in enumerate(workers.events) if event.request == name]
     return min(indices), max(indices)
 
 
-def check_order(case: Case, workers: SimulatedWorkers) -> None:
+def check_order(case, workers):
     """Every call begins after all workers of those it reads from have ended."""
     makers = {key: call.name for call in case.flow.calls for key in call.outputs}
     for call in case.flow.calls:
@@ -146,7 +143,7 @@ def check_order(case: Case, workers: SimulatedWorkers) -> None:
             assert span(workers, call.name)[0] > span(workers, makers[key])[1], f"{call.name} began before its {key}"
 
 
-def overlapping_pairs(case: Case, workers: SimulatedWorkers) -> int:
+def overlapping_pairs(case, workers):
     """Without transfers, calls on idle workers begin immediately: all of them must run together."""
     if any(len(owners) < case.workers for owners in case.arrived.values()):
         return 0
@@ -199,18 +196,18 @@ def test_calls_on_disjoint_meshes_run_in_parallel():
 class UnorderedWorkers(SimulatedWorkers):
     """The same, but each recipient gets a request in a separate task, some turns later: no order among them."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
         self._delays = random.Random(0)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def deliver(self, sent: Sent) -> None:
+    def deliver(self, sent):
         for worker in sent.workers:
             task = asyncio.create_task(self._later(worker, sent))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _later(self, worker: int, sent: Sent) -> None:
+    async def _later(self, worker, sent):
         for _ in range(self._delays.randint(0, 4)):
             await asyncio.sleep(0)
         self.enqueue(worker, sent)
@@ -244,7 +241,7 @@ MESHES = {  # actor and critic share worker 1; the reward model sits apart
 STEPS, REAL_WORKERS = 8, 5
 
 
-def serve(rank: int, address: str, groups: Mapping[str, MeshGroups], device: Device) -> tuple[int, int]:
+def serve(rank, address, groups, device):
     """A ModelWorker in small: requests in order, transfers over torch.distributed, calls that all-reduce on a mesh."""
     data, endpoint, calls = DataManager(rank), WorkerEndpoint(rank, address), 0
     try:
@@ -274,22 +271,22 @@ def serve(rank: int, address: str, groups: Mapping[str, MeshGroups], device: Dev
         endpoint.close()
 
 
-def value_of(sample_id: str, key: str) -> float:
+def value_of(sample_id, key):
     if ARRAY_KEYS[key][0] == "bool":
         return 1.0
     return float(sum(f"{sample_id}:{key}".encode()) % 997)
 
 
-def put(ref: SequenceRef, keys: list[str], data: DataManager) -> None:
+def put(ref, keys, data):
     data.put(ref.sample_id, {key: np.full(array_size(ref, key), value_of(ref.sample_id, key)) for key in keys})
 
 
-def fill(refs: list[SequenceRef], data: DataManager) -> None:
+def fill(refs, data):
     for ref in refs:
         put(ref, sorted(SOURCE_KEYS), data)
 
 
-def compute(request: MfcRequest, rank: int, mesh: Mesh, group: dist.ProcessGroup, data: DataManager) -> MfcReply:
+def compute(request, rank, mesh, group, data):
     """Every rank adds up the values that it reads; the mesh's sum must equal the sum of the definition."""
     dp, tp, pp = mesh.coordinates(mesh.workers.index(rank))
     last = pp == mesh.layout.pipeline - 1
@@ -314,7 +311,7 @@ def compute(request: MfcRequest, rank: int, mesh: Mesh, group: dist.ProcessGroup
     return reply
 
 
-async def drive(stream: MasterStream) -> tuple[int, int]:
+async def drive(stream):
     """Run random steps like the step loop. Return the number of calls, and of those that overlapped another one."""
     routed = RoutedStream(stream, routing_table(MESHES))
     workers, rng = ModelWorkers(routed, MESHES, BOUND_S), random.Random(5)
@@ -345,12 +342,12 @@ async def drive(stream: MasterStream) -> tuple[int, int]:
 
 @pytest.mark.timeout(120)
 def test_random_calls_on_overlapping_meshes_with_real_collectives():
-    def body(rank: int, device: Device) -> tuple[int, int, tuple[int, int] | None]:
+    def body(rank, device):
         groups = form_meshes(MESHES, rank, changed().cluster, device)
         addresses: queue.Queue[str] = queue.Queue()
         driven: list[tuple[int, int]] = []
 
-        async def master() -> None:
+        async def master():
             stream = MasterStream()
             addresses.put(stream.address)
             try:

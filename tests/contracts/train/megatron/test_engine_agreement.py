@@ -1,7 +1,5 @@
 """Log-probs of the trainer and of the embedded engine in bf16, for the same weights."""
 
-from pathlib import Path
-
 import torch
 
 from realsys.config.allocation import ACTOR, ParallelLayout
@@ -10,7 +8,6 @@ from realsys.config.schema import Config
 from realsys.generation.embedded.core import CoreSizes, EngineCore
 from realsys.generation.embedded.decoder import fuse, read_tensors
 from realsys.model_files.config_json import read_model
-from realsys.train.megatron.device import Device
 from realsys.train.megatron.train_engine import MegatronEngine
 from realsys.train.worker.packing import MicroBatch
 from tests.support.serving.generation_models import make_request
@@ -21,7 +18,7 @@ from tests.support.training.train_ranks import FORMED, run_ranks
 PROMPT, NEW = [3, 1, 4, 1, 5], 250
 
 
-def differences(path: Path, served: str, trained: str) -> torch.Tensor:
+def differences(path, served, trained):
     """Trainer's minus engine's log-prob of each sampled token; ``model.head_dtype`` of the engine, of the trainer."""
     head = torch.float32 if served == "float32" else None
     weights = fuse(
@@ -34,7 +31,7 @@ def differences(path: Path, served: str, trained: str) -> torch.Tensor:
     batch = MicroBatch([], [len(tokens)], answer - 1, tokens, tokens[answer])
     config = Config.model_validate({"model": {"dtype": "bfloat16", "head_dtype": trained}})
 
-    def score(rank: int, device: Device) -> torch.Tensor:
+    def score(rank, device):
         engine = MegatronEngine(config, role_settings(config, ACTOR), FORMED[ACTOR], device, trainable=False)
         engine.load(path)
         return engine.logprobs([batch])[0]

@@ -1,13 +1,11 @@
 """``train.deterministic``: no operation of a step is one that torch refuses on CUDA for its lack of a fixed order."""
 
-from typing import Any
-
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from realsys.config.schema_train import OptimizerConfig
 from tests.support.serving.hf_models import make_model
-from tests.support.training.engine_ranks import NLL, Rank, make_config, make_settings, on_ranks
+from tests.support.training.engine_ranks import NLL, make_config, make_settings, on_ranks
 
 #: from the page of torch.use_deterministic_algorithms: refused on CUDA, whatever their arguments
 REFUSED = {"put_", "histc", "bincount", "kthvalue", "median", "nanmedian", "grid_sampler_2d", "_ctc_loss", "cumprod"}
@@ -18,12 +16,12 @@ REFUSED_FLOATS = {"cumsum"}
 class Refused(TorchDispatchMode):
     """Names the operations that torch would refuse on CUDA."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.found: set[str] = set()
         self.seen: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         self.seen.add(name)
         if name in REFUSED or (name in REFUSED_FLOATS and args[0].is_floating_point()):
@@ -38,7 +36,7 @@ class Refused(TorchDispatchMode):
 def test_step_runs_nothing_that_torch_would_refuse(head, train, tmp_path):
     make_model(value=head == "value").save_pretrained(tmp_path)
 
-    def body(rank: Rank) -> tuple[set[str], set[str]]:
+    def body(rank):
         engine = rank.engine
         engine.use_optimizer("train", OptimizerConfig(clip_grad=1e-6))
         with Refused() as mode:

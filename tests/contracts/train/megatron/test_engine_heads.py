@@ -5,19 +5,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from realsys.errors import ModelError
-from realsys.train.megatron.heads import Outputs, projected_logprobs
-from realsys.train.megatron.train_engine import LossFunction, Stats
-from realsys.train.worker.packing import MicroBatch, split_rows
+from realsys.train.megatron.heads import projected_logprobs
+from realsys.train.megatron.train_engine import LossFunction
+from realsys.train.worker.packing import split_rows
 from tests.support.serving.hf_models import make_model
 from tests.support.training.engine_ranks import (
     ANSWER_TOKENS,
     NLL,
     REFS,
     TOKENS,
-    Rank,
     assert_gradients,
     last_stage_heads,
     make_config,
@@ -38,7 +36,7 @@ LAYOUTS: list[Any] = [
 ]
 
 
-def plain_gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+def plain_gradients(model, loss):
     """HF name -> gradient of ``loss``; of tied weights once."""
     model.zero_grad()
     loss.backward()
@@ -62,7 +60,7 @@ def actor(request, tmp_path_factory):
     return model, path
 
 
-def plain_values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def plain_values(model):
     """Sample -> the value of every one of its tokens."""
     backbone: Any = model.model
     score: Any = model.score
@@ -70,7 +68,7 @@ def plain_values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: (backbone(x).last_hidden_state[0] @ score.weight.t())[:, 0] for name, x in ids.items()}
 
 
-def to_target(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
+def to_target(batch, outputs):
     """Half the squared distance of the values to a target that differs from token to token."""
     assert outputs.values is not None
     targets = torch.cat([torch.linspace(-1, 1, ref.loss_tokens) for ref in batch.refs] + [torch.zeros(0)])
@@ -82,7 +80,7 @@ def to_target(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]
 def test_values_scores_and_their_gradients(text, train, critic):
     model, path = critic
 
-    def body(rank: Rank) -> tuple[dict[str, Any], dict[str, Any], float, dict[str, torch.Tensor]]:
+    def body(rank):
         batches = rank.micro_batches()
         values: dict[str, Any] = {}
         scores: dict[str, Any] = {}
@@ -114,9 +112,8 @@ def test_values_scores_and_their_gradients(text, train, critic):
     assert_gradients([f[3] for f in found], gradients)
 
 
-def with_bonus(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
+def with_bonus(batch, outputs):
     """Likelihood and, weighted alike, the entropy: both have a gradient."""
-    assert outputs.logprobs is not None and outputs.entropy is not None
     share = -(outputs.logprobs.sum() + outputs.entropy.sum()) / ANSWER_TOKENS
     return share, {"loss": share.detach()}
 
@@ -133,7 +130,7 @@ def with_bonus(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats
 def test_log_probs_and_an_entropy_bonus(text, train, actor):
     model, path = actor
 
-    def body(rank: Rank) -> tuple[dict[str, Any], float, dict[str, torch.Tensor]]:
+    def body(rank):
         batches = rank.micro_batches()
         logprobs: dict[str, Any] = {}
         for batch, found in zip(batches, rank.engine.logprobs(batches), strict=rank.engine.groups.last_stage):
@@ -157,11 +154,11 @@ def test_log_probs_and_an_entropy_bonus(text, train, actor):
 def test_without_a_bonus_the_entropy_has_no_gradient(actor):
     _, path = actor
 
-    def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
+    def loss(batch, outputs):
         assert outputs.entropy is not None and not outputs.entropy.requires_grad
         return NLL(batch, outputs)
 
-    def body(rank: Rank) -> int:
+    def body(rank):
         return len(rank.engine.accumulate(rank.micro_batches(), loss))
 
     assert on_ranks("d1", path, body, make_config(), make_settings()) == [2]
@@ -172,7 +169,7 @@ def test_inference_computes_no_entropy(actor, monkeypatch):
     score = Mock(wraps=projected_logprobs)
     monkeypatch.setattr("realsys.train.megatron.heads.projected_logprobs", score)
 
-    def body(rank: Rank) -> list[bool]:
+    def body(rank):
         rank.engine.logprobs(rank.micro_batches())
         rank.engine.accumulate(rank.micro_batches(1), NLL)
         return [call.args[3].entropy for call in score.call_args_list]
@@ -184,7 +181,7 @@ def test_frozen_engine_refuses_to_train(actor):
     """It has no gradients either."""
     model, path = actor
 
-    def body(rank: Rank) -> tuple[list[torch.Tensor], list[bool]]:
+    def body(rank):
         engine = rank.engine
         batches = rank.micro_batches()
         with pytest.raises(ModelError, match="role actor is frozen, without gradients"):
@@ -202,7 +199,7 @@ def test_frozen_engine_refuses_to_train(actor):
 
 
 def test_a_value_engine_does_not_score_tokens(critic):
-    def body(rank: Rank) -> None:
+    def body(rank):
         with pytest.raises(ModelError, match="role actor has head=value: this call needs head=lm"):
             rank.engine.logprobs(rank.micro_batches())
 
@@ -213,7 +210,7 @@ def test_value_head_starts_at_zero(actor):
     """Over a language model."""
     loss: LossFunction = to_target
 
-    def body(rank: Rank) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    def body(rank):
         batches = rank.micro_batches()
         values = rank.engine.values(batches)
         rank.engine.accumulate(batches, loss)

@@ -1,7 +1,5 @@
 """Memory that an engine gives up between its calls: really released, and back bit by bit."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
 from realsys.train.megatron.train_engine import MegatronEngine
 from tests.support.serving.hf_models import make_model
-from tests.support.training.engine_ranks import NLL, Rank, make_config, make_settings, on_ranks
+from tests.support.training.engine_ranks import NLL, make_config, make_settings, on_ranks
 from tests.support.training.train_ranks import FORMED, run_ranks
 
 ADAM = OptimizerConfig()
@@ -25,10 +23,9 @@ def path(tmp_path_factory):
     return folder
 
 
-def memory(rank: Rank) -> dict[str, list[torch.Tensor]]:
+def memory(rank):
     """Return all tensors of the engine by kind."""
     engine = rank.engine
-    assert engine.module is not None
     found = {"parameters": [parameter.data for parameter in engine.module.parameters()]}
     if engine.ddp_model is not None:
         found["gradients"] = [buffer.grad_data for buffer in engine.ddp_model.buffers]
@@ -41,12 +38,12 @@ def memory(rank: Rank) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def sizes(tensors: list[torch.Tensor]) -> set[bool]:
+def sizes(tensors):
     """Return True if the tensors have memory."""
     return {tensor.untyped_storage().nbytes() > 0 for tensor in tensors}
 
 
-def step(rank: Rank) -> None:
+def step(rank):
     rank.engine.use_optimizer("train", ADAM)
     rank.engine.accumulate(rank.micro_batches(), NLL)
     assert rank.engine.step(0.01).applied
@@ -55,7 +52,7 @@ def step(rank: Rank) -> None:
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_everything_goes_and_comes_back_bit_by_bit(dtype, distributed, path):
-    def body(rank: Rank) -> dict[str, torch.Tensor]:
+    def body(rank):
         engine = rank.engine
         offload = engine.settings.offload
         step(rank)
@@ -76,7 +73,7 @@ def test_everything_goes_and_comes_back_bit_by_bit(dtype, distributed, path):
         step(rank)
         return rank.weights()
 
-    def uninterrupted(rank: Rank) -> dict[str, torch.Tensor]:
+    def uninterrupted(rank):
         step(rank)
         step(rank)
         return rank.weights()
@@ -91,7 +88,7 @@ def test_everything_goes_and_comes_back_bit_by_bit(dtype, distributed, path):
 
 
 def test_offloaded_engine_refuses_calls_that_need_memory(path):
-    def body(rank: Rank) -> None:
+    def body(rank):
         engine, batches = rank.engine, rank.micro_batches()
         step(rank)
         expected = engine.logprobs(batches)
@@ -118,7 +115,7 @@ def test_offloaded_engine_refuses_calls_that_need_memory(path):
 
 
 def test_a_frozen_engine_moves_its_parameters(path):
-    def body(rank: Rank) -> None:
+    def body(rank):
         engine, batches = rank.engine, rank.micro_batches()
         expected = engine.logprobs(batches)
         engine.offload()
@@ -130,7 +127,7 @@ def test_a_frozen_engine_moves_its_parameters(path):
 
 
 def test_without_the_setting_nothing_moves(path):
-    def body(rank: Rank) -> None:
+    def body(rank):
         step(rank)
         rank.engine.offload()
         assert {size for tensors in memory(rank).values() if tensors for size in sizes(tensors)} == {True}
@@ -142,7 +139,7 @@ def test_without_the_setting_nothing_moves(path):
 def test_before_it_is_loaded_an_engine_says_so(path):
     config = make_config()
 
-    def body(rank: int, device: Any) -> None:
+    def body(rank, device):
         engine = MegatronEngine(config, make_settings(offload="all"), FORMED[ACTOR], device)
         for call in (engine.offload, lambda: engine.logprobs([]), lambda: engine.parameter_count):
             with pytest.raises(ModelError, match="this ModelWorker has no model yet: send 'initialize' first"):

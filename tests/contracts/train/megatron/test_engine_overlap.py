@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.serving.hf_models import make_model
-from tests.support.training.engine_ranks import NLL, REFS, Rank, make_config, make_settings, on_ranks
+from tests.support.training.engine_ranks import NLL, REFS, make_config, make_settings, on_ranks
 
 STEPS = 3  # Megatron reduces the first batch after the backward pass, and overlaps from the second on
 
@@ -17,7 +17,7 @@ def path(tmp_path_factory):
     return folder
 
 
-def weights_after_steps(rank: Rank) -> dict[str, torch.Tensor]:
+def weights_after_steps(rank):
     """Train with several micro-batches; in the last step data rank 1 has no sequence. A forward pass is between."""
     engine, first = rank.engine, rank.engine.groups.data_rank == 0
     engine.use_optimizer("train", engine.settings.optimizer)

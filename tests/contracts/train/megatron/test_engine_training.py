@@ -1,24 +1,17 @@
 """Gradients and optimizer steps: sums over micro-batches and ranks, bfloat16 with fp32 masters, each optimizer."""
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from realsys.config.schema_train import OptimizerConfig
 from realsys.errors import ModelError
-from realsys.train.megatron.heads import Outputs
-from realsys.train.megatron.train_engine import Stats
-from realsys.train.worker.packing import MicroBatch
 from tests.support.serving.hf_models import make_model
 from tests.support.training.engine_ranks import (
     ANSWER_TOKENS,
     NLL,
     REFS,
-    Rank,
     assert_gradients,
     last_stage_heads,
     make_config,
@@ -37,10 +30,10 @@ def actor(tmp_path_factory):
     return model, path
 
 
-def gradients_of(path: Path, text: str, micro_batches: int, dtype: str = "float32") -> tuple[float, dict[str, Any]]:
+def gradients_of(path, text, micro_batches, dtype="float32"):
     """Loss and gradient of the whole batch."""
 
-    def body(rank: Rank) -> tuple[float, dict[str, torch.Tensor]]:
+    def body(rank):
         stats = rank.engine.accumulate(rank.micro_batches(micro_batches), NLL)
         return sum(s["loss"].item() for s in stats), rank.gradients()
 
@@ -63,13 +56,13 @@ def test_gradient_is_the_same_for_every_split(actor):
 def test_rank_without_a_sequence_adds_nothing(text, train, head, actor):
     """It takes part in every collective."""
 
-    def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
+    def loss(batch, outputs):
         if outputs.values is None:
             return NLL(batch, outputs)
         share = (outputs.values - 1).square().sum() / ANSWER_TOKENS
         return share, {"loss": share.detach()}
 
-    def body(rank: Rank) -> tuple[list[int], dict[str, torch.Tensor]]:
+    def body(rank):
         data, first = rank.layout.data, rank.engine.groups.data_rank == 0
         batches = [rank.packer.pack(refs if data == 1 or first else []) for refs in (REFS[:4], REFS[4:])]
         rank.engine.accumulate(batches, loss)
@@ -92,10 +85,9 @@ def test_bfloat16_agrees_with_fp32_to_its_precision(actor):
     assert torch.nn.functional.cosine_similarity(flat, low_flat, 0) > 0.999
     assert low_flat.norm().item() == pytest.approx(flat.norm().item(), rel=0.02)
 
-    def body(rank: Rank) -> tuple[Any, ...]:
+    def body(rank):
         engine = rank.engine
         logprobs = engine.logprobs(rank.micro_batches(1))
-        assert engine.module is not None
         parameters = {parameter.dtype for parameter in engine.module.parameters()}
         buffers = {buffer.grad_data.dtype for buffer in engine.ddp_model.buffers}
         engine.use_optimizer("train", OptimizerConfig())
@@ -120,9 +112,8 @@ def test_steps_too_small_for_bfloat16_add_up(optimizer, distributed, actor):
     steps, relative = 100, 1e-4
     name = "model.layers.0.self_attn.o_proj.weight"
 
-    def body(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
+    def body(rank):
         engine = rank.engine
-        assert engine.module is not None
         settings = optimizer.model_copy(update={"weight_decay": 0.0, "clip_grad": 0.0})
         weight = engine.module.decoder.layers[0].self_attention.linear_proj.weight
         with torch.no_grad():
@@ -144,7 +135,7 @@ def test_steps_too_small_for_bfloat16_add_up(optimizer, distributed, actor):
     assert torch.equal(after, expected)
 
 
-def torch_optimizer(settings: OptimizerConfig, model: PreTrainedModel) -> torch.optim.Optimizer:
+def torch_optimizer(settings, model):
     """Weight decay on matrices alone."""
     parameters = list(model.parameters())
     groups = [
@@ -169,7 +160,7 @@ OPTIMIZERS = [
 def test_three_steps_are_those_of_torch(settings, text, actor):
     rates = [0.1, 0.05, 0.02]
 
-    def body(rank: Rank) -> tuple[list[float], dict[str, torch.Tensor]]:
+    def body(rank):
         rank.engine.use_optimizer("train", settings)
         norms = []
         for lr in rates:
@@ -210,7 +201,7 @@ def test_norm_just_above_limit_is_clipped(text, actor):
             if parameter.grad is not None:
                 parameter -= lr * parameter.grad / 1.2
 
-    def body(rank: Rank) -> tuple[float, dict[str, torch.Tensor]]:
+    def body(rank):
         rank.engine.use_optimizer("train", settings)
         rank.engine.accumulate(rank.micro_batches(), NLL)
         return rank.engine.step(lr).grad_norm, rank.weights()
@@ -225,11 +216,11 @@ def test_norm_just_above_limit_is_clipped(text, actor):
 def test_step_that_is_not_finite_is_skipped_everywhere(actor):
     """No rank takes the step."""
 
-    def poisoned(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
+    def poisoned(batch, outputs):
         share, stats = NLL(batch, outputs)
         return share * (math.inf if REFS[0] in batch.refs else 1.0), stats
 
-    def body(rank: Rank) -> tuple[bool, bool, bool, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def body(rank):
         engine = rank.engine
         engine.use_optimizer("train", OptimizerConfig())
         before = rank.weights()
@@ -248,7 +239,7 @@ def test_step_that_is_not_finite_is_skipped_everywhere(actor):
 def test_optimizer_state_is_fresh_in_another_phase(actor):
     """The same phase keeps its state."""
 
-    def body(rank: Rank) -> None:
+    def body(rank):
         engine = rank.engine
         engine.use_optimizer("warmup", OptimizerConfig())
         first = engine.optimizer
@@ -264,7 +255,7 @@ def test_optimizer_state_is_fresh_in_another_phase(actor):
 def test_unsupported_distributed_optimizer_is_refused(actor):
     """Megatron cannot shard the state of these optimizers."""
 
-    def body(rank: Rank) -> None:
+    def body(rank):
         with pytest.raises(ModelError, match="distributed_optimizer supports only AdamW"):
             rank.engine.use_optimizer("train", OptimizerConfig(name="sgd"))
 

@@ -1,13 +1,11 @@
 """Host and device: how often the host reads a value of the device. On a GPU it waits for all queued work then."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.serving.hf_models import make_model
-from tests.support.training.engine_ranks import NLL, Rank, make_config, make_settings, on_ranks
+from tests.support.training.engine_ranks import NLL, make_config, make_settings, on_ranks
 
 _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default)
 
@@ -15,11 +13,11 @@ _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.def
 class Reads(TorchDispatchMode):
     """Counts operations whose result the host needs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func in _READS
         return func(*args, **(kwargs or {}))
 
@@ -33,7 +31,7 @@ def path(tmp_path_factory):
 
 
 def test_host_waits_twice_per_microbatch_at_most(path):
-    def body(rank: Rank) -> list[int]:
+    def body(rank):
         counts = []
         for number in (1, 4):
             with Reads() as reads:
@@ -49,7 +47,7 @@ def test_host_waits_twice_per_microbatch_at_most(path):
 def test_waits_of_a_step_do_not_grow(path, dtype):
     """The norm of all parameters is one value, not one value for each of them."""
 
-    def body(rank: Rank) -> int:
+    def body(rank):
         settings = make_settings().optimizer.model_copy(update={"clip_grad": 1e-6})
         rank.engine.use_optimizer("train", settings)
         rank.engine.accumulate(rank.micro_batches(1), NLL)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel, Qwen2Config
+from transformers import Qwen2Config
 
 from realsys.config.allocation import ACTOR, ParallelLayout
 from realsys.config.dataflow import role_settings
@@ -20,7 +20,6 @@ from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.model_files.config_json import read_model
 from realsys.train.megatron.collectives import ReplicaReader
-from realsys.train.megatron.device import Device
 from realsys.train.megatron.hf_model import HFReader, ShardMap
 from realsys.train.megatron.train_engine import MegatronEngine
 from realsys.train.worker.packing import MicroBatch
@@ -41,32 +40,32 @@ LAYOUTS = {
 }
 
 
-def sequences() -> list[torch.Tensor]:
+def sequences():
     return list(TOKENS.split(LENGTHS))
 
 
 @torch.no_grad()
-def expected_logprobs(model: PreTrainedModel) -> torch.Tensor:
+def expected_logprobs(model):
     """Return the log-probs of the vocabulary at every position, per sequence: [t, V]."""
     return torch.cat([model(ids[None]).logits[0].log_softmax(-1) for ids in sequences()])
 
 
 @torch.no_grad()
-def expected_values(model: PreTrainedModel) -> torch.Tensor:
+def expected_values(model):
     """At every position: [t]."""
     body: Any = model.model
     score: Any = model.score
     return torch.cat([score(body(ids[None]).last_hidden_state[0])[:, 0] for ids in sequences()])
 
 
-def load_engine(path: Path, device: Device, role: str = ACTOR, config: Config | None = None) -> MegatronEngine:
+def load_engine(path, device, role=ACTOR, config=None):
     config = config or Config()
     engine = MegatronEngine(config, role_settings(config, role), FORMED[ACTOR], device, trainable=False)
     engine.load(path)
     return engine
 
 
-def whole_vocabulary(engine: MegatronEngine) -> torch.Tensor | None:
+def whole_vocabulary(engine):
     """Log-probs [t, V]; None before the last stage."""
     positions = torch.arange(len(TOKENS)).repeat_interleave(VOCAB)
     targets = torch.arange(VOCAB).repeat(len(TOKENS))
@@ -74,7 +73,7 @@ def whole_vocabulary(engine: MegatronEngine) -> torch.Tensor | None:
     return found[0].reshape(len(TOKENS), VOCAB) if found else None
 
 
-def every_value(engine: MegatronEngine) -> torch.Tensor | None:
+def every_value(engine):
     """Values [t] of packed sequences, all of which but the first token is the answer; None before the last stage."""
     refs = [make_ref(f"s/{i}", length, 1, 0.0, False, i) for i, length in enumerate(LENGTHS)]
     positions = np.flatnonzero(np.concatenate([mask_of(ref) for ref in refs]))
@@ -83,14 +82,14 @@ def every_value(engine: MegatronEngine) -> torch.Tensor | None:
     return found[0] if found else None
 
 
-def exported(engine: MegatronEngine) -> dict[str, torch.Tensor]:
+def exported(engine):
     return {name: tensor.clone() for name, tensor in engine.export()}
 
 
 Found = tuple[torch.Tensor | None, dict[str, torch.Tensor]]
 
 
-def assert_same_model(found: list[Found], expected: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
+def assert_same_model(found, expected, weights):
     """Check the log-probs and the export of each rank in ``found``."""
     computed = [values for values, _ in found if values is not None]
     assert computed
@@ -128,7 +127,7 @@ def test_log_probs_and_exported_weights_match_transformers(name, language_models
     form = "single" if name == "d1" else "sharded"
     models = {case: made for case, made in language_models.items() if case[2] == form}
 
-    def body(rank: int, device: Device) -> dict[tuple[str, bool, str], Found]:
+    def body(rank, device):
         found = {}
         for case, (path, _, _) in models.items():
             engine = load_engine(path, device)
@@ -146,7 +145,7 @@ def test_values_of_a_sequence_classification_model(name, tmp_path):
     for family, model in models.items():
         model.save_pretrained(tmp_path / family)
 
-    def body(rank: int, device: Device) -> dict[str, Found]:
+    def body(rank, device):
         found = {}
         for family in models:
             engine = load_engine(tmp_path / family, device, "critic")
@@ -164,7 +163,7 @@ def test_value_role_starts_at_zero(language_models):
     """The folder holds a language model without a value head."""
     path, _, weights = language_models["qwen2", False, "single"]
 
-    def body(rank: int, device: Device) -> Found:
+    def body(rank, device):
         engine = load_engine(path, device, "critic")
         return every_value(engine), exported(engine)
 
@@ -179,7 +178,7 @@ def test_bfloat16_weights_come_out_as_they_went_in(tmp_path):
     model.save_pretrained(tmp_path)
     config = Config.model_validate({"model": {"dtype": "bfloat16"}})
 
-    def body(rank: int, device: Device) -> dict[str, torch.Tensor]:
+    def body(rank, device):
         return exported(load_engine(tmp_path, device, config=config))
 
     written = cat_exports(run_ranks(4, body, config, LAYOUTS["p2m2"]))
@@ -209,7 +208,7 @@ def test_the_embedded_engine_serves_the_model(family, tied, tmp_path):
 MEBI = 1 << 20
 
 
-def big_model(path: Path) -> int:
+def big_model(path):
     """A checkpoint of tens of MB, its tensors far larger than one read-ahead of the kernel. Returns its bytes."""
     config = Qwen2Config(**(SIZES | {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048}))
     path.mkdir()
@@ -220,14 +219,13 @@ def big_model(path: Path) -> int:
     return (path / "model.safetensors").stat().st_size
 
 
-def status_bytes(field: str) -> int:
+def status_bytes(field):
     """A figure of /proc/self/status, which counts in kB."""
     match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert match is not None
     return int(match[1]) << 10
 
 
-def mapped_bytes(path: Path) -> int:
+def mapped_bytes(path):
     """Return the bytes of ``path`` that this process has read through its mappings."""
     read, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -243,9 +241,8 @@ def test_a_rank_touches_only_its_own_slices(tmp_path):
     size = big_model(path)
     assert size > 80 * MEBI
 
-    def body(rank: int, device: Device) -> tuple[int, int, int, int]:
+    def body(rank, device):
         engine = load_engine(path, device)  # imports and allocators are warm from here on
-        assert engine.module is not None
         shard = sum(p.numel() * p.element_size() for p in engine.module.parameters())
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = status_bytes("VmRSS")

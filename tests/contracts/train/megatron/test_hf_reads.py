@@ -1,8 +1,6 @@
 """A Hugging Face model is read once per replica group, not once per data rank; an error of one rank is one of all."""
 
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from realsys.config.dataflow import role_settings
 from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.train.megatron import collectives
-from realsys.train.megatron.device import Device
 from realsys.train.megatron.hf_model import HFReader
 from realsys.train.megatron.train_engine import MegatronEngine
 from tests.support.serving.hf_models import make_model
@@ -23,28 +20,27 @@ from tests.support.training.train_ranks import FORMED, run_ranks
 Reads = list[tuple[tuple[int, int], int, str]]
 
 
-def load(path: Path, device: Device, dtype: str = "float32") -> MegatronEngine:
+def load(path, device, dtype="float32"):
     config = Config.model_validate({"model": {"dtype": dtype, "path": str(path)}})
     engine = MegatronEngine(config, role_settings(config, ACTOR), FORMED[ACTOR], device, trainable=False)
     engine.load(path)
     return engine
 
 
-def reads(path: Path, layout: ParallelLayout, dtype: str, monkeypatch: pytest.MonkeyPatch) -> Reads:
+def reads(path, layout, dtype, monkeypatch):
     """Load on real ranks. The bytes of a batch are few, so that there are several."""
     monkeypatch.setattr(collectives, "_BATCH", 4096)
     read, sizes = HFReader.read, list[int]()
 
-    def counted(reader: HFReader, *part: Any) -> torch.Tensor:
+    def counted(reader, *part):
         found = read(reader, *part)
         sizes.append(found.nbytes)
         return found
 
     monkeypatch.setattr(HFReader, "read", counted)
 
-    def body(rank: int, device: Device) -> tuple[tuple[int, int], int, str]:
+    def body(rank, device):
         engine = load(path, device, dtype)
-        assert engine.module is not None
         content = b"".join(one.detach().view(torch.uint8).numpy().tobytes() for one in engine.module.parameters())
         groups = engine.groups
         return (groups.tensor_rank, groups.pipeline_rank), sum(sizes), xxhash.xxh3_64_hexdigest(content)
@@ -75,10 +71,10 @@ def test_each_byte_is_read_once_per_group(tensor, pipeline, data, dtype, tied, t
 def test_error_that_one_rank_meets_is_everyones(method, tmp_path, monkeypatch):
     make_model().save_pretrained(tmp_path)
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise ModelError("model.safetensors: cannot be read: Stale file handle")
 
-    def body(rank: int, device: Device) -> str:
+    def body(rank, device):
         if rank:
             monkeypatch.setattr(HFReader, method, fail)
         with pytest.raises(ModelError) as caught:

@@ -4,7 +4,6 @@ Compared are log-probs, loss, gradients and their norm, not parameters: Adam tur
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,11 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from transformers import PreTrainedModel
 
 from realsys.algorithm.prefix_tree import row_tree, shared_beginnings
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.schema import Config
 from realsys.model_calls import MfcRequest
-from realsys.train.megatron.device import Device
 from realsys.train.worker.call_handlers import find_handler
 from realsys.types import SequenceRef
 from tests.support.serving.hf_models import VOCAB, make_model, weights_of
@@ -55,7 +52,7 @@ class Found:
 SECOND_ROWS = (5, 9)
 
 
-def batch() -> tuple[list[SequenceRef], dict[str, dict[str, np.ndarray[Any, Any]]]]:
+def batch():
     """Eleven rows of nine episodes at three prompts, of very different length: no layout divides them evenly.
 
     Every third row has two turns, with feedback between them and behind the last. Rows of a prompt begin alike, some
@@ -99,7 +96,7 @@ def test_rows_of_a_prompt_are_packed_as_a_tree():
     assert max(len(segment.parents) for segment in row_tree(REFS).segments) > 1
 
 
-def make_config(**train: Any) -> Config:
+def make_config(**train):
     return Config.model_validate(
         {
             "generation": {"sampling": {"temperature": TEMPERATURE}},
@@ -113,7 +110,7 @@ def make_config(**train: Any) -> Config:
     )
 
 
-def reference(model: PreTrainedModel, path: Path) -> Reference:
+def reference(model, path):
     """The same step in one process: sequence by sequence, the loss as the paper has it."""
     model.save_pretrained(path)
     weights = weights_of(model)
@@ -149,7 +146,7 @@ def references(tmp_path_factory):
     return {name: reference(model, tmp_path_factory.mktemp(name)) for name, model in models.items()}
 
 
-def deal(layout: ParallelLayout) -> list[list[SequenceRef]]:
+def deal(layout):
     """Unevenly: data rank 0 gets most."""
     parts: list[list[SequenceRef]] = [[] for _ in range(layout.data)]
     for i, ref in enumerate(REFS):
@@ -157,7 +154,7 @@ def deal(layout: ParallelLayout) -> list[list[SequenceRef]]:
     return parts
 
 
-def one_rank(rank: int, device: Device, path: Path, config: Config, layout: ParallelLayout) -> Found:
+def one_rank(rank, device, path, config, layout):
     """actor_inf, then actor_train on one minibatch, as the service would call them."""
     role = build_role(config, layout, rank, device, path)
     exported = {name: tensor.clone() for name, tensor in role.engine.export()}
@@ -175,7 +172,7 @@ def one_rank(rank: int, device: Device, path: Path, config: Config, layout: Para
     return Found(prox, stats, exported, gradients)
 
 
-def check(found: list[Found], expected: Reference, layout: ParallelLayout) -> None:
+def check(found, expected, layout):
     exported = cat_exports([f.exported for f in found])
     assert exported.keys() == expected.weights.keys()
     assert all(torch.equal(exported[name], weight) for name, weight in expected.weights.items())
@@ -199,7 +196,7 @@ def check(found: list[Found], expected: Reference, layout: ParallelLayout) -> No
         assert stats["skipped_steps"] == 0
 
 
-def layout_cases() -> Iterator[Any]:
+def layout_cases():
     qwen2 = ["qwen2-tied", "qwen2-untied"]
     everything = [*qwen2, "qwen3-untied", "llama-untied"]
     yield pytest.param("d1p1m1", {}, everything, id="d1p1m1")
@@ -225,7 +222,7 @@ def test_a_layout_agrees_with_transformers(text, train, models, references):
     layout = parse_allocation(f"sglang.d1+{text}").actor
     config = make_config(**train)
 
-    def body(rank: int, device: Device) -> list[Found]:
+    def body(rank, device):
         return [one_rank(rank, device, references[model].path, config, layout) for model in models]
 
     found = run_ranks(layout.world_size, body, config, layout)
@@ -237,10 +234,10 @@ def test_the_distributed_optimizer_steps_like_the_plain_one(references):
     layout = ParallelLayout(data=2)
     path = references["qwen2-untied"].path
 
-    def stepped(distributed: bool) -> tuple[dict[str, torch.Tensor], float]:
+    def stepped(distributed):
         config = make_config(distributed_optimizer=distributed, optimizer={"eps": 1.0, "clip_grad": 0.5})
 
-        def body(rank: int, device: Device) -> tuple[dict[str, torch.Tensor], float]:
+        def body(rank, device):
             role = build_role(config, layout, rank, device, path)
             parts = deal(layout)
             for ref in parts[rank]:

@@ -6,21 +6,17 @@ qkv and gate_up are adapters of Megatron's fused matrices, so q, k and v share o
 import math
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.config.dataflow import role_settings
 from realsys.config.schema import Config, ModelConfig
-from realsys.train.megatron.device import Device
-from realsys.train.megatron.heads import Outputs
 from realsys.train.megatron.lora import base_of, merge
-from realsys.train.megatron.train_engine import MegatronEngine, Stats
+from realsys.train.megatron.train_engine import MegatronEngine
 from realsys.train.worker.packing import MicroBatch
 from tests.support.serving.hf_models import SIZES, VOCAB, make_model
 from tests.support.training.sample_records import make_ref
@@ -37,7 +33,7 @@ PROMPTS = [[(9, 3), (5, 1)], [(6, 2), (4, 3)]]
 Tensors = dict[str, torch.Tensor]
 
 
-def sequences_of(part: int) -> list[torch.Tensor]:
+def sequences_of(part):
     generators = [torch.Generator().manual_seed(100 * part + place) for place in range(len(PROMPTS[part]))]
     return [torch.randint(0, VOCAB, (n,), generator=g) for (n, _), g in zip(PROMPTS[part], generators, strict=True)]
 
@@ -45,36 +41,36 @@ def sequences_of(part: int) -> list[torch.Tensor]:
 ANSWER_TOKENS = sum(length - prompt for part in PROMPTS for length, prompt in part)
 
 
-def micro_batch(part: int) -> MicroBatch:
+def micro_batch(part):
     refs = [make_ref(f"s{part}/{k}", *sizes, 0.0, False, part) for k, sizes in enumerate(PROMPTS[part])]
     tokens = torch.cat(sequences_of(part))
     in_loss = torch.cat([torch.arange(length) >= prompt for length, prompt in PROMPTS[part]])
     return MicroBatch(refs, [ref.length for ref in refs], in_loss.nonzero()[:, 0] - 1, tokens, tokens[in_loss])
 
 
-def loss_of(_batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
+def loss_of(_batch, outputs):
     """The mean negative log-prob of all answer tokens."""
     return -outputs.logprobs.sum() / ANSWER_TOKENS, {}
 
 
-def make_config(**train: Any) -> Config:
+def make_config(**train):
     lora = {"rank": RANK, "alpha": ALPHA}
     settings = {"optimizer": {"clip_grad": 1e9, "weight_decay": 0.0}, "lora": lora, **train}
     return Config.model_validate({"seed": 7, "train": settings})
 
 
-def load_engine(path: Path, device: Device, config: Config) -> MegatronEngine:
+def load_engine(path, device, config):
     engine = MegatronEngine(config, role_settings(config, ACTOR), FORMED[ACTOR], device)
     engine.load(path)
     return engine
 
 
-def batches_of(layout: ParallelLayout, rank: int) -> list[MicroBatch]:
+def batches_of(layout, rank):
     parts = [coordinates(layout, rank)[0]] if layout.data == 2 else [0, 1]
     return [micro_batch(part) for part in parts]
 
 
-def adapters_of(engine: MegatronEngine) -> dict[str, torch.nn.Parameter]:
+def adapters_of(engine):
     """By name, with layers counted over the whole model: layers.2.mlp.linear_fc1.a"""
     module: Any = engine.module
     return {
@@ -85,7 +81,7 @@ def adapters_of(engine: MegatronEngine) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def frozen_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:
+def frozen_of(engine):
     """The weights that are not trained; under an adapter, the one that it began with."""
     parameters = [(name, p) for name, p in engine.module.named_parameters() if not p.requires_grad]
     return {name: base_of(engine.module, name, parameter) for name, parameter in parameters}
@@ -102,20 +98,20 @@ def model(tmp_path_factory):
 # ---- the same adapters in plain torch
 
 
-def random_b() -> Tensors:
+def random_b():
     """B of every projection of every layer, [out, rank]: B = 0 would give A no gradient."""
     torch.manual_seed(3)
     sizes = {"q": 32, "k": 16, "v": 16, "o": HIDDEN, "gate": FFN, "up": FFN, "down": HIDDEN}
     return {f"{layer}.{x}": torch.randn(size, RANK) * 0.1 for layer in range(LAYERS) for x, size in sizes.items()}
 
 
-def fuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def fuse_qkv(q, k, v):
     """Each key-value head after the two query heads that read it."""
     groups = zip(q.split(2 * HEAD_DIM), k.split(HEAD_DIM), v.split(HEAD_DIM), strict=True)
     return torch.cat([part for group in groups for part in group])
 
 
-def fused_b(parts: Tensors, name: str, tensor_rank: int, tensor_ranks: int) -> torch.Tensor:
+def fused_b(parts, name, tensor_rank, tensor_ranks):
     """B of a Megatron linear on one tensor rank, of the B (or their gradients) of its projections."""
     layer, linear = name.split(".")[1], name.split(".")[3]
     if linear == "linear_qkv":
@@ -134,7 +130,7 @@ class Reference:
     norm: float
 
 
-def reference(model: PreTrainedModel, whole_a: Tensors) -> Reference:
+def reference(model, whole_a):
     a = {name: tensor.clone().requires_grad_() for name, tensor in whole_a.items()}
     b = {name: tensor.clone().requires_grad_() for name, tensor in random_b().items()}
     weights: Tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -173,7 +169,7 @@ class Found:
     norm: float
 
 
-def one_rank(rank: int, device: Device, path: Path, config: Config, layout: ParallelLayout) -> Found:
+def one_rank(rank, device, path, config, layout):
     engine = load_engine(path, device, config)
     adapters = adapters_of(engine)
     drawn = {name: p.detach().clone() for name, p in adapters.items() if name.endswith(".a")}
@@ -189,7 +185,7 @@ def one_rank(rank: int, device: Device, path: Path, config: Config, layout: Para
     return Found(drawn, logprobs, gradients, engine.step(0.0).grad_norm)
 
 
-def whole(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+def whole(name, parts):
     """A of a layer whose input is split over tensor ranks, from all of them; other A are whole on each."""
     return torch.cat(parts, 1) if name.split(".")[3] in SPLIT_INPUT else parts[0]
 
@@ -244,7 +240,7 @@ def test_a_is_drawn_alike_on_every_layout(model):
     for layout in (ParallelLayout(), ParallelLayout(pipeline=2, tensor=2)):
         config = make_config()
 
-        def body(rank: int, device: Device, config: Config = config) -> Tensors:
+        def body(rank, device, config=config):
             adapters = adapters_of(load_engine(model[1], device, config))
             assert all(not p.any() for name, p in adapters.items() if name.endswith(".b"))
             return {name: p.detach().clone() for name, p in adapters.items() if name.endswith(".a")}
@@ -268,7 +264,7 @@ def test_a_is_drawn_alike_on_every_layout(model):
 # ---- training, and the served weights
 
 
-def serve(weights: Tensors, source: Path, path: Path, config: Config, layout: ParallelLayout) -> list[Any]:
+def serve(weights, source, path, config, layout):
     """Return the log-probs, by rank, of engines that load ``weights`` with the config.json of ``source``."""
     save_file(weights, path / "model.safetensors")
     shutil.copy(source / "config.json", path)
@@ -283,7 +279,7 @@ def test_only_adapters_train_and_the_export_merges_them(text, model, tmp_path):
     config = make_config()
     plain = Config.model_validate({"seed": 7})
 
-    def before_and_after(rank: int, device: Device) -> dict[str, Any]:
+    def before_and_after(rank, device):
         untouched = load_engine(model[1], device, plain)
         engine = load_engine(model[1], device, config)
         batches = batches_of(layout, rank)
@@ -328,7 +324,7 @@ def test_served_policy_is_the_trained_one_in_bf16(text, train, model, tmp_path):
     config = make_config(**train).model_copy(update={"model": ModelConfig.model_validate(low)})
     plain = Config.model_validate({"seed": 7, "model": low})
 
-    def train_and_export(rank: int, device: Device) -> tuple[list[torch.Tensor], list[torch.Tensor], Tensors]:
+    def train_and_export(rank, device):
         engine = load_engine(model[1], device, config)
         batches = batches_of(layout, rank)
         before = engine.logprobs(batches)
@@ -356,7 +352,7 @@ PER_LAYER = {1: 96 * 3 + 144 + 192 + 96 + 288 + 96, 2: 96 * 2 + 48 + 72 + 96 + 9
 def test_gradients_and_optimizer_cover_only_the_adapters(tensor, model):
     layout, config = ParallelLayout(tensor=tensor), make_config()
 
-    def body(rank: int, device: Device) -> tuple[int, int, int, int]:
+    def body(rank, device):
         engine = load_engine(model[1], device, config)
         engine.accumulate(batches_of(layout, rank), loss_of)
         engine.use_optimizer("train", config.train.optimizer)
@@ -376,7 +372,7 @@ def test_gradients_and_optimizer_cover_only_the_adapters(tensor, model):
 def test_only_the_targets_get_adapters(model):
     config = make_config(lora={"rank": RANK, "targets": ["proj", "gate_up"]})
 
-    def body(rank: int, device: Device) -> list[str]:
+    def body(rank, device):
         module = load_engine(model[1], device, config).module
         return [name for name, p in module.named_parameters() if p.requires_grad]
 

@@ -1,6 +1,5 @@
 """Several meshes in one world, on real ranks: who is in which group, and what Megatron sees while a mesh is active."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,26 +11,25 @@ from realsys.cluster.topology import Mesh, place
 from realsys.config.allocation import ParallelLayout, parse_allocation
 from realsys.config.schema import Config
 from realsys.model_calls import MfcRequest
-from realsys.train.megatron.device import Device
 from realsys.train.megatron.megatron_core import parallel_state
-from realsys.train.worker.call_handlers import Role, find_handler
+from realsys.train.worker.call_handlers import find_handler
 from tests.support.training.ppo_batch import make_batch
 from tests.support.training.train_ranks import FORMED, build_role, run_ranks
 
 Workers = list[int]
 
 
-def members(group: dist.ProcessGroup) -> Workers:
+def members(group):
     return dist.get_process_group_ranks(group)
 
 
-def groups_of(role: str) -> dict[str, Workers]:
+def groups_of(role):
     formed = FORMED[role]
     axes = {"data": formed.data, "tensor": formed.tensor, "pipeline": formed.pipeline, "whole": formed.whole}
     return {name: members(group) for name, group in axes.items()}
 
 
-def megatron_groups() -> dict[str, Workers]:
+def megatron_groups():
     """Every group that Megatron has now, by the name of its global."""
     state = vars(parallel_state)
     return {
@@ -44,7 +42,7 @@ def test_groups_wait_as_long_as_the_master():
     config = Config.model_validate({"cluster": {"request_timeout_s": 7200.0}})
     layout = ParallelLayout(2, 1, 1)
 
-    def body(rank: int, device: Device) -> set[float]:
+    def body(rank, device):
         formed = FORMED["actor"]
         groups = [formed.whole, formed.data, formed.tensor, formed.pipeline]
         backends: list[Any] = [group._get_backend(device.device) for group in groups]
@@ -57,7 +55,7 @@ def test_worker_makes_one_group_for_each_split():
     """Not one for each group of the mesh, most of which have other members."""
     meshes = place(parse_allocation("sglang.d1+actor.d2m2"), ["actor"])
 
-    def body(rank: int, device: Device) -> list[Workers]:
+    def body(rank, device):
         return sorted(members(group) for group in dist.distributed_c10d._world.pg_map)
 
     world, data, tensor = [0, 1, 2, 3], [[0, 2], [1, 3]], [[0, 1], [2, 3]]
@@ -69,7 +67,7 @@ def test_worker_makes_one_group_for_each_split():
 def test_mesh_on_shared_workers_has_separate_groups():
     meshes = place(parse_allocation("sglang.d1+actor.d2p1m1,critic.d1m2"), ["actor", "critic"])
 
-    def body(rank: int, device: Device) -> dict[str, dict[str, Workers]]:
+    def body(rank, device):
         return {role: groups_of(role) for role in FORMED}
 
     found = run_ranks(2, body, Config(), meshes=meshes)
@@ -85,7 +83,7 @@ def test_meshes_overlap_where_they_are_placed_so():
     meshes = place(parse_allocation("sglang.d1+actor.d2+critic.m2"), ["actor", "critic"])
     meshes["ref"] = Mesh(ParallelLayout(pipeline=2), (1, 2))
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         sums = {}
         for role, formed in FORMED.items():  # every group carries another message, to its members only
             value = torch.tensor([float(10**rank)])
@@ -125,7 +123,7 @@ def test_mesh_at_an_offset_has_the_expected_groups():
     #   stage 0: workers 1 2      stage 1: workers 3 4      worker 0 is on no mesh
     mesh = Mesh(ParallelLayout(pipeline=2, tensor=2), (1, 2, 3, 4))
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         if not FORMED:
             return None
         formed = FORMED["critic"]
@@ -160,7 +158,7 @@ def test_mesh_at_an_offset_has_the_expected_groups():
 
 @pytest.mark.parametrize("layout", [ParallelLayout(2, 2, 1), ParallelLayout(1, 2, 2), ParallelLayout(2, 1, 2)], ids=str)
 def test_whole_mesh_has_the_groups_of_megatron(layout):
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         with FORMED["actor"].active():
             ours = megatron_groups(), parallel_state.get_all_ranks()
         with device.active():
@@ -178,14 +176,14 @@ def test_whole_mesh_has_the_groups_of_megatron(layout):
 def test_what_was_active_before_is_active_again():
     meshes = place(parse_allocation("sglang.d1+actor.d2,critic.m2"), ["actor", "critic"])
 
-    def axes() -> tuple[int, int, int]:
+    def axes():
         return (
             parallel_state.get_data_parallel_world_size(),
             parallel_state.get_tensor_model_parallel_world_size(),
             dist.get_world_size(),
         )
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         actor, critic = FORMED["actor"], FORMED["critic"]
         seen = []
         with actor.active():
@@ -211,7 +209,7 @@ def test_what_was_active_before_is_active_again():
 def test_megatron_gathers_over_the_mesh_only():
     meshes = {"actor": Mesh(ParallelLayout(data=2), (1, 2))}
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         if not FORMED:
             return dist.get_world_size()
         with FORMED["actor"].active():
@@ -229,7 +227,7 @@ LEAVES = {"actor": "prox_logprobs", "critic": "values", "ref": "ref_logprobs"}
 TRAIN = {"actor": "sft", "critic": "critic_train"}
 
 
-def run_rounds(config: Config, folders: dict[str, Path], rank: int, device: Device) -> dict[str, Any]:
+def run_rounds(config, folders, rank, device):
     """The roles of this worker do two rounds of a forward pass and, if they are trained, a step: taking turns.
 
     Role -> its statistics in order, the arrays of its last forward pass, its weights.
@@ -251,7 +249,7 @@ def run_rounds(config: Config, folders: dict[str, Path], rank: int, device: Devi
     return {name: (stats[name], *results(role)) for name, role in roles.items()}
 
 
-def call(role: Role, interface: str) -> dict[str, float]:
+def call(role, interface):
     """All sequences, dealt over the data ranks of the role's mesh."""
     ranks = role.groups.mesh.layout.data
     parts = [REFS[rank::ranks] for rank in range(ranks)]
@@ -259,7 +257,7 @@ def call(role: Role, interface: str) -> dict[str, float]:
     return find_handler(interface).run(role, request).stats
 
 
-def results(role: Role) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def results(role):
     key, ids = LEAVES[role.name], [ref.sample_id for ref in REFS]
     arrays = {sample_id: role.data.get(sample_id, key) for sample_id in ids if role.data.has(sample_id, key)}
     return arrays, {name: tensor.clone() for name, tensor in role.engine.export()}
@@ -280,7 +278,7 @@ def test_overlapping_meshes_do_not_change_a_result(folders, distributed):
         "ref": Mesh(ParallelLayout(pipeline=2), (0, 2)),
     }
 
-    def body(rank: int, device: Device) -> dict[str, Any]:
+    def body(rank, device):
         return run_rounds(config, folders, rank, device)
 
     together = run_ranks(3, body, config, meshes=meshes)

@@ -4,7 +4,6 @@ import socket
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from realsys.config.allocation import ParallelLayout
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import WaitTimeout
-from realsys.train.megatron.device import Device
 from realsys.train.megatron.mesh import form_meshes
 from realsys.train.megatron.rendezvous import rendezvous
 from tests.support.processes.seats import NAMES, announce, announced, make_seat, master_of
@@ -28,7 +26,7 @@ BOUND_S = 60.0
 STOP_BOUND_S = 30.0  # shorter than the timeout of any wait, longer than a slow machine needs
 
 
-def config_in(folder: Path, **cluster: object) -> Config:
+def config_in(folder, **cluster):
     return Config.model_validate({"fileroot": str(folder), "cluster": cluster})
 
 
@@ -36,7 +34,7 @@ def config_in(folder: Path, **cluster: object) -> Config:
 def test_ranks_meet_through_the_name_store(tmp_path, host):
     config = config_in(tmp_path, host=host)
 
-    def body(rank: int, device: Device) -> tuple[int, int]:
+    def body(rank, device):
         store = make_name_store(config, TrialPaths.of(config))
         with rendezvous(make_seat(config, store, rank, 2), device) as master:
             assert master == given
@@ -60,7 +58,7 @@ def test_leftover_keys_lead_no_rank_astray(tmp_path):
     """A start was killed, and its leases still run. At the address of its store a socket accepts, and says nothing."""
     config = config_in(tmp_path)
 
-    def body(rank: int, device: Device) -> str:
+    def body(rank, device):
         store = make_name_store(config, TrialPaths.of(config))
         if rank == 2:  # the MasterWorker of the new start, which comes late
             leftover.accept()  # rank 1 has tried
@@ -90,7 +88,7 @@ def test_living_master_of_a_lost_machine_gets_no_rank(tmp_path):
     """It still answers when the ranks of the next start look for theirs."""
     config = config_in(tmp_path)
 
-    def body(_: int, device: Device) -> bool:
+    def body(_, device):
         store = make_name_store(config, TrialPaths.of(config))
         seat = replace(make_seat(config, store, 0, 1), start="run.2")
         with master_of(store, "2", start="run.2") as present, master_of(store, "1", start="run.1"):
@@ -110,7 +108,7 @@ def test_living_master_of_a_lost_machine_gets_no_rank(tmp_path):
 def test_missing_rank_is_named_in_time(tmp_path, rank, missing):
     config = config_in(tmp_path, connect_timeout_s=1.5)
 
-    def body(_: int, device: Device) -> tuple[str, float]:
+    def body(_, device):
         store = make_name_store(config, TrialPaths.of(config))
         began = time.monotonic()
         with (

@@ -4,19 +4,16 @@ Each feature has a separate test against plain torch; here they meet: offloading
 parallelism, chunks of logits, recomputation, adapters, the distributed optimizer, and several minibatches per step.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from realsys.cluster.topology import Mesh, place
+from realsys.cluster.topology import place
 from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
-from realsys.train.megatron.device import Device
 from realsys.train.worker.call_handlers import onloaded
 from tests.support.training.ppo_batch import Worker, make_batch
 from tests.support.training.train_ranks import cat_exports, run_ranks
@@ -44,7 +41,7 @@ class Case:
     offload: str = "none"
     dtype: str = "float32"
 
-    def config(self, *, plain: bool) -> Config:
+    def config(self, *, plain):
         offload = "none" if plain else self.offload
         train = {"microbatch_tokens": 48, "optimizer": SGD, "ppo": self.ppo, **self.train, "offload": offload}
         roles = {"ref": {"offload": offload}, "critic": {"offload": offload, "optimizer": train["optimizer"]}}
@@ -93,7 +90,7 @@ CASES = {
 }
 
 
-def train(rank: int, device: Device, config: Config, meshes: Mapping[str, Mesh], folders: dict[str, Path]) -> Weights:
+def train(rank, device, config, meshes, folders):
     """Two steps on the same batch; what this rank exports then."""
     worker = Worker(rank, device, config, meshes, folders)
     worker.fill(ARRAYS)
@@ -123,7 +120,7 @@ def train(rank: int, device: Device, config: Config, meshes: Mapping[str, Mesh],
     return found
 
 
-def run(config: Config, allocation: str, folders: dict[str, Path]) -> Weights:
+def run(config, allocation, folders):
     placed, ppo = parse_allocation(f"sglang.d1+{allocation}"), config.train.ppo
     roles = ["actor", *["ref"] * (ppo.kl.coef > 0), *["critic"] * ppo.critic.enabled]
     meshes = place(placed, roles)

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 from realsys.config.dataflow import dataflow_of
 from realsys.config.schema import Config
 from realsys.launch.cli import main
-from realsys.train.megatron.device import Device
 from tests.support.data.few_rows import FEW_ROWS
 from tests.support.training.ppo_batch import Worker, make_batch, whole
 from tests.support.training.train_ranks import run_ranks
@@ -28,12 +26,12 @@ def examples(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def make_config(**ppo: Any) -> Config:
+def make_config(**ppo):
     train = {"microbatch_tokens": 48, "ppo": ppo}
     return Config.model_validate({"train": train, "roles": {"teacher": {}}})
 
 
-def weights(worker: Worker) -> dict[str, torch.Tensor]:
+def weights(worker):
     return {name: tensor.clone() for name, tensor in worker.roles["actor"].engine.export()}
 
 
@@ -41,7 +39,7 @@ def weights(worker: Worker) -> dict[str, torch.Tensor]:
 def test_own_loss_trains(folders, layout, ranks):
     config = make_config(loss="loss:episode_spo", loss_args={"eps": 0.1}, aggregation="sequence")
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         worker = Worker(rank, device, config, whole(layout, "actor"), folders)
         worker.fill(ARRAYS)
         worker.call("actor_inf", "actor", [REFS[:4], REFS[4:]])
@@ -60,7 +58,7 @@ def test_distillation_trains_on_the_teachers_advantages(folders):
     calls = {call.name: call.handler for call in dataflow_of(config).calls}
     assert list(calls) == ["teacher_inf", "actor_inf", "advantages", "actor_train"]
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         models = {**folders, "teacher": folders["ref"]}
         worker = Worker(rank, device, config, whole("d1", "actor", "teacher"), models)
         worker.fill(ARRAYS)

@@ -1,7 +1,6 @@
 """Interfaces on real ranks: what must not depend on luck when numbers, sequences or minibatches are missing."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,28 +11,25 @@ from realsys.config.dataflow import Dataflow, FunctionCall
 from realsys.config.doors import CALL_HANDLER, HOOK
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, ModelError, NotFiniteError
-from realsys.model_calls import MfcRequest
-from realsys.train.megatron.device import Device
 from realsys.train.step_gate import SettleRequest, StepAbandoned, StepGate
-from realsys.train.worker.call_handlers import CallOutcome, Role, find_handler, find_hook
+from realsys.train.worker.call_handlers import CallOutcome, find_handler, find_hook
 from realsys.train.worker.optimizer_steps import MAX_SKIPPED_STEPS
-from realsys.types import SequenceRef
 from tests.support.training.ppo_batch import Worker, make_batch, whole
 from tests.support.training.train_ranks import run_ranks
 
 REFS, ARRAYS = make_batch()
 
 
-def make_config(**ppo: Any) -> Config:
+def make_config(**ppo):
     return Config.model_validate({"train": {"microbatch_tokens": 48, "ppo": ppo}})
 
 
-def skip_more(worker: Worker, role: str, steps: int) -> None:
+def skip_more(worker, role, steps):
     """Let the role have skipped further optimizer steps in a row."""
     worker.roles[role].skipped_in_a_row += steps
 
 
-def weights(worker: Worker, role: str) -> dict[str, torch.Tensor]:
+def weights(worker, role):
     return {name: tensor.clone() for name, tensor in worker.roles[role].engine.export()}
 
 
@@ -43,7 +39,7 @@ def test_nan_sample_skips_the_step_everywhere(folders, layout):
     config, meshes = make_config(), whole(layout, "actor")
     bad = REFS[4].sample_id
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         worker = Worker(rank, device, config, meshes, folders)
         worker.fill({name: own | {"prox_logprobs": own["behav_logprobs"]} for name, own in ARRAYS.items()})
         behav = ARRAYS[bad]["behav_logprobs"].copy()
@@ -71,7 +67,7 @@ def test_taken_step_ends_a_row_of_skipped_ones(folders):
     config, meshes = make_config(), whole("d1", "actor")
     first, rest = REFS[:2], REFS[2:]
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         worker = Worker(rank, device, config, meshes, folders)
         worker.fill({name: own | {"prox_logprobs": own["behav_logprobs"]} for name, own in ARRAYS.items()})
         worker.data.put(first[0].sample_id, {"prox_logprobs": np.full(first[0].loss_tokens, np.nan, np.float32)})
@@ -92,7 +88,7 @@ def test_minibatch_without_a_suspect_is_named_whole(folders):
     """
     config, meshes = make_config(), whole("d1", "actor")
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         worker = Worker(rank, device, config, meshes, folders)
         worker.fill({name: own | {"prox_logprobs": own["behav_logprobs"]} for name, own in ARRAYS.items()})
         with torch.no_grad():
@@ -111,7 +107,7 @@ def test_nan_of_the_critic_stays_with_its_sample(folders):
     config = make_config(critic={"enabled": True, "value_norm": "moving"})
     bad, rest = REFS[1], [ref for ref in REFS if ref is not REFS[1]]
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         worker = Worker(rank, device, config, whole("d2", "actor", "critic"), folders)
         worker.fill(ARRAYS)
         worker.call("actor_inf", "actor", [REFS])
@@ -143,7 +139,7 @@ def test_abandoned_critic_step_takes_its_returns_back(folders):
     """The step is trained again, and its returns must enter the running statistics once."""
     config = make_config(critic={"enabled": True, "value_norm": "moving"})
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         worker = Worker(rank, device, config, whole("d1", "critic"), folders)
         worker.fill(ARRAYS)
         for ref in REFS:
@@ -166,7 +162,7 @@ def test_abandoned_critic_step_takes_its_returns_back(folders):
 def test_a_role_keeps_its_state_over_a_checkpoint(folders):
     config = make_config(critic={"enabled": True, "value_norm": "exponential"})
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         worker = Worker(rank, device, config, whole("d1", "critic"), folders)
         role = worker.roles["critic"]
         role.skipped_steps, role.skipped_in_a_row = 7, 2
@@ -186,7 +182,7 @@ def test_early_stop_skips_the_rest_on_every_rank(folders, layout):
     config, meshes = make_config(early_stop_ratio=1.5), whole(layout, "actor")
     minibatches = [REFS[:3], REFS[3:6], REFS[6:]]
 
-    def body(rank: int, device: Device) -> dict[str, float]:
+    def body(rank, device):
         worker = Worker(rank, device, config, meshes, folders)
         worker.fill(ARRAYS)
         worker.call("actor_inf", "actor", minibatches)
@@ -209,7 +205,7 @@ def test_reward_model_scores_the_last_token(folders, models, layout):
         ids = torch.from_numpy(ARRAYS[ref.sample_id]["tokens"]).long()[None]
         expected[ref.sample_id] = model.score(model.model(ids).last_hidden_state[0, -1]).item()
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         worker = Worker(rank, device, config, meshes, folders)
         worker.fill(ARRAYS)
         outcome = worker.call("reward_inf", "reward", [REFS])
@@ -225,7 +221,7 @@ def test_reward_model_scores_the_last_token(folders, models, layout):
     assert merged == pytest.approx(expected, abs=1e-5)
 
 
-def everything_to_the_first(refs: Sequence[SequenceRef], data_ranks: int) -> list[list[SequenceRef]]:
+def everything_to_the_first(refs, data_ranks):
     return [list(refs), *([] for _ in range(data_ranks - 1))]
 
 
@@ -242,8 +238,8 @@ def test_data_rank_without_sequences_joins_every_call(folders):
         ("sft", "actor", {"lr": 0.0}),
     ]
 
-    def body_of(layout: str) -> Any:
-        def body(rank: int, device: Device) -> list[dict[str, float]]:
+    def body_of(layout):
+        def body(rank, device):
             worker = Worker(rank, device, config, whole(layout, "actor", "ref", "critic", "reward"), folders)
             worker.fill(ARRAYS if rank == 0 else {})
             return [
@@ -262,7 +258,7 @@ def test_data_rank_without_sequences_joins_every_call(folders):
 class CountsTokens:
     """A handler of the user: reads the request and the role's data, leaves statistics."""
 
-    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+    def run(self, role, request):
         own = role.own_sequences(request)
         return CallOutcome({"longest": float(max(len(role.data.get(ref.sample_id, "tokens")) for ref in own))})
 
@@ -270,7 +266,7 @@ class CountsTokens:
 def test_own_handler_runs_by_its_import_string(folders):
     config = make_config()
 
-    def body(rank: int, device: Device) -> dict[str, float]:
+    def body(rank, device):
         worker = Worker(rank, device, config, whole("d1", "actor"), folders)
         worker.fill(ARRAYS)
         return worker.call(f"{__name__}:CountsTokens", "actor", [REFS[:2], REFS[2:]]).stats
@@ -279,7 +275,7 @@ def test_own_handler_runs_by_its_import_string(folders):
 
 
 class ConstantAdvantages:
-    def run(self, role: Role, request: MfcRequest) -> CallOutcome:
+    def run(self, role, request):
         for ref in role.own_sequences(request):
             role.data.put(ref.sample_id, {"advantages": np.full(ref.loss_tokens, 0.5, np.float32)})
         return CallOutcome()
@@ -288,7 +284,7 @@ class ConstantAdvantages:
 CONSTANT = f"{__name__}:ConstantAdvantages"
 
 
-def constant(config: Config) -> Dataflow:
+def constant(config):
     source, made = frozenset({"tokens", "behav_logprobs"}), frozenset({"advantages"})
     return Dataflow(
         [
@@ -301,7 +297,7 @@ def constant(config: Config) -> Dataflow:
 def test_training_reads_the_advantages_of_an_own_algorithm(folders):
     config = make_config(algorithm=f"{__name__}:constant", use_decoupled_loss=False, loss="reinforce")
 
-    def body(rank: int, device: Device) -> float:
+    def body(rank, device):
         worker = Worker(rank, device, config, whole("d1", "actor"), folders)
         worker.fill(ARRAYS)
         worker.call(CONSTANT, "actor", [REFS])
@@ -331,7 +327,7 @@ def test_unknown_handler_is_refused_with_the_known_ones():
 def test_training_without_a_learning_rate_is_refused(folders):
     config = make_config()
 
-    def body(rank: int, device: Device) -> str:
+    def body(rank, device):
         worker = Worker(rank, device, config, whole("d1", "actor"), folders)
         with pytest.raises(ModelError) as caught:
             worker.call("actor_train", "actor", [REFS])

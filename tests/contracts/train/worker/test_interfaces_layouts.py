@@ -4,21 +4,16 @@ Compared are arrays, losses, gradients and their norms at learning rate 0: both 
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
-from realsys.cluster.topology import Mesh, place
+from realsys.cluster.topology import place
 from realsys.config.allocation import parse_allocation
 from realsys.config.schema import Config
-from realsys.train.megatron.device import Device
-from realsys.types import SequenceRef
 from tests.support.training.ppo_batch import Arrays, Worker, make_batch
 from tests.support.training.train_ranks import cat_exports, run_ranks
 
@@ -54,7 +49,7 @@ class Step:
     gradients: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
-def make_config(ppo: dict[str, Any]) -> Config:
+def make_config(ppo):
     return Config.model_validate(
         {
             "generation": {"sampling": {"temperature": TEMPERATURE, "max_new_tokens": 24}},
@@ -71,36 +66,36 @@ def make_config(ppo: dict[str, Any]) -> Config:
 # ---------------------------------------------------------------- one process, plain torch
 
 
-def drifted(array: np.ndarray[Any, Any], sample_id: str) -> np.ndarray[Any, Any]:
+def drifted(array, sample_id):
     """The same some way off, as if the weights had moved since: ratios differ from 1, and some are clipped."""
     noise = np.random.default_rng(sum(map(ord, sample_id))).normal(0, 0.25, len(array))
     return (array + noise).astype(np.float32)
 
 
-def positions(ref: SequenceRef) -> torch.Tensor:
+def positions(ref):
     return torch.tensor([t for t, counts in enumerate(ARRAYS[ref.sample_id]["loss_mask"]) if counts])
 
 
-def naive_logprobs(model: PreTrainedModel, ref: SequenceRef) -> tuple[torch.Tensor, torch.Tensor]:
+def naive_logprobs(model, ref):
     """Log-probs and entropies of the loss tokens, one row at a time."""
     ids, at = torch.from_numpy(ARRAYS[ref.sample_id]["tokens"]).long(), positions(ref)
     every = (model(ids[None]).logits[0, at - 1] / TEMPERATURE).log_softmax(-1)
     return every.gather(1, ids[at, None])[:, 0], -(every.exp() * every).sum(-1)
 
 
-def naive_values(model: Any, ref: SequenceRef) -> torch.Tensor:
+def naive_values(model, ref):
     """Return the value of the state before each loss token and after the last, [loss_tokens + 1]."""
     ids, at = torch.from_numpy(ARRAYS[ref.sample_id]["tokens"]).long(), positions(ref)
     values: torch.Tensor = model.score(model.model(ids[None]).last_hidden_state[0])[:, 0]
     return values[torch.cat([at - 1, at[-1:]])]
 
 
-def k3(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def k3(policy, reference):
     """At most 10, as the estimate of training."""
     return ((reference - policy).exp() - 1 - (reference - policy)).clamp(max=10.0)
 
 
-def naive_policy(model: PreTrainedModel, ref: SequenceRef, arrays: Arrays, advantages: torch.Tensor) -> Any:
+def naive_policy(model, ref, arrays, advantages):
     """Per answer token the policy loss with its entropy bonus, and log-prob, ratio and entropy."""
     theta, entropy = naive_logprobs(model, ref)
     prox, behav = torch.from_numpy(drifted(arrays["prox_logprobs"], ref.sample_id)), ARRAYS[ref.sample_id]
@@ -109,7 +104,7 @@ def naive_policy(model: PreTrainedModel, ref: SequenceRef, arrays: Arrays, advan
     return -torch.where(w > CAP, 0.0, w) * surrogate - ENTROPY_COEF * entropy, theta, u, entropy
 
 
-def train_naively(step: Step, role: str, model: PreTrainedModel, sums: Sequence[tuple[torch.Tensor, int]]) -> None:
+def train_naively(step, role, model, sums):
     """Statistics and gradients of a training call whose minibatches have these (sum of losses, denominator)."""
     norms = []
     for total, denominator in sums:
@@ -122,7 +117,7 @@ def train_naively(step: Step, role: str, model: PreTrainedModel, sums: Sequence[
     step.stats[TRAINED[role]] = {"loss": loss, "grad_norm": sum(norms) / 2, "grad_norm_max": max(norms)}
 
 
-def naive_inference(step: Step, models: dict[str, PreTrainedModel]) -> None:
+def naive_inference(step, models):
     with torch.no_grad():
         for ref in REFS:
             step.arrays[ref.sample_id] = {
@@ -132,7 +127,7 @@ def naive_inference(step: Step, models: dict[str, PreTrainedModel]) -> None:
             }
 
 
-def naive_advantages(step: Step) -> None:
+def naive_advantages(step):
     """By the definition: A_t is the sum over later tokens k of delta_k times the discounts from t to k."""
     raw, divergences = {}, []
     for ref in REFS:
@@ -167,7 +162,7 @@ def naive_advantages(step: Step) -> None:
     }
 
 
-def naive_critic(step: Step, model: PreTrainedModel) -> None:
+def naive_critic(step, model):
     """Clipped squared error in units of the batch's returns: the running statistics have seen nothing else."""
     returns = np.concatenate([step.arrays[ref.sample_id]["returns"] for ref in REFS])
     mean, std = float(returns.mean()), float(returns.std())
@@ -189,7 +184,7 @@ def naive_critic(step: Step, model: PreTrainedModel) -> None:
     step.stats["critic_train"] |= {"explained_variance": explained.item(), "return_mean": mean}
 
 
-def naive_actor_with_critic(step: Step, model: PreTrainedModel) -> None:
+def naive_actor_with_critic(step, model):
     sums, ratios = [], []
     for refs in MINIBATCHES:
         total = torch.zeros(())
@@ -203,7 +198,7 @@ def naive_actor_with_critic(step: Step, model: PreTrainedModel) -> None:
     step.stats["actor_train"] |= {"u_mean": torch.cat(ratios).mean().item()}
 
 
-def naive_actor_by_group(step: Step, model: PreTrainedModel) -> None:
+def naive_actor_by_group(step, model):
     """Means of episodes over those that were not cut off; the KL to the reference is a term of the loss."""
     sums, divergences, entropies = [], [], []
     for refs in MINIBATCHES:
@@ -236,13 +231,13 @@ class Found:
     moments: tuple[float, float]
 
 
-def one_rank(rank: int, device: Device, config: Config, meshes: dict[str, Mesh], folders: dict[str, Path]) -> Found:
+def one_rank(rank, device, config, meshes, folders):
     """A whole step. Between calls every worker gets every array, moved as far as the reference's."""
     worker, step = Worker(rank, device, config, meshes, folders), Step()
     worker.fill(ARRAYS)
     kl = {"kl_coef": KL_COEF}
 
-    def call(interface: str, role: str, *keys: str, **args: Any) -> None:
+    def call(interface, role, *keys, **args):
         outcome = worker.call(interface, role, MINIBATCHES, **args)
         for sample_id, arrays in worker.spread(REFS, *keys).items():
             step.arrays[sample_id] |= arrays
@@ -266,7 +261,7 @@ def one_rank(rank: int, device: Device, config: Config, meshes: dict[str, Mesh],
     return Found(step, (running.mean, running.std) if running is not None else (math.nan, math.nan))
 
 
-def check(found: list[Found], expected: Step, meshes: dict[str, Mesh]) -> None:
+def check(found, expected, meshes):
     for sample_id, arrays in found[0].step.arrays.items():
         for key, array in arrays.items():
             np.testing.assert_allclose(
@@ -290,7 +285,7 @@ def check(found: list[Found], expected: Step, meshes: dict[str, Mesh]) -> None:
             )
 
 
-def allocations() -> Iterator[Any]:
+def allocations():
     for text in ("d1", "d2", "m2", "p2", "d2p2"):
         yield pytest.param(f"actor.{text}", id=text)
     yield pytest.param("actor.d2,critic.m2", id="shared workers")

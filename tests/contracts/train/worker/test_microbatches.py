@@ -1,16 +1,10 @@
 """Numbers and sizes of the micro-batches of a role, on real ranks."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
-from realsys.train.megatron.device import Device
-from realsys.train.worker.call_handlers import Role
-from realsys.types import SequenceRef
 from tests.support.serving.hf_models import make_model
 from tests.support.training.sample_records import make_ref, mask_of
 from tests.support.training.train_ranks import build_role, run_ranks
@@ -25,20 +19,18 @@ def model(tmp_path_factory):
     return path
 
 
-def fill(role: Role, lengths: list[int]) -> list[SequenceRef]:
+def fill(role, lengths):
     refs = [make_ref(f"t{i}/0", length, 2, 0.0, False, i) for i, length in enumerate(lengths)]
     for ref in refs:
         role.data.put(ref.sample_id, {"tokens": np.ones(ref.length, np.int32), "loss_mask": mask_of(ref)})
     return refs
 
 
-def tokens_of(
-    model: Path, layout: ParallelLayout, lengths: list[int], *, gradients: bool = True, **train: Any
-) -> list[int]:
+def tokens_of(model, layout, lengths, *, gradients=True, **train):
     """Tokens of the micro-batches of rank 0."""
     config = Config.model_validate({"train": {"microbatch_tokens": CAPACITY, **train}})
 
-    def body(rank: int, device: Device) -> list[int]:
+    def body(rank, device):
         role = build_role(config, layout, rank, device, model)
         return [sum(batch.lengths) for batch in role.microbatches([fill(role, lengths)], gradients=gradients)]
 

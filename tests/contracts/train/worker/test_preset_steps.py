@@ -16,7 +16,6 @@ from realsys.config.dataflow import dataflow_of
 from realsys.config.schema import Config
 from realsys.train.master.executor import CallResult
 from realsys.train.master.step_statistics import train_record
-from realsys.train.megatron.device import Device
 from tests.support.telemetry.step_logs import undocumented
 from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models, whole
 from tests.support.training.train_ranks import run_ranks
@@ -26,11 +25,11 @@ REFS, ARRAYS = make_batch()
 Stats = dict[str, dict[str, float]]
 
 
-def config_of(preset: str) -> Config:
+def config_of(preset):
     return compose(["experiment=arith", f"algorithm={preset}", "generation.sampling.max_new_tokens=24"])
 
 
-def step(rank: int, device: Device, config: Config, folders: dict[str, Path]) -> Stats:
+def step(rank, device, config, folders):
     """Call -> statistics; of one minibatch, so that the loss is that of the weights which sampled."""
     flow = dataflow_of(config)
     worker = Worker(rank, device, config, whole("d1", *flow.roles), folders)
@@ -55,7 +54,7 @@ def found(composed, tmp_path_factory):
     torch.set_num_threads(1)
     folders = save_models(make_models(), tmp_path_factory.mktemp("models"))
 
-    def body(rank: int, device: Device) -> dict[str, Stats]:
+    def body(rank, device):
         return {preset: step(rank, device, config, folders) for preset, config in composed.items()}
 
     [by_preset] = run_ranks(1, body, Config())

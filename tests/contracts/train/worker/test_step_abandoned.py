@@ -1,7 +1,5 @@
 """A call that is abandoned between two micro-batches leaves no rank in a collective and changes no state."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -9,9 +7,8 @@ import torch
 from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
 from realsys.model_calls import MfcRequest
-from realsys.train.megatron.device import Device
 from realsys.train.step_gate import SettleRequest, StepAbandoned, StepGate
-from realsys.train.worker.call_handlers import Role, find_handler
+from realsys.train.worker.call_handlers import find_handler
 from tests.support.serving.hf_models import make_model
 from tests.support.training.ppo_batch import make_batch
 from tests.support.training.train_ranks import build_role, coordinates, run_ranks
@@ -26,12 +23,12 @@ def model(tmp_path_factory):
     return directory
 
 
-def train(role: Role, handler: str, request: MfcRequest) -> dict[str, float]:
+def train(role, handler, request):
     role.engine.gate.begin(request.version, request.mfc)
     return find_handler(handler).run(role, request).stats
 
 
-def state_of(role: Role) -> list[torch.Tensor]:
+def state_of(role):
     parameters = [tensor.clone() for _, tensor in role.engine.export()]
     momenta = [x.clone() for part in role.engine.optimizer.chained_optimizers for s in part.optimizer.state.values()
                for x in s.values() if isinstance(x, torch.Tensor)]  # fmt: skip
@@ -44,7 +41,7 @@ def test_abandoned_step_changes_nothing(model, layout, limit):
     refs, arrays = make_batch()
     config = Config.model_validate({"train": {"microbatch_tokens": 40, "min_microbatches": 3}})
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         role = build_role(config, layout, rank, device, model)
         for name, values in arrays.items():
             logprobs = np.full(int(values["loss_mask"].sum()), -3.0, np.float32)

@@ -13,13 +13,9 @@ from realsys.config.allocation import ParallelLayout
 from realsys.config.schema import Config
 from realsys.data.arith import make_tiny_model
 from realsys.model_calls import MfcRequest
-from realsys.train.megatron.device import Device
-from realsys.train.megatron.heads import Outputs
-from realsys.train.megatron.train_engine import Stats, optimizer_tensors
-from realsys.train.worker.call_handlers import Role, find_handler
+from realsys.train.megatron.train_engine import optimizer_tensors
+from realsys.train.worker.call_handlers import find_handler
 from realsys.train.worker.optimizer_steps import OptimizerSteps
-from realsys.train.worker.packing import MicroBatch
-from realsys.types import SequenceRef
 from tests.support.training.sample_records import make_mask, make_ref
 from tests.support.training.train_ranks import build_role, run_ranks
 
@@ -34,11 +30,11 @@ def model(tmp_path_factory):
     return directory
 
 
-def make_config(**changes: Any) -> Config:
+def make_config(**changes):
     return Config.model_validate({"train": {"microbatch_tokens": 64, **changes}})
 
 
-def make_batch(groups: int = 4) -> tuple[list[SequenceRef], dict[str, dict[str, Any]]]:
+def make_batch(groups=4):
     """Two answers per prompt; those to the first prompt have equal rewards."""
     rng = np.random.default_rng(5)
     refs, arrays = [], {}
@@ -54,18 +50,18 @@ def make_batch(groups: int = 4) -> tuple[list[SequenceRef], dict[str, dict[str, 
     return refs, arrays
 
 
-def call(role: Role, interface: str, minibatches: list[list[SequenceRef]], **args: float) -> dict[str, float]:
+def call(role, interface, minibatches, **args):
     """The call's statistics."""
     request = MfcRequest(interface, "actor", interface, 0, 0, [[part] for part in minibatches], args=dict(args))
     return find_handler(interface).run(role, request).stats
 
 
-def fill(role: Role, arrays: dict[str, dict[str, Any]]) -> None:
+def fill(role, arrays):
     for name, values in arrays.items():
         role.data.put(name, values)
 
 
-def weights(role: Role) -> dict[str, torch.Tensor]:
+def weights(role):
     return {name: tensor.clone() for name, tensor in role.engine.export()}
 
 
@@ -74,14 +70,13 @@ def test_loss_that_is_not_finite_skips_the_step_on_all_stages(model):
     refs, arrays = make_batch()
     layout, config = ParallelLayout(pipeline=2), make_config()
 
-    def body(rank: int, device: Device) -> tuple[int, int]:
+    def body(rank, device):
         role = build_role(config, layout, rank, device, model)
         fill(role, arrays)
         role.engine.use_optimizer("train", role.settings.optimizer)
         steps = OptimizerSteps(role, 1e-3)
 
-        def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, Stats]:
-            assert outputs.logprobs is not None
+        def loss(batch, outputs):
             return outputs.logprobs.mean(), {"loss_sum": torch.tensor(math.nan), "tokens": torch.tensor(1.0)}
 
         steps.take([refs], role.microbatches([refs]), loss, 1.0)
@@ -94,7 +89,7 @@ def test_skipping_zero_advantages_changes_no_gradient(model):
     refs, arrays = make_batch()
     group = {"mean": "group", "std": "group"}
 
-    def body(rank: int, device: Device) -> list[Any]:
+    def body(rank, device):
         found: list[Any] = []
         for skip in (False, True):
             config = make_config(ppo={"skip_zero_advantage": skip, "advantage": group})
@@ -121,7 +116,7 @@ def test_zero_advantages_keep_other_gradients(model, term):
     refs, arrays = make_batch()
     reference = {name: {"ref_logprobs": values["behav_logprobs"] - 0.5} for name, values in arrays.items()}
 
-    def body(rank: int, device: Device) -> list[Any]:
+    def body(rank, device):
         results: list[Any] = []
         for skip in (False, True):
             advantage = {"mean": "group", "std": "group"}
@@ -145,7 +140,7 @@ def test_batch_without_advantage_keeps_step_with_the_others(model):
     refs, arrays = make_batch(groups=1)
     config = make_config(ppo={"skip_zero_advantage": True, "advantage": {"mean": "group", "std": "group"}})
 
-    def body(rank: int, device: Device) -> dict[str, float]:
+    def body(rank, device):
         role = build_role(config, ParallelLayout(data=2), rank, device, model)
         fill(role, arrays)
         both = MfcRequest("actor_train", "actor", "actor_train", 0, 0, [[refs[:1], refs[1:]]], args={"lr": 1e-3})
@@ -161,7 +156,7 @@ def test_zero_gradient_takes_no_step(model):
     refs, arrays = make_batch()
     group = {"mean": "group", "std": "group"}
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         role = build_role(make_config(ppo={"advantage": group}), D1, rank, device, model)
         fill(role, {name: values | {"prox_logprobs": values["behav_logprobs"]} for name, values in arrays.items()})
         learned = call(role, "actor_train", [refs], lr=1e-3)
@@ -181,7 +176,7 @@ def test_step_with_nan_is_skipped_and_counted(model):
     refs, arrays = make_batch()
     arrays[refs[1].sample_id]["behav_logprobs"][0] = math.nan
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         role = build_role(make_config(), D1, rank, device, model)
         fill(role, {name: values | {"prox_logprobs": values["behav_logprobs"]} for name, values in arrays.items()})
         before = weights(role)
@@ -202,7 +197,7 @@ def test_training_after_warm_up_starts_with_fresh_state(model):
     """The warm-up learns; its optimizer state is dropped."""
     refs, arrays = make_batch()
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         optimizer = {"lr": 1e-3, "clip_grad": 0.0, "weight_decay": 0.0, "eps": 1e-12}
         config = make_config(optimizer=optimizer, ppo={"behav_imp_weight_cap": 0.0})
         role = build_role(config, D1, rank, device, model)
@@ -229,7 +224,7 @@ def test_warm_up_is_scored_at_temperature_one(model, temperature):
     sampling = config.generation.sampling.model_copy(update={"temperature": temperature})
     config = config.model_copy(update={"generation": config.generation.model_copy(update={"sampling": sampling})})
 
-    def body(rank: int, device: Device) -> float:
+    def body(rank, device):
         role = build_role(config, D1, rank, device, model)
         fill(role, arrays)
         tokens = {ref.sample_id: torch.as_tensor(arrays[ref.sample_id]["tokens"]) for ref in refs}
@@ -246,7 +241,7 @@ def test_training_in_bfloat16_writes_bfloat16(model):
     refs, arrays = make_batch()
     config = Config.model_validate({"model": {"dtype": "bfloat16"}, "train": {"microbatch_tokens": 64}})
 
-    def body(rank: int, device: Device) -> Any:
+    def body(rank, device):
         role = build_role(config, ParallelLayout(tensor=2), rank, device, model)
         fill(role, arrays)
         call(role, "actor_inf", [refs])
@@ -270,7 +265,7 @@ def test_a_tied_model_has_its_embedding_written_once(model, tmp_path):
     save_file(tensors, tied / "model.safetensors")
     layout = ParallelLayout(pipeline=2)
 
-    def body(rank: int, device: Device) -> list[str]:
+    def body(rank, device):
         return sorted(weights(build_role(make_config(), layout, rank, device, tied)))
 
     first, last = run_ranks(2, body, make_config(), layout)

@@ -4,7 +4,6 @@ import asyncio
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -23,7 +22,7 @@ from realsys.cluster.stream.codec import (
     encode_group,
     encode_message,
 )
-from realsys.cluster.stream.master_stream import Acknowledgements, Message, OpenCall, Peer, name_workers, open_call
+from realsys.cluster.stream.master_stream import Acknowledgements, Message, Peer, name_workers, open_call
 from realsys.cluster.stream.wire import TO_MASTER, TO_PULLER, TO_PUSHER, TO_WORKER, Ack, FailureReply, PushAck
 from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout
 from realsys.model_calls import ClearRequest, SamplesArrived, TransferReply
@@ -35,7 +34,7 @@ ARRAYS = ("tokens", "loss_mask", "logprobs", "versions")
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> Row:
+def rows(draw):
     """A row with any number of turns: runs of context and of sampled tokens, the first one context."""
     runs = draw(st.lists(st.integers(1, 12), min_size=1, max_size=7))
     mask = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
@@ -58,7 +57,7 @@ def rows(draw: st.DrawFn) -> Row:
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> Group:
+def groups(draw):
     episodes = [
         Episode(
             draw(st.lists(rows(), min_size=1, max_size=3)),
@@ -73,7 +72,7 @@ def groups(draw: st.DrawFn) -> Group:
     return Group(ticket, episodes, "rollout_worker/1", 1.5, 2.5, {"turns": 2.0}, errors)
 
 
-def assert_same(a: Group, b: Group) -> None:
+def assert_same(a, b):
     assert replace(a, episodes=[]) == replace(b, episodes=[])
     assert len(a.episodes) == len(b.episodes)
     for x, y in zip(a.episodes, b.episodes, strict=True):
@@ -188,13 +187,13 @@ def test_a_wrong_array_is_named_by_the_encoder(change, message):
         encode_group(group)
 
 
-def changed_values(name: str, value: float) -> Group:
+def changed_values(name, value):
     group = make_group("t1")
     getattr(group.episodes[1].rows[0], name)[3] = value
     return group
 
 
-def changed_episode(**change: object) -> Group:
+def changed_episode(**change):
     group = make_group("t1")
     return replace(group, episodes=[replace(group.episodes[0], **change)])
 
@@ -203,7 +202,7 @@ def test_a_logprob_above_zero_by_rounding_passes():
     decode_group(encode_group(changed_values("logprobs", 1e-6)))
 
 
-def with_row(**change: object) -> list[bytes]:
+def with_row(**change):
     """A group of one row, 10 tokens of context and 30 of the loss, whose header says something else."""
     header, payload = encode_group(make_group("t1", episodes=1))
     decoded = msgspec.msgpack.decode(header, type=GroupHeader)
@@ -212,20 +211,20 @@ def with_row(**change: object) -> list[bytes]:
     return [msgspec.msgpack.encode(msgspec.structs.replace(decoded, episodes=[episode])), bytes(payload)]
 
 
-def with_temperatures(*runs: tuple[float, int]) -> list[bytes]:
+def with_temperatures(*runs):
     group = make_group("t1", episodes=1)
     group.episodes[0].rows[0].temperatures = runs
     return encode_group(group)
 
 
-def with_runs(*runs: list[int]) -> list[bytes]:
+def with_runs(*runs):
     header, payload = encode_group(make_group("t1", episodes=1))
     fields = msgspec.msgpack.decode(header)
     fields[-1][0][0][0][2] = runs
     return [msgspec.msgpack.encode(fields), payload]
 
 
-def of(**change: object) -> list[bytes]:
+def of(**change):
     return encode_group(replace(make_group("t1"), **change))
 
 
@@ -379,10 +378,10 @@ def test_threads_may_decode_a_type_first_together():
 # ---- Calls to several workers: what completes one, what fails it, and which requests may be sent again
 
 
-def with_call(body: Callable[[OpenCall, list[Peer]], None], workers: int = 3) -> None:
+def with_call(body, workers=3):
     """Run ``body`` with a call to some workers whose requests are on their way."""
 
-    async def run() -> None:
+    async def run():
         peers = [Peer(worker, f"model_worker/{worker}", "1", b"") for worker in range(workers)]
         call = open_call("transfer", TransferReply, range(workers), BOUND_S)
         for peer in peers:
@@ -395,12 +394,12 @@ def with_call(body: Callable[[OpenCall, list[Peer]], None], workers: int = 3) ->
     asyncio.run(run())
 
 
-def reply(received: int) -> zmq.Frame:
+def reply(received):
     return zmq.Frame(encode_message(TransferReply(received)))
 
 
 def test_replies_keep_the_order_of_workers():
-    def body(call: OpenCall, peers: list[Peer]) -> None:
+    def body(call, peers):
         for worker in (2, 0, 1):
             assert not call.result.done()
             call.take_reply(peers[worker], None, reply(worker))
@@ -418,7 +417,7 @@ def test_replies_keep_the_order_of_workers():
     ],
 )
 def test_first_failure_ends_the_call(failure, payload, error):
-    def body(call: OpenCall, peers: list[Peer]) -> None:
+    def body(call, peers):
         call.take_reply(peers[1], failure, payload)
         with pytest.raises(error, match="model_worker/1"):
             call.result.result()
@@ -430,7 +429,7 @@ def test_first_failure_ends_the_call(failure, payload, error):
 def test_discarded_request_leaves_those_of_successor():
     """A new incarnation counts its requests from 1 again."""
 
-    def body(call: OpenCall, peers: list[Peer]) -> None:
+    def body(call, peers):
         successor = Peer(0, "model_worker/0", "2", b"")
         open_call("clear", TransferReply, [0], BOUND_S).add_request(successor, b"payload")
         call.discard()
@@ -440,7 +439,7 @@ def test_discarded_request_leaves_those_of_successor():
 
 
 def test_timeout_names_some_of_many_workers():
-    def body(call: OpenCall, peers: list[Peer]) -> None:
+    def body(call, peers):
         call.take_reply(peers[0], None, reply(0))
         call.expire(2.0)
         with pytest.raises(WaitTimeout, match="model_worker/1, .*, model_worker/8 and 11 others: no reply to transfer"):
@@ -454,7 +453,7 @@ def test_few_workers_are_all_named():
 
 
 def test_one_ack_for_each_peer_without_later_request():
-    async def run() -> None:
+    async def run():
         sent: list[Message] = []
         acks = Acknowledgements(sent.extend)
         peers = [Peer(worker, f"model_worker/{worker}", "1", bytes([worker])) for worker in range(3)]

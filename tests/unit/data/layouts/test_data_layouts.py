@@ -334,7 +334,7 @@ class Bomb:
         return os.system, (f"touch {self.path}",)
 
 
-def packed(data: bytes) -> str:
+def packed(data):
     return base64.b64encode(zlib.compress(data)).decode()
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from realsys.weights.disk.plain_folders import adopt
 from tests.support.run_logs import run_records, train_record, write_log
 
 
-def made(root: Path, name: str, lr: float, steps: int) -> TrialPaths:
+def made(root, name, lr, steps):
     paths = TrialPaths(root / "math" / name)
     paths.root.mkdir(parents=True)
     write_config(replaced(Config(trial=name), ["train", "optimizer", "lr"], lr), paths.config)

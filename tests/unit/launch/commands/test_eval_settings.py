@@ -4,7 +4,6 @@ import json
 import shlex
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,7 +46,7 @@ def trial(tmp_path):
     return paths
 
 
-def made(target: Target, *overrides: str, name: str | None = None) -> Config:
+def made(target, *overrides, name=None):
     return evaluation_config(target, Choices(overrides, name=name), NOW)[0]
 
 
@@ -70,7 +69,7 @@ def test_only_held_out_rows_are_read(trial):
     assert (data.train, data.eval) == ("", "/data/eval.parquet")
 
 
-def held_out_prompts(folder: Path, *overrides: str) -> list[str]:
+def held_out_prompts(folder, *overrides):
     """Return the prompts that an evaluation of a model with ``overrides`` reads as held-out problems."""
     config, paths = made(Target(folder), *overrides), trial_of(folder)
     convert(config, paths)
@@ -164,13 +163,13 @@ def test_plan_has_an_evaluator_and_no_trainer():
 # ---- The table and the file of an evaluation
 
 
-def result(name: str = "eval", **more: Any) -> dict[str, Any]:
+def result(name="eval", **more):
     shares = {"1": {"value": 0.5, "low": 0.4, "high": 0.6}}
     numbers = {"problems": 16, "samples": 4, "failed": 0, "length_mean": 21.4, "version": 60, "cut_off": 0.25}
     return {"set": name, "complete": True, "incomplete": "", "pass_at": shares, "majority": None, **numbers, **more}
 
 
-def sample(problem: int, reason: str) -> EvalSample:
+def sample(problem, reason):
     return EvalSample("eval-60", "eval", problem, 0, 0, 60, 60, "p", "c", "r", 1.0, True, reason, 3)
 
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import uuid
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ from realsys.cluster.files import occupy
 from realsys.cluster.lease import Heartbeat, LeaseTerms
 from realsys.cluster.names import etcd_store
 from realsys.cluster.names.connect import make_name_store, trial_names
-from realsys.cluster.names.contract import NameStore
 from realsys.cluster.names.etcd_members import EtcdAccess
 from realsys.cluster.names.etcd_store import EtcdNameStore
 from realsys.cluster.names.file_store import FileNameStore
@@ -23,7 +21,6 @@ from realsys.cluster.names.keys import Names
 from realsys.cluster.process import RUN_ID
 from realsys.config.compose import compose
 from realsys.config.paths import TrialPaths, read_config, write_config
-from realsys.config.schema import Config
 from realsys.launch.cli import main
 from realsys.launch.commands import gc
 from realsys.launch.commands.gc import EndedTrial, Finder, Leftover, remove
@@ -58,7 +55,7 @@ def etcd(etcd_server, monkeypatch):
     store.close()
 
 
-def make(root: Path, *overrides: str, trial: str = "t") -> tuple[Config, TrialPaths]:
+def make(root, *overrides, trial="t"):
     """A trial that has ended, as its launcher made it."""
     given = [f"fileroot={root}", f"cluster.lease_s={LEASE_S}", "cluster.heartbeat_s=0.1", f"trial={trial}", *overrides]
     config = compose(["experiment=arith", *given])
@@ -69,15 +66,15 @@ def make(root: Path, *overrides: str, trial: str = "t") -> tuple[Config, TrialPa
     return config, paths
 
 
-def on_etcd(root: Path, server, trial: str) -> tuple[Config, TrialPaths]:
+def on_etcd(root, server, trial):
     return make(root, "name_store=etcd", f"cluster.name_store.address={server.address}", trial=trial)
 
 
-def unique() -> str:
+def unique():
     return f"t{uuid.uuid4().hex[:12]}"
 
 
-def worker(store: NameStore, names: Names) -> Heartbeat:
+def worker(store, names):
     key = names.heartbeat("rollout_worker/0")
     return Heartbeat(store, key, "rollout_worker", 0, LeaseTerms(LEASE_S, 0.1), lambda error: None)
 
@@ -185,7 +182,7 @@ def test_trial_with_unreachable_etcd_is_left_alone(root, monkeypatch, capsys):
 OWN_ETCD = ("name_store=etcd", "cluster.name_store.start=true", "cluster.nodes=2")
 
 
-def on_own_etcd(root: Path, trial: str, address: str = "127.0.0.1:1", *overrides: str) -> TrialPaths:
+def on_own_etcd(root, trial, address="127.0.0.1:1", *overrides):
     """A trial over nodes whose etcd is at ``address``, with a folder that its run would use."""
     _, paths = make(root, *OWN_ETCD, *overrides, trial=trial)
     paths.store_address.write_text(address)
@@ -269,7 +266,7 @@ def test_trial_with_a_living_job_is_left_alone(root, slurm, capsys):
 def test_job_is_doubt_where_slurm_is_silent(root, slurm, monkeypatch, capsys):
     asked: list[str] = []
 
-    def silent(job: str) -> JobState | None:
+    def silent(job):
         asked.append(job)
         raise SlurmError("there is no program named scontrol")
 

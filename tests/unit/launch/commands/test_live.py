@@ -1,7 +1,6 @@
 """Evaluations beside training: what may be asked, the wait for them, and the cancel."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -14,34 +13,34 @@ from realsys.errors import ConfigError, StreamError, WaitTimeout
 from realsys.launch.commands import evaluate
 from realsys.launch.commands.evaluate import LiveEvaluations, client_of, live_sets
 from realsys.launch.evaluation_target import Choices
-from realsys.manager.messages import CancelRequest, EvaluateRequest, EvaluationReply
+from realsys.manager.messages import EvaluateRequest, EvaluationReply
 from realsys.observe.evaluation_records import read_result
 
 
 class Manager:
     """A manager that answers each poll with the next of the states."""
 
-    def __init__(self, states: list[EvaluationReply], problem: Exception | None = None) -> None:
+    def __init__(self, states, problem=None):
         self.requests: list[EvaluateRequest] = []
         self.cancelled: list[str] = []
         self.polled = asyncio.Event()
         self._states = states
         self._problem = problem
 
-    async def evaluate(self, request: EvaluateRequest) -> None:
+    async def evaluate(self, request):
         self.requests.append(request)
 
-    async def evaluation(self, eval_id: str) -> EvaluationReply:
+    async def evaluation(self, eval_id):
         self.polled.set()
         if self._problem is not None:
             raise self._problem
         return self._states.pop(0) if len(self._states) > 1 else self._states[0]
 
-    async def cancel_evaluation(self, request: CancelRequest) -> None:
+    async def cancel_evaluation(self, request):
         self.cancelled.append(request.eval_id)
 
 
-def state(done: int, *, total: int = 4, **more: Any) -> EvaluationReply:
+def state(done, *, total=4, **more):
     return EvaluationReply(done, total, 0, None, None, 0.0, 3, 3, ended=done == total, **more)
 
 
@@ -58,7 +57,7 @@ def trial(tmp_path):
     return paths
 
 
-def evaluations(manager: Manager, said: list[str], **fields: Any) -> LiveEvaluations:
+def evaluations(manager, said, **fields):
     return LiveEvaluations(manager, Config.model_validate(fields), "user-1", said.append)  # type: ignore[arg-type]
 
 
@@ -94,7 +93,7 @@ def test_trial_that_cannot_be_asked_is_named(trial, address, problem):
 
 
 def test_request_is_of_a_user(tmp_path):
-    async def body() -> None:
+    async def body():
         manager, said = Manager([state(1), state(4)]), list[str]()
         found = await evaluations(manager, said).run(evaluation_sets(Config()), TrialPaths(tmp_path))
         [request] = manager.requests
@@ -107,7 +106,7 @@ def test_request_is_of_a_user(tmp_path):
 
 
 def test_interrupt_cancels_what_has_not_ended(tmp_path):
-    async def body() -> None:
+    async def body():
         manager = Manager([state(1)])
         task = asyncio.create_task(evaluations(manager, []).run(evaluation_sets(Config()), TrialPaths(tmp_path)))
         await manager.polled.wait()
@@ -120,7 +119,7 @@ def test_interrupt_cancels_what_has_not_ended(tmp_path):
 
 
 def test_error_of_the_manager_cancels_too(tmp_path):
-    async def body() -> None:
+    async def body():
         manager = Manager([state(1)], StreamError("gserver_manager: no"))
         with pytest.raises(StreamError):
             await evaluations(manager, []).run(evaluation_sets(Config()), TrialPaths(tmp_path))
@@ -130,7 +129,7 @@ def test_error_of_the_manager_cancels_too(tmp_path):
 
 
 def test_standstill_is_named_and_cancelled(tmp_path):
-    async def body() -> None:
+    async def body():
         manager = Manager([state(1)])
         slow = {"cluster": {"request_timeout_s": 0.01}}
         with pytest.raises(WaitTimeout, match="no new completion for 0.01 s: eval 1/4 of version 3"):

@@ -1,7 +1,6 @@
 """`realsys logs`: of trials on this machine and of SLURM jobs, which wait, are queued again, and end."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -27,23 +26,23 @@ def paths(tmp_path):
     return paths
 
 
-def shown(paths: TrialPaths, *words: str) -> int:
+def shown(paths, *words):
     return main(["logs", *words, "--trial-dir", str(paths.root)])
 
 
-def append(path: Path, text: str) -> None:
+def append(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(text)
 
 
-def script_job(monkeypatch: pytest.MonkeyPatch, paths: TrialPaths, events: list[Event]) -> None:
+def script_job(monkeypatch, paths, events):
     """Make the trial job 7, which goes through these states; each does something first."""
     paths.job.parent.mkdir(parents=True)
     TrialJob.write(paths, "7")
     left: Iterator[Event] = iter(events)
 
-    def next_state(job: str) -> JobState | None:
+    def next_state(job):
         state, act = next(left)
         act()
         return state
@@ -58,7 +57,7 @@ def test_trial_as_first_word_lists_its_logs(paths, capsys):
     assert "model_worker/0" in capsys.readouterr().out
 
 
-def nothing() -> None:
+def nothing():
     pass
 
 
@@ -85,7 +84,7 @@ def test_local_run_is_followed_to_its_end(paths, monkeypatch, capsys):
     log = paths.logs / "model_worker-0.log"
     lives = iter([True, True, False])
 
-    def is_held(lock: Path) -> bool:
+    def is_held(lock):
         append(log, "more\n")
         return next(lives)
 
@@ -137,7 +136,7 @@ def test_log_that_never_came_is_unknown(paths, monkeypatch, capsys):
 
 
 def test_ctrl_c_ends_the_wait(paths, monkeypatch):
-    def interrupt() -> None:
+    def interrupt():
         raise KeyboardInterrupt
 
     script_job(monkeypatch, paths, [(JobState("PENDING", "Priority"), nothing), (None, interrupt)])

@@ -16,7 +16,7 @@ from realsys.launch.commands.play import Shown, episode_lines
 from realsys.observe.dropped_groups import DroppedGroup, Room, write_group
 from realsys.observe.evaluation_records import EvalSample, write_result
 from realsys.observe.samples.eval_samples import chosen_evaluation
-from realsys.rollout.resumable_engine import Deliver, EngineCall
+from realsys.rollout.resumable_engine import EngineCall
 from realsys.types import Episode, Row, Ticket
 from tests.support.processes.config_trees import changed
 from tests.support.view.shown_trial import HOSTILE, sample_trial
@@ -24,7 +24,7 @@ from tests.support.view.shown_trial import HOSTILE, sample_trial
 RESULT = {"complete": True, "set": "eval", "problems": 2, "samples": 2, "accuracy": 0.75, "interval": [0.3, 0.95]}
 
 
-def sample(problem: int, number: int, *, correct: bool) -> EvalSample:
+def sample(problem, number, *, correct):
     answer = "7" if correct else "\x1b[2J8"
     return EvalSample(
         "after-4",
@@ -151,24 +151,24 @@ def test_reason_in_the_title_cannot_steer_the_terminal(tmp_path, capsys):
 class _Letters:
     """Tokenizer whose tokens are letters."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids):
         return "".join(map(chr, ids))
 
 
 class _Answers:
     """Engine with completions that are given."""
 
-    def __init__(self, *texts: str) -> None:
+    def __init__(self, *texts):
         self._texts = iter(texts)
 
-    async def generate(self, call: EngineCall, deliver: Deliver = lambda number, completion: None) -> list[Completion]:
+    async def generate(self, call, deliver=lambda number, completion: None):
         tokens = np.array([ord(letter) for letter in next(self._texts)], np.int32)
         return [Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")]
 
-    def discard(self, ticket: Ticket) -> None: ...
+    def discard(self, ticket): ...
 
 
-def _shown(*calls: tuple[str, str]) -> list[str]:
+def _shown(*calls):
     """Return the lines of calls of one episode: (history, completion)."""
     lines: list[Text | str] = []
     engine = Shown(_Answers(*(made for _, made in calls)), _Letters(), lines.append)  # type: ignore[arg-type]

@@ -30,7 +30,6 @@ from realsys.launch.supervise.restart_policy import TrialOutcome
 from realsys.launch.trial_folder import TrialLock
 from realsys.launch.words import own_command
 from realsys.observe.events import EventLog
-from realsys.observe.screen.progress import TrialProgress
 from realsys.weights.disk.plain_folders import adopt, materialise, verify
 from tests.support.run_logs import run_records, train_record, write_log
 from tests.support.timelines.made_up import small_trial
@@ -92,7 +91,7 @@ def test_watch_shows_steps_and_restarts_until_the_end(trial, running, capsys, mo
     watching.start()
     seen, deadline = "", time.monotonic() + 60
 
-    def until(text: str) -> None:
+    def until(text):
         nonlocal seen
         while text not in seen and time.monotonic() < deadline:
             seen += capsys.readouterr().out
@@ -155,7 +154,7 @@ def test_json_watch_is_one_line_per_look(trial, capsys):
 
 
 def test_memory_is_in_line_and_json(trial, running, capsys, monkeypatch):
-    async def answers(config: Config, paths: TrialPaths, progress: TrialProgress) -> None:
+    async def answers(config, paths, progress):
         progress.status = {"workers": [{"name": "rollout_worker/0", "memory_bytes": 2 << 30}]}
 
     monkeypatch.setattr("realsys.launch.commands.status.ask_once", answers)
@@ -168,7 +167,7 @@ def test_memory_is_in_line_and_json(trial, running, capsys, monkeypatch):
 # ---- `realsys list` and `realsys status`: the rows of all trials, and how one ended
 
 
-def made(root: Path, name: str) -> TrialPaths:
+def made(root, name):
     paths = TrialPaths(root / "math" / name)
     paths.job.parent.mkdir(parents=True)
     write_config(Config(trial=name), paths.config)

@@ -41,7 +41,7 @@ def submit(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     monkeypatch.chdir(tmp_path)
 
-    def run(script: str) -> int:
+    def run(script):
         sbatch = tmp_path / "bin" / "sbatch"
         sbatch.write_text(f"#!/bin/sh\n{script}\n")
         sbatch.chmod(0o755)
@@ -95,7 +95,6 @@ def test_second_submit_of_a_trial_waits_for_the_first(submit, tmp_path, capsys):
     folder.mkdir(parents=True)
     (folder.parent / "lock").touch()  # marks a trial
     held = FileLock.take(folder / "submitting")
-    assert held is not None
     assert submit("echo 7") == 2
     assert "another `realsys submit` of this trial is running: wait for its end" in capsys.readouterr().err
     assert not (folder / "job.json").exists()
@@ -110,7 +109,7 @@ def test_job_of_another_submit_is_seen_in_time(submit, tmp_path, monkeypatch, ca
     paths = TrialPaths(tmp_path / "runs" / "arith" / "t")
     monkeypatch.setattr(submit_command, "job_state", lambda job: JobState("RUNNING", "", "node0", ""))
 
-    def examine(*_: object) -> SimpleNamespace:
+    def examine(*_):
         paths.job.parent.mkdir(parents=True)
         TrialJob.write(paths, "6")
         return SimpleNamespace(lines=[])
@@ -175,7 +174,7 @@ def test_stop_of_an_ended_trial_succeeds(tmp_path, capsys):
 # ---- Samples on a terminal: facts, versions, and text that cannot control it
 
 
-def make_sample(**fields: object) -> Sample:
+def make_sample(**fields):
     values: dict[str, object] = {
         "step": 3, "sample_id": "0007/1", "ticket_id": "0007", "attempt": 1, "episode": 0, "row": 0,
         "prompt_index": 12, "seed": 99,
@@ -189,7 +188,7 @@ def make_sample(**fields: object) -> Sample:
     return Sample(**{**values, **fields})  # type: ignore[arg-type]
 
 
-def shown(*group: Sample) -> str:
+def shown(*group):
     console = Console(width=200, record=True, force_terminal=False, color_system=None)
     with console.capture() as capture:
         for line in group_lines(group):

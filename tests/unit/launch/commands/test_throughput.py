@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from realsys.errors import ConfigError
 from realsys.lab import plan
 from realsys.lab.planner.cost_fit import fit
 from realsys.lab.planner.parameters import Fit
-from realsys.lab.planner.recorded_run import Recording
 from realsys.launch.cli import main
 from tests.support.planner.recordings import COSTS, write_trial
 
@@ -29,7 +27,7 @@ def one_fit(monkeypatch):
     monkeypatch.setattr(plan, "fit", fit_once)
 
 
-def fit_once(recording: Recording, cores: float, progress: Callable[[], None]) -> Fit:
+def fit_once(recording, cores, progress):
     key = (recording.folder, cores)
     if key not in _fits:
         _fits[key] = fit(recording, cores, progress)
@@ -78,7 +76,7 @@ def test_recording_on_gpus_shares_no_cores(trial, tmp_path, capsys, monkeypatch)
     assert "2 0.0" in capsys.readouterr().err
 
 
-def _stop(seen: str) -> None:
+def _stop(seen):
     raise ConfigError("test", seen, "is what the command chose")
 
 

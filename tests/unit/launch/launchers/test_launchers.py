@@ -3,9 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -30,17 +28,17 @@ class InAllocation(Launcher):
     """A launcher that knows its nodes."""
 
     @classmethod
-    def settings(cls, config: Config) -> Mapping[str, tuple[Any, str]]:
+    def settings(cls, config):
         reason = "the allocation has them"
         return {"cluster.nodes": (3, reason), "cluster.gpus_per_node": (8, reason)}
 
-    async def start(self, agent: Sequence[str], say: Callable[[str], None]) -> None:
+    async def start(self, agent, say):
         pass
 
 
 class Refusing(InAllocation):
     @classmethod
-    def check(cls, config: Config) -> None:
+    def check(cls, config):
         raise ConfigError("cluster.launcher", "Refusing", "there is no allocation")
 
 
@@ -48,7 +46,7 @@ class Unfinished(Launcher):
     pass
 
 
-def config_of(name: str, **fields: object) -> Config:
+def config_of(name, **fields):
     return Config(cluster=ClusterConfig(launcher=f"{__name__}:{name}", **fields))
 
 
@@ -118,7 +116,7 @@ def test_example_starts_agents_with_ssh(tmp_path, monkeypatch):
     check_launcher(config)
     launcher = make_launcher(config, TrialPaths(Path("/s/t")))
 
-    async def body() -> str:
+    async def body():
         await launcher.start(["agent"], print)
         await asyncio.gather(*(shell.wait() for shell in launcher.shells))  # stop would end them before they write
         await launcher.stop()
@@ -136,7 +134,7 @@ def test_example_starts_agents_with_ssh(tmp_path, monkeypatch):
 GPU_NODE = {"CPU": 96.0, "GPU": 8.0, "memory": 512.0 * 2**30, "node:10.0.0.1": 1.0}
 
 
-def nodes(*totals: dict[str, float]) -> list[RayNode]:
+def nodes(*totals):
     return [RayNode(f"{index}f", f"host{index}", total) for index, total in enumerate(totals)]
 
 
@@ -208,7 +206,7 @@ def test_run_ends_its_guards_and_earlier_ones(launcher, tmp_path):
     """A guard of an earlier run of the job ends when its file comes."""
     said: list[str] = []
 
-    async def body() -> None:
+    async def body():
         await launcher.start(["agent"], said.append)
         await asyncio.to_thread(poll, launcher.problem, "the end of the agents", 60.0)
         await asyncio.to_thread(poll, (tmp_path / "guards").exists, "the guards", 60.0)

@@ -15,8 +15,6 @@ from realsys.cluster.failure import ErrorRecord
 from realsys.cluster.stream.security import ensure_keys
 from realsys.config.paths import TrialPaths
 from realsys.launch.nodes.orders import Address, write_address
-from realsys.launch.process_plan import ProcessSpec
-from realsys.launch.supervise.supervisor import Supervisor
 from tests.support.polling import poll
 from tests.support.processes.agents import BOUND_S, SHOWN, WORKER, AgentTrial, start_agent
 from tests.support.processes.supervised import log, stop, waits_for
@@ -33,7 +31,7 @@ def trial(tmp_path):
     return made
 
 
-def two_nodes(trial: AgentTrial) -> list[ProcessSpec]:
+def two_nodes(trial):
     rank = replace(trial.spec("model_worker", 0, SHOWN), node="b")
     return [rank, trial.spec("master_worker", 0, WORKER)]
 
@@ -41,11 +39,11 @@ def two_nodes(trial: AgentTrial) -> list[ProcessSpec]:
 NAMES = ["model_worker/0", "master_worker/0"]
 
 
-def pids_of_rank(trial: AgentTrial) -> list[int]:
+def pids_of_rank(trial):
     return [int(line) for line in log(trial, "model_worker/0")]
 
 
-def ended(pid: int) -> bool:
+def ended(pid):
     """True if the process has ended, also if its parent was killed and init has not collected it."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -56,7 +54,7 @@ def ended(pid: int) -> bool:
 def test_killed_agent_restarts_the_trainer(trial):
     """Its process dies with it; another agent of the node takes the next start."""
 
-    async def kill(supervisor: Supervisor) -> None:
+    async def kill(supervisor):
         trial.agents["b"].kill()
         trial.start_agent("b")
         await trial.ready(*NAMES)
@@ -72,7 +70,7 @@ def test_killed_agent_restarts_the_trainer(trial):
 
 
 def test_lost_node_without_another_agent_ends_run(trial):
-    def kill(_: Supervisor) -> None:
+    def kill(_):
         trial.remote["b"].join_s = 2.0  # not from the start, when all agents have to join
         trial.agents["b"].kill()
 
@@ -87,12 +85,12 @@ def test_agent_suspended_beyond_its_lease_starts_afresh(trial):
     """Its processes may live on while it is suspended; when it wakes up they end before it takes orders again."""
 
     class Notes(list[str]):
-        def append(self, note: str) -> None:
+        def append(self, note):
             super().append(note)
             if "was lost" in note:
                 trial.agents["b"].send_signal(signal.SIGCONT)
 
-    async def suspend(supervisor: Supervisor) -> None:
+    async def suspend(supervisor):
         trial.agents["b"].send_signal(signal.SIGSTOP)
         await trial.ready(*NAMES)
         stop(supervisor)
@@ -109,7 +107,7 @@ def test_agent_suspended_beyond_its_lease_starts_afresh(trial):
 def test_replaced_agent_ends_its_processes(trial):
     old: list[subprocess.Popen[bytes]] = []
 
-    async def start_another(supervisor: Supervisor) -> None:
+    async def start_another(supervisor):
         old.append(trial.agents["b"])
         trial.start_agent("b")
         await trial.ready(*NAMES)
@@ -128,7 +126,7 @@ def test_signal_to_agent_stops_the_run_in_order(trial):
     master = waits_for("SIGTERM") + f"print(open({str(trial.folder / 'model_worker-0.log')!r}).read() or 'rank lives')"
     specs = [replace(trial.spec("model_worker", 0, rank), node="b"), trial.spec("master_worker", 0, master)]
 
-    def ask(_: Supervisor) -> None:
+    def ask(_):
         for _ in range(3):
             trial.agents["b"].send_signal(signal.SIGTERM)
 
@@ -141,10 +139,10 @@ def test_signal_to_agent_stops_the_run_in_order(trial):
 def test_error_of_another_host_is_not_this_process(trial):
     """Two machines use the same pid. The bad input of one of them is not why the other one's process died."""
 
-    def errors() -> list[ErrorRecord]:
+    def errors():
         return [ErrorRecord(1.0, *RANK, pid, "elsewhere", "DataError", "bad", "", 2) for pid in pids_of_rank(trial)]
 
-    async def kill(supervisor: Supervisor) -> None:
+    async def kill(supervisor):
         os.kill(supervisor.running()["model_worker/0"], signal.SIGKILL)
         await trial.ready(*NAMES)
         stop(supervisor)

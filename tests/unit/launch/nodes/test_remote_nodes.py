@@ -5,9 +5,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -20,7 +18,7 @@ from realsys.errors import ConfigError, Fenced, RealsysError, RemoteError, WaitT
 from realsys.launch.nodes import coordinator, orders
 from realsys.launch.nodes.coordinator import Binding, Terms, open_nodes
 from realsys.launch.nodes.node_agent import AgentEndpoint, CoordinatorLease, NodeSignals, serve
-from realsys.launch.nodes.orders import Exit, NodeListener, NodePort, ProcessOrder, SupervisedNode
+from realsys.launch.nodes.orders import Exit, NodeListener, NodePort, ProcessOrder
 from tests.support.processes.agents import NAME, FakeAgent, FakeCoordinator
 
 NO_NEEDS = Needs(1, 0, 0)
@@ -29,9 +27,7 @@ SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
 @contextlib.asynccontextmanager
-async def nodes_with_agents(
-    folder: Path, needs: dict[str, Needs], agents: Sequence[str], terms: Terms = TERMS
-) -> AsyncIterator[dict[str, SupervisedNode]]:
+async def nodes_with_agents(folder, needs, agents, terms=TERMS):
     """Open the nodes; the agents join one after the other, and all must end with code 0."""
     paths = TrialPaths(folder)
     async with open_nodes(needs, paths, terms) as nodes:
@@ -40,7 +36,7 @@ async def nodes_with_agents(
     assert await asyncio.gather(*serving) == [0] * len(agents)
 
 
-async def environment_of(node: SupervisedNode, order: ProcessOrder) -> dict[str, str]:
+async def environment_of(node, order):
     """Run a process that shows its environment."""
     ended: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
     node.start(order, ended.set_result)
@@ -65,7 +61,7 @@ ENDED = replace(TERMS, problem=lambda: "srun ended with code 1: invalid partitio
 def test_node_that_cannot_begin_is_named(tmp_path, needs, agents, terms, error, problem):
     """Before anything is started."""
 
-    async def body() -> None:
+    async def body():
         async with nodes_with_agents(tmp_path, {"node0": needs}, agents, terms) as nodes:
             with pytest.raises(error, match=problem):
                 await nodes["node0"].ready(60.0)
@@ -79,7 +75,7 @@ def test_machine_with_smaller_gpus_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("realsys.config.machine._present_gpus", lambda: 2)
     monkeypatch.setattr("realsys.launch.nodes.node_agent.gpu_bytes", lambda gpus: smallest_gpu(listed, gpus))
 
-    async def body(visible: str) -> None:
+    async def body(visible):
         monkeypatch.setenv(VISIBLE, visible)
         async with nodes_with_agents(tmp_path, {"node0": Needs(1, 1, 0, 79 << 30)}, ["hosta"]) as nodes:
             await nodes["node0"].ready(60.0)
@@ -93,7 +89,7 @@ def test_machine_with_smaller_gpus_is_refused(tmp_path, monkeypatch):
 def test_order_has_addresses_of_other_nodes(tmp_path):
     """It waits until the machine of the other node has joined: its address is not known before."""
 
-    async def body() -> None:
+    async def body():
         both = {"node0": NO_NEEDS, "node1": NO_NEEDS}
         async with nodes_with_agents(tmp_path, both, ["node1"]) as nodes:
             await nodes["node1"].ready(60.0)
@@ -114,7 +110,7 @@ def test_gpu_indexes_become_ids_of_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr("realsys.config.machine._present_gpus", lambda: 8)
     monkeypatch.setenv(VISIBLE, "4,5,6,7")
 
-    async def body() -> None:
+    async def body():
         async with nodes_with_agents(tmp_path, {"node0": Needs(1, 4, 0)}, ["hosta"]) as nodes:
             await nodes["node0"].ready(60.0)
             order = ProcessOrder((sys.executable, "-c", SHOW), {}, tmp_path / "log", 1 << 20, gpus=(1, 3))
@@ -124,12 +120,12 @@ def test_gpu_indexes_become_ids_of_the_machine(tmp_path, monkeypatch):
 
 
 def test_signal_to_a_spare_stops_the_run(tmp_path, monkeypatch):
-    async def body() -> None:
+    async def body():
         paths, signals, first = TrialPaths(tmp_path), NodeSignals(), NodeSignals()
         asked, heard = asyncio.Event(), asyncio.Event()
 
         class Heard(CoordinatorLease):
-            def renew(self, lease_s: float) -> None:
+            def renew(self, lease_s):
                 super().renew(lease_s)
                 if all(each.agent is not None and each.agent.joined for each in (signals, first)):
                     heard.set()
@@ -172,13 +168,11 @@ LARGE = Needs.of([Process((0, 1)), Process((7,)), Process()], gpu_memory=79 * _G
 SMALL = Needs.of([Process()], gpu_memory=79 * _GIB)
 
 
-def machine(
-    name: str, gpus: int = 8, cpus: int = 16, memory: int = 64 * _GIB, gpu_memory: int = 80 * _GIB
-) -> NodeDevices:
+def machine(name, gpus=8, cpus=16, memory=64 * _GIB, gpu_memory=80 * _GIB):
     return NodeDevices(name, cpus, memory, gpus, gpu_memory=gpu_memory)
 
 
-def two_nodes() -> Binding:
+def two_nodes():
     return Binding({"node0": LARGE, "node1": LARGE})
 
 
@@ -350,7 +344,7 @@ def test_file_stays_if_an_agent_does_not_end(tmp_path, monkeypatch, answer, stay
     monkeypatch.setattr(coordinator, "_END_S", 0.1 if answer is None else 30.0)
     paths = TrialPaths(tmp_path)
 
-    async def body() -> None:
+    async def body():
         async with open_nodes({"a": Needs(1, 0, 0)}, paths, Terms("127.0.0.1", 60.0, 60.0)) as nodes:
             agent = FakeAgent(paths)
             await agent.answer("Ping", agent.pong)
@@ -368,10 +362,9 @@ def test_agent_with_other_keys_cannot_join(tmp_path):
     """Also on loopback, where the other streams have no keys: orders are programs to start."""
     paths = TrialPaths(tmp_path)
 
-    async def body() -> None:
+    async def body():
         async with open_nodes({"a": Needs.of([])}, paths, Terms("127.0.0.1", 60.0, 60.0)) as nodes:
             address = orders.read_address(paths.coordinator)
-            assert address is not None
             server = ensure_keys(paths.keys).server_public
             own = CurveKeys.generate()
             stranger = CurveKeys(server, own.server_secret, own.client_public, own.client_secret)
@@ -388,7 +381,7 @@ def test_agent_with_other_keys_cannot_join(tmp_path):
 
 
 def test_local_node_needs_no_socket(tmp_path):
-    async def body() -> None:
+    async def body():
         async with open_nodes(
             {"this machine": Needs.of([])}, TrialPaths(tmp_path), Terms("127.0.0.1", 60.0, 60.0)
         ) as nodes:
@@ -410,7 +403,7 @@ def test_unreadable_agent_is_lost_after_its_lease(tmp_path, monkeypatch, what):
     """It does not know that it was given up: until its lease is over its processes live (`agent-ends-first`)."""
     monkeypatch.setattr(orders, "KILL_MARGIN_S", MARGIN_S)
 
-    async def body() -> Exit:
+    async def body():
         paths, ended = TrialPaths(tmp_path), asyncio.get_running_loop().create_future()
         async with open_nodes({"a": Needs(1, 0, 0)}, paths, Terms("127.0.0.1", LEASE_S, 60.0)) as nodes:
             agent = FakeAgent(paths)
@@ -435,7 +428,7 @@ def test_unreadable_agent_is_lost_after_its_lease(tmp_path, monkeypatch, what):
 def test_agent_joins_again_after_an_unreadable_order(tmp_path):
     """Without its process, whose end it does not report: the process is lost with the node."""
 
-    async def body() -> int:
+    async def body():
         paths = TrialPaths(tmp_path)
         coordinator = FakeCoordinator(paths)
         agent = asyncio.create_task(serve(paths, NAME, 60.0, NodeSignals()))
@@ -463,7 +456,7 @@ def test_agent_joins_again_after_an_unreadable_order(tmp_path):
 def test_unreadable_first_order_ends_the_run(tmp_path):
     """A coordinator of another realsys: to join again would not help."""
 
-    async def body() -> int:
+    async def body():
         paths = TrialPaths(tmp_path)
         coordinator = FakeCoordinator(paths)
         agent = asyncio.create_task(serve(paths, NAME, 60.0, NodeSignals()))

@@ -76,7 +76,7 @@ def test_value_with_a_space_is_quoted():
         assert f"#SBATCH {line}\n" in text
 
 
-def run_script(tmp_path: Path, program: str) -> tuple[int, str]:
+def run_script(tmp_path, program):
     """Run a batch script whose run is ``program``, with stand-ins for SLURM; returns its exit code and its requeues."""
     (tmp_path / "job.sh").write_text(
         render(Config(cluster=CLUSTERS["plain"]), Job(["bash", "-c", program], tmp_path, tmp_path / "o"))
@@ -106,7 +106,7 @@ def test_failure_requeues_only_after_a_lost_node(code, requeued, tmp_path):
     assert (ended, calls) == ((138, "requeue 7\n") if requeued else (code, ""))
 
 
-def srun(container: ContainerConfig, *, keep_script: bool = False) -> list[str]:
+def srun(container, *, keep_script=False):
     config = Config(cluster=ClusterConfig(nodes=2, spare_nodes=1, slurm=SlurmConfig(srun=["--x"], container=container)))
     command = srun_command(
         config, SlurmAllocation("7", ["a", "b", "c"], cpus=16), ["/lost", "env", "A=b", "python", "agent"], Path("/t%")
@@ -150,7 +150,7 @@ def test_dry_run_shows_every_script():
     assert "REALSYS_SHIELDED" in text and "scontrol requeue" in text
 
 
-def run_agent(tmp_path: Path, code: int) -> Path:
+def run_agent(tmp_path, code):
     """Run agent.sh with an agent that exits with ``code``, without a program of SLURM; returns its file."""
     file, words = tmp_path / "lost", srun(ContainerConfig(image="r#i:1", runtime="pyxis"), keep_script=True)
     script = words[words.index("-c") + 1]
@@ -227,7 +227,7 @@ def test_own_cluster_needs_no_more_than_a_name():
 # ---- Settings of a job that SLURM, or the batch script, could not take
 
 
-def checked(slurm: SlurmConfig, nodes: int = 1) -> None:
+def checked(slurm, nodes=1):
     check_slurm(Config(cluster=ClusterConfig(nodes=nodes, slurm=slurm)))
 
 

@@ -1,7 +1,6 @@
 """Output of SLURM's programs as it is read."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ JobId=2 HetJobOffset=1 JobState=COMPLETING Reason=None ExitCode=0:9 StartTime=Un
 
 @pytest.fixture(autouse=True)
 def programs(monkeypatch):
-    def call(command: Sequence[str]) -> str:
+    def call(command):
         return SQUEUE if command[0] == "squeue" else SCONTROL
 
     monkeypatch.setattr(client, "_call", call)
@@ -50,7 +49,7 @@ def test_machine_without_the_programs_has_no_slurm(monkeypatch):
 def test_refused_partition_names_its_field(refused, field, monkeypatch):
     """Newer versions of sbatch name the partition."""
 
-    def call(command: Sequence[str]) -> str:
+    def call(command):
         if command[0] == "sinfo":
             return "cpu gpus"
         shown = f"specified: {refused}; Batch job" if refused else "name"

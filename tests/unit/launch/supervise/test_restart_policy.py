@@ -13,7 +13,7 @@ from realsys.cluster.aio import full_disk
 from realsys.cluster.children.child_process import HEALTHY_AFTER_S
 from realsys.cluster.failure import ErrorRecord
 from realsys.errors import ConfigError, WaitTimeout
-from realsys.launch.nodes.orders import OnExit, Process, ProcessId, ProcessOrder, SupervisedNode
+from realsys.launch.nodes.orders import ProcessId, SupervisedNode
 from realsys.launch.supervise import stop_request
 from realsys.launch.supervise.failures import (
     before,
@@ -48,23 +48,14 @@ from tests.support.processes.supervised import FOREVER, Trial
 KEY_ERROR = ("KeyError", "/mine/loss.py:7")
 
 
-def failure(
-    pid: int,
-    *,
-    checkpoint: int = NO_CHECKPOINT,
-    ran_s: float = 1.0,
-    who: str = "trainer",
-    permanent: bool = False,
-    defect: tuple[str, ...] = (),
-    spare: bool = False,
-) -> Failure:
+def failure(pid, *, checkpoint=NO_CHECKPOINT, ran_s=1.0, who="trainer", permanent=False, defect=(), spare=False):
     process = ProcessId("host", pid)
     death = Death(f"model_worker/{pid}", process, 1, float(pid), Path("/nowhere.log"))
     cause = Cause(death.name, process, death.time, death.how, "", death.log, defect=defect)
     return Failure(who, [death], frozenset({process}), ran_s, cause, permanent, checkpoint, spare)
 
 
-def numbers(policy: RestartPolicy, failures: list[Failure]) -> list[int | None]:
+def numbers(policy, failures):
     """Which restart in a row each failure gets, None for the end."""
     decisions = [policy.decide(each) for each in failures]
     return [decision.number if isinstance(decision, Restart) else None for decision in decisions]
@@ -166,11 +157,11 @@ def test_worker_is_spare_beside_steady_ones(others_s, min_share, expected):
 # ---- The first failure, and the error in its log
 
 
-def record(when: float, kind: str, index: int, pid: int, message: str) -> ErrorRecord:
+def record(when, kind, index, pid, message):
     return ErrorRecord(when, kind, index, pid, "host", "ValueError", message, "")
 
 
-def death(pid: int, when: float, name: str = "model_worker/0", code: int = 1) -> Death:
+def death(pid, when, name="model_worker/0", code=1):
     return Death(name, ProcessId("host", pid), code, when, Path("/nowhere.log"))
 
 
@@ -179,7 +170,6 @@ def test_first_failure_is_the_earliest_error(tmp_path):
     outcome = TrialOutcome("failed", "", deaths=[death(10, 5.0)])
     errors = [record(4.5, "model_worker", 0, 10, "lost its peer"), record(4.0, "model_worker", 1, 11, "the cause")]
     failure = first_failure(outcome, errors, tmp_path)
-    assert failure is not None
     assert failure.process == "model_worker/1" and "the cause" in failure.problem
     assert failure.log_tail[-1] == "line 39" and len(failure.log_tail) == 15
 
@@ -193,7 +183,6 @@ def test_first_failure_is_not_a_recovered_one():
 def test_earlier_death_without_error_file_counts():
     outcome = TrialOutcome("failed", "", deaths=[death(10, 5.0, code=-9)])
     failure = first_failure(outcome, [record(6.0, "master_worker", 0, 12, "connection lost")], Path("/nowhere"))
-    assert failure is not None
     assert failure.problem == "was killed by SIGKILL (out of memory?)"
 
 
@@ -338,7 +327,6 @@ def test_no_line_of_two_writers_is_lost(tmp_path):
         process = subprocess.Popen(
             [sys.executable, "-c", OUTER], stdin=subprocess.PIPE, stdout=file, stderr=file, text=True
         )
-    assert process.stdin is not None
     with process:
         for number in range(3):
             process.stdin.write(f"{number}\n")
@@ -382,7 +370,7 @@ def test_logs_are_bounded_although_one_cannot_be(tmp_path):
         log.write_bytes(b"x" * 100)
     before(bad).mkdir()
 
-    async def body() -> None:
+    async def body():
         task = asyncio.create_task(keep_bounded({bad: 10, good: 10}))
         async with asyncio.timeout(30):
             while not before(good).exists() or good.stat().st_size:  # noqa: ASYNC110
@@ -414,26 +402,26 @@ def test_last_words_of_the_first_death_are_kept(tmp_path):
 class Machine(SupervisedNode):
     """A node whose wait ends with ``error``."""
 
-    def __init__(self, error: Exception | None) -> None:
+    def __init__(self, error):
         super().__init__()
         self._error = error
 
-    async def ready(self, timeout_s: float) -> None:
+    async def ready(self, timeout_s):
         if self._error is not None:
             raise self._error
 
-    def start(self, order: ProcessOrder, on_exit: OnExit) -> Process:
+    def start(self, order, on_exit):
         raise AssertionError("nothing may be started before all machines are there")
 
-    async def end(self, timeout_s: float) -> list[str]:
+    async def end(self, timeout_s):
         return []
 
 
-def start(**errors: Exception | None) -> TrialOutcome:
+def start(**errors):
     """Return the end of a run on one node for each name."""
     nodes = {name: Machine(error) for name, error in errors.items()}
 
-    async def body() -> TrialOutcome:
+    async def body():
         return await Supervisor([], Bounds(1.0, 1.0, 2, join_s=20.0), Hooks(say=lambda *_: None), nodes).run()
 
     return asyncio.run(body())
@@ -473,7 +461,7 @@ def test_request_is_taken_once(tmp_path):
 def test_launcher_hears_a_request(tmp_path, monkeypatch):
     monkeypatch.setattr(stop_request, "_LOOK_S", 0.01)
 
-    async def body() -> str:
+    async def body():
         heard: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         watching = asyncio.create_task(watch_requests(tmp_path / "stop", heard.set_result))
         ask_to_stop(tmp_path / "stop")

@@ -9,9 +9,7 @@ import pytest
 
 from realsys.cluster.failure import ErrorRecord
 from realsys.errors import WaitTimeout
-from realsys.launch.process_plan import ProcessSpec
 from realsys.launch.supervise.failures import first_failure
-from realsys.launch.supervise.supervisor import Supervisor
 from tests.support.processes.supervised import FOREVER, READY, STUBBORN, log, stop, waits_for
 
 pytestmark = pytest.mark.processes
@@ -50,7 +48,7 @@ def test_stop_waits_for_a_master_that_progresses(trial):
     master = waits_for("SIGTERM") + f"import time\nwhile not os.path.exists({str(done)!r}): time.sleep(0.01)"
     looks = iter(range(1, 100))
 
-    def stopping() -> tuple[str, int]:
+    def stopping():
         if (look := next(looks)) == 4:
             done.touch()
         return f"saving step 7\n{look}", 0
@@ -75,7 +73,7 @@ def test_name_store_starts_first_and_stops_last(trial):
         "signal.signal(signal.SIGTERM, ended); out.write('start ' + sys.argv[2] + chr(10)); ready(); signal.pause()"
     )
 
-    async def answers(spec: ProcessSpec, host: str) -> None:
+    async def answers(spec, host):
         assert spec.name == "name_store/0" and not (trial.folder / "gserver_manager-0.log").exists()
         while not order.exists() or "start name_store/0" not in order.read_text():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -96,7 +94,7 @@ def test_name_store_starts_first_and_stops_last(trial):
 
 
 def test_silent_name_store_ends_the_run(trial):
-    async def silent(spec: ProcessSpec, host: str) -> None:
+    async def silent(spec, host):
         raise WaitTimeout("etcd at 127.0.0.1:1 did not answer within 1 s")
 
     specs = [trial.spec("name_store", 0, FOREVER), trial.spec("master_worker", 0, FOREVER)]
@@ -108,7 +106,7 @@ def test_silent_name_store_ends_the_run(trial):
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_wait_for_name_store(trial, signum):
-    async def interrupted(spec: ProcessSpec, host: str) -> None:
+    async def interrupted(spec, host):
         os.kill(os.getpid(), signum)
         await asyncio.Event().wait()
 
@@ -121,7 +119,7 @@ def test_signal_ends_the_wait_for_name_store(trial, signum):
 def test_second_signal_ends_the_wait_for_name_store(trial):
     waiting = asyncio.Event()
 
-    async def silent(spec: ProcessSpec, host: str) -> None:
+    async def silent(spec, host):
         waiting.set()
         await asyncio.Event().wait()
 
@@ -142,7 +140,7 @@ SHOW = READY + "print(os.environ.get('REALSYS_TRAINING_START'), os.getpid(), flu
 SHOWN = SHOW + "ready(); signal.pause()"
 
 
-def at_second_start(then: str) -> str:
+def at_second_start(then):
     """Reports only when it has been started a second time; ``then`` is what it does at the first."""
     return SHOW + f"if os.environ['REALSYS_TRAINING_START'] == '1':\n    {then}\nready(); signal.pause()"
 
@@ -231,7 +229,7 @@ def test_new_checkpoint_gives_trainer_budget_back(trial):
     assert [note.split("restart ")[1].split()[0] for note in trial.notes] == ["1/2", "2/2", "1/2", "2/2", "1/2"]
 
 
-def bad_input(pid: int) -> ErrorRecord:
+def bad_input(pid):
     return ErrorRecord(1.0, "model_worker", 0, pid, socket.gethostname(), "DataError", "line 3", "", exit_code=2)
 
 
@@ -242,7 +240,7 @@ def test_permanent_failure_of_a_peer_ends_run(trial):
     rank = waits_for("SIGUSR1") + f"open({str(said)!r}, 'w').write(str(os.getpid()))\n"
     rank += f"os.kill(int(open({str(master)!r}).read()), signal.SIGUSR1); os._exit(2)"
 
-    def fail(supervisor: Supervisor) -> None:
+    def fail(supervisor):
         master.write_text(str(supervisor.running()["master_worker/0"]))
         os.kill(supervisor.running()["model_worker/0"], signal.SIGUSR1)
 

@@ -16,7 +16,7 @@ import pytest
 from realsys.cluster.failure import ErrorRecord
 from realsys.launch.process_plan import ProcessSpec
 from realsys.launch.supervise.supervisor import Supervisor
-from tests.support.processes.supervised import FOREVER, READY, STUBBORN, Trial, stop, waits_for
+from tests.support.processes.supervised import FOREVER, READY, STUBBORN, stop, waits_for
 
 pytestmark = pytest.mark.processes
 
@@ -62,7 +62,7 @@ def test_parts_of_a_server_restart_together(trial):
     second = replace(trial.spec("generation_server", 0, crash), nodes=2, node_rank=1, log=trial.folder / "part.log")
     pids: list[int] = []
 
-    async def restarted(supervisor: Supervisor) -> None:
+    async def restarted(supervisor):
         pids.append(supervisor.running()["generation_server/0"])
         for _ in range(3):  # the other part, and both parts again
             await trial.ready("generation_server/0")
@@ -101,15 +101,14 @@ def test_run_continues_without_one_bad_worker(trial, kind, min_share, status):
     bad = bad.replace("signal.sigwait", f"open({str(flag)!r}, 'w'); first and signal.sigwait") + "raise SystemExit(4)"
     supervisors: list[Supervisor] = []
 
-    def began(supervisor: Supervisor) -> None:
+    def began(supervisor):
         supervisors.append(supervisor)
         good = next(child for child in supervisor._of_kind(kind) if child.spec.name == f"{kind}/0")
-        assert good.process is not None
         good.process.started -= 3600.0  # it outlives any start of the other one, however slow the machine
         os.kill(supervisor.running()[f"{kind}/1"], signal.SIGUSR1)
 
     class Notes(list[str]):
-        def append(self, note: str) -> None:
+        def append(self, note):
             super().append(note)
             if "given up" in note:
                 os.kill(supervisors[0].running()["master_worker/0"], signal.SIGUSR1)
@@ -134,7 +133,7 @@ def test_worker_with_bad_input_is_not_restarted(trial):
     assert outcome.reason == "generation_server/0 exited with code 1"
 
 
-def records_of(trial: Trial, exit_code: int) -> list[ErrorRecord]:
+def records_of(trial, exit_code):
     """An error file of each process that printed its pid."""
     pids = [int(line) for path in trial.folder.glob("*.log") for line in path.read_text().split() if line.isdigit()]
     return [
@@ -161,7 +160,7 @@ def test_restarts_wait_for_room_on_a_full_disk(trial):
     room = trial.folder / "room"
     asked: list[str] = []
 
-    def no_room() -> str:
+    def no_room():
         if len(asked) == 3:
             room.touch()
         asked.append("no room" * (not room.exists()))
@@ -228,7 +227,7 @@ def test_restarted_worker_does_not_end_the_run(trial):
 def test_child_that_ignores_sigterm_is_killed(trial):
     began: list[float] = []
 
-    def stop_and_note(supervisor: Supervisor) -> None:
+    def stop_and_note(supervisor):
         began.append(time.monotonic())
         stop(supervisor)
 
@@ -293,7 +292,7 @@ def test_second_sigterm_does_not_hurry_the_stop(trial):
     slow = READY + "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), os._exit(7)))\n"
     slow = "import time\n" + slow + "ready()\nwhile True: signal.pause()"
 
-    def twice(supervisor: Supervisor) -> None:
+    def twice(supervisor):
         for _ in range(2):
             supervisor.interrupt(signal.SIGTERM)
 
@@ -318,7 +317,7 @@ def test_ctrl_c_stops_a_background_run(trial):
 def test_ignored_hang_up_stays_ignored(trial):
     """nohup: the terminal goes, the run stays."""
 
-    def hang_up(supervisor: Supervisor) -> None:
+    def hang_up(supervisor):
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -354,7 +353,7 @@ def test_stateless_worker_is_restarted_for_any_exit_code(trial, code):
 
 
 def test_process_without_pidfd_is_not_left_behind(trial, monkeypatch):
-    def too_many(pid: int, flags: int = 0) -> int:
+    def too_many(pid, flags=0):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(os, "pidfd_open", too_many)
@@ -366,7 +365,7 @@ def test_process_without_pidfd_is_not_left_behind(trial, monkeypatch):
 # ---- the launcher itself fails
 
 
-def no_space(*_: object) -> int:
+def no_space(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -392,7 +391,7 @@ def test_unreadable_checkpoints_end_the_run(trial):
 
 
 def test_exception_at_the_start_ends_the_run(trial):
-    async def broken(spec: ProcessSpec, host: str) -> None:
+    async def broken(spec, host):
         raise ValueError("no such thing")
 
     outcome = trial.run(trial.spec("name_store", 0, FOREVER), name_store_ready=broken)

@@ -2,13 +2,12 @@
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
 from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.events import RolledBack
-from realsys.manager.ledger.pinned_evaluations import Evaluation, Evaluations
+from realsys.manager.ledger.pinned_evaluations import Evaluations
 from realsys.manager.messages import AllocateRequest, Answer, EvaluateRequest, FinishRequest
 from realsys.types import Ticket
 from tests.support.ledger.fingerprints import KEY, evaluations_key
@@ -30,14 +29,14 @@ class Evaluated(World):
 
     # -- what must always hold -----------------------------------------------------------------------------------------
 
-    def key(self) -> bytes:
+    def key(self):
         parts = (sorted(self.problems), self.asked_at, self.answers, evaluations_key(self.manager.evaluations))
         return super().key() + KEY.digest(parts)
 
-    def _fields(self) -> dict[str, Any]:
+    def _fields(self):
         return {name: value for name, value in super()._fields().items() if name != "problems"}
 
-    def check(self) -> None:
+    def check(self):
         super().check()
         evaluation = self._evaluation()
         assert (evaluation is None) == (self.asked_at < 0), "forgotten, or remembered, against what was asked"
@@ -50,19 +49,19 @@ class Evaluated(World):
         again.restore_from([self.manager.snapshot(0.0)])
         assert again.evaluations.snapshot() == self.manager.evaluations.snapshot(), "a snapshot leads elsewhere"
 
-    def is_final(self) -> bool:
+    def is_final(self):
         evaluation = self._evaluation()
         return self.phase == "stuck" or (self.phase == "done" and (evaluation is None or evaluation.is_finished))
 
-    def _evaluation(self) -> Evaluation | None:
+    def _evaluation(self):
         return self.manager.evaluations.by_id.get(NAME)
 
-    def _runs(self) -> list[Any]:
+    def _runs(self):
         return list(self.manager.evaluations.running.values())
 
     # -- what can happen -----------------------------------------------------------------------------------------------
 
-    def enabled(self) -> list[Act]:
+    def enabled(self):
         acts = super().enabled()
         evaluation = self._evaluation()
         if self.phase == "idle" and self.version == 1 and evaluation is None:
@@ -82,38 +81,38 @@ class Evaluated(World):
         ]
         return list(dict.fromkeys(acts))
 
-    def _asks_for_evaluation(self) -> None:
+    def _asks_for_evaluation(self):
         request = EvaluateRequest(NAME, "eval", 1, 0, self._incarnation())
         assert self.manager.evaluate(request, 0.0).total == 1
         before = len(self.manager.outbox)
         assert self.manager.evaluate(request, 0.0).total == 1 and len(self.manager.outbox) == before
         self.asked_at, self.answers = self.version, 0
 
-    def _takes_problem(self, worker: str) -> None:
+    def _takes_problem(self, worker):
         (ticket,) = self.manager.allocate(AllocateRequest(worker, 1, request_id=""), 0.0).tickets
         assert ticket.kind == "eval" and ticket.version >= self.asked_at >= 0
         self.problems[ticket.ticket_id, ticket.attempt] = (ticket, worker)
 
-    def _answers_problem(self, ticket_id: str, attempt: int) -> None:
+    def _answers_problem(self, ticket_id, attempt):
         version = self.problems[ticket_id, attempt][0].version
         self._finish_problem(ticket_id, attempt, [Answer(1.0, True, 1, "stop", version, version)])
 
-    def _problem_answered_twice(self, ticket_id: str, attempt: int) -> None:
+    def _problem_answered_twice(self, ticket_id, attempt):
         held = self.problems[ticket_id, attempt]
         self._answers_problem(ticket_id, attempt)
         self.problems[ticket_id, attempt] = held  # the call is repeated later
 
-    def _problem_fails(self, ticket_id: str, attempt: int) -> None:
+    def _problem_fails(self, ticket_id, attempt):
         self._finish_problem(ticket_id, attempt, [])
 
-    def _finish_problem(self, ticket_id: str, attempt: int, answers: list[Answer]) -> None:
+    def _finish_problem(self, ticket_id, attempt, answers):
         _, worker = self.problems.pop((ticket_id, attempt))
         runs = any((p.ticket_id, p.ticket.attempt) == (ticket_id, attempt) for p in self._runs())
         request = FinishRequest(ticket_id, attempt, worker, "accepted" if answers else "failed", "", answers)
         assert self.manager.finish(request, 0.0).known == runs
         self.answers += bool(answers) and runs
 
-    def _problem_lapses(self, ticket_id: str, attempt: int) -> None:
+    def _problem_lapses(self, ticket_id, attempt):
         for ticket in self._running():
             ticket.news_at = 2 * LEASE_S
         assert self.manager.expire(2 * LEASE_S) == [ticket_id]
@@ -122,21 +121,21 @@ class Evaluated(World):
 
     # -- what happens to training, and the evaluation with it ----------------------------------------------------------
 
-    def _lapse(self, ticket_id: str) -> None:
+    def _lapse(self, ticket_id):
         for problem in self._runs():
             problem.news_at = 2 * LEASE_S
         super()._lapse(ticket_id)
         for problem in self._runs():
             problem.news_at = 0.0
 
-    def _dies(self, worker: str) -> None:
+    def _dies(self, worker):
         super()._dies(worker)
         self.problems = {key: held for key, held in self.problems.items() if held[1] != worker}
 
-    def _observe_workers(self) -> list[str]:
+    def _observe_workers(self):
         return [ticket_id for ticket_id in super()._observe_workers() if ticket_id in self.truth]
 
-    def _master_starts(self) -> None:
+    def _master_starts(self):
         before = self._evaluation()
         super()._master_starts()
         kept = before is not None and before.is_finished and before.newest_version <= self.version
@@ -164,16 +163,16 @@ def test_evaluation_ends_once_in_every_history(chosen):
     assert chosen.kinds | {"answers_problem", "asks_for_evaluation"} <= found.actions.keys()
 
 
-def never_forgotten(apply: Any, evaluations: Evaluations, event: Any) -> None:
+def never_forgotten(apply, evaluations, event):
     if not isinstance(event, RolledBack):
         apply(evaluations, event)
 
 
-def none_found(*_: Any) -> list[Any]:
+def none_found(*_):
     return []
 
 
-def any_problem(running_attempt: Any, evaluations: Evaluations, ticket_id: str, attempt: int) -> Any:
+def any_problem(running_attempt, evaluations, ticket_id, attempt):
     return evaluations.running.get(ticket_id)
 
 

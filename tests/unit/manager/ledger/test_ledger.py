@@ -27,17 +27,17 @@ from realsys.manager.ledger.staleness import StalenessBound
 from realsys.manager.ledger.ticket_history import PromptRates
 
 
-def make(*, size: int = 10, epochs: int = 0, max_attempts: int = 3) -> Ledger:
+def make(*, size=10, epochs=0, max_attempts=3):
     return Ledger(PromptOrder(seed=1, size=size, epochs=epochs), max_attempts)
 
 
-def grant(ledger: Ledger, worker: str = "w", now: float = 0.0) -> Granted:
+def grant(ledger, worker="w", now=0.0):
     event = ledger.grant(worker, "1", 0, now)
     assert event is not None
     return event
 
 
-def train(ledger: Ledger, version: int, tickets: list[str], now: float = 1.0) -> Trained | None:
+def train(ledger, version, tickets, now=1.0):
     """Claim and train, as the trainer does."""
     assert ledger.claim(version, tickets, now)[1] == []
     return ledger.trained(version, version, tickets, now)
@@ -145,7 +145,7 @@ def test_data_position_lists_granted_untrained_prompts():
     assert (position.cursor, position.prompts, position.seed) == (6, 10, 1)
 
 
-def resume(ledger: Ledger, **changes: object) -> None:
+def resume(ledger, **changes):
     event = {"checkpoint": "/c", "step": 3, "groups": 12, "cursor": 14, "pending": [8, 2], "time": 0.0} | changes
     ledger.apply(Resumed(**event))  # type: ignore[arg-type]
 
@@ -232,28 +232,28 @@ SIZE = 8
 class Trial:
     """A ledger of SIZE prompts with its journal. ``play`` grants a ticket and finishes it."""
 
-    def __init__(self, curriculum: Curriculum | None = MIDDLE, *, size: int = SIZE, epochs: int = 0) -> None:
+    def __init__(self, curriculum=MIDDLE, *, size=SIZE, epochs=0):
         self.curriculum, self.order = curriculum, PromptOrder(1, size, epochs)
         self.ledger = self.fresh()
         self.journal: list[TicketEvent] = []
         bounds = (curriculum.low, curriculum.high, curriculum.floor) if curriculum else None
         self.keep(self.ledger.bind(Opened(size, 1, 1000, 4, "train", 4, 0.0, curriculum=bounds)))
 
-    def fresh(self) -> Ledger:
+    def fresh(self):
         return Ledger(self.order, 3, self.curriculum)
 
-    def keep(self, event: TicketEvent | None) -> None:
+    def keep(self, event):
         if event is not None:
             self.journal.append(event)
 
-    def grant(self) -> Granted | None:
+    def grant(self):
         exhausted = self.ledger.exhausted
         granted = self.ledger.grant("w", "1", 0, 0.0)
         assert exhausted == (granted is None)
         self.keep(granted)
         return granted
 
-    def play(self, correct: int, outcome: str = "accepted") -> int | None:
+    def play(self, correct, outcome="accepted"):
         granted = self.grant()
         if granted is None:
             return None
@@ -269,7 +269,6 @@ def test_prompts_outside_the_target_come_less_often():
     counts: Counter[int] = Counter()
     for _ in range(4000):
         granted = trial.grant()
-        assert granted is not None
         counts[granted.prompt_index] += 1
         correct = 4 if granted.prompt_index < 2 else 2
         trial.keep(trial.ledger.finish(granted.ticket_id, 0, "accepted", "", 1.0, (0, 0), (correct, 4))[1])

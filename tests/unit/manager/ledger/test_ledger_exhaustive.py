@@ -12,8 +12,6 @@ do to them (``tests.support.ledger.ledger_actions``): ``faults`` things go wrong
 """
 
 import os
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
@@ -82,47 +80,47 @@ def test_batch_that_cannot_fill_ends_by_name():
 # -- seeded defects: the exploration must find each of them
 
 
-def instead(owner: type, name: str, new: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+def instead(owner, name, new):
     """``new`` is called with the method that it replaces, and its arguments."""
     old = getattr(owner, name)
     return lambda patch: patch.setattr(owner, name, lambda *args, **kwargs: new(old, *args, **kwargs))
 
 
-def nothing(*_: Any, **__: Any) -> None: ...
+def nothing(*_, **__): ...
 
 
-def none_found(*_: Any) -> list[Any]:
+def none_found(*_):
     return []
 
 
-def any_attempt(finish: Any, ledger: Ledger, ticket_id: str, attempt: int, *rest: Any) -> Any:
+def any_attempt(finish, ledger, ticket_id, attempt, *rest):
     ticket = ledger.open.get(ticket_id)
     return finish(ledger, ticket_id, ticket.attempt if ticket else attempt, *rest)
 
 
-def counted_twice(apply: Any, ledger: Ledger, event: Any) -> None:
+def counted_twice(apply, ledger, event):
     apply(ledger, event)
     ledger.counts.open["finished"] += event.outcome == "accepted"
 
 
-def kept(apply: Any, ledger: Ledger, event: Any) -> None:
+def kept(apply, ledger, event):
     """A group that is filtered out keeps its place."""
     filtered = event.outcome == "filtered"
     apply(ledger, msgspec.structs.replace(event, outcome="accepted") if filtered else event)
 
 
-def one_more(oldest_weights: Any, bound: StalenessBound, n: int) -> Any:
+def one_more(oldest_weights, bound, n):
     return oldest_weights(bound, n - 1)
 
 
-def no_record(lose: Any, state: ManagerState, *args: Any) -> Any:
+def no_record(lose, state, *args):
     before = list(state.outbox)
     lost = lose(state, *args)
     state.outbox = before
     return lost
 
 
-def keeps_the_finished(apply: Any, ledger: Ledger, event: Any) -> None:
+def keeps_the_finished(apply, ledger, event):
     finished = {name: ticket for name, ticket in ledger.open.items() if ticket.state == "finished"}
     for name in finished:
         del ledger.open[name]
@@ -130,39 +128,39 @@ def keeps_the_finished(apply: Any, ledger: Ledger, event: Any) -> None:
     ledger.open |= finished
 
 
-def first_attempts(never_arrived: Any, ledger: Ledger, held: Any, *rest: Any) -> Any:
+def first_attempts(never_arrived, ledger, held, *rest):
     """A group that is held in an older attempt than the one that finished counts as missing."""
     return never_arrived(ledger, {t for t in held if t in ledger.open and ledger.open[t].attempt == 0}, *rest)
 
 
-def forgets(add: Any, buffer: SequenceBuffer, samples: Any) -> Any:
+def forgets(add, buffer, samples):
     """Discard the groups in training."""
     for sample in samples:
         buffer._training.pop(sample.ticket_id, None)
     return add(buffer, samples)
 
 
-def any_claim(claim: Any, ledger: Ledger, version: int, tickets: Any, *rest: Any) -> Any:
+def any_claim(claim, ledger, version, tickets, *rest):
     return claim(ledger, version, [ticket for ticket in tickets if ticket in ledger.open], *rest)
 
 
-def not_kept(claim: Any, ledger: Ledger, *args: Any) -> Any:
+def not_kept(claim, ledger, *args):
     return None, []
 
 
-def claimed_too(lose: Any, ledger: Ledger, *args: Any) -> Any:
+def claimed_too(lose, ledger, *args):
     for ticket in ledger.open.values():
         if ticket.state == "claimed":
             ledger._move(ticket, "running")
     return lose(ledger, *args)
 
 
-def never_synced(commit: Any, world: WorldState, before: bytes) -> None:
+def never_synced(commit, world, before):
     world.syncs = False
     commit(world, before)
 
 
-def any_side(publish: Any, servers: ServerRegistry, published: Any) -> Any:
+def any_side(publish, servers, published):
     servers.trainer_incarnation = ""
     return publish(servers, published)
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 import random
 import stat
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -43,7 +42,7 @@ EVENTS: list[Event] = [
 ]
 
 
-def written(path: Path, events: list[Event] = EVENTS) -> bytes:
+def written(path, events=EVENTS):
     with Journal(path) as journal:
         journal.append(events)
     return path.read_bytes()
@@ -107,7 +106,7 @@ def test_no_record_follows_a_failed_write(tmp_path, monkeypatch, written_bytes):
     """The disk has room again before the process has ended: what comes now must not follow a hole or half a line."""
     path, write = tmp_path / "ledger.jsonl", os.write
 
-    def full(fd: int, data: bytes) -> int:
+    def full(fd, data):
         if not written_bytes:
             raise OSError(28, "No space left on device")
         return write(fd, data[:written_bytes])
@@ -164,7 +163,7 @@ def test_append_after_close_says_what_is_wrong(tmp_path):
 # ---- Compaction of the ledger's file: same state, one writer, nothing that was promised is lost, whatever goes wrong
 
 
-def history(seed: int, length: int = 300) -> tuple[Ledger, list[Event]]:
+def history(seed, length=300):
     """A random life of a ledger, event by event."""
     rng, ledger, events = random.Random(seed), Ledger(PromptOrder(seed, 40), 2), []
     opened = ledger.bind(Opened(40, seed, 4, 9, "drop", 2, 0.0))
@@ -200,14 +199,14 @@ def history(seed: int, length: int = 300) -> tuple[Ledger, list[Event]]:
     return ledger, [event for event in events if event is not None]
 
 
-def replay(path: Path) -> Ledger:
+def replay(path):
     ledger = Ledger(PromptOrder(0, 40), 2)
     for event, _ in read_journal(path):
         ledger.apply(event)  # type: ignore[arg-type]
     return ledger
 
 
-def state_of(ledger: Ledger) -> Snapshot:
+def state_of(ledger):
     return ledger.snapshot(0.0, [], {})
 
 
@@ -234,13 +233,13 @@ def test_records_appended_during_compaction_keep_order(tmp_path, monkeypatch):
     path, ledger = tmp_path / "ledger.jsonl", Ledger(PromptOrder(1, 40), 2)
     journal = Journal(path)
 
-    def grant() -> None:
+    def grant():
         event = ledger.grant("w", "1", 0, 0.0)
         assert event is not None
         journal.append([event])
 
-    def during(real: object) -> object:
-        def wrapped(*args: object) -> object:
+    def during(real):
+        def wrapped(*args):
             asyncio.run_coroutine_threadsafe(asyncio.to_thread(lambda: None), loop).result(60)
             loop.call_soon_threadsafe(grant)
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(60)
@@ -248,7 +247,7 @@ def test_records_appended_during_compaction_keep_order(tmp_path, monkeypatch):
 
         return wrapped
 
-    async def main() -> None:
+    async def main():
         nonlocal loop
         loop = asyncio.get_running_loop()
         assert await Compactor(journal, 1).compact(lambda: ledger.snapshot(0.0, [], {}))
@@ -277,7 +276,7 @@ def test_full_disk_leaves_journal_unchanged(tmp_path, monkeypatch, where):
     before, descriptors = path.read_bytes(), len(os.listdir("/proc/self/fd"))
     compactor = Compactor(journal, 1000)
 
-    def full(*given: object) -> None:
+    def full(*given):
         if where == "sync":
             os.close(given[0])  # type: ignore[arg-type]
         raise OSError(28, "No space left on device")
@@ -302,7 +301,7 @@ def test_sync_error_of_journal_is_no_failed_compaction(tmp_path, monkeypatch):
     with Journal(tmp_path / "ledger.jsonl") as journal:
         journal.append(events)
 
-        def broken() -> None:
+        def broken():
             raise LedgerError("cannot sync")
 
         monkeypatch.setattr(journal, "sync", broken)
@@ -315,7 +314,7 @@ def test_writer_without_lease_does_not_exchange_files(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger, events = history(3)
 
-    def fenced() -> None:
+    def fenced():
         raise Fenced("this worker has lost its lease")
 
     with Journal(path) as journal:
@@ -330,7 +329,7 @@ def test_sync_after_exchange_syncs_the_directory(tmp_path, monkeypatch):
     ledger, events = history(3)
     fsync, folders = os.fsync, list[bool]()
 
-    def seen(fd: int) -> None:
+    def seen(fd):
         folders.append(stat.S_ISDIR(os.fstat(fd).st_mode))
         fsync(fd)
 
@@ -364,7 +363,7 @@ def test_a_compaction_that_is_cancelled_leaves_nothing_behind(tmp_path):
     journal.append(events)
     descriptors = len(os.listdir("/proc/self/fd"))
 
-    async def main() -> None:
+    async def main():
         task = asyncio.create_task(Compactor(journal, 1).compact(lambda: state_of(ledger)))
         await asyncio.sleep(0)  # it has begun to write
         task.cancel()

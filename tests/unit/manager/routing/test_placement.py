@@ -33,7 +33,7 @@ from tests.support.ledger.state_explorer import Canonical, Copier, Violation, ex
 REQUEST = RouteRequest("t", sequences=4, tokens=100)
 
 
-def servers(**tokens: int) -> list[ServerLoad]:
+def servers(**tokens):
     return [ServerLoad(name, version=1, requests=load // 10, tokens=load) for name, load in tokens.items()]
 
 
@@ -74,7 +74,7 @@ def test_next_turn_stays_while_its_keys_are_in_the_bound():
         assert make_strategy("sticky").choose(held, loads) == server
 
 
-def sent(prefix: list[int], *, previous: str | None = None) -> RouteRequest:
+def sent(prefix, *, previous=None):
     return RouteRequest("t", 1, 100, previous, 1 if previous else None, prefix)
 
 
@@ -171,7 +171,7 @@ def test_calls_of_a_ticket_are_placed_separately():
     assert len(reservations.release("t")) == 2 and len(reservations) == 0 and reservations.load("b") == (0, 0)
 
 
-def placed(reservations: Reservations, server: str, ticket: str, sequences: int, now: float) -> None:
+def placed(reservations, server, ticket, sequences, now):
     reservations.reserve(ticket, Reservation(server, sequences, 10 * sequences, 1, 0, now))
 
 
@@ -256,7 +256,7 @@ PATIENCE_S = 60.0
 class Hosts:
     """Servers named host/number, all of which must be updated. ``orders``: the last update of each that was begun."""
 
-    def __init__(self, names: list[str], storage_readers: int, *, copies: bool = True) -> None:
+    def __init__(self, names, storage_readers, *, copies=True):
         self.now = 0.0
         self.orders: dict[str, UpdateOrder] = {}
         self._running: set[str] = set()
@@ -268,7 +268,7 @@ class Hosts:
         self.registry.observe(addresses)
         self.registry.publish(VERSION)
 
-    def decide(self) -> dict[str, str]:
+    def decide(self):
         """Let the due servers decide. Returns server -> source of those that begin now; "": storage."""
         begun = {}
         while self.registry.due:
@@ -282,14 +282,14 @@ class Hosts:
                 begun[name] = next(iter(order.sources), "")
         return begun
 
-    def publish(self, version: PublishedVersion) -> None:
+    def publish(self, version):
         self.registry.publish(version)
 
-    def succeed(self, name: str) -> None:
+    def succeed(self, name):
         self._running.remove(name)
         self.registry.succeeded(self.orders[name], 1.0, {})
 
-    def fail(self, name: str) -> None:
+    def fail(self, name):
         self._running.remove(name)
         self.registry.failed(self.orders.pop(name), "no", self.now)
 
@@ -375,7 +375,6 @@ def test_silent_host_is_no_source():
     hosts.decide()
     hosts.succeed("a/0")
     server = hosts.registry.get("a/0")
-    assert server is not None
     server.health.apply("update_failed", 0.0)
     probe = hosts.registry.next_probe("a/0", "1", 0.0)
     assert hosts.registry.silent(probe, "no answer", 0.0)  # type: ignore[arg-type]
@@ -452,7 +451,7 @@ class World:
     No time passes, so that every report counts, and every probe is due whenever it runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.servers = ServerRegistry(StalenessBound(2, 1), Pace(), RULES)
         self.servers.observe([address(index) for index in range(SERVERS)])
         self.servers.publish(version(0))
@@ -464,15 +463,15 @@ class World:
         self.reporters: list[set[str]] = [set() for _ in range(SERVERS)]
         self.faults = 0
 
-    def _order(self, index: int) -> UpdateOrder | None:
+    def _order(self, index):
         made = self.servers.next_order(address(index).name, "1", 1e9)
         return made if isinstance(made, UpdateOrder) else None
 
-    def _probe(self, index: int) -> Probe | None:
+    def _probe(self, index):
         made = self.servers.next_probe(address(index).name, "1", 1e9)
         return made if isinstance(made, Probe) else None
 
-    def enabled(self) -> list[Act]:
+    def enabled(self):
         acts = [Act("reports", i, w, 1) for i, w in product(range(SERVERS), WORKERS)] if self.faults < FAULTS else []
         for index in range(SERVERS):
             if self.faults < FAULTS:
@@ -481,29 +480,27 @@ class World:
             acts += [Act("updates", index)] if self._order(index) else []
         return acts + [Act("revives", i) for i in range(SERVERS) if not self.alive[i]]
 
-    def apply(self, act: Act) -> None:
+    def apply(self, act):
         self.faults += act.cost
         getattr(self, f"_{act.name}")(act)
 
-    def _hangs(self, act: Act) -> None:
+    def _hangs(self, act):
         self.alive[act.server] = False
 
-    def _revives(self, act: Act) -> None:
+    def _revives(self, act):
         self.alive[act.server] = True
 
-    def _reports(self, act: Act) -> None:
+    def _reports(self, act):
         name = address(act.server).name
         server = self.servers.get(name)
-        assert server is not None
         was = server.quarantined
         self.servers.report(name, server.health.epoch, act.worker, "reset", 0.0)
         self.reporters[act.server].add(act.worker)
         if server.quarantined and not was:
             assert len(self.reporters[act.server]) >= RULES.reporters, "one worker's word has removed a server"
 
-    def _is_probed(self, act: Act) -> None:
+    def _is_probed(self, act):
         probe = self._probe(act.server)
-        assert probe is not None
         server = self.servers.get(probe.server)
         assert server is not None and server.verified is not None
         if self.alive[act.server]:
@@ -513,9 +510,8 @@ class World:
         else:
             assert self.servers.silent(probe, "timeout", 0.0) and server.quarantined
 
-    def _updates(self, act: Act) -> None:
+    def _updates(self, act):
         order = self._order(act.server)
-        assert order is not None
         server = self.servers.get(order.server)
         assert server is not None
         routable = self.servers.trusts(server)
@@ -525,21 +521,21 @@ class World:
         else:
             assert self.servers.failed(order, "timeout", 0.0) and self.servers.trusts(server) == routable
 
-    def check(self) -> None:
+    def check(self):
         for server in self.servers.all():
             assert self.servers.trusts(server) == (not server.quarantined), "all have a version within the bound"
         assert self.servers.in_use()[-1] == 1
 
-    def is_final(self) -> bool:
+    def is_final(self):
         """Every server is healthy at the newest version, though the workers may still report."""
         return all(s.state == "ready" and s.verified == self.servers.published for s in self.servers.all())
 
-    def key(self) -> bytes:
+    def key(self):
         rows = [(s.health.state, s.verified and s.verified.version) for s in self.servers.all()]
         reports = {worker: sorted(names) for worker, names in self._rows().items()}
         return Canonical({}).digest((rows, reports, self.alive, self.reporters, self.faults))
 
-    def _rows(self) -> dict[str, list[tuple[str, bool]]]:
+    def _rows(self):
         rows = self.servers.reports._by_worker
         return {worker: [(name, row.wrong) for name, row in by.items()] for worker, by in rows.items()}
 

@@ -81,7 +81,7 @@ def test_ledger_is_counted_from_the_journal(tmp_path):
 # ---- Curves of the page: bounded points, roll-backs, marks, evaluations without half numbers
 
 
-def train(step: int, **fields: object) -> dict[str, object]:
+def train(step, **fields):
     return {"kind": "train", "step": step, "total": 9, "time": 10.0 * step, "reward_mean": float(step), **fields}
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +11,7 @@ import pytest
 from realsys.data.arith import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError, RecordError
-from realsys.observe.dropped_groups import DroppedGroup, read_group
+from realsys.observe.dropped_groups import read_group
 from realsys.observe.evaluation_records import (
     EvalSample,
     append_sample,
@@ -24,7 +23,7 @@ from realsys.observe.evaluation_records import (
 )
 from realsys.observe.samples import dropped_samples
 from realsys.observe.samples.catalogue import Catalogue
-from realsys.observe.samples.filters import Filter, SampleRow, SampleView, choose
+from realsys.observe.samples.filters import Filter, SampleRow, choose
 from realsys.observe.samples.turns import CONTEXT, token_kinds, token_versions, turns, version_spans
 from realsys.train.record_files import worker_file
 from tests.support.processes.config_trees import changed
@@ -104,7 +103,7 @@ def test_group_is_read_once(paths, monkeypatch):
     """With many workers the files have up to a GiB: a list or a sample must not read them all again."""
     read: list[Path] = []
 
-    def counted(path: Path) -> DroppedGroup:
+    def counted(path):
         read.append(path)
         return read_group(path)
 
@@ -204,13 +203,13 @@ ROWS = [
 class Rows:
     title = "rows"
 
-    def rows(self) -> list[SampleRow]:
+    def rows(self):
         return ROWS
 
-    def text(self, sample_id: str) -> str:
+    def text(self, sample_id):
         return f"The ANSWER of {sample_id}"
 
-    def view(self, sample_id: str) -> SampleView:
+    def view(self, sample_id):
         raise AssertionError("a list needs no tokens")
 
 
@@ -299,7 +298,7 @@ def test_spans_decode_every_token_once(tokenizer):
     asked: list[int] = []
 
     class Counted:
-        def token_texts(self, ids: Sequence[int]) -> list[str]:
+        def token_texts(self, ids):
             asked.append(len(ids))
             return tokenizer.token_texts(ids)
 
@@ -366,7 +365,7 @@ def test_piece_texts_join_to_the_whole(tokenizer):
 FIRST = EvalSample("e", "eval", 0, 0, 0, 3, 3, "1+1=", "#2", "2", 5.0, True, "stop", 3, "2")
 
 
-def of(**changes) -> EvalSample:
+def of(**changes):
     return msgspec.structs.replace(FIRST, **changes)
 
 

@@ -3,9 +3,7 @@
 import gzip
 import json
 import os
-from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -53,11 +51,11 @@ from tests.support.timelines.trace_rules import broken_rules
 _STEP = {"wait": 4.0, "inf": 1.0, "train": 4.0, "save": 0.5, "publish": 0.25, "checkpoint": 0.25}
 
 
-def _time(**parts: float) -> StepTime:
+def _time(**parts):
     return StepTime(1, 0.0, {**dict.fromkeys(PARTS, 0.0), **parts})
 
 
-def _facts(waits: Mapping[str, int], **parts: float) -> Facts:
+def _facts(waits, **parts):
     return Facts(_time(**parts), waits, ServerUse(1, 0.5, 8.0, 64), WorkerUse(), None)
 
 
@@ -132,7 +130,7 @@ def test_parts_of_a_step_add_up_to_its_time():
 
 @pytest.mark.parametrize("again", [{"kind": "recovered", "step": 1}, {"kind": "phase", "phase": "connect"}])
 def test_time_of_a_restart_is_no_part_of_a_step(again):
-    def train(step: int, time: float) -> dict[str, object]:
+    def train(step, time):
         return {"kind": "train", "time": time, "step": step, "seconds": {**_STEP, "total": 10.0}}
 
     times = step_times([train(1, 100.0), {**again, "time": 500.0}, train(2, 5000.0)])
@@ -217,11 +215,11 @@ def test_report_is_json(tmp_path):
 # ---- exchanges between hosts put their clocks together
 
 
-def _call(begin: float, end: float, number: int = 0) -> TimelineSpan:
+def _call(begin, end, number=0):
     return TimelineSpan("rollout_worker/0", "generate", begin, end, f"000000000{number}.0/0", {"call": 0})
 
 
-def _served(begin: float, end: float, number: int = 0) -> TimelineSpan:
+def _served(begin, end, number=0):
     return TimelineSpan("generation_server/0", "decode", begin, end, f"000000000{number}.0.0.0.0#0", {})
 
 
@@ -291,11 +289,11 @@ def test_repeated_steps_move_no_clock():
 _TIMES = st.integers(0, 40)
 
 
-def _span(name: str, begin: float, end: float, unit: str = "", process: str = "rollout_worker/0") -> TimelineSpan:
+def _span(name, begin, end, unit="", process="rollout_worker/0"):
     return TimelineSpan(process, name, begin, end, unit, {})
 
 
-def _ordered(spans: list[TimelineSpan]) -> list[TimelineSpan]:
+def _ordered(spans):
     return sorted(spans, key=lambda span: (span.begin, -span.end))
 
 
@@ -409,7 +407,6 @@ def test_bytes_of_a_window_are_estimated(tmp_path):
 )
 def test_completion_leads_to_its_episode(unit, episode, call):
     completion = completion_of(unit)
-    assert completion is not None
     assert (completion.unit, completion.call) == (episode, call)
     assert attempt_of(unit) == episode.partition("/")[0]
 
@@ -424,7 +421,6 @@ def test_request_ids_are_read_back():
     """The form that RolloutWorkers write, with the suffix of a trip and of a server."""
     call = EngineCall(Ticket("0000000003", 2, 0), "1.4", [1], SamplingSpec(), 0)
     completion = completion_of(f"{call.rid}.0#0")
-    assert completion is not None
     assert (completion.attempt, completion.episode, completion.call) == (call.ticket.unit, 1, 4)
 
 
@@ -440,7 +436,7 @@ def test_numbers_are_of_one_kind():
 _INSIDE = ("generate", "queue", "prefill", "decode", "reward", "tool", "route", "episode")
 
 
-def _step(ways_from: list[TimelineSpan]) -> tuple[TimelineSpan, TimelineSpan]:
+def _step(ways_from):
     (step,) = [span for span in ways_from if span.name == "step"]
     (wait,) = [span for span in ways_from if span.name == "wait"]
     return step, wait
@@ -531,13 +527,13 @@ def test_life_leaves_out_groups_with_lost_spans(tmp_path):
 # ---- Traces: the file obeys the viewer's rules, and arrows follow episodes
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
+def _events(path):
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     events: list[dict[str, Any]] = json.loads(data)["traceEvents"]
     return events
 
 
-def _way(events: list[dict[str, Any]], episode: str) -> list[tuple[str, str]]:
+def _way(events, episode):
     """Return (process, innermost span) of each point of an arrow."""
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     way = []

@@ -7,7 +7,6 @@ import os
 import struct
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -75,7 +74,7 @@ def modules(tmp_path, monkeypatch):
     sys.modules.pop("own_tracker", None)
 
 
-def refusal(folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+def refusal(folder, capsys, *overrides):
     code = main(["run", "experiment=arith", *FEW_ROWS, f"fileroot={folder / 'runs'}", *overrides])
     assert code == 2 and not (folder / "runs").exists()
     (line,) = capsys.readouterr().err.splitlines()
@@ -145,7 +144,7 @@ def test_own_tracker_with_arguments_is_accepted(modules):
 # ---- Event files of TensorBoard, byte by byte. ``tests/trackers`` reads them with TensorBoard
 
 
-def events(path: Path) -> Iterator[bytes]:
+def events(path):
     """Yield the events of a file, each with right checksums."""
     content = path.read_bytes()
     while content:
@@ -196,7 +195,7 @@ DOCS = Path(__file__).resolve().parents[4] / "docs"
 def test_example_posts_each_evaluation(tmp_path, monkeypatch):
     posted: list[str] = []
 
-    def taken(request: urllib.request.Request, timeout: float) -> io.BytesIO:
+    def taken(request, timeout):
         assert request.full_url == "https://chat/hook" and isinstance(request.data, bytes)
         posted.append(json.loads(request.data)["text"])
         return io.BytesIO()

@@ -1,7 +1,6 @@
 """Delivery to a tracker: each point once and in order, over restarts, crashes and roll-backs."""
 
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from realsys.errors import ConfigError
 from realsys.observe.trackers import process
-from realsys.observe.trackers.contract import Point, Run, Tracker
+from realsys.observe.trackers.contract import Run, Tracker
 from realsys.observe.trackers.file import FileTracker
 from realsys.observe.trackers.process import HANGING_S, Feed, Follower
 from tests.support.telemetry.step_logs import append, evaluation, recovered, train, warmup
@@ -19,43 +18,43 @@ from tests.support.telemetry.step_logs import append, evaluation, recovered, tra
 class Listed(Tracker):
     """A tracker that lists what it gets in ``calls``."""
 
-    def __init__(self, run: Run, calls: list[Any]) -> None:
+    def __init__(self, run, calls):
         super().__init__(run)
         self.calls = calls
         calls.append(("new", dict(run.delivered), dict(run.state)))
 
-    def log(self, point: Point) -> None:
+    def log(self, point):
         self.calls.append((point.kind, point.step, point.index))
 
-    def roll_back(self, step: int) -> None:
+    def roll_back(self, step):
         self.calls.append(("back", step))
 
-    def flush(self) -> None:
+    def flush(self):
         self.run.state["flushed"] = self.run.state.get("flushed", 0) + 1
 
-    def close(self, status: str) -> None:
+    def close(self, status):
         self.calls.append(("close", status))
 
 
 class Trial:
     """A step log with its feeds."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.steps, self.calls = folder, folder / "steps.jsonl", list[Any]()
         self.files: list[Feed] = []
         self.position = folder / "trackers" / "listed.json"
 
-    def feed(self) -> Feed:
+    def feed(self):
         run = Run("exp", "t", self.folder, {"seed": 1}, "0.1")
         return Feed(self.steps, self.position, run, lambda told: Listed(told, self.calls))
 
-    def file_feed(self) -> Feed:
+    def file_feed(self):
         run = Run("exp", "t", self.folder)
         made = Feed(self.steps, self.folder / "trackers" / "file.json", run, FileTracker)
         self.files.append(made)
         return made
 
-    def lines(self) -> list[tuple[str, int]]:
+    def lines(self):
         """Return (kind, step) of the lines of metrics.jsonl."""
         lines = map(msgspec.json.decode, (self.folder / "metrics.jsonl").read_bytes().splitlines())
         return [(line["kind"], line["step"]) for line in lines]
@@ -89,7 +88,7 @@ def test_next_start_continues_where_the_last_ended(trial):
 
 
 def test_state_of_a_failed_start_is_kept(trial):
-    def failing(run: Run) -> Tracker:
+    def failing(run):
         run.state["id"] = "a"
         raise OSError("no connection")
 
@@ -223,17 +222,17 @@ BOUND_S = 30.0
 class FakeFeed:
     """A feed with ``records`` to deliver; ``acts`` are called one after the other at each delivery."""
 
-    def __init__(self, *acts: Any) -> None:
+    def __init__(self, *acts):
         self.acts, self.closed, self.made = list(acts), "", 0
 
-    def make(self) -> Any:
+    def make(self):
         self.made += 1
         return self
 
-    def deliver(self) -> int:
+    def deliver(self):
         return int(self.acts.pop(0)()) if self.acts else 0
 
-    def close(self, status: str) -> None:
+    def close(self, status):
         self.closed = status
 
 
@@ -249,11 +248,11 @@ def released():
     event.set()
 
 
-def failing() -> int:
+def failing():
     raise OSError("no route\nto host")
 
 
-def ended(feed: FakeFeed, said: list[str], *retry_s: float) -> Follower:
+def ended(feed, said, *retry_s):
     """Return a follower that has ended."""
     follower = Follower("mine", feed.make, said.append, retry_s)
     follower.end("done")
@@ -304,7 +303,7 @@ def test_failure_at_the_end_is_not_retried(said):
 
 
 def test_bad_settings_are_not_retried(said):
-    def refused() -> int:
+    def refused():
         raise ConfigError("telemetry.trackers", "mine", "cannot be built: no such project")
 
     follower = Follower("mine", FakeFeed(refused).make, said.append, (1000.0,))
@@ -314,7 +313,7 @@ def test_bad_settings_are_not_retried(said):
 
 
 def test_code_that_exits_is_a_failure(said):
-    def exits() -> int:
+    def exits():
         raise SystemExit(3)
 
     ended(FakeFeed(exits), said)
@@ -324,7 +323,7 @@ def test_code_that_exits_is_a_failure(said):
 def test_hanging_tracker_is_named_once(said, released):
     entered = threading.Event()
 
-    def hangs() -> int:
+    def hangs():
         entered.set()
         return released.wait(BOUND_S) and 0
 
@@ -347,7 +346,7 @@ def test_slow_tracker_is_not_hanging(tmp_path, said, monkeypatch):
     hangs: list[bool] = []
 
     class Slow(Tracker):
-        def log(self, point: Point) -> None:
+        def log(self, point):
             clock.now += 1.0
             hangs.append(follower.is_hanging(clock.now))
 

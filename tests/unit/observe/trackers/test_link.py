@@ -4,9 +4,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,10 +64,10 @@ class Crashing(Printing):
 class Trial:
     """A trial folder and what the trackers of a run said."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.said = folder, list[str]()
 
-    def follow(self, *trackers: str, status: str = "done", until: Callable[[], Any] = bool, **settings: Any) -> float:
+    def follow(self, *trackers, status="done", until=bool, **settings):
         """Run the trackers until ``until`` holds; return how long their end took, in seconds."""
         listed = json.dumps(list(trackers))
         extra = [f"telemetry.{name}={value}" for name, value in settings.items()]
@@ -77,7 +75,7 @@ class Trial:
         config = compose(["experiment=arith", *fixed, *extra])
         self.paths = TrialPaths.of(config)
 
-        async def run() -> float:
+        async def run():
             async with Trackers(config, self.paths, self.said.append) as made:
                 append(self.paths.steps, train(1), train(2))
                 await asyncio.to_thread(poll, until, "the trackers", BOUND_S)
@@ -88,7 +86,7 @@ class Trial:
         TrialPaths.of(config).root.mkdir(parents=True, exist_ok=True)
         return asyncio.run(run())
 
-    def calls(self) -> list[str]:
+    def calls(self):
         path = self.folder / "arith" / "t" / "calls"
         return path.read_text().splitlines() if path.exists() else []
 
@@ -119,7 +117,7 @@ def test_own_tracker_gets_points_and_the_end(trial):
 def test_hanging_tracker_delays_no_other_nor_the_end(trial, monkeypatch):
     monkeypatch.setattr(link, "FINISH_S", 1.0)
 
-    def done() -> bool:
+    def done():
         return bool(trial.calls()) and trial.paths.metrics.exists() and trial.paths.metrics.read_text().count("\n") == 2
 
     took = trial.follow("own_tracker:Hanging", "file", until=done)

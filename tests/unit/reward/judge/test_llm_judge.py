@@ -44,7 +44,7 @@ def endpoint():
         yield started
 
 
-def judge_settings(endpoint: JudgeEndpoint, *overrides: str):
+def judge_settings(endpoint, *overrides):
     return changed(
         "data.verifier=judge",
         f"{JUDGE}.base_url={endpoint.url}",

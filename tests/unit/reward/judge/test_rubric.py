@@ -21,7 +21,7 @@ TWO = [
 ]
 
 
-def user_text(template: str, item: Item) -> str:
+def user_text(template, item):
     return Rubric(JudgeArguments(rubric=template)).messages(item)[1]["content"]
 
 

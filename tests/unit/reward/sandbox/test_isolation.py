@@ -443,7 +443,7 @@ def test_helpers_of_the_prompt_are_defined():
 ASLEEP = ThreadUse(False, 0.0, 0.0)
 
 
-def waiting(*looks, last_pids=None) -> Waiting:
+def waiting(*looks, last_pids=None):
     """Return it after looks, one each second."""
     found = Waiting(0.0)
     for second, tasks in enumerate(looks, 1):
@@ -501,7 +501,7 @@ def test_time_that_the_host_takes_away_is_free():
 # ---- The zygote: how it judges the end of a program
 
 
-def reached(command, monkeypatch, *, namespaces=True, oom=False, kill=False) -> str:
+def reached(command, monkeypatch, *, namespaces=True, oom=False, kill=False):
     """Return the limit that the zygote finds when a command has ended. ``oom``: the kernel has ended a process."""
     kills = iter([3, 4 if oom else 3])
     monkeypatch.setattr(module, "oom_kills", lambda: next(kills))

@@ -10,7 +10,7 @@ from realsys.train.master.agreement import AgreementMonitor, AgreementSampler
 from realsys.types import SampleMeta
 
 
-def stats(mean: float, tokens: float = 100.0) -> dict[str, float]:
+def stats(mean, tokens=100.0):
     return {
         "agreement/tokens": tokens,
         "agreement/difference_mean": mean,
@@ -20,7 +20,7 @@ def stats(mean: float, tokens: float = 100.0) -> dict[str, float]:
     }
 
 
-def warnings(monitor: AgreementMonitor, means: list[float]) -> list[bool]:
+def warnings(monitor, means):
     return [bool(monitor.observe(v, stats(mean))["warning"]) for v, mean in enumerate(means)]
 
 
@@ -78,7 +78,7 @@ def test_steps_weigh_by_their_tokens_in_the_trend():
     assert monitor.observe(5, stats(0.04, tokens=10.0))["warning"] == "", "ten tokens are no trend"
 
 
-def sample(number: int, oldest: int, newest: int, tokens: int = 100) -> SampleMeta:
+def sample(number, oldest, newest, tokens=100):
     return SampleMeta(
         sample_id=f"s{number}",
         ticket_id=f"t{number}",

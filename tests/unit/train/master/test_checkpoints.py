@@ -36,7 +36,6 @@ from realsys.train.checkpoint.checkpoint_files import (
 from realsys.train.master.checkpoints import Checkpoints, CheckpointSources, commit, prepare
 from realsys.train.master.recovery import TrainingStart, decide, evaluated, find_start, has_trained, recovered_record
 from realsys.train.master.step_statistics import StepLog
-from realsys.train.requests import FinishCheckpointRequest, LoadCheckpointRequest, SaveCheckpointRequest
 
 MESHES = {"actor": Mesh(ParallelLayout(data=2), (0, 1)), "critic": Mesh(ParallelLayout(), (2,))}
 POSITION = DataPosition(12, [4, 7], 20, 1)
@@ -47,30 +46,30 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 class Workers:
     """Ranks that write their files in ``finish_checkpoint``, or with ``eager`` in ``save_checkpoint``."""
 
-    def __init__(self, *, eager: bool = False) -> None:
+    def __init__(self, *, eager=False):
         self.calls: list[str] = []
         self.eager = eager
         self.wrote: Callable[[Path], None] = lambda path: None  # after each file
         self._directory = Path()
 
-    async def save_checkpoint(self, payload: SaveCheckpointRequest) -> list[Empty]:
+    async def save_checkpoint(self, payload):
         self.calls.append(f"save {payload.role} {payload.step}")
         self._directory = Path(payload.directory)
         if self.eager:
             self.write(payload.role, payload.step)
         return [Empty()]
 
-    async def finish_checkpoint(self, payload: FinishCheckpointRequest) -> list[Empty]:
+    async def finish_checkpoint(self, payload):
         self.calls.append(f"finish {payload.role} {payload.step}")
         if not self.eager:
             self.write(payload.role, payload.step)
         return [Empty()]
 
-    async def load_checkpoint(self, payload: LoadCheckpointRequest) -> list[Empty]:
+    async def load_checkpoint(self, payload):
         self.calls.append(f"load {payload.role} {Path(payload.directory).name}")
         return [Empty()]
 
-    def write(self, role: str, step: int) -> None:
+    def write(self, role, step):
         layout = MESHES[role].layout
         for rank in range(layout.world_size):
             stem, content = files.rank_stem(role, rank, layout.world_size), f"{role} {rank} {step}".encode()
@@ -81,13 +80,13 @@ class Workers:
                 self.wrote(self._directory / name)
 
 
-def make(tmp_path: Path, workers: Workers, **settings: object) -> Checkpoints:
+def make(tmp_path, workers, **settings):
     model = tmp_path / "start_model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(MODEL | SIZES))
     config = Config.model_validate({"checkpoint": settings, "train": {"batch_groups": 4}})
 
-    async def position() -> DataPosition:
+    async def position():
         workers.calls.append("position")
         return POSITION
 
@@ -95,13 +94,13 @@ def make(tmp_path: Path, workers: Workers, **settings: object) -> Checkpoints:
     return Checkpoints(config, TrialPaths(tmp_path), sources)
 
 
-async def train(checkpoints: Checkpoints, first: int, last: int) -> None:
+async def train(checkpoints, first, last):
     for step in range(first, last + 1):
         await checkpoints.after_step(step)
     await checkpoints.finish(stopped=False)
 
 
-def listed(tmp_path: Path) -> list[int]:
+def listed(tmp_path):
     return [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")]
 
 
@@ -152,7 +151,7 @@ def test_training_waits_only_when_next_is_due(tmp_path):
     workers = Workers()
     checkpoints = make(tmp_path, workers, every_steps=3)
 
-    async def run() -> None:
+    async def run():
         await checkpoints.after_step(3)
         await checkpoints.after_step(4)
         await checkpoints.after_step(5)
@@ -170,7 +169,7 @@ def test_training_waits_only_when_next_is_due(tmp_path):
 def test_step_that_finds_all_files_completes(tmp_path):
     checkpoints = make(tmp_path, Workers(eager=True), every_steps=3)
 
-    async def run() -> None:
+    async def run():
         await checkpoints.after_step(3)
         assert listed(tmp_path) == []
         await checkpoints.after_step(4)
@@ -184,10 +183,10 @@ def test_failed_rank_ends_the_run_next_step(tmp_path):
     workers = Workers(eager=True)
     checkpoints = make(tmp_path, workers, every_steps=1, keep=1)
 
-    async def refuse(payload: FinishCheckpointRequest) -> list[Empty]:
+    async def refuse(payload):
         raise RemoteError("model_worker/1: checkpoint x: cannot be written: No space left on device")
 
-    async def run() -> None:
+    async def run():
         await checkpoints.after_step(1)
         workers.eager = False
         await checkpoints.after_step(2)
@@ -207,7 +206,7 @@ def test_unwritable_state_leaves_the_last_checkpoint(tmp_path):
     workers = Workers()
     checkpoints = make(tmp_path, workers, every_steps=1, keep=1)
 
-    def fill_disk(path: Path) -> None:
+    def fill_disk(path):
         state = path.parent / "state.json"
         if path.parent.name.startswith("step-00000002") and not state.is_symlink():
             state.symlink_to("/dev/full")
@@ -221,7 +220,7 @@ def test_unwritable_state_leaves_the_last_checkpoint(tmp_path):
 def test_truncated_rank_file_is_not_committed(tmp_path):
     workers = Workers()
 
-    def cut(path: Path) -> None:
+    def cut(path):
         if path.name == "critic-00001-of-00001.safetensors":
             os.truncate(path, 3)
 
@@ -231,7 +230,7 @@ def test_truncated_rank_file_is_not_committed(tmp_path):
     assert listed(tmp_path) == []
 
 
-def killed_at(tmp_path: Path, prepare: Callable[[Workers], None]) -> None:
+def killed_at(tmp_path, prepare):
     """Checkpoints of steps 1 and 2 in a process that ``prepare`` has killed somewhere in step 2."""
     pid = os.fork()
     if pid == 0:
@@ -246,17 +245,17 @@ def killed_at(tmp_path: Path, prepare: Callable[[Workers], None]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
-def die(*_: object) -> None:
+def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("files_written", range(1, 7))
 def test_kill_between_files_leaves_the_complete_checkpoint(tmp_path, files_written):
-    def prepare(workers: Workers) -> None:
+    def prepare(workers):
         written: list[Path] = []
 
-        def count(path: Path) -> None:
+        def count(path):
             written.append(path)
             if len(written) == files_written:
                 die()
@@ -282,7 +281,7 @@ def test_kill_at_commit_leaves_the_complete_checkpoint(tmp_path, where, monkeypa
 
 @pytest.mark.processes
 def test_kill_while_pruning_leaves_the_new_checkpoint(tmp_path, monkeypatch):
-    def prepare(_: Workers) -> None:
+    def prepare(_):
         monkeypatch.setattr(shutil, "rmtree", die)
 
     killed_at(tmp_path, prepare)
@@ -295,7 +294,7 @@ def test_checkpoint_that_cannot_be_removed_is_logged(tmp_path, monkeypatch, capl
     """A network file system refuses to remove a folder while a reader has a file open."""
     remove, busy = shutil.rmtree, tmp_path / "checkpoints" / "step-00000001"
 
-    def rmtree(path: Path) -> None:
+    def rmtree(path):
         if path == busy:
             raise OSError(39, "Directory not empty", str(path))
         remove(path)
@@ -320,7 +319,7 @@ def test_resuming_loads_every_trained_role(tmp_path):
 
 
 def test_stopped_run_saves_its_last_step_once(tmp_path):
-    async def run(checkpoints: Checkpoints) -> None:
+    async def run(checkpoints):
         for step in (1, 2, 3, 4):
             await checkpoints.after_step(step)
         await checkpoints.finish(stopped=True)
@@ -334,7 +333,7 @@ def test_stopped_run_saves_its_last_step_once(tmp_path):
 def test_warmed_up_state_is_saved_before_training(tmp_path):
     """The loaded state is not saved again."""
 
-    async def run() -> None:
+    async def run():
         workers = Workers()
         checkpoints = make(tmp_path, workers, every_steps=2)
         await checkpoints.first(0)
@@ -395,7 +394,7 @@ def test_finding_a_checkpoint_says_what_is_wrong(tmp_path):
 STEM = files.rank_stem("actor", 0, 1)
 
 
-def saved(root: Path, step: int) -> Path:
+def saved(root, step):
     """A complete checkpoint of one rank, with unique content."""
     tmp = prepare(root, step)
     content = f"tensors of step {step}".encode() * 100
@@ -407,7 +406,7 @@ def saved(root: Path, step: int) -> Path:
     return commit(tmp, CheckpointState(step, step, 1, 4, DataPosition(0, [], 9, 1), {}, {}, "", 0.0), [STEM])
 
 
-def flip(path: Path) -> None:
+def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
@@ -472,7 +471,7 @@ def test_only_damaged_checkpoints_refuse_the_start(tmp_path):
 def test_no_older_checkpoint_is_read_than_is_needed(tmp_path):
     looked: list[str] = []
 
-    def examine(path: Path) -> CheckpointState:
+    def examine(path):
         looked.append(path.name)
         if path.name == "c":
             raise CheckpointError("torn")
@@ -486,7 +485,7 @@ def test_no_older_checkpoint_is_read_than_is_needed(tmp_path):
 # ---- the step log
 
 
-def records(*steps: object) -> list[dict[str, object]]:
+def records(*steps):
     """``5``: train step 5; ``"w3"``: warm-up; ``"e5"``: evaluation; ``"u5"``: used up; ``"back4"``: recovered."""
     found: list[dict[str, object]] = []
     for step in steps:
@@ -500,7 +499,7 @@ def records(*steps: object) -> list[dict[str, object]]:
     return found
 
 
-def shown(found: list[dict[str, object]]) -> list[object]:
+def shown(found):
     return [r["step"] if r["kind"] == "train" else f"{str(r['kind'])[0]}{r['step']}" for r in found]
 
 

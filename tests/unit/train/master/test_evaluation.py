@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import functools
 import itertools
-from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +16,9 @@ from safetensors.torch import save_file
 
 from realsys.cluster.names.connect import trial_names
 from realsys.cluster.names.memory_store import MemoryNameStore
-from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
+from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths
 from realsys.errors import Fenced, StreamError, StuckError, WaitTimeout, WeightsError
-from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.events import Outcome
 from realsys.manager.messages import (
     AllocateRequest,
@@ -59,18 +57,18 @@ class Answering:
 
     answers: tuple[Answer, ...] = (ANSWER,)
 
-    def __init__(self, state: ManagerState) -> None:
+    def __init__(self, state):
         self.state, self.asked, self.looks = state, list[str](), list[int]()
         self._requests = map(str, itertools.count())
 
-    async def evaluate(self, request: EvaluateRequest) -> None:
+    async def evaluate(self, request):
         self.asked.append(request.eval_id)
         try:
             self.state.evaluate(request, 0.0)
         except OlderTrainer as refusal:
             raise Fenced(str(refusal)) from refusal
 
-    async def evaluation(self, eval_id: str) -> EvaluationReply:
+    async def evaluation(self, eval_id):
         request = AllocateRequest("w", 1, request_id=next(self._requests))
         for ticket in self.state.allocate(request, 0.0).tickets:
             at = ticket.version
@@ -80,28 +78,27 @@ class Answering:
             self.state.finish(FinishRequest(ticket.ticket_id, ticket.attempt, "w", outcome, reason, answers), 0.0)
         return self.state.evaluations.find(eval_id).reply()
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self):
         return status(self.state, 0.0, 0.0)
 
-    async def repair(self, status: Mapping[str, Any]) -> None:
+    async def repair(self, status):
         self.looks.append(status["version"])
 
-    def starts(self, step: int, number: int) -> list[str]:
+    def starts(self, step, number):
         """A training side goes back to ``step`` and publishes; the evaluations that were ever asked for."""
         reply = self.state.roll_back(RollBackRequest(step, step, f"{number:019d}"), 0.0)
         assert isinstance(reply, RollBackReply)
         self.publishes(step)
         return reply.evaluations
 
-    def publishes(self, step: int) -> None:
+    def publishes(self, step):
         self.state.servers.publish(PublishedVersion(step, self.state.trainer_incarnation, f"/v{step}", step))
         if isinstance(self.state.next_order("generation_server/0", "1", 0.0), UpdateOrder):  # else it is held
             update(self.state, 0)
 
-    def trains(self, step: int) -> None:
+    def trains(self, step):
         """One ticket becomes version ``step``."""
         ticket = self.state.ledger.grant("w", "", self.state.version, 0.0)  # not the problem of an evaluation
-        assert ticket is not None
         self.state.claim(ClaimRequest(step, [ticket.ticket_id], self.state.trainer_incarnation), 0.0)
         told = TrainedRequest(step, step, [ticket.ticket_id], incarnation=self.state.trainer_incarnation)
         assert isinstance(self.state.trained(told, 0.0), TrainedReply)
@@ -111,9 +108,7 @@ class Answering:
 class NoWriter:
     """Stores nothing."""
 
-    def write(
-        self, eval_id: str, made: EvaluationSet, result: dict[str, Any], state: EvaluationReply
-    ) -> dict[str, Any]:
+    def write(self, eval_id, made, result, state):
         return result
 
 
@@ -121,18 +116,18 @@ SETS = evaluation_sets(changed("evaluation.problems=2", "evaluation.every_steps=
 HELD_OUT_SET = SETS["eval"]
 
 
-def evaluations(manager: Answering, *settings: str) -> EvaluationRequests:
+def evaluations(manager, *settings):
     parts: Any = {"config": changed(*settings), "repair": manager.repair, "writer": NoWriter()}
     return EvaluationRequests(manager, trainer_incarnation=manager.state.trainer_incarnation, **parts)  # type: ignore[arg-type]
 
 
-def missing(log: list[dict[str, Any]], asked: list[str], done: int) -> list[int]:
+def missing(log, asked, done):
     """Return the steps whose evaluation has no result."""
     return [step for _, step in unanswered(log, asked, done, SETS, 100)]
 
 
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
+def run(body):
+    async def bounded():
         async with asyncio.timeout(2 * BOUND_S):
             await body()
 
@@ -140,7 +135,7 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
 
 
 def test_extended_run_is_evaluated_at_its_new_end():
-    async def body() -> None:
+    async def body():
         manager = Answering(ready())
         [first] = await evaluations(manager).run("after", SETS, 0)
         manager.state.servers.publish(version(1))
@@ -154,7 +149,7 @@ def test_extended_run_is_evaluated_at_its_new_end():
 
 
 def test_master_waits_for_evaluations_at_end():
-    async def body() -> None:
+    async def body():
         asking = evaluations(Answering(ready()))
         await asking.start("step-1", HELD_OUT_SET, 2, 1)
         await asking.start("step-2", HELD_OUT_SET, 3, 2)
@@ -170,7 +165,7 @@ def test_evaluation_wait_checks_newest_version(monkeypatch):
     monkeypatch.setattr(request_evaluations, "POLL_S", 0.0)
     monkeypatch.setattr(request_evaluations, "STATUS_INTERVAL_S", -1.0)
 
-    async def body() -> None:
+    async def body():
         manager = Answering(ready())
         await evaluations(manager).run("after", SETS, 0)
         assert manager.looks and set(manager.looks) == {0}
@@ -181,7 +176,7 @@ def test_evaluation_wait_checks_newest_version(monkeypatch):
 def test_standstill_of_an_evaluation_is_named(monkeypatch):
     monkeypatch.setattr(request_evaluations, "POLL_S", 0.0)
 
-    async def body() -> None:
+    async def body():
         manager = Answering(ready(servers=0))
         asking = evaluations(manager, "cluster.request_timeout_s=0.01")
         with pytest.raises(WaitTimeout, match=r"'after-0' has 0 of 2 completions, and no new one for 0.01 s"):
@@ -196,7 +191,7 @@ def test_long_evaluation_with_progress_goes_on(monkeypatch):
     monkeypatch.setattr(request_evaluations, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(request_evaluations, "POLL_S", 0.0)
 
-    async def body() -> None:
+    async def body():
         asking = evaluations(Answering(ready()), "cluster.request_timeout_s=90")
         await asking.start("step-1", HELD_OUT_SET, 3, 1)
         [record] = await asking.finish_all()
@@ -212,7 +207,7 @@ def test_set_that_waits_its_turn_goes_on(monkeypatch):
     monkeypatch.setattr(request_evaluations, "POLL_S", 0.0)
     second = dataclasses.replace(HELD_OUT_SET, name="again")
 
-    async def body() -> None:
+    async def body():
         asking = evaluations(Answering(ready()), "cluster.request_timeout_s=90")
         await asking.start("step-1", dataclasses.replace(HELD_OUT_SET, samples=4), 3, 1)
         await asking.start("step-1.again", second, 2, 1)
@@ -230,7 +225,7 @@ class Failing(Answering):
 def test_evaluation_that_fails_wholly_is_incomplete():
     """Training goes on."""
 
-    async def body() -> None:
+    async def body():
         asking = evaluations(Failing(ready()))
         await asking.start("step-1", HELD_OUT_SET, 2, 1)
         [record] = await asking.finish_all()
@@ -244,11 +239,11 @@ def test_evaluation_that_fails_wholly_is_incomplete():
     ("eval_id", "name", "ends"), [("before", "eval", True), ("before", "x", False), ("after", "eval", False)]
 )
 def test_only_held_out_failure_before_training_ends(eval_id, name, ends):
-    async def body() -> None:
+    async def body():
         master: Any = MasterRun.__new__(MasterRun)
         logged: list[str] = []
 
-        async def enter(phase: str) -> None:
+        async def enter(phase):
             logged.append(phase)
 
         master._sets = {name: dataclasses.replace(HELD_OUT_SET, name=name)}
@@ -267,7 +262,7 @@ def test_recovery_requests_unfinished_evaluations_once():
     third was never asked for. The one after it dies before any of them has answered.
     """
 
-    async def body() -> None:
+    async def body():
         manager = Answering(ready(eta=9))
         manager.starts(-1, 1)
         first, log = evaluations(manager), list[dict[str, Any]]()
@@ -298,7 +293,7 @@ def test_recovery_requests_unfinished_evaluations_once():
 
 
 def test_repeated_evaluation_is_logged_with_answering_version():
-    async def body() -> None:
+    async def body():
         manager = Answering(ready(eta=9))
         manager.starts(-1, 1)
         manager.trains(1)
@@ -316,7 +311,7 @@ def test_repeated_evaluation_is_logged_with_answering_version():
 
 
 def test_replaced_trainer_starts_no_evaluation():
-    async def body() -> None:
+    async def body():
         manager = Answering(ready())
         manager.starts(-1, 1)
         dead = evaluations(manager)
@@ -331,7 +326,7 @@ def test_replaced_trainer_starts_no_evaluation():
 class Parts:
     """The master's parts that a test of its ends needs; ``log`` is what they were asked, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.log: list[str] = []
         self.stop = asyncio.Event()
         self.master = MasterRun.__new__(MasterRun)
@@ -339,23 +334,23 @@ class Parts:
         for name, part in {"_stop": self.stop, "_loop": self, "_parts": self, "finished": False}.items():
             setattr(self.master, name, part)
 
-    async def run(self, done: int) -> int:
+    async def run(self, done):
         self.log.append("loop")
         return 4
 
-    async def finish(self, *, stopped: bool) -> None:
+    async def finish(self, *, stopped):
         self.log.append(f"finish stopped={stopped}")
 
 
 @pytest.mark.parametrize("stopped", [True, False])
 def test_stop_during_last_evaluation_saves_checkpoint(monkeypatch, stopped):
-    async def body() -> None:
+    async def body():
         parts = Parts()
 
-        async def start(master: MasterRun) -> int:
+        async def start(master):
             return 0
 
-        async def conclude(master: MasterRun, steps: int) -> None:
+        async def conclude(master, steps):
             if stopped:
                 parts.stop.set()
                 await asyncio.Event().wait()
@@ -376,10 +371,10 @@ def test_ledger_that_contradicts_checkpoint_ends_the_run():
     class Refusing:
         incarnation = f"{1:019d}"
 
-        async def roll_back(self, request: object) -> None:
+        async def roll_back(self, request):
             raise StreamError("gserver_manager /roll_back: status 400: version 9: the ledger ends at 4")
 
-    async def body() -> None:
+    async def body():
         master: Any = MasterRun.__new__(MasterRun)
         master._ctx = manager = Refusing()
         master._parts = SimpleNamespace(connections=SimpleNamespace(manager=manager))
@@ -399,31 +394,31 @@ INCARNATION = f"{7:019d}"
 class Manager:
     """A manager whose evaluations end at once; it keeps what the name store had at each call."""
 
-    def __init__(self, published: Any) -> None:
+    def __init__(self, published):
         self.calls: list[tuple[str, bool]] = []
         self.requests: list[EvaluateRequest] = []
         self._published = published
 
-    async def roll_back(self, request: RollBackRequest) -> None:
+    async def roll_back(self, request):
         assert (request.version, request.incarnation) == (-1, INCARNATION)
         self.calls.append(("roll_back", self._published() is not None))
 
-    async def evaluate(self, request: EvaluateRequest) -> None:
+    async def evaluate(self, request):
         self.calls.append(("evaluate", self._published() is not None))
         self.requests.append(request)
 
-    async def evaluation(self, eval_id: str) -> EvaluationReply:
+    async def evaluation(self, eval_id):
         counts = {"problems": 2, "ended": True, "tallies": [(1, 1, 1), (1, 0, 1)]}
         return EvaluationReply(2, 2, 0, 0.5, 0.0, 3.0, 0, 0, **counts)
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self):
         return {"servers": [], "version": 0}
 
 
 class Trial:
     """The parts of a process in a trial that evaluates a small model."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.model = root / "hf"
         self.model.mkdir()
         (self.model / "config.json").write_text("{}")
@@ -445,10 +440,10 @@ class Trial:
         )
         self.run = EvaluationRun(context, self.manager, self.log)  # type: ignore[arg-type]
 
-    def write_weights(self, value: float) -> None:
+    def write_weights(self, value):
         save_file({"a": torch.full((2,), value)}, self.model / "model.safetensors")
 
-    def published(self) -> PublishedVersion | None:
+    def published(self):
         found = self.store.get_subtree(self.names.model_version())
         return msgspec.json.decode(next(iter(found.values())), type=PublishedVersion) if found else None
 
@@ -488,7 +483,7 @@ def test_model_that_changes_meanwhile_ends_it(trial):
 ANSWERS = ("7", r"\frac{1}{2}", "0.5")  # one right answer, and two wrong ones that agree
 
 
-def write(root: Path, verifier: str, incomplete: str = "", lost: int = 0) -> dict[str, Any]:
+def write(root, verifier, incomplete="", lost=0):
     """Store an evaluation of one problem with three samples, of which ``lost`` never reached the disk."""
     config = changed(f"data.verifier={verifier}", "evaluation.samples=3", "evaluation.problems=1")
     for number, answer in enumerate(ANSWERS[lost:], lost):

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -30,14 +30,14 @@ from realsys.model_calls import (
     TransferRequest,
 )
 from realsys.train.master.call_plan import plan_roles
-from realsys.train.master.executor import CallResult, GraphExecutor, Minibatches, Ownership
+from realsys.train.master.executor import GraphExecutor, Ownership
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.step import Warmup, WarmupParts
 from realsys.train.master.step_statistics import batch_statistics
 from realsys.train.requests import HoldRequest
-from realsys.types import SampleMeta, SequenceRef
+from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
-from tests.support.streams.simulated_workers import Sent, SimulatedWorkers
+from tests.support.streams.simulated_workers import SimulatedWorkers
 from tests.support.training.master_fakes import Run, run
 from tests.support.training.sample_records import make_ref
 
@@ -51,27 +51,25 @@ EVERYTHING = (
 NAMES = [f"s{i}" for i in range(8)]
 
 
-def ref(name: str, reward: float = 1.0) -> SequenceRef:
+def ref(name, reward=1.0):
     return make_ref(name, 5, 2, reward, False, 0)
 
 
-def spread(mesh: Mesh, minibatches: int = 2) -> Minibatches:
+def spread(mesh, minibatches=2):
     data = mesh.layout.data
     return [[[ref(n) for n in NAMES[m::minibatches][dp::data]] for dp in range(data)] for m in range(minibatches)]
 
 
-def call(name: str, inputs: str, outputs: str = "", role: str = "actor", **more: Any) -> FunctionCall:
+def call(name, inputs, outputs="", role="actor", **more):
     return FunctionCall(name, role, name, frozenset(inputs.split()), frozenset(outputs.split()), **more)
 
 
-def execute(
-    flow: Dataflow, meshes: Mapping[str, Mesh], *, args: Mapping[str, dict[str, Any]] | None = None, **settings: Any
-) -> tuple[SimulatedWorkers, dict[str, CallResult]]:
+def execute(flow, meshes, *, args=None, **settings):
     """One step; the samples have arrived at the actor's DP heads in turn, whatever the plans want."""
     count = 1 + max(worker for mesh in meshes.values() for worker in mesh.workers)
     weight = settings.pop("score_weight", 1.0)
 
-    async def run() -> tuple[SimulatedWorkers, dict[str, CallResult]]:
+    async def run():
         workers, ownership = SimulatedWorkers(flow, meshes, count, **settings), Ownership()
         for name, head in zip(NAMES, itertools.cycle(meshes["actor"].dp_heads())):
             for key in flow.source_keys:
@@ -91,7 +89,7 @@ def execute(
     return asyncio.run(run())
 
 
-def requests(workers: SimulatedWorkers, kind: type) -> list[Sent]:
+def requests(workers, kind):
     return [sent for sent in workers.sent if isinstance(sent.payload, kind)]
 
 
@@ -180,10 +178,10 @@ def test_large_batch_is_planned_off_the_loop(monkeypatch):
     """With thousands of rows each takes tens of milliseconds, in which the loop would serve nothing else."""
     threads: dict[str, int] = {}
 
-    def watch(kind: type, name: str) -> None:
+    def watch(kind, name):
         function = getattr(kind, name)
 
-        def watched(*args: Any) -> Any:
+        def watched(*args):
             threads[name] = threading.get_ident()
             return function(*args)
 
@@ -249,11 +247,11 @@ def test_sample_without_finite_score_ends_step(score, found):
 class OneFails(SimulatedWorkers):
     """Call b is answered with an error, call a never."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.pending: asyncio.Future[list[MfcReply]] = asyncio.get_running_loop().create_future()
 
-    def run_mfc(self, mesh: Mesh, payload: MfcRequest) -> asyncio.Future[list[MfcReply]]:
+    def run_mfc(self, mesh, payload):
         if payload.mfc == "b":
             failed: asyncio.Future[list[MfcReply]] = asyncio.get_running_loop().create_future()
             failed.set_exception(RemoteError("model_worker/0: b: out of memory"))
@@ -265,7 +263,7 @@ def test_failing_call_ends_step_and_cancels_others():
     mesh = whole_mesh(ParallelLayout())
     flow = Dataflow([call(n, "tokens") for n in ("a", "b")], source_keys={"tokens"})
 
-    async def run() -> None:
+    async def run():
         workers = OneFails(flow, {"actor": mesh}, 1)
         executor = GraphExecutor(flow, {"actor": mesh}, workers)
         ownership = Ownership({"tokens": {"s": frozenset([0])}, "loss_mask": {"s": frozenset([0])}})
@@ -285,13 +283,13 @@ STEPS = 5
 RATES = [0.5, 1.0, 0.775, 0.325, 0.1]
 
 
-def schedule(section: str) -> list[str]:
+def schedule(section):
     fields = {"lr": 1.0, "warmup_fraction": 0.4, "schedule": "cosine", "min_lr_ratio": 0.1}
     return [f"{section}.{name}={value}" for name, value in fields.items()]
 
 
-def train_five_steps() -> Run:
-    async def body() -> Run:
+def train_five_steps():
+    async def body():
         job = Run(*schedule("train.optimizer"), f"train.total_steps={STEPS}", f"asynchronous.max_staleness={STEPS}")
         job.arrive(*[(5.0, -5.0)] * (2 * STEPS))
         assert await job.serve(job.loop.run()) == STEPS
@@ -330,7 +328,7 @@ def test_actor_plan_balances_computed_rows():
 class DemoWorkers(SimulatedWorkers):
     """Simulated workers that also load demonstrations."""
 
-    def load_demos(self, head: int, indices: Sequence[int]) -> asyncio.Future[SamplesArrived]:
+    def load_demos(self, head, indices):
         samples = []
         for index in indices:
             sample_id = f"demo/{head}/{len(self.held[head])}/{index}"
@@ -346,7 +344,7 @@ def test_warmup_rates_match_table():
     flow, meshes = dataflows.sft(config), place(parse_allocation("serve.d1+d2"), [ACTOR])
     records: list[dict[str, Any]] = []
 
-    async def body() -> list[MfcRequest]:
+    async def body():
         workers: Any = DemoWorkers(flow, meshes, 2)
         workers.report = {call.name: {"stats": {"loss": 1.0}} for call in flow.calls}
         executor = GraphExecutor(flow, meshes, workers)
@@ -408,19 +406,19 @@ REFS = {name: make_ref(name, 4, 2, 1.0, False, 0) for name in "abcd"}
 class SentStream:
     """Keeps the payload of each worker."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.payloads: dict[int, bytes] = {}
         self.handler = ""
 
-    def scatter(self, payloads: dict[int, bytes], handler: str, *args: Any, **kwargs: Any) -> asyncio.Future[list[Any]]:
+    def scatter(self, payloads, handler, *args, **kwargs):
         self.payloads, self.handler = payloads, handler
         return asyncio.get_running_loop().create_future()
 
 
-def sent(send: Any, kind: Any) -> dict[int, Any]:
+def sent(send, kind):
     """Return worker -> the request that it decodes."""
 
-    async def body() -> dict[int, bytes]:
+    async def body():
         stream: Any = SentStream()
         send(ModelWorkers(stream, {"actor": MESH}, 1.0))
         return stream.payloads
@@ -453,7 +451,7 @@ def test_worker_is_sent_its_transfers_and_arrays_only():
 
 
 def test_too_old_group_is_sent_to_its_owner():
-    async def body() -> SentStream:
+    async def body():
         stream: Any = SentStream()
         ModelWorkers(stream, {"actor": MESH}, 1.0).keep_dropped({1: KeepDroppedRequest("masked", 4, [])})
         return stream

@@ -13,11 +13,7 @@ from realsys.config.dataflow import SOURCE_KEYS
 from realsys.errors import Fenced, StuckError, WaitTimeout
 from realsys.manager.messages import (
     AllocateRequest,
-    ClaimReply,
-    ClaimRequest,
     FinishRequest,
-    TrainedReply,
-    TrainedRequest,
 )
 from realsys.train.master import intake as intake_module
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
@@ -32,14 +28,14 @@ STATUS: dict[str, Any] = {
 }
 
 
-def group(number: int, version: int = 0, reissues: int = 0) -> list[SampleMeta]:
+def group(number, version=0, reissues=0):
     ticket = f"{number:010d}"
     meta = SampleMeta(f"{ticket}.{reissues}/0.0", ticket, reissues, 8, 3, 1.0, False, version, version, 0)
     meta.reissues = reissues
     return [meta]
 
 
-def mixed(number: int, *versions: int) -> list[SampleMeta]:
+def mixed(number, *versions):
     """A group with one token of each version."""
     [meta] = group(number)
     meta.loss_tokens = len(versions)
@@ -48,7 +44,7 @@ def mixed(number: int, *versions: int) -> list[SampleMeta]:
     return [meta]
 
 
-def intake(settings: IntakeSettings = SETTINGS) -> IntakeState:
+def intake(settings=SETTINGS):
     return IntakeState(settings, "")
 
 
@@ -92,7 +88,7 @@ def test_wait_ends_at_its_deadline():
         state.check_wait(STATUS, 110.0)
 
 
-def filtered(groups: int) -> dict[str, Any]:
+def filtered(groups):
     drops = {"dropped": groups, "dropped_by_reason": {"filtered equal_rewards": groups}}
     return STATUS | {"ledger": STATUS["ledger"] | drops}
 
@@ -238,7 +234,6 @@ def test_tokens_that_workers_did_not_push_are_lost():
     state.observe_lost({"failed": 3, "over_sampled": 6}, Counter({6: 1}))
     state.propose(0)
     batch = state.conclude(())
-    assert batch is not None
     assert batch.losses.untrained == {"failed": 0.25, "over_sampled": 0.5}
     assert batch.losses.length_ks == 0.5
 
@@ -247,7 +242,7 @@ def test_tokens_that_workers_did_not_push_are_lost():
 
 
 def test_step_reports_trained_tickets_staleness_and_waiting_groups():
-    async def body() -> Run:
+    async def body():
         job = Run("train.total_steps=1")
         job.arrive(*[(5.0, -5.0)] * 3)
         await job.serve(job.loop.run())
@@ -263,7 +258,7 @@ def test_step_reports_trained_tickets_staleness_and_waiting_groups():
 def test_groups_of_other_trainer_incarnation_are_freed():
     """They are neither trained nor reissued."""
 
-    async def body() -> Run:
+    async def body():
         job = Run("train.total_steps=1")
         job.intake.state.trainer_incarnation = "0002"
         arrived = job.manager.rollouts(job.config, *[(5.0, -5.0)] * 3)
@@ -284,7 +279,7 @@ def test_groups_of_other_trainer_incarnation_are_freed():
 
 
 def test_too_old_group_is_kept_before_it_is_freed():
-    async def body() -> Run:
+    async def body():
         job = Run("train.total_steps=1", "asynchronous.stale_policy=mask")
         job.intake.state.version = 9
         job.arrive((5.0, -5.0))
@@ -301,7 +296,7 @@ def test_too_old_group_is_kept_before_it_is_freed():
 def test_arrived_group_of_cancelled_ticket_is_not_trained():
     """Its push was not acknowledged in time, and all its attempts count as failed: that is its end."""
 
-    async def body() -> Run:
+    async def body():
         job = Run("train.total_steps=1")
         state, claim = job.manager.state, job.manager.claim
         failed, late = job.arrive(*[(5.0, -5.0)] * 2)
@@ -310,7 +305,7 @@ def test_arrived_group_of_cancelled_ticket_is_not_trained():
             [ticket] = state.allocate(AllocateRequest("w", 1), 0.0).tickets
             state.finish(FinishRequest(failed.ticket_id, ticket.attempt, "w", "failed"), 0.0)
 
-        async def another_arrives(request: ClaimRequest) -> ClaimReply:
+        async def another_arrives(request):
             reply = await claim(request)
             if reply.gone:
                 assert reply.gone == [failed.ticket_id] and job.intake.state.held() == []
@@ -330,10 +325,10 @@ def test_arrived_group_of_cancelled_ticket_is_not_trained():
 
 
 def test_a_training_side_that_was_replaced_ends():
-    async def body() -> None:
+    async def body():
         job = Run("train.total_steps=3")
 
-        async def refuse(request: TrainedRequest) -> TrainedReply:
+        async def refuse(request):
             raise Fenced("gserver_manager /trained: a younger training side has started")
 
         job.manager.trained = refuse  # type: ignore[method-assign]
@@ -346,7 +341,7 @@ def test_a_training_side_that_was_replaced_ends():
 
 
 def test_stopped_run_saves_without_waiting_for_batch():
-    async def body() -> Run:
+    async def body():
         job = Run("train.total_steps=5")
         job.arrive(*[(5.0, -5.0)] * 2)
         running = asyncio.create_task(job.serve(job.loop.run()))
@@ -359,12 +354,12 @@ def test_stopped_run_saves_without_waiting_for_batch():
 
 
 def test_stop_request_ends_the_current_step():
-    async def body() -> Run:
+    async def body():
         job = Run("train.total_steps=5")
         job.arrive(*[(5.0, -5.0)] * 4)
         publish = job.versions.begin
 
-        async def stopped_meanwhile(version: int, step: int, saved: object = None) -> dict[str, float]:
+        async def stopped_meanwhile(version, step, saved=None):
             job.stop.set()
             return await publish(version, step)
 
@@ -380,13 +375,13 @@ def test_waiting_master_reports_held_groups(monkeypatch):
     """Lost groups are generated again because the manager learns which ones the master holds."""
     monkeypatch.setattr(intake_module, "_STATUS_INTERVAL_S", 0.01)
 
-    async def body() -> None:
+    async def body():
         job = Run("train.total_steps=1", prompts=100)
         job.arrive((5.0, -5.0))
         (lost, samples), *_ = job.manager.rollouts(job.config, (5.0, -5.0))  # finished, and never arrived
         trained = job.manager.trained
 
-        async def reissue(request: TrainedRequest) -> TrainedReply:
+        async def reissue(request):
             reply = await trained(request)
             if not request.trained and request.held == [("0000000000", 0)]:
                 job.intake.on_samples(samples)

@@ -5,7 +5,6 @@ Workers are simulated, the manager is its real state machine without HTTP; what 
 
 import asyncio
 from collections import Counter
-from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from realsys.algorithm.token_losses import StepLosses
 from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
 from realsys.errors import NotFiniteError, StuckError, WeightsError
-from realsys.manager.messages import TrainedReply, TrainedRequest
 from realsys.model_calls import SNAPSHOT, MaskRequest, SnapshotPlan
 from realsys.train.master import intake
 from realsys.train.master.call_plan import CallArguments
@@ -29,7 +27,7 @@ CRITIC = ("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false"
 
 
 def test_run_trains_publishes_and_clears_the_workers():
-    async def body() -> Run:
+    async def body():
         job = Run("train.total_steps=2", "checkpoint.hf_every_steps=2")
         job.manager.state.servers.all()[0].load = {"memory_bytes": 7.0}
         job.arrive(*[(5.0, -5.0)] * 4)
@@ -57,7 +55,7 @@ def test_run_trains_publishes_and_clears_the_workers():
 
 
 def test_run_resumes_after_steps_of_checkpoint():
-    async def body() -> Run:
+    async def body():
         job = Run("train.total_steps=5")
         job.manager.publish(4)
         job.arrive(*[(5.0, -5.0)] * 2)
@@ -72,7 +70,7 @@ def test_run_resumes_after_steps_of_checkpoint():
 def test_only_critic_trains_during_its_warm_up():
     """Each role has its own minibatches and learning rate."""
 
-    async def body() -> Run:
+    async def body():
         job = Run(
             *CRITIC,
             "train.total_steps=2",
@@ -124,7 +122,7 @@ def test_reference_kl_coefficient_follows_reported_kl():
 def test_train_time_is_covered_by_training_calls():
     """The remaining time of the step counts as inference."""
 
-    def result(began: float, ended: float) -> CallResult:
+    def result(began, ended):
         return CallResult({}, {}, 0.0, began, ended, 0)
 
     results = {"inf": result(0, 4), "a": result(4, 7), "b": result(5, 6), "c": result(6.5, 9), "late": result(8, 10)}
@@ -135,7 +133,7 @@ def test_train_time_is_covered_by_training_calls():
 def test_last_step_and_first_steps_are_marked():
     """With eta 1, the tickets of two batches start together."""
 
-    async def body() -> Run:
+    async def body():
         job = Run("train.total_steps=6", "asynchronous.max_staleness=1")
         job.manager.publish(1)
         job.manager.publish(2)
@@ -153,7 +151,7 @@ def test_last_step_and_first_steps_are_marked():
 def test_masked_tokens_are_taken_out_before_step(caplog):
     """All owners of such samples are asked at the same time."""
 
-    async def body() -> Run:
+    async def body():
         job = Run("train.total_steps=1", "asynchronous.stale_policy=mask")
         job.manager.publish(2)
         for owner, (_, samples) in enumerate(job.manager.rollouts(job.config, *[(5.0, -5.0)] * 2)):
@@ -177,7 +175,7 @@ def test_masked_tokens_are_taken_out_before_step(caplog):
 def test_tokens_of_failed_episodes_are_untrained():
     """The manager counts them since its start, a step since the step before."""
 
-    async def body() -> Run:
+    async def body():
         job = Run("train.total_steps=3")
         for step in (1, 2, 3):
             job.arrive(*[(5.0, -5.0)] * 2)
@@ -191,7 +189,7 @@ def test_tokens_of_failed_episodes_are_untrained():
 def test_verifier_failures_are_counted_by_cause():
     """The manager counts them since its start, and a new manager starts at 0."""
 
-    async def body() -> Run:
+    async def body():
         job = Run("train.total_steps=3")
         for step, counts in enumerate([{"cpu_time": 2}, {"cpu_time": 2, "raised": 1}, {"raised": 1}], 1):
             job.arrive(*[(5.0, -5.0)] * 2)
@@ -204,7 +202,7 @@ def test_verifier_failures_are_counted_by_cause():
 
 
 def test_step_that_is_not_finite_ends_run():
-    async def body() -> Run:
+    async def body():
         job = Run("train.total_steps=1")
         job.workers.report["actor_train"] = {"not_finite": ("actor", 2, ["t/0"])}
         job.arrive(*[(5.0, -5.0)] * 2)
@@ -216,7 +214,7 @@ def test_step_that_is_not_finite_ends_run():
 
 
 def test_steps_warn_of_weights_and_missing_signal(caplog):
-    async def body() -> None:
+    async def body():
         job = Run("train.total_steps=3")
         job.workers.report["actor_train"] = {"stats": {"w_max": 150.0}}
         for step in (1, 2, 3):
@@ -273,7 +271,7 @@ def test_filtered_group_frees_its_quota_once():
 
 
 def test_filtered_groups_are_counted_and_never_trained():
-    async def body() -> Run:
+    async def body():
         job = Run(*FILTER, "train.total_steps=1")
         kept = job.arrive((5.0, 5.0), (5.0, -5.0), (-5.0, 5.0))
         await job.serve(job.loop.run())
@@ -291,10 +289,10 @@ def test_filtered_groups_are_counted_and_never_trained():
 def test_run_with_only_filtered_groups_says_why(monkeypatch):
     monkeypatch.setattr(intake, "_STATUS_INTERVAL_S", 0.01)
 
-    async def body() -> None:
+    async def body():
         job = Run(*FILTER, "train.total_steps=1", prompts=10)
 
-        async def roll_out() -> None:
+        async def roll_out():
             while True:
                 assert not job.arrive(*[(5.0, 5.0)] * 4)
                 await asyncio.sleep(0)
@@ -314,7 +312,7 @@ def test_used_up_prompts_end_training_well(monkeypatch, caplog):
     """Two steps are planned of four prompts. One group is filtered out, so the second batch never fills."""
     monkeypatch.setattr(intake, "_STATUS_INTERVAL_S", 0.01)
 
-    async def body() -> Run:
+    async def body():
         job = Run(*FILTER, "train.total_steps=2", prompts=4, epochs=1)
         job.arrive((5.0, -5.0), (5.0, 5.0), (5.0, -5.0), (5.0, -5.0))
         assert await job.serve(job.loop.run()) == 1
@@ -329,11 +327,11 @@ def test_used_up_prompts_end_training_well(monkeypatch, caplog):
 
 
 def test_a_failure_while_giving_back_ends_the_run():
-    async def body() -> None:
+    async def body():
         job = Run("asynchronous.stale_policy=mask", "train.total_steps=1")
         job.intake.state.version = 9  # the group is too old to be trained
 
-        async def refuse(request: TrainedRequest) -> TrainedReply:
+        async def refuse(request):
             raise ConnectionError("gone")
 
         job.manager.trained = refuse  # type: ignore[method-assign]
@@ -350,7 +348,7 @@ def test_a_failure_while_giving_back_ends_the_run():
 def test_step_trains_while_a_version_is_written():
     """The step is reported before its version is published, and its checkpoint is due then."""
 
-    async def body() -> Run:
+    async def body():
         job = Run("train.total_steps=2")
         job.versions.holds = True
         job.arrive(*[(5.0, -5.0)] * 4)
@@ -365,7 +363,7 @@ def test_step_trains_while_a_version_is_written():
     assert run(body).disk.wrote == ["checkpoint 1", "v1", "checkpoint 2", "v2", "finish"]
 
 
-async def _complete_both(job: Run) -> None:
+async def _complete_both(job):
     """End the publication that runs, and the next one when it has begun."""
     assert await job.versions.begun.get() == 1
     job.versions.complete()
@@ -376,7 +374,7 @@ async def _complete_both(job: Run) -> None:
 def test_without_lag_step_waits_for_publication():
     """With eta = 0 the manager grants no ticket of the next batch before it knows the version."""
 
-    async def body() -> None:
+    async def body():
         job = Run("train.total_steps=2", "asynchronous.max_staleness=0")
         job.versions.holds = True
         assert len(job.arrive(*[(5.0, -5.0)] * 4)) == 2
@@ -395,7 +393,7 @@ def test_without_lag_step_waits_for_publication():
 
 
 def test_failed_write_ends_the_wait_for_groups():
-    async def body() -> None:
+    async def body():
         job = Run("train.total_steps=2")
         job.versions.holds = True
         job.arrive(*[(5.0, -5.0)] * 2)
@@ -411,7 +409,7 @@ def test_failed_write_ends_the_wait_for_groups():
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["end", "stop"])
 def test_last_checkpoint_waits_for_the_last_version(stopped):
-    async def body() -> list[str]:
+    async def body():
         job = Run("train.total_steps=1" if not stopped else "train.total_steps=5")
         job.versions.holds = True
         job.arrive(*[(5.0, -5.0)] * 2)
@@ -429,11 +427,11 @@ def test_last_checkpoint_waits_for_the_last_version(stopped):
 
 
 def test_evaluation_starts_after_its_version_is_published(monkeypatch):
-    async def body() -> None:
+    async def body():
         job = Run("train.total_steps=2", "evaluation.every_steps=1")
         seen: list[tuple[str, int]] = []
 
-        async def start(eval_id: str, step: int) -> None:
+        async def start(eval_id, step):
             seen.append((eval_id, job.manager.state.version))
 
         monkeypatch.setattr(job.loop, "start_evaluation", start)
@@ -452,7 +450,7 @@ def test_evaluation_starts_after_its_version_is_published(monkeypatch):
 # ---- A batch that can never fill is found out, and one that is only slow is not
 
 
-def status(reason: str | None = None, **ledger: Any) -> dict[str, Any]:
+def status(reason=None, **ledger):
     counts = {"granted": 10, "running": 0, "finished": 0, "waiting": 0, "trained": 4, "dropped": 0}
     return {"admission": {"reason": reason}, "ledger": {**counts, "dropped_by_reason": {}, **ledger}}
 
@@ -500,7 +498,7 @@ def test_only_failing_groups_end_the_wait():
     assert reason is not None and "532 x failed RewardError; the last one: KeyError: 'word' at mine.py:4" in reason
 
 
-def filtered(groups: int) -> dict[str, Any]:
+def filtered(groups):
     return status(dropped=groups, dropped_by_reason={"filtered success_rate": groups - 1, "filtered equal_rewards": 1})
 
 

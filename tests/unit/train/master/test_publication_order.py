@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ from realsys.cluster.names.contract import KeyMissing
 from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import WeightsError
 from realsys.train.master.publish import Publisher, VersionKey
-from realsys.train.requests import SaveWeightsReply, SaveWeightsRequest
+from realsys.train.requests import SaveWeightsReply
 from realsys.types import PublishedVersion
 from realsys.weights.contract import Committed
 from tests.support.streams.weight_ranks import WeightRanks
@@ -24,34 +23,34 @@ FAILED = {"version": 0, "servers": [{"failures": 1, "version": None}]}
 class Memory:
     """A transport without files. ``damaged``: locators of the versions that no server can load."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.damaged: set[str] = set()
         self.done: list[tuple[str, int]] = []
 
-    def prepare(self, version: int, base: str) -> Any:
+    def prepare(self, version, base):
         assert not base or base == f"v{version - 1}", "a version refers to the one before only"
         return base
 
-    def commit(self, version: int, step: int, plan: Any, reports: Sequence[Any], *, replace: bool = False) -> Committed:
+    def commit(self, version, step, plan, reports, *, replace=False):
         assert reports == [version]
         self.done.append(("replace" if replace else "commit", version))
         self.damaged.discard(f"v{version}")
         return Committed(f"v{version}", 1, 1)
 
-    def check(self, locator: str) -> None: ...
+    def check(self, locator): ...
 
-    def verify(self, locator: str, version: int) -> None:
+    def verify(self, locator, version):
         if locator in self.damaged:
             raise WeightsError("a bit has flipped")
 
-    def prune(self, in_use: Sequence[str]) -> Removed:
+    def prune(self, in_use):
         return Removed()
 
 
 class Trial:
     """A publisher and one rank, which writes when ``release`` is called; at once if it does not ``hold``."""
 
-    def __init__(self, *, holds: bool = False) -> None:
+    def __init__(self, *, holds=False):
         self.memory = Memory()
         self.store = MemoryNameStore()
         self.holds = holds
@@ -61,7 +60,7 @@ class Trial:
         self._write = asyncio.Event()
         self.asked = asyncio.Event()
 
-    async def _save(self, request: SaveWeightsRequest) -> list[SaveWeightsReply]:
+    async def _save(self, request):
         self.asked.set()
         if self.holds:
             await self._write.wait()
@@ -70,10 +69,10 @@ class Trial:
             raise WeightsError(self.failure)
         return [SaveWeightsReply(request.version)]
 
-    def release(self) -> None:
+    def release(self):
         self._write.set()
 
-    def published(self) -> int | None:
+    def published(self):
         """The version that servers see."""
         try:
             return msgspec.json.decode(self.store.get("newest"), type=PublishedVersion).version
@@ -82,7 +81,7 @@ class Trial:
 
 
 def test_second_publication_waits_for_the_first():
-    async def body() -> None:
+    async def body():
         trial = Trial(holds=True)
         await trial.publisher.begin(0, 0)
         second = asyncio.create_task(trial.publisher.begin(1, 1))
@@ -101,7 +100,7 @@ def test_second_publication_waits_for_the_first():
 def test_failed_write_is_raised_and_publishes_nothing():
     """To the watcher while the step runs, and to the caller who publishes next."""
 
-    async def body() -> None:
+    async def body():
         trial = Trial(holds=True)
         watching = asyncio.create_task(trial.publisher.watch())
         await trial.publisher.begin(0, 0)
@@ -123,7 +122,7 @@ def test_failed_write_is_raised_and_publishes_nothing():
 def test_version_is_not_repaired_beside_the_next():
     """The ranks have only the copy of the next version, which replaces the damaged one soon."""
 
-    async def body() -> None:
+    async def body():
         trial = Trial(holds=True)
         trial.release()
         await trial.publisher.publish(0, 0)
@@ -138,7 +137,7 @@ def test_version_is_not_repaired_beside_the_next():
 
 
 def test_saved_gets_the_replies_of_the_ranks():
-    async def body() -> None:
+    async def body():
         trial, told = Trial(), list[tuple[int, list[Any]]]()
         await trial.publisher.begin(3, 3, lambda version, replies: told.append((version, replies)))
         await trial.publisher.finish()
@@ -148,7 +147,7 @@ def test_saved_gets_the_replies_of_the_ranks():
 
 
 def test_older_version_is_refused():
-    async def body() -> None:
+    async def body():
         trial = Trial()
         await trial.publisher.publish(4, 4)
         with pytest.raises(ValueError, match="version 4 does not follow 4"):
@@ -168,12 +167,12 @@ def test_random_runs_publish_in_order(seed):
     asyncio.run(asyncio.wait_for(_random_run(random.Random(seed)), 60))
 
 
-async def _random_run(rng: random.Random) -> None:
+async def _random_run(rng):
     trial = Trial()
     save, publisher = trial.ranks.save, trial.publisher
     seen: list[int | None] = [None]
 
-    async def slowly(request: SaveWeightsRequest) -> list[SaveWeightsReply]:
+    async def slowly(request):
         for _ in range(rng.randrange(4)):
             await asyncio.sleep(0)
         return await save(request)

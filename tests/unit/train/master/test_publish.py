@@ -10,13 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realsys.cluster.commit_folder import Removed
-from realsys.cluster.names.contract import Lease
 from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import Fenced, NameStoreError, WeightsError
 from realsys.train.master import publish
 from realsys.train.master.publish import Publisher, VersionKey, set_key
-from realsys.train.requests import SaveWeightsReply, SaveWeightsRequest
+from realsys.train.requests import SaveWeightsReply
 from realsys.weights.contract import PublisherParts, Share
 from realsys.weights.disk import manifest as m
 from realsys.weights.disk import transport
@@ -30,7 +28,7 @@ from tests.support.streams.weight_ranks import WeightRanks
 class Trial:
     """Publishes versions of which each changes one tensor of two, and so refers to the one before."""
 
-    def __init__(self, tmp_path: Path, *, keep: int = 2) -> None:
+    def __init__(self, tmp_path, *, keep=2):
         self.root, model = tmp_path / "weights", tmp_path / "model"
         model.mkdir()
         self._writer, self._store = DiskWriter(ShardWriter()), MemoryNameStore()
@@ -38,29 +36,29 @@ class Trial:
         key = VersionKey(self._store, "model_version")
         self.publisher = Publisher(weights, WeightRanks(self._save), key, incarnation="0001")
 
-    def tensors(self, version: int) -> dict[str, torch.Tensor]:
+    def tensors(self, version):
         return {"frozen": torch.arange(64.0), "trained": torch.full((64,), float(version))}
 
-    async def _save(self, request: SaveWeightsRequest) -> list[SaveWeightsReply]:
+    async def _save(self, request):
         share = Share(request.role, request.version, 0, 1, request.plan)
         return [SaveWeightsReply(self._writer.write(share, self.tensors(request.version)))]
 
-    def publish(self, version: int) -> Path:
+    def publish(self, version):
         asyncio.run(self.publisher.publish(version, version))
         self.publisher.keep([version])  # every server has it
         return self.folder(version)
 
-    def folder(self, version: int) -> Path:
+    def folder(self, version):
         return self.root / m.directory_name(version, "0001")
 
-    def versions(self) -> list[int]:
+    def versions(self):
         return [version for version, _, _ in m.complete_versions(self.root)]
 
-    def check(self, version: int) -> None:
+    def check(self, version):
         staged = stage(self.folder(version), version).tensors
         assert all(torch.equal(staged[name], tensor) for name, tensor in self.tensors(version).items())
 
-    def close(self) -> None:
+    def close(self):
         self._store.close()
 
 
@@ -71,18 +69,18 @@ def trial(tmp_path):
     made.close()
 
 
-def half(path: Path) -> None:
+def half(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def renamed(path: Path) -> None:
+def renamed(path):
     """A flipped bit in the name of a folder that is referred to."""
     text = path.read_text()
     assert '"v00000000.0001"' in text
     path.write_text(text.replace('"v00000000.0001"', '"v00000004.0001"'))
 
 
-def errors(caplog: pytest.LogCaptureFixture, folder: Path) -> list[str]:
+def errors(caplog, folder):
     return [r.message for r in caplog.records if r.levelno >= logging.ERROR and str(folder) in r.message]
 
 
@@ -94,7 +92,7 @@ def test_version_after_a_damaged_one_is_whole(trial, damage, caplog, monkeypatch
     trial.publish(0)
     prune = m.prune
 
-    def damaged_before(root: Path, **options: object) -> Removed:
+    def damaged_before(root, **options):
         if trial.versions()[-1] == 1:
             damage(trial.folder(1) / m.MANIFEST)
         return prune(root, **options)  # type: ignore[arg-type]
@@ -137,7 +135,7 @@ def test_version_that_cannot_be_removed_is_logged(trial, caplog, monkeypatch):
     """A network file system refuses to remove a folder while a server has a file open."""
     remove = shutil.rmtree
 
-    def busy(path: Path, **options: object) -> None:
+    def busy(path, **options):
         if Path(path) == trial.folder(0):
             raise OSError(39, "Directory not empty", str(path))
         remove(path, **options)  # type: ignore[arg-type]
@@ -156,11 +154,11 @@ def test_version_that_cannot_be_removed_is_logged(trial, caplog, monkeypatch):
 class Away(MemoryNameStore):
     """Does not answer the first ``failures`` times."""
 
-    def __init__(self, failures: int) -> None:
+    def __init__(self, failures):
         super().__init__()
         self.failures = failures
 
-    def add(self, key: str, value: str, *, lease: Lease | None = None, replace: bool = False) -> None:
+    def add(self, key, value, *, lease=None, replace=False):
         if self.failures:
             self.failures -= 1
             raise NameStoreError("name store: did not answer")
@@ -177,7 +175,7 @@ def test_unreachable_name_store_is_tried_again(monkeypatch):
         asyncio.run(set_key(store, "status", "1", 0.0))
     lease = iter([True, True, False])
 
-    def check() -> None:
+    def check():
         if not next(lease):
             raise Fenced("its lease is over")
 
@@ -187,7 +185,7 @@ def test_unreachable_name_store_is_tried_again(monkeypatch):
 
 @pytest.mark.parametrize("file", [m.MANIFEST, "*.part"])
 def test_version_damaged_before_publication_is_written_again(trial, file, caplog, monkeypatch):
-    def failpoint(point: str, path: Path | None = None, **_: object) -> None:
+    def failpoint(point, path=None, **_):
         if point == "weights.publish" and path == trial.folder(1):
             half(next(path.glob(file)))  # version 1 refers to version 0, so its shard is a part
 
@@ -201,13 +199,13 @@ def test_version_damaged_before_publication_is_written_again(trial, file, caplog
     trial.check(2)
 
 
-def flipped(path: Path) -> None:
+def flipped(path):
     content = bytearray(path.read_bytes())
     content[-10] ^= 4
     path.write_bytes(content)
 
 
-def said(version: int, *served: int | None) -> dict[str, object]:
+def said(version, *served):
     """The manager's status: versions that the servers have; None: it failed to load the newest."""
     rows = [{"failures": int(v is None), "version": v} for v in served]
     return {"version": version, "servers": rows}
@@ -232,7 +230,7 @@ def test_repair_verifies_once_and_gives_up_finally(trial, monkeypatch):
     """A good version is verified once; one that stays damaged ends the run."""
     proved: list[int] = []
 
-    def verify(folder: Path, version: int) -> None:
+    def verify(folder, version):
         proved.append(version)
         if version == 1:
             raise WeightsError("the disk lies")
@@ -258,11 +256,11 @@ def test_a_damaged_version_is_exported_all_the_same(trial, tmp_path):
         asyncio.run(trial.publisher.export(tmp_path / "file" / "hf"))
 
 
-def _whole(trial: Trial) -> Publisher:
+def _whole(trial):
     """One whose versions refer to nothing."""
     made = trial.publisher
 
-    async def save(request: SaveWeightsRequest) -> list[SaveWeightsReply]:
+    async def save(request):
         share = Share(request.role, request.version, 0, 1, DiskPlan(request.plan.directory))
         return [SaveWeightsReply(DiskWriter(ShardWriter()).write(share, trial.tensors(request.version)))]
 

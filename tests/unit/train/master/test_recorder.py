@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from realsys.observe.step_log import StepTail
 from realsys.train import record_files as files
 from realsys.train.master.executor import CallResult, Minibatches, gpu_use, step_gpu_use
 from realsys.train.master.recorder import StepRecorder, array_holders, check_finite
-from realsys.train.master.replay import StepComparison, compare
+from realsys.train.master.replay import compare
 from realsys.train.master.step_statistics import StepLog, short, train_record
 from realsys.train.record_files import StepRecord
 from realsys.train.requests import (
@@ -57,19 +56,19 @@ PLANS: dict[str, Minibatches] = {"actor": [[REFS]], "critic": [[[REFS[0]], [REFS
 class Workers:
     """Replies immediately, and remembers the requests in order."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: list[msgspec.Struct] = []
 
-    def hold(self, step: int, arrays: Mapping[int, dict[str, list[str]]]) -> asyncio.Future[list[Empty]]:
+    def hold(self, step, arrays):
         return self._answer(HoldRequest(step, arrays[0]), [Empty()] * 2)
 
-    def record(self, payload: RecordRequest) -> asyncio.Future[list[RecordReply]]:
+    def record(self, payload):
         return self._answer(payload, [RecordReply(w, 0.001) for w in range(2)])
 
-    def copy_weights(self, payload: CopyWeightsRequest) -> asyncio.Future[list[Empty]]:
+    def copy_weights(self, payload):
         return self._answer(payload, [Empty()] * 2)
 
-    def digest_weights(self, payload: DigestWeightsRequest) -> asyncio.Future[list[SaveWeightsReply]]:
+    def digest_weights(self, payload):
         return self._answer(payload, saved())
 
     def _answer(self, payload, reply):  # type: ignore[no-untyped-def]
@@ -79,22 +78,22 @@ class Workers:
         return future
 
 
-def saved() -> list[SaveWeightsReply]:
+def saved():
     """The replies of the ranks that have written the actor's weights, or computed their checksums."""
     return [SaveWeightsReply(None, 0.0, worker, {"weight": f"sum{worker}"}) for worker in range(2)]
 
 
-def result(**stats: float) -> CallResult:
+def result(**stats):
     return CallResult(stats, {}, 0.1, 0.0, 0.1, 0)
 
 
-async def take(recorder: StepRecorder, step: int) -> None:
+async def take(recorder, step):
     recording = recorder.begin(step, GROUPS, FLOW, PLANS, {"actor_train": {"lr": 0.5}})
     await recording.end({"actor_train": result(loss=float("nan"), grad_norm=1.5)})
     recorder.saved(step, saved())
 
 
-def write_files(workers: Workers, step: int, of: tuple[int, ...] = (0, 1)) -> list[Recorded]:
+def write_files(workers, step, of=(0, 1)):
     """Write the workers' files, as their threads do."""
     directory = Path(next(p.directory for p in reversed(workers.asked) if isinstance(p, RecordRequest)))
     directory.mkdir(parents=True, exist_ok=True)
@@ -113,7 +112,7 @@ def test_every_array_is_recorded_by_one_worker():
 
 
 def test_record_is_complete_after_the_last_worker(tmp_path):
-    async def body() -> None:
+    async def body():
         workers, paths = Workers(), TrialPaths(tmp_path)
         recorder = StepRecorder(CONFIG, paths, MESHES, workers, "inc")
         await take(recorder, 3)
@@ -141,7 +140,7 @@ def test_record_is_complete_after_the_last_worker(tmp_path):
 def test_early_notice_does_not_complete_a_record(tmp_path):
     """A worker writes before the replies of all workers are in."""
 
-    async def body() -> None:
+    async def body():
         workers, paths = Workers(), TrialPaths(tmp_path)
         recorder = StepRecorder(CONFIG, paths, MESHES, workers, "inc")
         recording = recorder.begin(3, GROUPS, FLOW, PLANS, {})
@@ -158,7 +157,7 @@ def test_early_notice_does_not_complete_a_record(tmp_path):
 
 
 def test_failed_worker_costs_only_the_record(tmp_path, caplog):
-    async def body() -> None:
+    async def body():
         workers, paths = Workers(), TrialPaths(tmp_path)
         recorder = StepRecorder(CONFIG, paths, MESHES, workers, "inc")
         await take(recorder, 3)
@@ -183,10 +182,10 @@ def test_failed_worker_costs_only_the_record(tmp_path, caplog):
 def test_repeated_step_replaces_its_record(tmp_path):
     """Old records are pruned."""
 
-    async def body() -> None:
+    async def body():
         workers, paths = Workers(), TrialPaths(tmp_path)
 
-        async def steps(incarnation: str, *numbers: int) -> None:
+        async def steps(incarnation, *numbers):
             recorder = StepRecorder(CONFIG, paths, MESHES, workers, incarnation)
             await recorder.rewind(numbers[0] - 1)
             for step in numbers:
@@ -207,7 +206,7 @@ def test_repeated_step_replaces_its_record(tmp_path):
 def test_one_data_rank_computes_what_is_not_published(tmp_path):
     """The publication has the checksums of the actor; its adapters are not published."""
 
-    async def body() -> None:
+    async def body():
         for config, digests in ((CONFIG, {0: ["critic"]}), (ADAPTED, {0: ["actor", "critic"], 1: ["actor"]})):
             workers = Workers()
             await take(StepRecorder(config, TrialPaths(tmp_path), MESHES, workers, "inc"), 3)
@@ -217,7 +216,7 @@ def test_one_data_rank_computes_what_is_not_published(tmp_path):
 
 
 def test_record_waits_for_the_published_checksums(tmp_path):
-    async def body() -> None:
+    async def body():
         workers, paths = Workers(), TrialPaths(tmp_path)
         recorder = StepRecorder(CONFIG, paths, MESHES, workers, "inc")
         await recorder.begin(3, GROUPS, FLOW, PLANS, {}).end({})
@@ -235,7 +234,7 @@ def test_record_waits_for_the_published_checksums(tmp_path):
 def test_step_that_ends_the_run_is_recorded(tmp_path):
     """Nothing is published after NaN, so the ranks compute the checksums for the record alone."""
 
-    async def body() -> None:
+    async def body():
         workers, paths = Workers(), TrialPaths(tmp_path)
         recorder = StepRecorder(CONFIG, paths, MESHES, workers, "inc")
         failed = {"actor_train": CallResult({}, {}, 0.1, 0.0, 0.1, 0, not_finite=("actor", 1, ["t/0"]))}
@@ -343,14 +342,14 @@ def test_step_record_names_gpus_only_where_some_are(gpu):
 GPU = Machine(cpus=1, memory_bytes=0, gpus=("0",), torch_has_cuda=True)
 
 
-def record(loss: float, weights: str) -> StepRecord:
+def record(loss, weights):
     fields: dict[str, Any] = {field.name: None for field in msgspec.structs.fields(StepRecord) if field.required}
     fields |= {"step": 1, "groups": [], "plan": "p", "calls": ["actor_train"], "args": {}, "scores": {}}
     fields |= {"stats": {"actor_train": {"loss": loss, "bad": math.nan}}, "weights": {"actor": {0: {"w": weights}}}}
     return StepRecord(**fields)
 
 
-def compared(far: float, tolerance: float) -> StepComparison:
+def compared(far, tolerance):
     one, two = (
         {("s", "prox_logprobs"): np.float32([-1.0, at]), ("s", "tokens"): np.int32([1, 2])} for at in (-2.0, -2.0 - far)
     )

@@ -1,8 +1,6 @@
 """A stop while a step runs: the step is abandoned or finished, and the stop shows its progress."""
 
 import asyncio
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,31 +14,30 @@ BOUND_S = 30.0
 class Workers:
     """Two ranks in step 3. ``settled`` is set by the first decision."""
 
-    def __init__(self, *, updating: bool = False) -> None:
+    def __init__(self, *, updating=False):
         self.settled = asyncio.Event()
         self.decision: SettleRequest | None = None
         self._states = [GateState(2, {"actor_train": 4}, updating), GateState(2, {"actor_train": 5})]
 
-    async def pause_step(self) -> list[GateState]:
+    async def pause_step(self):
         return self._states
 
-    async def settle_step(self, payload: SettleRequest) -> list[GateState]:
+    async def settle_step(self, payload):
         self.decision = payload
         self.settled.set()
         return self._states
 
 
-def stopped(path: Path, *, updating: bool) -> tuple[str | None, SettleRequest | None]:
+def stopped(path, *, updating):
     """Stop a run in step 3; returns the result of the step, and the decision."""
 
-    async def body() -> tuple[str | None, SettleRequest | None]:
+    async def body():
         workers, stop = Workers(updating=updating), asyncio.Event()
 
-        async def step() -> str:
+        async def step():
             stop.set()
             await workers.settled.wait()
             await asyncio.sleep(0)  # the file is written in the turn of the decision
-            assert workers.decision is not None
             if workers.decision.abandon:
                 raise StepAbandoned("actor_train")
             return "trained"
@@ -70,8 +67,8 @@ def test_full_disk_does_not_delay_a_stop(tmp_path):
 
 
 def test_error_of_a_step_is_raised(tmp_path):
-    async def body() -> None:
-        async def step() -> Any:
+    async def body():
+        async def step():
             raise ValueError("a rank failed")
 
         with pytest.raises(ValueError, match="a rank failed"):

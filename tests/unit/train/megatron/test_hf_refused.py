@@ -23,14 +23,14 @@ MACHINE = Machine(cpus=8, memory_bytes=64 << 30)
 SHORT = ["data.max_prompt_tokens=20", "generation.sampling.max_new_tokens=20"]
 
 
-def directory(path: Path, family: str = "qwen2", *, value: bool = False, **changes: Any) -> Path:
+def directory(path, family="qwen2", *, value=False, **changes):
     """A model directory as config checks want it: with a tokenizer (which they do not read)."""
     make_model(family, value=value, **changes).save_pretrained(path)
     (path / "tokenizer.json").touch()
     return path
 
 
-def change_config(path: Path, **changes: Any) -> None:
+def change_config(path, **changes):
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
@@ -100,28 +100,28 @@ def test_a_head_that_is_not_there_is_refused(tmp_path):
         check(changed(f"roles.reward.path={scored}", *reward), MACHINE)
 
 
-def load(path: Path) -> None:
+def load(path):
     """As a rank does before it builds anything."""
     with HFReader(path) as reader:
         reader.check(read_model(path))
 
 
-def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object], file: str = "model.safetensors") -> None:
+def edit(path, change, file="model.safetensors"):
     tensors = load_file(path / file)
     change(tensors)
     save_file(tensors, path / file, {"format": "pt"})
 
 
-def spoil_shard(path: Path) -> None:
+def spoil_shard(path):
     shard = sorted(path.glob("model-*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-100])
 
 
-def remove_shard(path: Path) -> None:
+def remove_shard(path):
     sorted(path.glob("model-*.safetensors"))[1].unlink()
 
 
-def move_tensor(path: Path) -> None:
+def move_tensor(path):
     """The index says another file than the one a tensor is in."""
     index = json.loads((path / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
@@ -129,7 +129,7 @@ def move_tensor(path: Path) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def other_model(path: Path) -> None:
+def other_model(path):
     make_model("qwen3").save_pretrained(path)
     change_config(path, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
 

@@ -7,7 +7,7 @@ import numpy as np
 from realsys.train.worker.call_service import trim_heap
 
 
-def resident_bytes() -> int:
+def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 

@@ -13,20 +13,20 @@ from realsys.train.megatron.offload import OffloadCopies, WeightSnapshot
 CPU = Device(torch.device("cpu"), "gloo")
 
 
-def weights(value: float) -> list[torch.nn.Parameter]:
+def weights(value):
     shapes, types = [(3, 5), (7,), (0, 2)], [torch.bfloat16, torch.float32, torch.float32]
     return [
         torch.nn.Parameter(torch.full(shape, value, dtype=dtype)) for shape, dtype in zip(shapes, types, strict=True)
     ]
 
 
-def move(parameters: list[torch.nn.Parameter], value: float) -> None:
+def move(parameters, value):
     with torch.no_grad():
         for parameter in parameters:
             parameter.fill_(value)
 
 
-def values(parameters: list[torch.nn.Parameter]) -> set[float]:
+def values(parameters):
     return {value for parameter in parameters for value in parameter.flatten().tolist()}
 
 

@@ -1,16 +1,13 @@
 """actor_inf's comparison of log-probs: over the tokens that the trained version sampled, also within mixed answers."""
 
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from realsys.config.schema import Config
-from realsys.train.megatron.device import Device
-from tests.support.training.ppo_batch import Arrays, Worker, make_batch, make_models, save_models, whole
+from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models, whole
 from tests.support.training.train_ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -26,12 +23,12 @@ def folders(tmp_path_factory):
     return save_models(make_models(), tmp_path_factory.mktemp("models"))
 
 
-def compare(folders: dict[str, Path], layout: str, ranks: int, behaviour: dict[str, Arrays]) -> list[dict[str, float]]:
+def compare(folders, layout, ranks, behaviour):
     """Statistics of actor_inf on every rank. ``behaviour``: per sample, what to add to the trainer's log-probs to get
     the recorded ones (``delta``), and ``versions``.
     """
 
-    def body(rank: int, device: Device) -> dict[str, float]:
+    def body(rank, device):
         worker = Worker(rank, device, CONFIG, whole(layout, "actor"), folders)
         worker.fill(ARRAYS)
         worker.call("actor_inf", "actor", [REFS])
@@ -45,7 +42,7 @@ def compare(folders: dict[str, Path], layout: str, ranks: int, behaviour: dict[s
     return run_ranks(ranks, body, CONFIG)
 
 
-def answers(current_of: Any) -> dict[str, Arrays]:
+def answers(current_of):
     """Recorded log-probs are 2 higher on old tokens; on current ones, 0.01 higher and lower in turn."""
     made = {}
     for ref in REFS:
