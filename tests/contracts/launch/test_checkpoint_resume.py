@@ -12,7 +12,6 @@ from realsys.cluster.files import FileInfo
 from realsys.config.compose import compose
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, StreamError
-from realsys.launch.cli import main
 from realsys.launch.commands.audit import audit_trial
 from realsys.launch.prepare import prepare, resolve
 from realsys.launch.start import read_trial
@@ -122,18 +121,6 @@ def test_unfit_checkpoint_is_refused_in_one_line(trial, compose_in, overrides, f
         prepare(made, lambda _: None)
     assert caught.value.field == field and problem in str(caught.value) and "\n" not in str(caught.value)
     assert not TrialPaths.of(made).root.exists()
-
-
-def test_the_command_refuses_with_exit_code_2(trial, tmp_path, capsys):
-    (trial / "checkpoints" / "step-00000003" / "state.json").write_text("{}")
-    for text, problem in [
-        ("nowhere", "is not a directory"),
-        (str(tmp_path), "is neither a trial folder nor a checkpoint"),
-        (str(trial), "state.json is corrupt"),
-    ]:
-        assert main(["run", *CONFIG, f"resume={text}", "--dry-run"]) == 2
-        error = capsys.readouterr().err
-        assert "resume=" in error and problem in error and error.count("\n") == 1
 
 
 def test_truncated_file_is_refused_before_the_start(trial, compose_in):

@@ -3,12 +3,10 @@
 import asyncio
 import json
 
-import msgspec
 import pytest
 
 from realsys.errors import LedgerError
-from realsys.types import Ticket
-from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, Trial, drive
+from tests.support.ledger.manager_trial import BOUND_S, TOKEN, WORKER, drive
 from tests.support.polling import poll
 
 
@@ -81,21 +79,6 @@ def test_finish_of_superseded_attempt_is_no_error(tmp_path):
     drive(tmp_path, scenario)
 
 
-def test_tickets_of_dead_worker_are_reissued(tmp_path):
-    async def scenario(t):
-        t.heartbeat(WORKER, "1")
-        await t.ready()
-        ticket = (await t.allocate())["tickets"][0]
-        assert (await t.schedule(ticket))[0] == 200
-        t.store.delete(t.names.heartbeat(WORKER))
-        await t.until("ticket waits", lambda: t.state.ledger.counts.open["waiting"] == 1)
-        assert t.state.reservations.load("generation_server/0") == (0, 0)
-        again = (await t.allocate())["tickets"][0]
-        assert (again["ticket_id"], again["attempt"]) == (ticket["ticket_id"], 1)
-
-    drive(tmp_path, scenario)
-
-
 def test_lease_that_lapses_wakes_a_held_allocation(tmp_path):
     async def scenario(t):
         await t.ready()
@@ -104,93 +87,6 @@ def test_lease_that_lapses_wakes_a_held_allocation(tmp_path):
         assert again["attempt"] == 1 and again["ticket_id"] == first[0]["ticket_id"]
 
     drive(tmp_path, scenario, lease_s=0.2)
-
-
-def test_evaluation_goes_before_training_and_outside_the_quota(tmp_path):
-    async def scenario(t):
-        await t.ready()
-        assert len((await t.allocate(100))["tickets"]) == 4  # the quota is used up
-        asked = {"eval_id": "before", "split": "eval", "n": 3, "seed": 7}
-        assert await t.post("/evaluate", **asked) == {"total": 3}
-        assert await t.post("/evaluate", **asked) == {"total": 3}
-        tickets = (await t.allocate(100))["tickets"]
-        assert [(x.kind, x.split, x.prompt_index, x.n) for x in msgspec.convert(tickets, list[Ticket])] == [
-            ("eval", "eval", i, 1) for i in range(3)
-        ]
-        for ticket in tickets[:2]:
-            status, place = await t.schedule(ticket)
-            assert status == 200 and place["version"] == 0
-            assert (await t.finish(ticket))["known"] is True
-        assert (await t.get("/evaluate/before"))["done"] == 2
-        assert await t.finish(tickets[2], "failed") == {"known": True, "retry": True}
-        last = (await t.allocate())["tickets"][0]
-        assert (last["ticket_id"], last["attempt"], last["seed"]) == (tickets[2]["ticket_id"], 1, tickets[2]["seed"])
-        assert await t.finish(last, "failed") == {"known": True, "retry": False}
-        result = await t.get("/evaluate/before")
-        assert result == {
-            "done": 2, "total": 3, "failed": 1, "accuracy": None, "reward_mean": None, "length_mean": 20.0,
-            "version_min": 0, "version_max": 0, "metrics": {}, "ended": True, "incomplete": "1 of 3 failed",
-            "problems": 3, "samples": 1, "set": "eval", "restarts": 0, "tallies": [[1, 1, 2]],
-            "accepted": [[0, 0, 0], [1, 0, 0]],
-        }  # fmt: skip
-        status, reply = await t.call("/evaluate", {"eval_id": "x", "split": "nowhere", "n": 1})
-        assert status == 400 and "nowhere" in reply["error"]
-
-    drive(tmp_path, scenario)
-
-
-def test_evaluation_after_publication_waits_for_that_version(tmp_path):
-    async def scenario(t):
-        await t.ready()
-        t.servers[0].released.clear()
-        t.servers[0].asked.clear()
-        t.publish(1)
-        await t.post("/evaluate", eval_id="after", split="eval", n=2)
-        await asyncio.wait_for(t.servers[0].asked.wait(), BOUND_S)
-        kinds = {ticket.get("kind", "train") for ticket in (await t.allocate(100))["tickets"]}
-        assert kinds == {"train"}  # version 0 is inside the bound for training, but is not what is to be evaluated
-        held = asyncio.create_task(t.allocate(2, wait_s=BOUND_S))
-        t.servers[0].released.set()
-        tickets = (await held)["tickets"]
-        assert [ticket.get("kind", "train") for ticket in tickets] == ["eval", "eval"]
-
-    drive(tmp_path, scenario)
-
-
-def test_restart_with_torn_journal_keeps_tickets(tmp_path):
-    async def scenario(t):
-        await t.ready()
-        tickets = (await t.allocate(4))["tickets"]
-        await t.finish(tickets[0])
-        await t.finish(tickets[1])
-        trained = {
-            "step": 1,
-            "version": 1,
-            "trained": [tickets[0]["ticket_id"]],
-            "stale": [[tickets[1]["ticket_id"], 0]],
-        }
-        assert await t.post("/claim", version=1, tickets=trained["trained"]) == {"gone": []}
-        first, again = await t.post("/trained", **trained, staleness={"0": 1}), await t.post("/trained", **trained)
-        none = {"dropped": 0, "lost": [], "lost_tokens": {}, "in_use": [0], "verdict_failures": {}}
-        none |= {"lost_lengths": {}, "filtered": {}, "memory": {}}
-        assert first == {"trained": 1, "reissued": 1, **none}
-        assert again == {"trained": 0, "reissued": 0, **none}
-        before = (await t.get("/status"))["ledger"]
-        await t.halt()
-        with t.ledger.open("ab") as file:
-            file.write(b'0badc0de {"type":"granted","ticket_id":"00')
-        await t.start()
-        assert (await t.get("/status"))["ledger"] == before
-        await t.until("server probed", t.serves(0, 0))
-        assert t.servers[0].loaded == [0], "the restarted manager asked first, and did not load again"
-        assert (await t.finish(tickets[2]))["known"] is True
-        given_back = (await t.allocate(1))["tickets"][0]
-        assert given_back["prompt_index"] == tickets[1]["prompt_index"]
-        assert (given_back["ticket_id"], given_back["attempt"]) == (tickets[1]["ticket_id"], 1)
-        assert given_back["reissues"] == 1
-        assert (await t.allocate(1))["reason"] == "staleness"
-
-    drive(tmp_path, scenario)
 
 
 def test_allocation_repeated_after_restart_gets_same_tickets(tmp_path):
@@ -205,19 +101,6 @@ def test_allocation_repeated_after_restart_gets_same_tickets(tmp_path):
         await t.finish(lost["tickets"][0])
         rest = await t.post("/allocate_rollout", worker=WORKER, max_tickets=3, request_id="one")
         assert rest["tickets"] == lost["tickets"][1:], "what has ended is not handed out again"
-
-    drive(tmp_path, scenario)
-
-
-def test_second_manager_on_the_same_ledger_is_refused(tmp_path):
-    async def scenario(t):
-        second = Trial(t.ledger, t.config)
-        try:
-            with pytest.raises(LedgerError, match="another gserver_manager"):
-                await second.start()
-        finally:
-            await second.session.close()
-            second.store.close()
 
     drive(tmp_path, scenario)
 

@@ -2,8 +2,7 @@
 
 import asyncio
 
-from realsys.manager import decisions
-from tests.support.ledger.manager_trial import BOUND_S, FakeServer, drive
+from tests.support.ledger.manager_trial import BOUND_S, drive
 
 
 def test_update_reaches_healthy_server_beside_broken_ones(tmp_path):
@@ -67,42 +66,6 @@ def test_update_that_hangs_beyond_its_timeout_fails(tmp_path):
     drive(tmp_path, scenario, update_timeout_s=0.1)
 
 
-def test_restarted_server_is_updated_before_it_gets_requests(tmp_path):
-    async def scenario(t):
-        await t.ready()
-        ticket = (await t.allocate())["tickets"][0]
-        assert (await t.schedule(ticket))[0] == 200
-        fresh = FakeServer("generation_server/0")
-        await fresh.start()
-        fresh.released.clear()
-        t.servers.append(fresh)
-        await t.add_server(0, incarnation="2", server=fresh)
-        await asyncio.wait_for(fresh.asked.wait(), BOUND_S)
-        assert (await t.allocate())["reason"] == "no_server"
-        assert t.state.reservations.load(fresh.name) == (0, 0)
-        waiting = asyncio.create_task(t.schedule(ticket))
-        fresh.released.set()
-        status, place = await waiting
-        assert status == 200 and place["url"] == fresh.url and fresh.loaded == [0]
-
-    drive(tmp_path, scenario)
-
-
-def test_reported_server_that_answers_loads_nothing(tmp_path):
-    async def scenario(t):
-        await t.ready(servers=2)
-        ticket = (await t.allocate())["tickets"][0]
-        _, place = await t.schedule(ticket)
-        failed = next(server for server in t.servers if server.name == place["server"])
-        _, moved = await t.schedule(ticket, failed_server=failed.name, failure="connection reset")
-        assert moved["server"] != failed.name
-        assert t.state.reservations.load(failed.name) == (0, 0)
-        await t.until("proved again", t.serves(int(failed.name[-1]), 0))
-        assert failed.loaded == [0]
-
-    drive(tmp_path, scenario)
-
-
 def test_server_with_another_version_is_not_routed_to(tmp_path):
     async def scenario(t):
         await t.ready()
@@ -122,27 +85,6 @@ def test_server_with_another_version_is_not_routed_to(tmp_path):
         assert (await t.schedule(ticket))[1]["version"] == 3
 
     drive(tmp_path, scenario)
-
-
-def test_rolling_update_waits_once_for_hanging_server(tmp_path, monkeypatch):
-    monkeypatch.setattr(decisions, "TURN_S", 2.0)
-
-    async def scenario(t):
-        await t.ready(servers=3)
-        first = t.servers[0]
-        first.released.clear()
-        for server in t.servers:
-            server.asked.clear()
-        t.publish(1)
-        await asyncio.wait_for(first.asked.wait(), BOUND_S)
-        assert not t.servers[1].asked.is_set() and not t.servers[2].asked.is_set(), "one of three at a time"
-        rollout = (await t.get("/status"))["rollout"]
-        assert (rollout["mode"], rollout["at_newest"], rollout["servers"]) == ("rolling", 0, 3)
-        await t.until("server 1 serves 1", t.serves(1, 1))
-        await t.until("server 2 serves 1", t.serves(2, 1))
-        assert first.loaded == [0]
-
-    drive(tmp_path, scenario, weight_update_mode="rolling")
 
 
 def test_restarted_manager_asks_the_servers_for_their_load(tmp_path):

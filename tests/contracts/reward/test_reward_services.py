@@ -12,7 +12,6 @@ from realsys.errors import ConfigError, NoVerifierError
 from realsys.reward.pool import ItemLimits
 from realsys.reward.service import reward_server, verdict_protocol
 from realsys.reward.verifiers.contract import Item, Verdict
-from realsys.types import ServerAddress
 from realsys.workers.reward_service import serve
 from tests.support.processes.config_trees import changed
 from tests.support.rewards.reward_services import TOKEN, client_of, registrations, services
@@ -72,29 +71,6 @@ def test_full_service_says_when_to_come_back():
                     await http.call(service.http.url + "/verify", request, 10.0)
             assert refused.value.status == 503 and refused.value.retry_after_s >= 1
             held.cancel()
-
-    bounded(body)
-
-
-def test_silent_service_is_left_alone():
-    """It accepts connections and never answers, as a suspended process does."""
-
-    async def body():
-        writers = []
-        silent = await asyncio.start_server(lambda reader, writer: writers.append(writer), "127.0.0.1")
-        port = silent.sockets[0].getsockname()[1]
-        address = ServerAddress("reward_service/7", f"http://127.0.0.1:{port}", 1, "here", "1")
-        try:
-            async with services(1) as [service], client_of([service], silence_s=1.0) as client:
-                entry = {"t/7": msgspec.json.encode(address).decode()}
-                client.registered({**registrations([service]), **entry})
-                assert await outcomes(client, [Item("", "a", "a")] * 64) == [RIGHT] * 64
-                assert client.undecided == 0
-        finally:
-            silent.close()
-            for writer in writers:
-                writer.close()
-                await asyncio.gather(writer.wait_closed(), return_exceptions=True)
 
     bounded(body)
 
@@ -179,15 +155,6 @@ def test_service_that_registers_later_is_used():
             for key, value in registrations([service]).items():
                 store.add(key, value)
             assert await call is True
-
-    bounded(body)
-
-
-def test_wait_for_a_service_is_bounded():
-    async def body():
-        async with client_of([], retry_timeout_s=0.2) as client:
-            with pytest.raises(NoVerifierError, match="waited 0 s for a reward service: none is in the name store"):
-                await correct(client, "a")
 
     bounded(body)
 

@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from tests.unit.config.test_device_memory import math_config
 
 ROOT = Path(__file__).resolve().parents[3]
 PROBLEMS: list[object] = [{"prompt": f"a{k}=", "answer": str(k)} for k in range(40)]
-Refused = Callable[..., str]
 
 
 @pytest.fixture
@@ -332,15 +330,3 @@ def test_other_layout_is_checked_by_the_dry_run(tmp_path, model, capsys):
     held_out = int(re.search(r"set evaluation.problems=(\d+)", out)[1])
     assert f"data: {200 - held_out} train, {held_out} eval" in out
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"question": "a", "answer": "18"}, "rows.jsonl:2: field 'answer': must end with a line ####"),
-        ({"question": 5, "answer": "#### 18"}, "rows.jsonl:2: field 'question': must be a text, not int"),
-    ],
-)
-def test_bad_row_of_other_layout_is_refused(tmp_path, refused, row, problem):
-    good = {"question": "a", "answer": "#### 18"}
-    assert problem in refused(f"data.train={jsonl(tmp_path / 'rows.jsonl', [good, row])}")

@@ -66,29 +66,11 @@ def test_address_brings_the_same_view_back(page):
     assert page.js("document.querySelector('[name=colour]:checked').value") == "logprob"
 
 
-@pytest.mark.parametrize(
-    ("colour", "legend"), [("version", "v37: 2 tokens"), ("logprob", "probable"), ("advantage", "to be more")]
-)
-def test_tokens_are_coloured(page, colour, legend):
-    page.open(page.samples_page(f"&colour={colour}&id={TURNS}"))
-    colours = page.js("[...document.querySelectorAll('#turns span')].map(token => token.style.background)")
-    prompt, sampled = colours[:13], [colours[13], colours[14], colours[-2], colours[-1]]
-    assert set(prompt) == {""} and all(sampled) and sampled[0] != sampled[-1]
-    assert legend in page.text("#tokenLegend")
-
-
 def test_token_tells_version_and_probability(page):
     page.open(page.samples_page(f"&id={TURNS}"))
     page.js("document.querySelector('#turns .sampled span').click()")
     tip = page.text("#tip")
     assert '"#"' in tip and "v37" in tip and "log-prob -0.0100 (p 99.0 %)" in tip and "advantage -1.000" in tip
-
-
-def test_keys_walk_through_the_samples(page):
-    page.open(page.samples_page(f"&id={FIRST}"))
-    page.js("document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'j', bubbles: true}))")
-    page.until(f"document.body.dataset.sample === {CUT!r}")
-    assert page.text("#sampleId") == CUT
 
 
 def test_evaluation_and_dropped_groups_are_shown(page):

@@ -116,23 +116,6 @@ def test_signal_ends_the_wait_for_name_store(trial, signum):
     assert not (trial.folder / "master_worker-0.log").exists(), "nothing more is started"
 
 
-def test_second_signal_ends_the_wait_for_name_store(trial):
-    waiting = asyncio.Event()
-
-    async def silent(spec, host):
-        waiting.set()
-        await asyncio.Event().wait()
-
-    outcome = trial.run(
-        trial.spec("name_store", 0, STUBBORN),
-        until=["name_store/0"],
-        then=lambda s: (stop(s), stop(s))[0],
-        name_store_ready=silent,
-        stop_timeout_s=600,
-    )
-    assert outcome.status == "interrupted" and outcome.killed == ["name_store/0"] and waiting.is_set()
-
-
 # ---- The supervisor when a process of the trainer dies: all of them restart, and no others
 
 

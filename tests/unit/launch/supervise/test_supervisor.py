@@ -201,29 +201,6 @@ def test_other_failures_do_not_wait_for_room(trial):
     assert "after 2 restarts" in outcome.reason
 
 
-def test_same_exception_twice_ends_the_run(trial):
-    """A bug fails again at every start, so more restarts only cost time."""
-    specs = [trial.spec("rollout_worker", 0, "def fail(): {}['x']\nfail()"), trial.spec("master_worker", 0, FOREVER)]
-    outcome = trial.run(*specs)
-    assert outcome.status == "failed" and len(outcome.restarted) == 1
-    assert outcome.reason.startswith("rollout_worker/0 exited with code 1, twice in a row with the same exception at ")
-
-
-def test_restarted_worker_does_not_end_the_run(trial):
-    once = READY + "path = sys.argv[1] + '.again'\n"
-    once += f"os.chdir({str(trial.folder)!r})\n"
-    once += "if not os.path.exists(path): open(path, 'w').close(); sys.exit(1)\nready(); signal.pause()"
-    outcome = trial.run(
-        trial.spec("generation_server", 0, once),
-        trial.spec("master_worker", 0, FOREVER),
-        until=["generation_server/0", "master_worker/0"],
-        then=stop,
-    )
-    assert outcome.status == "interrupted"
-    assert [death.name for death in outcome.restarted] == ["generation_server/0"]
-    assert not outcome.deaths
-
-
 def test_child_that_ignores_sigterm_is_killed(trial):
     began: list[float] = []
 
@@ -276,15 +253,6 @@ def test_children_die_with_a_restarted_worker(trial):
     child += f"open({str(marker)!r}, 'w').write(str(p.pid)); os._exit(1)"
     trial.run(trial.spec("rollout_worker", 0, child), until=["rollout_worker/0"], then=stop)
     assert (trial.folder / "rollout_worker-0.log").read_text() == "gone\n"
-
-
-def test_real_signal_reaches_the_supervisor(trial):
-    outcome = trial.run(
-        trial.spec("master_worker", 0, FOREVER),
-        until=["master_worker/0"],
-        then=lambda _: os.kill(os.getpid(), signal.SIGTERM),
-    )
-    assert outcome.status == "interrupted" and outcome.signal == signal.SIGTERM
 
 
 def test_second_sigterm_does_not_hurry_the_stop(trial):

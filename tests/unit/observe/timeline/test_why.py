@@ -330,17 +330,6 @@ def test_episode_stays_on_one_row():
     assert rows == {("1.0/0", ("episodes", 0)), ("1.0/1", ("episodes", 1))}
 
 
-def test_row_is_used_again():
-    spans = [_span("episode", 10 * k, 10 * k + 9, f"1.0/{k}") for k in range(5)]
-    assert {lane for _, lane in lanes_of(spans)} == {("episodes", 0)}
-
-
-def test_unit_that_pauses_frees_its_row():
-    """Otherwise a unit that returns much later would keep a row empty until then."""
-    spans = [_span("decode", 0, 1, "r#0"), _span("decode", 5, 6, "s#0"), _span("decode", 50, 51, "r#0")]
-    assert {lane for _, lane in lanes_of(spans)} == {("completions", 0)}
-
-
 # ---- segments, windows, damaged files
 
 
