@@ -29,7 +29,7 @@ from realsys.train.worker.call_handlers import Role
 from realsys.train.worker.call_service import make_role
 from realsys.train.worker.data_manager import Array, DataManager
 from realsys.types import SequenceRef
-from tests.support.training.lengths import PROMPT
+from tests.support.training.packers import PROMPT
 from tests.support.training.sample_records import make_ref
 
 PRESETS = {

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from benchmarks._table import report
 from realsys.algorithm.balance import flop_costs, heaviest_sum, lower_bound_of_sum, split_balanced, training_flops
 from realsys.model_files.architecture import ModelSizes
-from tests.support.training.lengths import LIMIT, Array, bimodal, heavy
+from tests.support.training.packers import LIMIT, Array, bimodal, heavy
 
 QWEN2_1_5B = ModelSizes(hidden=1536, layers=28, heads=12, kv_heads=2, head_dim=128, ffn=8960, outputs=151_936)
 RANKS = (2, 4, 8, 16, 32, 64)

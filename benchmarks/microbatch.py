@@ -26,8 +26,7 @@ import numpy as np
 
 from benchmarks._table import report
 from realsys.algorithm.microbatch import pack
-from tests.support.training.lengths import Array, bimodal, heavy, lognormal, uniform
-from tests.support.training.packers import CAPACITY, PACKERS, measure
+from tests.support.training.packers import CAPACITY, PACKERS, Array, bimodal, heavy, lognormal, measure, uniform
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ from realsys.config.schema_train import OptimizerConfig
 from realsys.train.megatron.device import Device, prepare_device
 from realsys.train.worker.call_handlers import Role, find_handler
 from realsys.types import SequenceRef
-from tests.support.training.lengths import heavy_lengths
+from tests.support.training.packers import heavy_lengths
 
 PER_BATCH = 8
 LR = 1e-5

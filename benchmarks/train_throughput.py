@@ -58,8 +58,7 @@ from realsys.train.megatron.device import Device, prepare_device
 from realsys.train.worker.call_handlers import Role, find_handler
 from realsys.train.worker.packing import MicroBatch
 from realsys.types import SequenceRef
-from tests.support.training.lengths import heavy_lengths
-from tests.support.training.packers import fixed
+from tests.support.training.packers import fixed, heavy_lengths
 
 LR = 1e-9  # so small that the next mode's step starts from nearly the same weights
 TOLERANCE = 1e-4  # relative, of the loss

@@ -10,7 +10,7 @@ from realsys.algorithm.loss import actor_loss
 from realsys.algorithm.loss_tokens import Segments
 from realsys.config.schema_train import PPOConfig
 from realsys.launch.cli import main
-from tests.support.data.few_rows import FEW_ROWS
+from tests.support.data.data_rows import FEW_ROWS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 

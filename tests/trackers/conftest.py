@@ -9,7 +9,7 @@ import pytest
 from realsys.config.doors import TRACKER
 from realsys.observe.trackers.contract import Run
 from realsys.observe.trackers.process import Feed
-from tests.support.telemetry.step_logs import append
+from tests.support.run_logs import append
 
 
 class Followed:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.telemetry.step_logs import evaluation, recovered, train, warmup
+from tests.support.run_logs import evaluation, recovered, train, warmup
 
 pytestmark = [
     pytest.mark.needs(package="mlflow"),

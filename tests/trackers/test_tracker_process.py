@@ -10,7 +10,7 @@ from realsys.config.paths import TrialPaths
 from realsys.observe.trackers import link
 from realsys.observe.trackers.link import Trackers, check_trackers
 from tests.support.polling import poll
-from tests.support.telemetry.step_logs import append, train
+from tests.support.run_logs import append, train
 from tests.support.telemetry.wandb_files import history
 
 pytestmark = [pytest.mark.needs(package=package) for package in ("wandb", "mlflow", "trackio")]

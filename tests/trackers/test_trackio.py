@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.telemetry.step_logs import evaluation, train, warmup
+from tests.support.run_logs import evaluation, train, warmup
 
 pytestmark = [pytest.mark.needs(package="trackio"), pytest.mark.filterwarnings("ignore")]
 

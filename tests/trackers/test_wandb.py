@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.telemetry.step_logs import evaluation, recovered, train, warmup
+from tests.support.run_logs import evaluation, recovered, train, warmup
 from tests.support.telemetry.wandb_files import history
 
 pytestmark = pytest.mark.needs(package="wandb")

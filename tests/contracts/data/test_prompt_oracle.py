@@ -11,7 +11,7 @@ from realsys.data.convert import DataSource, rows_of
 from realsys.data.lines import LineReader, Problem
 from realsys.errors import DataError
 from tests.support.conversations.template_models import CHATML, TEMPLATES, model_with
-from tests.support.training.data_models import jsonl
+from tests.support.data.data_rows import jsonl
 
 THINKS = CHATML.replace("(m.content or '')", "(m.reasoning_content or '') + (m.content or '')")
 SHOWS_TOOLS = "{% if tools %}{{ tools|tojson + '\\n' }}{% endif %}" + THINKS

@@ -13,7 +13,7 @@ from realsys.errors import WaitTimeout
 from tests.support.ledger.manager_trial import drive
 from tests.support.polling import poll
 from tests.support.processes.ports import lasting_ports
-from tests.support.telemetry.step_logs import append, evaluation, recovered, train
+from tests.support.run_logs import append, evaluation, recovered, train
 
 pytestmark = pytest.mark.needs("prometheus")
 

@@ -1,15 +1,23 @@
 """Jobs that train an agent of docs/examples/agents, and the comparison of their rows with what the engine saw."""
 
 import json
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
+from realsys.generation.backend import EngineParts
+from realsys.generation.completion import Completion
+from realsys.generation.embedded.backend import EmbeddedBackend
+from realsys.generation.protocol import SamplingParams
 from realsys.train import record_files
 from realsys.types import SampleMeta
 from tests.support.jobs.jobs import Job, command, run
@@ -135,7 +143,7 @@ def warm_up(folder: Path) -> Path:
 def train(folder: Path, model: Path, example: str, *overrides: str) -> Trained:
     """Train an example of docs/examples/agents, whose name is that of its module."""
     root, calls = folder / "arith_agents" / example, folder / f"{example}.calls"
-    backend = "generation.backend=tests.support.agents.recorded_engine:Recorded"
+    backend = "generation.backend=tests.support.agents.trained:Recorded"
     settings = [backend, f"generation.backend_args.path={calls}", "warmup.steps=0", f"model.path={model}"]
     argv = _command(folder, example, *settings, f"rollout.agent={example}:run", *overrides)
     return Trained(run(root, argv, BOUND_S).completed(), calls)
@@ -148,3 +156,40 @@ def _command(folder: Path, trial: str, *overrides: str) -> list[str]:
 def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     return [(int(a), int(b)) for a, b in list(pairwise(edges))[::2]]
+
+
+# ---- The embedded engine, which also writes the tokens that it was sent and returned to a file
+
+
+class Recorded(EmbeddedBackend):
+    def __init__(self, config: Config, path: str) -> None:
+        super().__init__(config)
+        self._path = Path(path)
+
+    def build(self, parts: EngineParts) -> Any:
+        return RecordedEngine(super().build(parts), self._path)
+
+
+class RecordedEngine:
+    def __init__(self, engine: Any, path: Path) -> None:
+        self._engine = engine
+        self._path = path
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
+        future = self._engine.generate(rid, input_ids, params)
+        future.add_done_callback(lambda done: self._record(list(input_ids), done))
+        return future
+
+    def _record(self, sent: list[int], done: Future[list[Completion]]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            return
+        lines = [
+            json.dumps({"sent": sent, "tokens": c.tokens.tolist(), "logprobs": c.logprobs.tolist()})
+            for c in done.result()
+        ]
+        with self._lock, self._path.open("a") as file:
+            file.write("".join(f"{line}\n" for line in lines))

@@ -4,10 +4,10 @@ import tomllib
 from collections.abc import Callable
 
 from realsys.observe.spans import SPANS
-from tests.support.docs import policy_tables, serving_tables, training_tables, verifier_tables
+from tests.support.docs import serving_tables, training_tables
 from tests.support.docs.figures import ROOT, load, row_of, rows_of
 from tests.support.docs.memory_settings import memory_settings
-from tests.support.docs.table_layout import table
+from tests.support.docs.training_tables import table
 
 
 def readme_results() -> str:
@@ -111,17 +111,17 @@ TABLES: dict[str, Callable[[], str]] = {
         serving_tables.targets,
         training_tables.round_trip,
         training_tables.shared_prefixes,
-        policy_tables.ledger_cost,
-        policy_tables.agreement,
-        policy_tables.simulate,
-        policy_tables.planner,
-        policy_tables.published,
-        policy_tables.staleness,
-        policy_tables.slow_prompts,
-        verifier_tables.math_verifier,
-        verifier_tables.reward_service,
-        verifier_tables.code_reward,
-        verifier_tables.code_neighbours,
-        verifier_tables.attacks,
+        training_tables.ledger_cost,
+        training_tables.agreement,
+        training_tables.simulate,
+        training_tables.planner,
+        training_tables.published,
+        training_tables.staleness,
+        training_tables.slow_prompts,
+        serving_tables.math_verifier,
+        serving_tables.reward_service,
+        serving_tables.code_reward,
+        serving_tables.code_neighbours,
+        serving_tables.attacks,
     )
 }

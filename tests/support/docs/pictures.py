@@ -21,10 +21,12 @@ from rich.console import Console, Group
 from realsys.config.paths import TrialPaths, read_config
 from realsys.errors import WaitTimeout
 from realsys.observe.curves import draw_curves
+from realsys.observe.page.app import ViewServer
 from realsys.observe.screen.display import Frame, expected_workers, lines
 from realsys.observe.screen.progress import TrialProgress, ask_once
+from realsys.train.record_files import recorded_steps
 from tests.support.polling import poll
-from tests.support.view.page_pictures import view_pictures
+from tests.support.view.chromium import chromium
 
 IMAGES = Path(__file__).parents[3] / "docs" / "images"
 _LOOK_S = 1.0
@@ -133,3 +135,42 @@ def _put(picture: Path, name: str) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+# ---- Pictures of the status page and the sample viewer of a trial, for the docs: part of `make pictures`
+
+
+WIDTH, PHONE, HEIGHT = 1280, 390, 844
+BROWSER = "chromium"
+#: colours some tokens of the longest wrong completion, and shows one of them
+_POINT = "document.querySelector('#turns .sampled span:nth-child(20)').click()"
+
+
+def view_pictures(paths: TrialPaths, images: Path) -> list[Path]:
+    """Write status_page.png, sample_viewer.png, and status_phone.png into ``images``; [] without a browser."""
+    if shutil.which(BROWSER) is None:
+        return []
+
+    async def live() -> None:
+        return None
+
+    server = ViewServer(paths, live, lambda: False)
+    server.start()
+    try:
+        return asyncio.run(_take(server, paths, images))
+    finally:
+        server.close()
+
+
+async def _take(server: ViewServer, paths: TrialPaths, images: Path) -> list[Path]:
+    made = [images / name for name in ("status_page.png", "status_phone.png", "sample_viewer.png")]
+    wrong = f"&source=step:{max(recorded_steps(paths.records))}&verdict=wrong&order=stalest"
+    async with chromium(BROWSER) as page:
+        await page.open(server.address, WIDTH)
+        await page.picture(made[0], 1450)
+        await page.open(server.address, PHONE, HEIGHT, dark=True)
+        await page.picture(made[1], HEIGHT)
+        await page.open(server.address.replace("/#", "/view/samples#") + wrong, WIDTH)
+        await page.run(_POINT)
+        await page.picture(made[2], 760)
+    return made

@@ -27,7 +27,7 @@ from realsys.train.worker.call_service import ModelWorkerService, WorkerParts
 from realsys.train.worker.data_manager import DataManager
 from realsys.types import Group, SampleMeta, Ticket
 from realsys.weights.disk.writer import DiskWriter, ShardWriter
-from tests.support.training.lengths import PROMPT, heavy_lengths
+from tests.support.training.packers import PROMPT, heavy_lengths
 from tests.support.training.played_master import Message
 from tests.support.training.sample_records import group_of, single_turn
 from tests.support.training.train_ranks import FORMED, run_ranks

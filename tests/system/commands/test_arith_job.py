@@ -15,8 +15,8 @@ from realsys.weights.disk.stage import stage
 from tests.support.jobs.checkpoints import load_checkpoint, weights_differ
 from tests.support.jobs.jobs import processes_of
 from tests.support.jobs.ledgers import check_ledger, check_staleness
-from tests.support.telemetry.step_logs import undocumented
-from tests.support.timelines.trace_rules import broken_rules
+from tests.support.run_logs import undocumented
+from tests.support.timelines.made_up import broken_rules
 from tests.system.conftest import STEPS
 
 pytestmark = pytest.mark.system

@@ -10,9 +10,9 @@ import pytest
 from realsys.config.paths import TrialPaths
 from realsys.observe.evaluation_records import read_samples
 from realsys.observe.step_log import read_steps
+from tests.support.data.data_rows import jsonl
 from tests.support.jobs.jobs import SMALL, arith, processes_of, realsys, run_arith, running
 from tests.support.processes.forked import COMMAND
-from tests.support.training.data_models import jsonl
 from tests.system.conftest import ENDLESS
 
 pytestmark = pytest.mark.system

@@ -5,7 +5,7 @@ import pytest
 from realsys.observe.step_log import StepTail
 from tests.support.jobs.jobs import run_arith
 from tests.support.jobs.ledgers import check_finite, check_ledger, check_staleness
-from tests.support.telemetry.step_logs import undocumented
+from tests.support.run_logs import undocumented
 
 pytestmark = pytest.mark.system
 

@@ -9,10 +9,10 @@ from realsys.data.prompts import open_splits
 from realsys.manager.ledger.events import Granted
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.prompt_order import PromptOrder
+from tests.support.data.data_rows import jsonl
 from tests.support.jobs.job_models import make_qwen3
 from tests.support.jobs.jobs import command, run
 from tests.support.jobs.ledgers import check_ledger
-from tests.support.training.data_models import jsonl
 from tests.system.training.test_math_job import SMALL
 
 pytestmark = pytest.mark.system

@@ -29,7 +29,7 @@ from realsys.errors import DataError
 from realsys.model_files.architecture import ModelSizes
 from realsys.types import SampleMeta, SequenceRef
 from tests.support.training import packers
-from tests.support.training.lengths import bimodal, heavy, lognormal, uniform
+from tests.support.training.packers import bimodal, heavy, lognormal, uniform
 from tests.support.training.sample_records import make_ref
 
 PACKERS = [fewest_sequences, first_fit, balanced]

@@ -18,7 +18,7 @@ from realsys.data.arith import make_tiny_model
 from realsys.errors import ConfigError
 from realsys.launch.cli import main
 from realsys.model_files.config_json import read_model
-from tests.support.data.few_rows import FEW_ROWS
+from tests.support.data.data_rows import FEW_ROWS
 from tests.support.processes.config_trees import changed
 from tests.support.serving.qwen_models import QWEN, write_qwen
 

@@ -12,8 +12,7 @@ from realsys.data.convert import check_copy, check_prompts, convert, count_held_
 from realsys.data.layouts.code_tests import code_tests_of
 from realsys.data.prompts import PromptDataset, open_splits, split_sizes
 from realsys.errors import ConfigError, DataError
-from tests.support.data.data_rows import GSM8K, HUMANEVAL, MESSAGES, ROWS, SLIME
-from tests.support.training.data_models import TEMPLATE, char_tokenizer, jsonl, trial
+from tests.support.data.data_rows import GSM8K, HUMANEVAL, MESSAGES, ROWS, SLIME, TEMPLATE, char_tokenizer, jsonl, trial
 
 
 def config_of(train="", *, problems=0, seed=1, model="", **data):

@@ -18,8 +18,7 @@ from realsys.data.prompts import DemoDataset, PromptDataset, copies_in_epoch, ep
 from realsys.errors import ConfigError, DataError
 from realsys.manager.ledger.prompt_order import PromptOrder
 from realsys.rollout.check_references import check_references
-from tests.support.data.data_rows import GSM8K
-from tests.support.training.data_models import char_tokenizer, jsonl, trial
+from tests.support.data.data_rows import GSM8K, char_tokenizer, jsonl, trial
 
 
 def jsonl_config(train, *, evaluate=None, problems=1, **data):

@@ -11,7 +11,7 @@ from realsys.data.lines import Message
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import DataError, ModelError
 from realsys.model_files.architecture import ALPHABET, BOS_ID, END_OF_TURN_ID, EOS_ID, vocabulary_size
-from tests.support.training.data_models import TEMPLATE, char_tokenizer
+from tests.support.data.data_rows import TEMPLATE, char_tokenizer
 
 
 @pytest.fixture(scope="module")

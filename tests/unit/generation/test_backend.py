@@ -17,7 +17,7 @@ from realsys.config.rules import check
 from realsys.errors import ConfigError
 from realsys.launch.cli import main
 from realsys.launch.fit import fit
-from tests.support.data.few_rows import FEW_ROWS
+from tests.support.data.data_rows import FEW_ROWS
 from tests.support.processes.config_trees import changed
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,9 +16,8 @@ from realsys.data.arith import make_tiny_model, write_char_tokenizer
 from realsys.errors import ConfigError
 from realsys.launch.cli import main
 from realsys.launch.preflight import check_disk, check_etcd, check_gpus_are_given
-from tests.support.data.few_rows import FEW_ROWS
+from tests.support.data.data_rows import FEW_ROWS, jsonl
 from tests.support.serving.qwen_models import write_qwen
-from tests.support.training.data_models import jsonl
 from tests.unit.config.test_device_memory import math_config
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -22,7 +22,7 @@ from realsys.launch.cli import main
 from realsys.launch.prepare import prepare, resolve
 from realsys.launch.process_plan import on_this_machine, plan
 from realsys.launch.run import node_needs
-from tests.support.data.few_rows import FEW_ROWS
+from tests.support.data.data_rows import FEW_ROWS
 
 CPU = Machine(cpus=4, memory_bytes=32 << 30)
 ROOT = Path(__file__).resolve().parents[3]

@@ -30,8 +30,18 @@ from realsys.manager.messages import (
 )
 from realsys.manager.routing.placement import STRATEGIES
 from realsys.types import Ticket
-from tests.support.ledger.machine_rules import SurroundingsMachine
-from tests.support.ledger.manager_model import ATTEMPTS, CALLS, ETA, OUTCOMES, PACES, SETTINGS, WORKERS, B, Known
+from tests.support.ledger.manager_model import (
+    ATTEMPTS,
+    CALLS,
+    ETA,
+    OUTCOMES,
+    PACES,
+    SETTINGS,
+    WORKERS,
+    B,
+    Known,
+    SurroundingsMachine,
+)
 
 
 class RolloutMachine(SurroundingsMachine):

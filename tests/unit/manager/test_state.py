@@ -32,16 +32,23 @@ from realsys.observe.step_fields import field_of
 from tests.support.ledger.manager_states import (
     ANSWER,
     SETTINGS,
+    A,
+    B,
     address,
     finish,
     order,
     place,
+    published,
     ready,
+    replayed,
+    running,
+    serve,
+    start,
     tickets,
+    trained,
     update,
     version,
 )
-from tests.support.training.training_sides import A, B, published, replayed, running, serve, start, trained
 
 
 def test_evaluation_means_each_metric_over_its_answers():

@@ -19,7 +19,7 @@ from realsys.observe.signal import STEPS, SignalWatch, signal_warning
 from realsys.observe.step_fields import FIELDS, GROUPS, field_of, names, numbers, rewrite
 from realsys.observe.step_log import LatestRecords, StepTail, read_steps
 from realsys.observe.timeline import why
-from tests.support.telemetry.step_logs import append, evaluation, recovered, train, undocumented, warmup
+from tests.support.run_logs import append, evaluation, recovered, train, undocumented, warmup
 
 
 def test_newest_of_each_curve_is_returned(tmp_path):

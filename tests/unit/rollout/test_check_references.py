@@ -15,8 +15,8 @@ from realsys.errors import ConfigError, DataError
 from realsys.reward.pool import VerifierPool
 from realsys.reward.verifiers.contract import Item
 from realsys.rollout.check_references import ReferenceChecker, check_references
+from tests.support.data.data_rows import jsonl, trial
 from tests.support.serving.reward_pools import BEHAVE
-from tests.support.training.data_models import jsonl, trial
 
 pytestmark = pytest.mark.processes
 

@@ -7,7 +7,7 @@ from realsys.rollout.conversation import Conversation
 from tests.support.conversations.episodes import USER, Turns, assistant, call, generated, result, user
 from tests.support.conversations.play import TOOLS
 from tests.support.conversations.template_models import CHATML, TEMPLATES, model_with
-from tests.support.training.data_models import char_tokenizer
+from tests.support.data.data_rows import char_tokenizer
 
 SECOND = [USER, assistant(), user("four")]
 

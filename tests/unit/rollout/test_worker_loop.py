@@ -30,7 +30,7 @@ from realsys.rollout import worker_loop
 from realsys.rollout.group_player import Played
 from realsys.rollout.worker_loop import RolloutLoop, RolloutLoopParts, answer_of
 from realsys.types import Episode, Group, Row, Ticket
-from tests.support.timelines.recording import recording
+from tests.support.timelines.made_up import recording
 
 
 class FakeManager:

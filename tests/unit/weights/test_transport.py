@@ -37,7 +37,7 @@ from realsys.weights.contract import (
 )
 from realsys.weights.disk.stage import DiskReader
 from realsys.weights.disk.transport import DiskPublisher
-from tests.support.data.few_rows import FEW_ROWS
+from tests.support.data.data_rows import FEW_ROWS
 from tests.support.processes.config_trees import changed
 from tests.support.serving.generation_models import make_model
 from tests.support.streams.weight_ranks import WeightRanks

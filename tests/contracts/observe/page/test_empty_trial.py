@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from tests.support.needs import need_program
-from tests.support.view.browser import browser
+from tests.support.view.chromium import browser
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.needs import need_program
-from tests.support.view.browser import browser
+from tests.support.view.chromium import browser
 from tests.support.view.shown_trial import HOSTILE
 
 

@@ -6,9 +6,8 @@ import os
 import pytest
 
 from realsys.reward.pool import ItemLimits, VerifierPool
-from tests.support.sandbox.attacks import code_tests, honest, read_attacks
+from tests.support.sandbox.attacks import code_tests, honest, passes_unguarded, read_attacks
 from tests.support.sandbox.surroundings import ENVIRONMENT, Outside, opened
-from tests.support.sandbox.unguarded import passes_unguarded
 
 ATTACKS = {attack.name: attack for attack in read_attacks()}
 BOUND_S = 30.0  # bound on the time of a verdict, on a machine with other work

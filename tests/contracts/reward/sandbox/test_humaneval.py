@@ -11,8 +11,7 @@ from realsys.data.layouts.code_tests import KEY
 from realsys.data.layouts.contract import layout_of
 from realsys.reward.pool import ItemLimits, VerifierPool
 from realsys.reward.verifiers.contract import Item
-from tests.support.sandbox.mutants import mutant, passes
-from tests.support.sandbox.tasks import TASKS
+from tests.support.sandbox.tasks import TASKS, mutant, passes
 
 pytestmark = pytest.mark.needs("bwrap")
 

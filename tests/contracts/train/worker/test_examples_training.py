@@ -10,7 +10,7 @@ import torch
 from realsys.config.dataflow import dataflow_of
 from realsys.config.schema import Config
 from realsys.launch.cli import main
-from tests.support.data.few_rows import FEW_ROWS
+from tests.support.data.data_rows import FEW_ROWS
 from tests.support.training.ppo_batch import Worker, make_batch, whole
 from tests.support.training.train_ranks import run_ranks
 

@@ -16,7 +16,7 @@ from realsys.config.dataflow import dataflow_of
 from realsys.config.schema import Config
 from realsys.train.master.executor import CallResult
 from realsys.train.master.step_statistics import train_record
-from tests.support.telemetry.step_logs import undocumented
+from tests.support.run_logs import undocumented
 from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models, whole
 from tests.support.training.train_ranks import run_ranks
 

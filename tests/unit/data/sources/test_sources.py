@@ -12,9 +12,8 @@ from realsys.config.schema_data import absolute_source, source_problem
 from realsys.data.sources import source_files, source_rows
 from realsys.data.sources.verifiers_tasks import surroundings
 from realsys.errors import DataError
-from tests.support.data.data_rows import DAPO, GSM8K, VERL
+from tests.support.data.data_rows import DAPO, GSM8K, VERL, jsonl
 from tests.support.needs import need_package
-from tests.support.training.data_models import jsonl
 
 ROWS = [{"n": i, "text": f"row {i}", "inner": {"list": [i, None]}} for i in range(150)]
 

@@ -25,7 +25,7 @@ from tests.support.serving.generation_models import (
     reference_logprobs,
     run,
 )
-from tests.support.timelines.recording import recording
+from tests.support.timelines.made_up import recording
 
 
 @pytest.fixture(scope="module")

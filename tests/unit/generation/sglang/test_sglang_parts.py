@@ -21,7 +21,7 @@ from realsys.generation.sglang.api import Reply
 from realsys.generation.sglang.process import CPU_SUPPORT, Launch, needs_tokenizer
 from realsys.generation.sglang.requests import SglangRequest, _record_phases
 from tests.support.serving.generation_models import make_tokenizer
-from tests.support.timelines.recording import recording
+from tests.support.timelines.made_up import recording
 
 GPU = Launch(
     python="/venv/bin/python",

@@ -7,8 +7,7 @@ import pytest
 
 from realsys.data.arith import write_char_tokenizer
 from realsys.launch.cli import main
-from tests.support.data.data_rows import DAPO, GSM8K, HUMANEVAL, ROWS
-from tests.support.training.data_models import TEMPLATE, char_tokenizer, jsonl
+from tests.support.data.data_rows import DAPO, GSM8K, HUMANEVAL, ROWS, TEMPLATE, char_tokenizer, jsonl
 
 pytestmark = pytest.mark.processes
 

@@ -24,8 +24,8 @@ from realsys.launch.evaluation_target import Choices, Target, evaluation_config
 from realsys.launch.process_plan import plan
 from realsys.launch.words import own_command
 from realsys.observe.evaluation_records import EvalSample, write_result
-from tests.support.training.data_models import jsonl
-from tests.support.training.data_models import trial as trial_of
+from tests.support.data.data_rows import jsonl
+from tests.support.data.data_rows import trial as trial_of
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
 

@@ -19,7 +19,7 @@ from realsys.launch.slurm.trial_job import TrialJob
 from realsys.launch.words import own_command
 from realsys.observe.samples.step_samples import Sample
 from realsys.observe.samples.turns import VersionSpan
-from tests.support.data.few_rows import FEW_ROWS
+from tests.support.data.data_rows import FEW_ROWS
 
 SETTINGS = [
     *(

@@ -45,8 +45,7 @@ from realsys.observe.timeline.why import (
 )
 from realsys.rollout.resumable_engine import EngineCall
 from realsys.types import Ticket
-from tests.support.timelines.made_up import START, MadeUpTrial, raw, small_trial
-from tests.support.timelines.trace_rules import broken_rules
+from tests.support.timelines.made_up import START, MadeUpTrial, broken_rules, raw, small_trial
 
 _STEP = {"wait": 4.0, "inf": 1.0, "train": 4.0, "save": 0.5, "publish": 0.25, "checkpoint": 0.25}
 

@@ -18,8 +18,8 @@ from realsys.observe.points import metrics_of
 from realsys.observe.trackers import link
 from realsys.observe.trackers.contract import Point, Run
 from realsys.observe.trackers.tensorboard import EventFile, _masked, _varint
-from tests.support.data.few_rows import FEW_ROWS
-from tests.support.telemetry.step_logs import evaluation, train
+from tests.support.data.data_rows import FEW_ROWS
+from tests.support.run_logs import evaluation, train
 
 MODULE = """
 from realsys.observe.trackers.contract import Tracker

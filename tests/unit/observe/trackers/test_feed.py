@@ -12,7 +12,7 @@ from realsys.observe.trackers import process
 from realsys.observe.trackers.contract import Run, Tracker
 from realsys.observe.trackers.file import FileTracker
 from realsys.observe.trackers.process import HANGING_S, Feed, Follower
-from tests.support.telemetry.step_logs import append, evaluation, recovered, train, warmup
+from tests.support.run_logs import append, evaluation, recovered, train, warmup
 
 
 class Listed(Tracker):

@@ -14,7 +14,7 @@ from realsys.observe.trackers import link
 from realsys.observe.trackers.link import Trackers
 from realsys.observe.trackers.tensorboard import EventFile
 from tests.support.polling import poll
-from tests.support.telemetry.step_logs import append, train
+from tests.support.run_logs import append, train
 
 pytestmark = pytest.mark.processes
 

@@ -20,7 +20,7 @@ from realsys.train.master.intake_decisions import FEWEST_FAILURES, FEWEST_FILTER
 from realsys.train.master.step_statistics import call_seconds, untrained_shares
 from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
-from tests.support.telemetry.step_logs import undocumented
+from tests.support.run_logs import undocumented
 from tests.support.training.master_fakes import BOUND_S, Run, run
 
 CRITIC = ("train.ppo.critic.enabled=true", "train.ppo.skip_zero_advantage=false", "train.ppo.critic.minibatches=1")
