@@ -1,11 +1,8 @@
 """Answers that outlive their server: two real server processes, one of which ends in the middle of them."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,45 +26,42 @@ PAUSE_AFTER = 100  # tokens of both answers: in the middle of each
 class Process:
     """A server that can pause in the middle of completions."""
 
-    def __init__(self, model_path: Path, pause_after: int = 0) -> None:
+    def __init__(self, model_path, pause_after=0):
         command = [sys.executable, "-m", "tests.support.serving.generation_process", str(model_path), str(pause_after)]
         self._popen = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     @property
-    def url(self) -> str:
+    def url(self):
         """Once it is up. Call once."""
-        assert self._popen.stdout is not None
         return self._popen.stdout.readline().strip()
 
-    def stop(self) -> None:
-        assert self._popen.stdin is not None
+    def stop(self):
         self._popen.stdin.close()
 
-    def kill(self) -> None:
+    def kill(self):
         self._popen.kill()
 
-    def join(self) -> None:
+    def join(self):
         self.stop()
         self._popen.wait(BOUND_S)
-        assert self._popen.stdout is not None
         self._popen.stdout.close()
 
 
 class Places:
     """The manager's part: the first server until it is gone, then the second."""
 
-    def __init__(self, urls: dict[str, str]) -> None:
+    def __init__(self, urls):
         self.urls, self.requests = urls, list[ScheduleRequest]()
         self.gone = False
 
-    async def schedule(self, request: ScheduleRequest) -> ScheduleReply:
+    async def schedule(self, request):
         self.requests.append(request)
         name = "second" if self.gone else "first"
         return ScheduleReply(name, self.urls[name], 0)
 
 
 @pytest.fixture
-def servers(tmp_path: Path) -> Iterator[tuple[Process, Process, dict[int, object], dict[int, Path]]]:
+def servers(tmp_path):
     models = {version: make_model("qwen2", tmp_path / f"hf{version}", seed=version) for version in (1, 2)}
     paths = {version: publish(tmp_path / "weights", version, tmp_path / f"hf{version}") for version in models}
     first, second = Process(tmp_path / "hf1", PAUSE_AFTER), Process(tmp_path / "hf2")
@@ -88,14 +82,14 @@ class Watched(GenerationClient):
         return await super().generate(url, input_ids, spec, rid=rid, seed=seed, received=received)
 
 
-def generate(servers, chunk: int, end: Callable[[Process], None], progress_s: float = 0.0):
+def generate(servers, chunk, end, progress_s=0.0):
     """Begin completions at the first server and end it in the middle; return them with the manager's requests.
 
     With ``progress_s`` the server ends once the client has all tokens that it sampled.
     """
     first, second, models, paths = servers
 
-    async def test(_: GenerationClient):
+    async def test(_):
         client = Watched(BOUND_S, progress_s=progress_s)
         client.arrived = []
         try:
@@ -103,7 +97,7 @@ def generate(servers, chunk: int, end: Callable[[Process], None], progress_s: fl
         finally:
             await client.close()
 
-    async def roll_out(client: Watched):
+    async def roll_out(client):
         places = Places({"first": first.url, "second": second.url})
         for name, version in (("first", 1), ("second", 2)):
             assert (await client.update_weights(places.urls[name], str(paths[version]), version, BOUND_S)).success

@@ -1,7 +1,5 @@
 """Calls of an agent's endpoint while a server gets new weights, on every engine: they wait, and none fails."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 

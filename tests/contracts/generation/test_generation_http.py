@@ -4,8 +4,6 @@ The suite knows a server by its ``ServerUnderTest`` only; another backend joins 
 (``conftest.py``). Tests of the model are marked ``samples``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 
@@ -169,12 +167,12 @@ def test_requests_of_a_disconnected_client_end(server):
 class Watched(Received):
     """Tokens that a client has received; ``grown`` is set by every line. ``empty_lines`` came before any token."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n):
         super().__init__(n)
         self.grown = asyncio.Event()
         self.empty_lines = 0
 
-    def take(self, line: bytes) -> None:
+    def take(self, line):
         super().take(line)
         self.grown.set()
         self.empty_lines += not any(len(one.tokens) for one in self.completions)

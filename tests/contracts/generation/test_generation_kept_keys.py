@@ -3,24 +3,13 @@
 The reference is transformers, with the keys of a prefix from one model and the rest from another.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 
 from realsys.generation.client import SamplingSpec
 from tests.support.serving.generation_models import chosen
-from tests.support.serving.generation_servers import (
-    BOUND_S,
-    PROMPT,
-    Crowd,
-    check,
-    drive,
-    keeping,
-    publish,
-    samples,
-)
+from tests.support.serving.generation_servers import BOUND_S, PROMPT, Crowd, check, drive, keeping, publish, samples
 
 pytestmark = samples
 

@@ -1,9 +1,5 @@
 """The worker of a server's further part, with a script in place of SGLang's interpreter."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from realsys.cluster.failure import read_errors
@@ -18,7 +14,7 @@ pytestmark = pytest.mark.processes
 START = "from realsys.workers.generation_part import main; main()"
 
 
-def test_part_reports_the_end_of_its_engine(tmp_path: Path) -> None:
+def test_part_reports_the_end_of_its_engine(tmp_path):
     """Server 3 of two parts: its second part is worker 7. The launcher starts both again."""
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/arguments\necho no route to host\nexit 3\n")

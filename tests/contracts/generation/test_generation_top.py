@@ -1,7 +1,5 @@
 """The contract of top log-probs over HTTP, for every backend: the most probable tokens at each sampled token."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -9,15 +7,7 @@ import pytest
 from realsys.errors import GenerationError
 from realsys.generation.client import GenerationClient, Received, SamplingSpec
 from tests.support.serving.generation_models import reference_logprobs
-from tests.support.serving.generation_servers import (
-    BOUND_S,
-    PROMPT,
-    Crowd,
-    check,
-    drive,
-    raw,
-    samples,
-)
+from tests.support.serving.generation_servers import BOUND_S, PROMPT, Crowd, check, drive, raw, samples
 
 
 def check_top(server, answer, count, temperature=1.0, prompt=PROMPT):

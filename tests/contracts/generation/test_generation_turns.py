@@ -1,9 +1,6 @@
 """Turns of conversations at embedded servers over HTTP: keys are found again, also by the manager's routing."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -16,7 +13,6 @@ from realsys.generation.client import GenerationClient, SamplingSpec
 from realsys.generation.embedded.engine import build_engine
 from realsys.generation.embedded.prefix_cache import KvPolicy
 from realsys.manager.decisions import ManagerState
-from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.rollout.episode_session import Calls, EpisodeSession
 from realsys.rollout.resumable_engine import ResumableEngine
 from realsys.weights.disk.stage import DiskReader
@@ -26,7 +22,6 @@ from tests.support.serving.generation_servers import (
     BOUND_S,
     CONTEXT,
     ServerUnderTest,
-    Versions,
     check,
     drive,
     raw,
@@ -37,19 +32,19 @@ TAIL, SAMPLED = 8, SamplingSpec(max_new_tokens=6, min_new_tokens=6)
 
 
 @contextmanager
-def embedded(versions: Versions, kv: KvPolicy | None = None, rows: int = 16) -> Iterator[ServerUnderTest]:
+def embedded(versions, kv=None, rows=16):
     config = GenerationConfig(embedded=EmbeddedConfig(max_running=4, cache_rows=rows, context_length=CONTEXT))
     engine = build_engine(versions.paths[-1], config, DiskReader(everything=True).stage, kv=kv)
     with serving(engine) as url:
         yield ServerUnderTest(url, versions.models, versions.paths, 16)
 
 
-def words(seed: int, count: int) -> list[int]:
+def words(seed, count):
     return np.random.default_rng(seed).integers(0, VOCAB - 1, count).tolist()
 
 
-def test_server_reports_retained_keys_and_flushes_them(versions: Versions) -> None:
-    async def test(client: GenerationClient) -> None:
+def test_server_reports_retained_keys_and_flushes_them(versions):
+    async def test(client):
         [first] = await client.generate(server.url, words(0, 60), SAMPLED, rid="a", seed=1)
         info = await client.server_info(server.url)
         assert (info.retained_tokens, info.prefilled_tokens, info.reused_tokens) == (65, 59, 0)
@@ -66,8 +61,8 @@ def test_server_reports_retained_keys_and_flushes_them(versions: Versions) -> No
         drive(test)
 
 
-def test_reply_names_the_version_of_older_keys(versions: Versions) -> None:
-    async def test(client: GenerationClient) -> None:
+def test_reply_names_the_version_of_older_keys(versions):
+    async def test(client):
         await client.update_weights(server.url, str(versions.paths[0]), 0, BOUND_S)
         [first] = await client.generate(server.url, words(0, 60), SAMPLED, rid="a", seed=1)
         await client.update_weights(server.url, str(versions.paths[1]), 1, BOUND_S)
@@ -93,7 +88,7 @@ class Manager:
     state: ManagerState
     urls: dict[str, str]
 
-    async def schedule(self, request: ScheduleRequest) -> ScheduleReply:
+    async def schedule(self, request):
         reply = self.state.schedule(request, 0.0)
         return msgspec.structs.replace(reply, url=self.urls[reply.server])
 
@@ -106,7 +101,7 @@ class Turns:
     client: GenerationClient
     new_tokens: int = 0
 
-    async def play(self, turns: int, update_after: int, versions: Versions) -> None:
+    async def play(self, turns, update_after, versions):
         """Play all episodes turn by turn; both servers load version 1 after turn ``update_after``."""
         runner = ResumableEngine(self.manager, self.client)
         tickets = manager_states.tickets(self.manager.state, 4)
@@ -121,7 +116,7 @@ class Turns:
         for each in calls:
             await each.close()
 
-    async def update(self, number: int, versions: Versions) -> None:
+    async def update(self, number, versions):
         for url in self.manager.urls.values():
             assert (await self.client.update_weights(url, str(versions.paths[number]), number, BOUND_S)).success
         if number:
@@ -129,7 +124,7 @@ class Turns:
             for index in range(2):
                 manager_states.update(self.manager.state, index)
 
-    async def _turn(self, session: EpisodeSession, history: list[int], seed: int) -> None:
+    async def _turn(self, session, history, seed):
         completion = await session.generate(history)
         tail = words(seed, TAIL)
         history += [*completion.tokens.tolist(), *tail]
@@ -137,10 +132,10 @@ class Turns:
 
 
 @pytest.mark.parametrize(("updates", "reuse"), [(False, 0), (True, 1), (True, 0)])
-def test_next_turn_goes_where_its_keys_are(versions: Versions, updates: bool, reuse: int) -> None:
+def test_next_turn_goes_where_its_keys_are(versions, updates, reuse):
     """Every turn prefills its new tokens only, also after an update within the bound, and both servers work."""
 
-    async def test(client: GenerationClient) -> None:
+    async def test(client):
         state = manager_states.ready(servers=2, kv_reuse_versions=reuse, eta=4)
         urls = {f"generation_server/{index}": url for index, url in enumerate(served)}
         turns = Turns(Manager(state, urls), client)

@@ -3,12 +3,9 @@
 Weights are staged and verified by the product's own code, from directories with manifests.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -31,23 +28,23 @@ from tests.support.serving.generation_servers import (
 )
 
 
-def no_weights(version: Path) -> None:
+def no_weights(version):
     shard_of(version).unlink()
 
 
-def no_manifest(version: Path) -> None:
+def no_manifest(version):
     (version / "MANIFEST.json").unlink()
 
 
-def corrupt_shard(version: Path) -> None:
+def corrupt_shard(version):
     flip(shard_of(version))
 
 
-def short_shard(version: Path) -> None:
+def short_shard(version):
     os.truncate(shard_of(version), 100)
 
 
-def other_manifest(version: Path) -> None:
+def other_manifest(version):
     other = msgspec.structs.replace(manifest.load_manifest(version), version=8)
     (version / manifest.MANIFEST).write_bytes(manifest.VERSION.encode(other))
 

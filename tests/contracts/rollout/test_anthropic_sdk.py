@@ -1,7 +1,5 @@
 """Anthropic's SDK reads the replies, streams and errors of the messages dialect."""
 
-from __future__ import annotations
-
 import pytest
 
 from realsys.rollout.conversation import forms

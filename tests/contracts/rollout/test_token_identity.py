@@ -5,8 +5,6 @@ each day. Each template is played with and without tools, thinking and system me
 rewritten histories, cut-off completions and wrong stop tokens.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from random import Random
@@ -26,7 +24,7 @@ REWRITING = ("deepseek", "nemotron")
 CONTENT_AFTER_CALLS = ("gemma4", "diffusion_gemma")
 
 
-def templates(param: dict[str, str]) -> pytest.MarkDecorator:
+def templates(param):
     return pytest.mark.parametrize("name", sorted(param) or ["any"])
 
 

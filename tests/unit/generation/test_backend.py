@@ -1,7 +1,5 @@
 """The door ``generation.backend``: bad names and classes, the rules that launcher and planner ask for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +69,7 @@ CPU_WITH_ROOM = Machine(cpus=8, memory_bytes=200 << 30)
 
 
 @pytest.fixture(autouse=True)
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def module(tmp_path, monkeypatch):
     (tmp_path / "own_backends.py").write_text(MINE)
     (tmp_path / "broken_backend.py").write_text("import no_such_module\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -94,14 +92,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("settings", "problem"), BAD, ids=[" ".join(settings)[:40] for settings, _ in BAD])
-def test_bad_backend_is_one_line(settings: list[str], problem: str) -> None:
+def test_bad_backend_is_one_line(settings, problem):
     with pytest.raises(ConfigError) as caught:
         check(changed(f"generation.backend='{settings[0]}'", *settings[1:]), CPU)
     assert caught.value.field in ("generation.backend", ARGS)
     assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_bad_backend_ends_the_command_with_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_backend_ends_the_command_with_two(tmp_path, capsys):
     argv = [
         "run",
         "experiment=arith",
@@ -115,7 +113,7 @@ def test_bad_backend_ends_the_command_with_two(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "runs").exists()
 
 
-def test_rules_of_an_own_backend_are_obeyed() -> None:
+def test_rules_of_an_own_backend_are_obeyed():
     own = "generation.backend=own_backends:Mine"
     check(changed(own, "allocation=serve.d1+d1"), CPU_WITH_ROOM)
     with pytest.raises(ConfigError, match="the license is for 2 servers"):
@@ -127,14 +125,14 @@ def test_rules_of_an_own_backend_are_obeyed() -> None:
     assert backend_rules(changed(own)).start_timeout_s() == 7.0
 
 
-def test_backend_states_how_many_gpus_a_server_needs() -> None:
+def test_backend_states_how_many_gpus_a_server_needs():
     gpus = Machine(cpus=8, memory_bytes=200 << 30, gpus=("0", "1", "2"), torch_has_cuda=True)
     config = changed("generation.backend=own_backends:Mine", "allocation=serve.d1+d1")
     seats = {(seat.kind, seat.index): seat.gpus for seat in seats_of(config, gpus, [gpus.node()])}
     assert (seats["generation_server", 0], seats["model_worker", 0]) == ((1, 2), (0,))
 
 
-def test_backend_sets_its_share_of_a_shared_gpu() -> None:
+def test_backend_sets_its_share_of_a_shared_gpu():
     gpus = Machine(cpus=8, memory_bytes=200 << 30, gpus=("0", "1"), torch_has_cuda=True)
     config = changed("generation.backend=own_backends:Mine", "allocation=serve.d1+d2", "cluster.share_gpus=true")
     config, lines = fit(config, {"train"}, gpus)
@@ -142,7 +140,7 @@ def test_backend_sets_its_share_of_a_shared_gpu() -> None:
     assert lines == ["set cluster.threads=45: up to 2 processes share a GPU"]
 
 
-def test_preset_exists_for_each_builtin_backend() -> None:
+def test_preset_exists_for_each_builtin_backend():
     presets = (Path(configs.__file__).parent / "generation").glob("*.yaml")
     assert sorted(preset.stem for preset in presets) == sorted(BACKEND.builtin)
 
@@ -159,6 +157,6 @@ assert "torch" not in sys.modules
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", sorted(BACKEND.builtin))
-def test_rules_of_builtin_backends_need_no_torch(name: str) -> None:
+def test_rules_of_builtin_backends_need_no_torch(name):
     done = subprocess.run([sys.executable, "-c", CHECK_WITHOUT_TORCH, name], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

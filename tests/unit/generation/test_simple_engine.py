@@ -1,10 +1,6 @@
 """SimpleEngine: ends of completions, what ``complete`` may return, aborts and updates between completions."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +20,7 @@ EOS = VOCAB - 1
 class Scripted(SimpleEngine):
     """Returns ``reply``, and can be held inside ``complete``."""
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts):
         super().__init__(parts, capacity=4)
         self.reply: tuple[list[int], list[float]] = ([1, 2, 3], [-0.5, -1.0, -1.5])
         self.asked: list[SamplingParams] = []
@@ -43,14 +39,14 @@ class Scripted(SimpleEngine):
         self.loaded.append(dict(tensors))
 
 
-def load(path: str, version: int) -> SimpleNamespace:
+def load(path, version):
     if path == "/bad":
         raise WeightsError("/bad holds version 8")
     return SimpleNamespace(tensors={"w": version}, timings={"verify_s": 0.25}, counts={"bytes": 4})
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "base"
     make_model("qwen2", path, seed=1, eos=EOS)
     make_tokenizer(path)
@@ -58,12 +54,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def changes() -> list[Change]:
+def changes():
     return []
 
 
 @pytest.fixture
-def engine(model: Path, changes: list[Change]) -> Iterator[Scripted]:
+def engine(model, changes):
     config = changed("data.max_prompt_tokens=8", "generation.sampling.max_new_tokens=24")
     engine = Scripted(EngineParts(config, model, 0, load, None, changes.append, lambda callback: None))
     engine.start()
@@ -72,7 +68,7 @@ def engine(model: Path, changes: list[Change]) -> Iterator[Scripted]:
     engine.close(BOUND)
 
 
-def completions(engine: Scripted, **params: object) -> list:
+def completions(engine, **params):
     return engine.generate("", [5, 6], SamplingParams(**{"max_new_tokens": 8, **params})).result(BOUND)
 
 
@@ -92,7 +88,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("reply", "params", "kept", "reason", "matched"), ENDS)
-def test_completion_is_cut_where_it_ends(engine, reply, params, kept, reason, matched) -> None:
+def test_completion_is_cut_where_it_ends(engine, reply, params, kept, reason, matched):
     engine.reply = (reply, [-1.0, -2.0, -3.0])
     [result] = completions(engine, **params)
     assert (result.tokens.tolist(), result.logprobs.tolist()) == (reply[:kept], [-1.0, -2.0, -3.0][:kept])
@@ -100,7 +96,7 @@ def test_completion_is_cut_where_it_ends(engine, reply, params, kept, reason, ma
     assert (result.finish_reason, result.matched, result.segments) == (reason, matched, [(-1, kept)])
 
 
-def test_each_completion_has_its_own_seed(engine) -> None:
+def test_each_completion_has_its_own_seed(engine):
     assert len(completions(engine, n=3, sampling_seed=5)) == 3
     assert len(completions(engine, n=3, sampling_seed=6)) == 3
     assert [params.n for params in engine.asked] == [1] * 6
@@ -120,7 +116,7 @@ WRONG = [
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(("reply", "problem"), WRONG, ids=[problem for _, problem in WRONG])
-def test_wrong_reply_ends_the_engine(engine, reply, problem) -> None:
+def test_wrong_reply_ends_the_engine(engine, reply, problem):
     """It is an error of the program: serving on would train on it, or repeat it for ever."""
     engine.reply = reply
     with pytest.raises(GenerationError, match=problem) as caught:
@@ -130,7 +126,7 @@ def test_wrong_reply_ends_the_engine(engine, reply, problem) -> None:
         engine.generate("", [1], SamplingParams(max_new_tokens=1))
 
 
-def test_update_comes_between_two_completions(engine, changes) -> None:
+def test_update_comes_between_two_completions(engine, changes):
     engine.go.clear()
     completions = engine.generate("a", [5], SamplingParams(max_new_tokens=8, n=2))
     assert engine.entered.acquire(timeout=BOUND)
@@ -143,14 +139,14 @@ def test_update_comes_between_two_completions(engine, changes) -> None:
     assert changes == [Change(0)]
 
 
-def test_refused_version_leaves_the_old_one(engine) -> None:
+def test_refused_version_leaves_the_old_one(engine):
     assert engine.update("/v3", 3).result(BOUND).success
     refused = engine.update("/bad", 4).result(BOUND)
     assert (refused.success, refused.message) == (False, "/bad holds version 8")
     assert (engine.version, engine.model_path, engine.loaded) == (3, "/v3", [{"w": 3}])
 
 
-def test_abort_keeps_the_completions_there_are(engine) -> None:
+def test_abort_keeps_the_completions_there_are(engine):
     engine.go.clear()
     completions = engine.generate("a", [5], SamplingParams(max_new_tokens=8, n=3))
     assert engine.entered.acquire(timeout=BOUND)
@@ -162,7 +158,7 @@ def test_abort_keeps_the_completions_there_are(engine) -> None:
     assert engine.info().queued == 0
 
 
-def test_pause_holds_requests_until_resume(engine) -> None:
+def test_pause_holds_requests_until_resume(engine):
     engine.pause("in_place").result(BOUND)
     first = engine.generate("a", [5], SamplingParams(max_new_tokens=8, n=2))
     twin = engine.generate("a", [5], SamplingParams(max_new_tokens=8))
@@ -178,7 +174,7 @@ def test_pause_holds_requests_until_resume(engine) -> None:
     assert len(first.result(BOUND)) == 2
 
 
-def test_closed_engine_fails_open_calls(engine) -> None:
+def test_closed_engine_fails_open_calls(engine):
     engine.pause("in_place").result(BOUND)
     waiting = engine.generate("a", [5], SamplingParams(max_new_tokens=8))
     engine.close(BOUND)

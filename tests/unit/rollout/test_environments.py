@@ -1,7 +1,5 @@
 """The doors rollout.environment and data.verifier: what a judgement is made of, and the examples of the docs."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,22 +9,19 @@ import numpy as np
 import pytest
 
 from realsys.errors import GenerationError, ServerBusy, ServerFailed, ServerSilent
-from realsys.generation.client import Received, SamplingSpec
+from realsys.generation.client import SamplingSpec
 from realsys.generation.completion import Completion
 from realsys.generation.protocol import ProgressLine, ProgressPart
 from realsys.manager.client import RolloutSuperseded
-from realsys.manager.messages import (
-    ScheduleReply,
-    ScheduleRequest,
-)
+from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.rollout import resumable_engine
 from realsys.rollout.resumable_engine import EngineCall, ResumableEngine
-from realsys.types import FinishReason, Ticket
+from realsys.types import Ticket
 
 STEP = 1000  # a fake server's k-th token after ``length`` input tokens is STEP + length + k
 
 
-def generated(input_len: int, count: int, version: int, reason: FinishReason) -> Completion:
+def generated(input_len, count, version, reason):
     """Tokens that say where in the sequence they were sampled, log-probs that say by which version."""
     tokens = np.arange(STEP + input_len, STEP + input_len + count, dtype=np.int32)
     return Completion(tokens, np.full(count, -0.5 - version, np.float32), np.full(count, version, np.int32), reason)
@@ -55,20 +51,11 @@ class FakeServers:
     working: bool = False
     asked: list[str] = field(default_factory=list)
 
-    async def works(self, url: str) -> bool:
+    async def works(self, url):
         self.asked.append(url)
         return self.working
 
-    async def generate(
-        self,
-        url: str,
-        input_ids: Sequence[int],
-        spec: SamplingSpec,
-        *,
-        rid: str,
-        seed: int,
-        received: Received | None = None,
-    ) -> list[Completion]:
+    async def generate(self, url, input_ids, spec, *, rid, seed, received=None):
         self.calls.append(Request(url, list(input_ids), spec, rid, seed))
         await asyncio.sleep(0)
         step = self.script.pop(0)
@@ -87,7 +74,7 @@ class FakeScheduler:
     requests: list[ScheduleRequest] = field(default_factory=list)
     error: Exception | None = None
 
-    async def schedule(self, request: ScheduleRequest) -> ScheduleReply:
+    async def schedule(self, request):
         if self.error is not None:
             raise self.error
         name = chr(ord("a") + len(self.requests) % 26)

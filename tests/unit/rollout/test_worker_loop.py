@@ -36,7 +36,7 @@ from tests.support.timelines.made_up import recording
 class FakeManager:
     """Hands out what a test puts in; says when a finish has come."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.grants: asyncio.Queue[list[Ticket]] = asyncio.Queue()
         self.allocations: list[AllocateRequest] = []
         self.touched: asyncio.Queue[TouchRequest] = asyncio.Queue()
@@ -44,17 +44,17 @@ class FakeManager:
         self.finish_error: Exception | None = None
         self.known = True
 
-    async def allocate(self, request: AllocateRequest) -> AllocateReply:
+    async def allocate(self, request):
         self.allocations.append(request)
         tickets = await self.grants.get()
         assert len(tickets) <= request.max_tickets
         return AllocateReply(tickets)
 
-    async def touch(self, request: TouchRequest) -> TouchReply:
+    async def touch(self, request):
         self.touched.put_nowait(request)
         return TouchReply()
 
-    async def finish(self, request: FinishRequest) -> FinishReply:
+    async def finish(self, request):
         if self.finish_error is not None:
             raise self.finish_error
         self.finished.put_nowait(request)
@@ -64,11 +64,11 @@ class FakeManager:
 class FakePusher:
     """A pusher that keeps the groups, or raises ``error``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.groups: list[Group] = []
         self.error: Exception | None = None
 
-    async def push(self, group: Group) -> None:
+    async def push(self, group):
         if self.error is not None:
             raise self.error
         self.groups.append(group)

@@ -12,7 +12,7 @@ from realsys.data.prompts import Prompt
 from realsys.data.tokenizer import TextTokenizer
 from realsys.rollout import agents
 from realsys.rollout.environments import Task
-from realsys.types import Episode, Group, SequenceRef
+from realsys.types import Group, SequenceRef
 from tests.support.processes.config_trees import changed
 from tests.support.serving.gateways import TICKET, chat_server, make_sharp_chat_model, over_server
 from tests.support.training.ppo_batch import Worker, whole
@@ -30,12 +30,12 @@ CONFIG = changed(*SETTINGS)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory):
     return make_sharp_chat_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def episode(model) -> Episode:
+def episode(model):
     """Four turns at temperatures 0.5, 1, 1.5 and 0; that of the trial is 1."""
     tokenizer = TextTokenizer(model)
 

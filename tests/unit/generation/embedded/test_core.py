@@ -1,7 +1,5 @@
 """The embedded engine, step by step, against transformers: batches, prompts in parts, weight updates, aborts."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

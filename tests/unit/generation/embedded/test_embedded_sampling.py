@@ -1,7 +1,5 @@
 """What the embedded engine samples and where a completion ends: penalties, stop tokens, stop strings."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The engine's thread: weight updates, pauses, aborts and failures while requests are running."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -19,26 +17,26 @@ LONG = SamplingParams(max_new_tokens=100, sampling_seed=1)
 class Steps:
     """Holds the engine thread after chosen steps, so that a test acts at a known moment."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
         self._stop_at: int | None = None
         self._reached, self._go = threading.Event(), threading.Event()
 
-    def stop_at(self, step: int) -> None:
+    def stop_at(self, step):
         self._stop_at = step
         self._reached.clear()
 
-    def __call__(self, core) -> None:
+    def __call__(self, core):
         self.count += 1
         if self.count == self._stop_at:
             self._go.clear()
             self._reached.set()
             assert self._go.wait(BOUND)
 
-    def wait(self) -> None:
+    def wait(self):
         assert self._reached.wait(BOUND), f"the engine did not reach step {self._stop_at}"
 
-    def go(self) -> None:
+    def go(self):
         self._go.set()
 
 

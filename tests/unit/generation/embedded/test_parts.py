@@ -1,7 +1,5 @@
 """Parts of the embedded engine that need no model: layout of rows, random numbers, sampling, model directories."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 
 import msgspec

@@ -1,7 +1,5 @@
 """Keys of ended completions in the next turns: tokens that are computed, equal results, and versions."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from realsys.generation.embedded.backend import EmbeddedBackend
-from realsys.generation.embedded.core import EngineCore
 from realsys.generation.embedded.prefix_cache import KvPolicy
 from realsys.generation.embedded.scheduler import Request
 from tests.support.processes.config_trees import changed
@@ -204,7 +201,7 @@ class Talk:
     history: list[int] = field(default_factory=list)
     turns: list[Request] = field(default_factory=list)
 
-    def next_turn(self) -> Request:
+    def next_turn(self):
         rng = self.random
         if self.turns:
             [last] = self.turns[-1].done.result(0)
@@ -230,7 +227,7 @@ class Talk:
         return request
 
 
-def converse(core: EngineCore, seed: int, between, *, aborts: bool = True) -> list[Request]:
+def converse(core, seed, between, *, aborts=True):
     """Hold random conversations at the same time; ``between(rng)`` runs before each step. Returns all requests."""
     rng = random.Random(seed)
     talks = [Talk(number, random.Random(seed * 100 + number)) for number in range(6)]

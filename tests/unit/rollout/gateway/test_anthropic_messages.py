@@ -1,7 +1,5 @@
 """Anthropic's messages: blocks that are sent back, and the events of a stream (its SDK reads them in contracts)."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

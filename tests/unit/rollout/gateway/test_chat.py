@@ -1,7 +1,5 @@
 """OpenAI's chat completions, read by OpenAI's SDK."""
 
-from __future__ import annotations
-
 import json
 
 import openai

@@ -1,7 +1,5 @@
 """Completions as the client reads them; bytes of tokens."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Assistant messages that a client changed, as they were returned to it."""
 
-from __future__ import annotations
-
 import pytest
 
 from realsys.rollout.conversation import forms

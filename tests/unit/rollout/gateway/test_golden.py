@@ -1,7 +1,5 @@
 """Requests that real clients sent, and the replies that they read (``golden``, one file per client)."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Tool calls and reasoning of several formats, with and without single tokens for their markers."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

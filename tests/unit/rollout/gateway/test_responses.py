@@ -1,7 +1,5 @@
 """OpenAI's responses, read by OpenAI's SDK; items that are sent back."""
 
-from __future__ import annotations
-
 import json
 
 import openai

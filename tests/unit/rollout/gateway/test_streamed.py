@@ -1,7 +1,5 @@
 """Text of a completion in progress: it begins the text of the whole completion, whatever follows."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

@@ -1,7 +1,5 @@
 """Text completions, token ids in and out, tokenize, models."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
