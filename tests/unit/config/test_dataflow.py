@@ -145,21 +145,6 @@ def test_bad_algorithm_is_one_line(algorithm, problem):
     assert "\n" not in str(caught.value)
 
 
-BROKEN = [
-    ("def f(:", "SyntaxError: "),
-    ("1 / 0", "ZeroDivisionError: "),
-    ("exit('not today')", "SystemExit: not today"),
-]
-
-
-@pytest.mark.parametrize(("text", "problem"), BROKEN)
-def test_algorithm_module_that_fails_is_one_line(text, problem, tmp_path, monkeypatch):
-    (tmp_path / "broken_algorithm.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=rf"algorithm='broken_algorithm:f': cannot be imported: {problem}"):
-        dataflow_of(changed("train.ppo.algorithm=broken_algorithm:f"))
-
-
 @pytest.mark.parametrize(
     ("overrides", "readers"),
     [

@@ -12,7 +12,7 @@ from realsys.data.convert import check_copy, check_prompts, convert, count_held_
 from realsys.data.layouts.code_tests import code_tests_of
 from realsys.data.prompts import PromptDataset, open_splits, split_sizes
 from realsys.errors import ConfigError, DataError
-from tests.support.data.data_rows import GSM8K, HUMANEVAL, MESSAGES, ROWS, SLIME, TEMPLATE, char_tokenizer, jsonl, trial
+from tests.support.data.data_rows import HUMANEVAL, MESSAGES, ROWS, SLIME, TEMPLATE, char_tokenizer, jsonl, trial
 
 
 def config_of(train="", *, problems=0, seed=1, model="", **data):
@@ -86,14 +86,6 @@ def test_tools_reach_the_template(tmp_path):
     plain = char_tokenizer(tmp_path / "plain")
     with pytest.raises(DataError, match="has tools, but the model has no chat template"):
         PromptDataset(config_of(path), trial(tmp_path), plain).check()
-
-
-def test_bad_row_names_file_line_and_field(tmp_path):
-    rows = [GSM8K, {"question": "a", "answer": "18"}]
-    path = jsonl(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(DataError, match=rf"^{path}:2: field 'answer': must end with a line ####"):
-        convert(config_of(path), trial(tmp_path))
-    assert not trial(tmp_path).data_sources.exists()
 
 
 def test_error_in_a_copy_names_the_source(tmp_path, chars):

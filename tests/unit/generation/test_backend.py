@@ -13,9 +13,7 @@ from realsys.config.doors import BACKEND
 from realsys.config.machine import Machine
 from realsys.config.rules import check
 from realsys.errors import ConfigError
-from realsys.launch.cli import main
 from realsys.launch.fit import fit
-from tests.support.data.data_rows import FEW_ROWS
 from tests.support.processes.config_trees import changed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -97,20 +95,6 @@ def test_bad_backend_is_one_line(settings, problem):
         check(changed(f"generation.backend='{settings[0]}'", *settings[1:]), CPU)
     assert caught.value.field in ("generation.backend", ARGS)
     assert problem in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_bad_backend_ends_the_command_with_two(tmp_path, capsys):
-    argv = [
-        "run",
-        "experiment=arith",
-        *FEW_ROWS,
-        "generation.backend=own_backends:Unfinished",
-        f"fileroot={tmp_path / 'runs'}",
-    ]
-    assert main(argv) == 2
-    printed = capsys.readouterr().err
-    assert printed.splitlines() == [printed.strip()] and "the class lacks build" in printed
-    assert not (tmp_path / "runs").exists()
 
 
 def test_rules_of_an_own_backend_are_obeyed():

@@ -110,29 +110,11 @@ def test_threads_are_those_of_the_kind():
     assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}["master_worker/0"] == "1"
 
 
-def test_ranks_get_one_gpu_each_servers_the_rest():
-    placed = devices(planned(gpus(4), allocation="sglang.d2+d2"))
-    assert [placed[f"model_worker/{i}"] for i in range(2)] == ["0", "1"]
-    assert [placed[f"generation_server/{i}"] for i in range(2)] == ["2", "3"]
-    assert placed["rollout_worker/0"] == placed["master_worker/0"] == placed["gserver_manager/0"] == ""
-
-
 def test_one_gpu_is_shared_only_on_request():
     with pytest.raises(ConfigError, match="2 GPUs are needed .* and there are 1: .*cluster.share_gpus=true"):
         planned(gpus(1))
     placed = devices(planned(gpus(1), cluster={"share_gpus": True}))
     assert placed["model_worker/0"] == placed["generation_server/0"] == "0"
-
-
-def test_shared_gpus_are_those_with_fewest_owners():
-    placed = devices(planned(gpus(3), allocation="sglang.d3+d1", cluster={"share_gpus": True}))
-    assert [placed[f"generation_server/{i}"] for i in range(3)] == ["1", "2", "0"]
-
-
-def test_tensor_parallel_server_gets_as_many_gpus():
-    generation = GenerationConfig(backend="sglang")
-    placed = devices(planned(gpus(6), allocation="sglang.d2m2+d2", generation=generation))
-    assert [placed[f"generation_server/{i}"] for i in range(2)] == ["2,3", "4,5"]
 
 
 def test_seat_is_an_index_not_a_device_id():

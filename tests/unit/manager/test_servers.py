@@ -254,24 +254,6 @@ def test_reporter_is_routed_elsewhere_during_probe():
     assert place(state, mine, call="2.0").server == failed
 
 
-def test_silent_server_returns_without_reload():
-    state = ready()
-    state.servers.report("generation_server/0", 0, "w", "reset", 5.0)
-    probe = state.servers.next_probe("generation_server/0", "1", 5.0)
-    assert isinstance(probe, Probe) and state.servers.silent(probe, "timeout", 5.0)
-    assert state.refusal() == "no_server"
-    assert state.servers.next_probe("generation_server/0", "1", 5.0) == Idle(5.5)
-    answer(state, 0, 0, 5.5)
-    assert state.refusal() is None and state.servers.next_order("generation_server/0", "1", 5.5) == Idle()
-
-
-def test_server_with_unexpected_version_is_updated_first():
-    state = ready()
-    state.servers.report("generation_server/0", 0, "w", "reset", 0.0)
-    answer(state, 0, -1)
-    assert state.refusal() == "no_server" and order(state, 0).target.version == 0
-
-
 def test_overtaken_probe_changes_nothing():
     """A second worker has reported the server since the probe began: it stays in quarantine for its time."""
     state = ready()

@@ -7,9 +7,8 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from realsys.config.schema import Config
 from realsys.errors import LedgerError
-from realsys.manager.decisions import ManagerSettings, ManagerState
+from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.events import EvalStarted, EvaluationState, Opened, Resumed, RolledBack, Trained
 from realsys.manager.ledger.pinned_evaluations import MOST_RESTARTS
 from realsys.manager.messages import (
@@ -202,13 +201,6 @@ def test_ticket_waits_until_half_of_the_servers_serve(eta):
         state.servers.succeeded(each, 0.1, {})
         refusals.append(state.refusal())
     assert refusals == ["staleness", None, None, None]
-
-
-def test_settings_come_from_the_configuration():
-    config = Config()
-    made = ManagerSettings.of(config, {"train": 5})
-    assert (made.batch_groups, made.eta, made.group_size) == (512, 4, 16)
-    assert made.routing == "sticky" and made.interruptible and made.total_steps == config.train.total_steps
 
 
 def test_resumed_trial_draws_new_seeds():
@@ -495,15 +487,6 @@ def test_roll_back_begins_it_again_with_new_weights():
         finish(state, ticket)
     assert reply(state).accuracy == 1.0
     assert replayed(state).evaluations.snapshot() == state.evaluations.snapshot()
-
-
-def test_finished_evaluation_survives_a_roll_back():
-    state = running()
-    asked(state)
-    for ticket in evaluated(state, 2):
-        finish(state, ticket)
-    start(state, 0, B)
-    assert reply(state).accuracy == 1.0 and reply(state).restarts == 0
 
 
 def test_trainer_that_never_stays_ends_it_incomplete():

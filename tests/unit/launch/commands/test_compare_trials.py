@@ -118,12 +118,6 @@ def test_printed_setting_names_the_new_folder(trial, tmp_path, capsys):
     assert compose(["experiment=math", setting]).model.path == str(out)
 
 
-def test_step_without_weights_is_refused(trial, tmp_path, capsys):
-    assert main(["export", str(trial.root), str(tmp_path / "out"), "--step", "2"]) == 2
-    assert "has the weights of these steps only: 3, 4; set checkpoint.hf_every_steps" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_existing_folder_is_not_overwritten(trial, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     assert main(["export", str(trial.root), str(tmp_path / "out")]) == 2

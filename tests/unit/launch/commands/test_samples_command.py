@@ -90,25 +90,6 @@ def test_evaluation_is_found_by_set_and_name(trial):
         chosen_evaluation(root, of_set="other")
 
 
-@pytest.mark.parametrize(
-    ("options", "ids"),
-    [
-        ([], ["0.0/0.0", "0.0/1.0", "1.0/0.0", "1.0/1.0"]),
-        (["--wrong"], ["0.0/1.0", "1.0/0.0"]),
-        (["--truncated"], ["0.0/1.0"]),
-        (["--min-reward", "1"], ["0.0/0.0", "1.0/1.0"]),
-        (["--grep", "TRY again"], ["1.0/1.0"]),
-        (["--longest", "--limit", "1"], ["0.0/1.0", "0.0/0.0"]),
-        (["--min-staleness", "9"], []),
-    ],
-)
-def test_filters_choose_samples_of_a_step(tmp_path, capsys, options, ids):
-    paths = sample_trial(tmp_path)
-    assert main(["samples", str(paths.root), "--json", *options]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [sample["sample_id"].lstrip("0").rjust(7, "0") for sample in found] == [name.rjust(7, "0") for name in ids]
-
-
 def test_step_is_printed_with_its_references(tmp_path, capsys):
     paths = sample_trial(tmp_path)
     assert main(["samples", str(paths.root), "--ticket", "0000000001"]) == 0

@@ -366,11 +366,6 @@ def test_export_of_an_undone_version_is_replaced(named_trial, model):
     assert '"0002"' in (old / "MANIFEST.json").read_text()
 
 
-def test_trial_is_found_by_its_name(named_trial, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert find_target("math/t", None).trial == named_trial
-
-
 def test_unusable_targets_are_one_line(named_trial, model, tmp_path):
     (tmp_path / "empty").mkdir()
     for text, step, problem in (

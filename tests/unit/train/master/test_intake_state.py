@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realsys.config.dataflow import SOURCE_KEYS
-from realsys.errors import Fenced, StuckError, WaitTimeout
+from realsys.errors import Fenced, WaitTimeout
 from realsys.manager.messages import (
     AllocateRequest,
     FinishRequest,
@@ -91,17 +91,6 @@ def test_wait_ends_at_its_deadline():
 def filtered(groups):
     drops = {"dropped": groups, "dropped_by_reason": {"filtered equal_rewards": groups}}
     return STATUS | {"ledger": STATUS["ledger"] | drops}
-
-
-def test_filter_that_keeps_nothing_warns_then_ends(caplog):
-    state = intake()
-    state.propose(0)
-    state.begin_wait(100.0)
-    for groups in (0, 128, 255):
-        state.check_wait(filtered(groups), 101.0)
-    assert [record.getMessage()[:31] for record in caplog.records] == ["step 1 waits for its batch: the"]
-    with pytest.raises(StuckError, match="can never get its batch: the last 256 groups were all filtered out, 100%"):
-        state.check_wait(filtered(256), 101.0)
 
 
 # ---- staleness
