@@ -474,15 +474,3 @@ def test_long_sequence_costs_more_than_its_tokens():
         [20] * 10,
         [100],
     ]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(2, 2000), min_size=1, max_size=40), st.integers(1, 5))
-def test_composition_balanced_by_flops_ignores_layout(lengths, n):
-    refs, cost = make_refs(lengths), cost_function(BY_FLOPS, SIZES)
-    composed = {
-        dp: [sorted(r.sample_id for rank in ranks for r in rank) for ranks in plan_minibatches(refs, n, dp, cost)]
-        for dp in (1, 2, 3, 8)
-    }
-    assert composed[1] == composed[2] == composed[3] == composed[8]
-    assert sorted(name for minibatch in composed[1] for name in minibatch) == [ref.sample_id for ref in refs]

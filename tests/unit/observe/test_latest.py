@@ -238,22 +238,19 @@ def test_warning_has_the_numbers():
     assert "77% of the completions cut off, accuracy before training 3.9%)" in warning
 
 
-def test_no_warning_while_groups_carry_signal():
-    assert signal_warning(steps(0.5, wrong=0.5), "group") == ""
-
-
-def test_no_warning_after_too_few_steps():
-    assert signal_warning(steps(1.0, wrong=1.0, count=STEPS - 1), "group") == ""
-
-
-def test_equal_groups_teach_against_the_batch_mean():
-    assert signal_warning(steps(0.9, wrong=0.9), "batch") == ""
-    assert signal_warning(steps(1.0, wrong=1.0), "batch") != ""
-    assert signal_warning(steps(1.0, wrong=1.0), "none") == ""
-
-
-def test_records_of_older_builds_are_read():
-    assert signal_warning([{}] * STEPS, "group") == ""
+@pytest.mark.parametrize(
+    ("records", "mean", "warns"),
+    [
+        (steps(0.5, wrong=0.5), "group", False),
+        (steps(1.0, wrong=1.0, count=STEPS - 1), "group", False),
+        (steps(0.9, wrong=0.9), "batch", False),  # equal groups teach against the mean of the batch
+        (steps(1.0, wrong=1.0), "batch", True),
+        (steps(1.0, wrong=1.0), "none", False),
+        ([{}] * STEPS, "group", False),  # of an older build
+    ],
+)
+def test_warning_depends_on_signal_steps_and_mean(records, mean, warns):
+    assert bool(signal_warning(records, mean)) == warns
 
 
 def test_watch_warns_once():

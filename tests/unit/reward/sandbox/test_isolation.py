@@ -19,7 +19,7 @@ from realsys.errors import ConfigError, SandboxError
 from realsys.reward.sandbox import settings
 from realsys.reward.sandbox.inside import confine, kernel, plain
 from realsys.reward.sandbox.inside import zygote as module
-from realsys.reward.sandbox.inside.plain import MAX_FRAME, Handle, PlainError, decode, encode
+from realsys.reward.sandbox.inside.plain import Handle, PlainError, decode, encode
 from realsys.reward.sandbox.inside.unit_tests import defined, functions_of, modules_of, problem_of, start_of, taken
 from realsys.reward.sandbox.inside.zygote import KILLED, ThreadUse, Waiting, Zygote, _Running
 from realsys.reward.sandbox.sandbox import Program, ProgramRaised
@@ -300,10 +300,6 @@ def test_other_bytes_are_refused(wire, problem):
         decode(wire.encode())
 
 
-def test_message_has_a_bound():
-    assert MAX_FRAME == 16 << 20
-
-
 # ---- Answers of a served program: whatever it sends, the outside gets plain data or ProgramRaised
 
 
@@ -451,34 +447,28 @@ def waiting(*looks, last_pids=None):
     return found
 
 
-def test_waiting_of_one_thread_is_free():
-    """The first process only waits for the second, as with a command, or a program that waits for another."""
-    found = waiting([ASLEEP, ThreadUse(True, 0.25, 0.75)], [ASLEEP, ThreadUse(True, 0.75, 1.25)])
-    assert found.waited_s == 1.25
-
-
-def test_waiting_for_own_children_counts():
-    looks = (
-        [ThreadUse(True, 0.1, 0.0)],
-        [ThreadUse(True, 0.2, 0.9), ThreadUse(True, 0.1, 0.0)],
-        [ThreadUse(True, 0.3, 1.8)],
-    )
-    found = waiting(*looks, last_pids=[7, 8, 9])
-    assert found.waited_s == 0.0
-
-
-def test_waiting_of_several_threads_is_free_once():
-    looks = [[ThreadUse(True, 0.25 * n, 0.5 * n), ThreadUse(True, 0.0, 0.75 * n)] for n in (1, 2)]
-    assert waiting(*looks, last_pids=[0, 0]).waited_s == 1.5
-
-
-def test_waiting_while_its_threads_run_counts():
-    looks = [[ThreadUse(True, 1.0 * n, 0.0), ThreadUse(True, 0.0, 1.0 * n)] for n in (1, 2)]
-    assert waiting(*looks, last_pids=[0, 0]).waited_s == 0.0
-
-
-def test_sleep_is_no_waiting():
-    assert waiting([ASLEEP], [ASLEEP]).waited_s == 0.0
+@pytest.mark.parametrize(
+    ("looks", "last_pids", "waited_s"),
+    [
+        # the first process only waits for the second, as with a command, or a program that waits for another
+        ([[ASLEEP, ThreadUse(True, 0.25, 0.75)], [ASLEEP, ThreadUse(True, 0.75, 1.25)]], [7, 7], 1.25),
+        (
+            [
+                [ThreadUse(True, 0.1, 0.0)],
+                [ThreadUse(True, 0.2, 0.9), ThreadUse(True, 0.1, 0.0)],
+                [ThreadUse(True, 0.3, 1.8)],
+            ],
+            [7, 8, 9],
+            0.0,
+        ),
+        ([[ThreadUse(True, 0.25 * n, 0.5 * n), ThreadUse(True, 0.0, 0.75 * n)] for n in (1, 2)], [0, 0], 1.5),
+        ([[ThreadUse(True, 1.0 * n, 0.0), ThreadUse(True, 0.0, 1.0 * n)] for n in (1, 2)], [0, 0], 0.0),
+        ([[ASLEEP], [ASLEEP]], [7, 7], 0.0),
+    ],
+    ids=["one thread", "own children", "several threads once", "its threads run", "asleep"],
+)
+def test_waiting_for_others_is_free(looks, last_pids, waited_s):
+    assert waiting(*looks, last_pids=last_pids).waited_s == waited_s
 
 
 def test_each_run_has_its_own_waiting():
