@@ -180,25 +180,21 @@ def test_group_is_not_sent_and_the_push_ends():
         assert puller.tickets == ["t0"]
 
 
-def test_stored_group_is_not_acknowledged():
-    """Suspended between storing and acknowledging: the sender keeps it, and the successor gets it again."""
-    lease = Lease()
-    puller = Puller(check_alive=lease.check)
+@pytest.mark.parametrize("holds", [0, 1])
+def test_group_is_not_stored_nor_acknowledged(holds):
+    """Suspended before or after it was stored: the sender keeps it, and the successor gets it again."""
+    puller = Puller(check_alive=Lease(holds).check)
     stored = []
 
     async def run():
         pusher = Pusher(lambda dp: puller.address, [0], "rollout_worker/0")
         push = asyncio.create_task(pusher.push(make_group("t0")))
 
-        def store(group):
-            stored.append(group)
-            lease.lose()
-
         deadline = time.monotonic() + BOUND_S
         with pytest.raises(Fenced):
             while time.monotonic() < deadline:
                 await asyncio.sleep(0.001)
-                puller.drain(store)
+                puller.drain(stored.append)
         assert not push.done()
         await pusher.close()
         with pytest.raises(StreamError):
@@ -206,7 +202,7 @@ def test_stored_group_is_not_acknowledged():
 
     asyncio.run(run())
     puller.close()
-    assert len(stored) == 1
+    assert len(stored) == holds
 
 
 def test_request_of_the_master_is_not_sent():
