@@ -1,5 +1,7 @@
 """Engines on forked ranks, and the plain-torch model to hold them against."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.algorithm.loss import actor_loss, finish_stats, loss_denominator, merge_stats, sft_loss
+from realsys.algorithm.loss import actor_loss, finish_stats, interpolated_prox, loss_denominator, merge_stats, sft_loss
 from realsys.config.schema_train import PPOConfig
 from realsys.types import SequenceRef
 
@@ -31,6 +31,16 @@ def loss_and_gradient(cfg, denominator=5.0):
     loss, stats = actor_loss(theta, prox, behav, advantages, torch.ones(4, dtype=torch.bool), denominator, cfg)
     loss.backward()
     return loss.item(), theta.grad.tolist(), {name: value.item() for name, value in stats.items()}
+
+
+def test_interpolated_prox_follows_the_staleness_of_each_token():
+    """A-3PO: prox = behav^(1/d) theta^(1 - 1/d), where d counts the update that is under way."""
+    theta = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
+    behav = torch.tensor([-3.0, -3.0, -3.0, -3.0])
+    prox = interpolated_prox(theta, behav, torch.tensor([7.0, 6.0, 4.0, 8.0]), version=7)
+    # d = 1, 2, 4, and a token that is newer than the step (it cannot be, and is not extrapolated)
+    assert prox.tolist() == [-3.0, -2.0, -1.5, -3.0]
+    assert not prox.requires_grad
 
 
 def test_decoupled_loss_is_the_formula_of_the_paper():

@@ -3,6 +3,8 @@
 Compared are log-probs, loss, gradients and their norm, not parameters: Adam turns near-zero gradients into steps.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +105,7 @@ def make_config(**train):
             "train": {
                 "microbatch_tokens": 80,
                 "optimizer": {"clip_grad": 1e9},
-                "ppo": {"minibatches": 1, "c_clip": 3.0, "behav_imp_weight_cap": 0.0},
+                "ppo": {"minibatches": 2, "c_clip": 3.0, "behav_imp_weight_cap": 0.0},
                 **train,
             },
         }

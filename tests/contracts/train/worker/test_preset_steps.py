@@ -3,6 +3,8 @@
 The recorded log-probs are the model's own, so before the first update both ratios are 1 and nothing is clipped.
 """
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
 
