@@ -13,7 +13,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from realsys.algorithm.balance import (
     cost_function,
-    flop_costs,
     heaviest_sum,
     karmarkar_karp,
     largest_first,
@@ -272,10 +271,6 @@ def test_impossible_splits_are_refused(costs, parts, message):
         split_balanced(costs, parts)
     with pytest.raises(ValueError, match="it must be a number of at least 0"):
         split_balanced([float("nan")], 1)
-
-
-def test_flop_cost_is_linear_plus_quadratic():
-    assert flop_costs([1, 10], 2.0, 0.5).tolist() == [2.5, 70.0]
 
 
 # ---- minibatches

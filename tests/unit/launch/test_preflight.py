@@ -150,37 +150,40 @@ def test_empty_data_file_is_refused(data, refused):
     assert f"{data}: no prompts to train on" in refused()
 
 
-def test_truncated_weights_are_refused(model, refused):
-    weights = model / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-100])
-    assert f"{weights}: has {len(content) - 100:,} bytes, its header says {len(content):,}" in refused()
-    weights.write_bytes(content[:50])
-    assert f"{weights}: is not a safetensors file, or is truncated" in refused()
-
-
-def test_git_lfs_pointer_is_refused(model, refused):
-    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    assert "model.safetensors: is a git-lfs pointer" in refused()
-
-
-def test_weights_of_another_size_are_refused(model, refused):
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 512}))
-    assert "gate_proj.weight has shape (256, 128), config.json says (512, 128)" in refused()
-
-
-def test_missing_shard_is_refused(model, refused):
-    shard = "model-00001-of-00001.safetensors"
+def without_shard(model):
     (model / "model.safetensors").rename(model / "other.safetensors")
-    index = {"weight_map": {"model.norm.weight": shard}}
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert f"{model / shard}: cannot be read: No such file" in refused()
 
 
-def test_broken_tokenizer_is_refused(model, refused):
-    (model / "tokenizer.json").write_text("{}")
-    assert "tokenizer.json: cannot be read as a tokenizer" in refused()
+def rewritten(name, change):
+    return lambda model: (model / name).write_bytes(change((model / name).read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (
+            rewritten("model.safetensors", lambda old: old[:-100]),
+            r"qwen/model.safetensors: has [\d,]+ bytes, its header ",
+        ),
+        (rewritten("model.safetensors", lambda old: old[:50]), "is not a safetensors file, or is truncated"),
+        (
+            rewritten("model.safetensors", lambda old: b"version https://git-lfs.github.com/spec/v1\n"),
+            "git-lfs pointer",
+        ),
+        (
+            rewritten("config.json", lambda old: json.dumps({**json.loads(old), "intermediate_size": 512}).encode()),
+            r"gate_proj.weight has shape \(256, 128\), config.json says \(512, 128\)",
+        ),
+        (without_shard, "qwen/model-00001-of-00001.safetensors: cannot be read: No such file"),
+        (rewritten("tokenizer.json", lambda old: b"{}"), "tokenizer.json: cannot be read as a tokenizer"),
+    ],
+    ids=["truncated", "no file", "pointer", "other size", "missing shard", "tokenizer"],
+)
+def test_damaged_model_is_refused(damage, problem, model, refused):
+    damage(model)
+    assert re.search(problem, refused())
 
 
 def test_occupied_manager_port_is_refused(refused):

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from realsys.config.schema import Config
 from realsys.observe import signal, step_log
-from realsys.observe.percent import apportioned, percent, percentage, whole_percents
+from realsys.observe.percent import apportioned, percent, whole_percents
 from realsys.observe.points import curve_metrics, metric_name, metrics_of, step_of
 from realsys.observe.rate import RateWindow
 from realsys.observe.signal import STEPS, SignalWatch, signal_warning
@@ -86,10 +86,6 @@ def test_gauges_have_labels_unit_and_meaning():
 )
 def test_half_a_unit_is_rounded_up(share, digits, text):
     assert percent(share, digits) == text
-
-
-def test_gain_is_that_of_the_shown_numbers():
-    assert f"{percentage(0.9375) - percentage(0.8125):+}" == "+12.5"
 
 
 def test_percentages_add_up_to_hundred():
