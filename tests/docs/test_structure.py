@@ -12,7 +12,6 @@ ROWS = {
     for row in (line.split("|") for line in PACKAGES.splitlines() if line.startswith("| `"))
 }
 LISTED = [*ROWS, *(f"{top}/{folder}" for top, folders in ROWS.items() for folder in folders)]
-FILES = re.findall(r"`([^`]+\.py)`", READING)
 #: Folders of tests by subject, which the page describes in one line.
 TESTS = {"tests/unit", "tests/contracts", "tests/system", "tests/chaos", "tests/support"}
 

@@ -15,7 +15,6 @@ from tests.support.training.checkpoint_ranks import Setup, checkpoint, everythin
 from tests.support.training.engine_ranks import NLL, make_config, make_settings, on_ranks
 
 pytestmark = pytest.mark.gpu
-Found = dict[str, dict[str, torch.Tensor]]
 STEPS = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -13,7 +13,6 @@ from realsys.errors import ConfigError, RealsysError, RecordError
 from tests.support.view.shown_trial import STEPS, sample_trial
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "run.md"
-Captured = pytest.CaptureFixture[str]
 ARITH = ["experiment=arith", "seed=3"]
 
 

@@ -8,8 +8,6 @@ from tests.chaos.schedule.rows import PHASES, SUSPENDED, SUSPENDED_S, Case, Row,
 
 STATELESS = ("rollout_worker/0", "generation_server/0", "gserver_manager/0")
 TRAINING = ("model_worker/0", "master_worker/0")
-#: limit on the restarts of one stateless worker in one run: its back-off doubles each time
-PER_RUN = 3
 RUNS = 8
 
 

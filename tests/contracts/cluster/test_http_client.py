@@ -2,7 +2,6 @@
 
 import asyncio
 import gzip
-from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +24,6 @@ from tests.support.processes.ports import lasting_ports
 
 BOUND_S = 30.0
 LIMIT = 1000
-
-Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def declared(request):

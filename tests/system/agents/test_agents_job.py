@@ -11,7 +11,6 @@ from tests.support.jobs.ledgers import check_ledger
 pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).resolve().parents[3]
-_OTHERS = ("experiment=", "generation.embedded.context_length=", "data.arith.max_operands=")
 CHAT = [
     *(
         entry

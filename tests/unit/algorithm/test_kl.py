@@ -4,7 +4,6 @@ import math
 import re
 import subprocess
 import sys
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -17,8 +16,6 @@ from realsys.algorithm.loss import actor_loss, finish_stats, merge_stats, should
 from realsys.algorithm.loss_tokens import Segments
 from realsys.algorithm.value import RunningMoments, critic_loss, explained_variance
 from realsys.config.schema_train import CriticConfig, PPOConfig
-
-Kind = Literal["k1", "k2", "k3"]
 
 
 @pytest.mark.parametrize(

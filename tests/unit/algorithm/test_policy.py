@@ -250,7 +250,6 @@ policies = st.builds(
     behav_imp_weight_mode=st.sampled_from(["mask", "truncate"]),
     entropy_coef=st.sampled_from([0.0, 0.1]),
 )
-Answers = list[tuple[list[tuple[float, ...]], bool]]
 
 
 def share(part, cfg):

@@ -5,7 +5,6 @@ The policy that sampled is the one before the step (w = 1): what the papers assu
 
 import pytest
 import torch
-from torch import Tensor
 
 from realsys.algorithm.advantages import (
     moments,
@@ -26,8 +25,6 @@ LIMIT = 50
 REWARDS = [[1.0, -1.0, -1.0], [1.0, 1.0, -1.0]]  # two prompts, three answers each
 LENGTHS = [[3, 1, 4], [2, 5, 2]]
 COUNT = sum(sum(group) for group in LENGTHS)
-
-Answer = tuple[Tensor, Tensor, Tensor, int, int]  # theta, old, reference, prompt, which answer to it
 
 
 def make_logprobs():

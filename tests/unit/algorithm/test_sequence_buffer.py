@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from realsys.algorithm.minibatches import plan_minibatches
-from realsys.algorithm.redistribute import Holders, holders_of_outputs, last_stage, plan_call
+from realsys.algorithm.redistribute import holders_of_outputs, last_stage, plan_call
 from realsys.algorithm.schedule import learning_rate
 from realsys.algorithm.sequence_buffer import SequenceBuffer, owners_of
 from realsys.cluster.topology import Mesh, whole_mesh
@@ -327,7 +327,6 @@ TestBufferMachine.settings = settings(max_examples=60, stateful_step_count=40, d
 
 KEYS = ("tokens", "loss_mask", "values")
 EVERYWHERE = "tokens"
-Owners = dict[str, dict[str, Holders]]
 
 
 def frozen(owners):

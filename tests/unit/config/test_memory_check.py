@@ -20,7 +20,6 @@ from tests.unit.config.test_device_memory import OFF, math_config
 H100 = 79 * GIB
 SGLANG = ["generation.backend=sglang", "generation.sglang.python=/bin/true"]
 LORA = ["train.lora.rank=8", "train.microbatch_tokens=28672"]
-MORE_TOKENS = "train.microbatch_tokens=49152"
 EIGHT = Machine(64, 1024 * GIB, tuple("01234567"), torch_has_cuda=True, gpu_bytes=H100)
 
 

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -98,9 +97,6 @@ class Command:
         """Exit code, and the errors that were not read yet."""
         _, errors = self.process.communicate(timeout=BOUND_S)
         return self.process.returncode, errors
-
-
-Start = Callable[..., Command]
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """`realsys audit`: clean for a file that a manager wrote; its errors for damaged and missing files."""
 
 import json
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -15,7 +14,6 @@ from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.events import (
     Claimed,
     Dropped,
-    Event,
     Finished,
     Granted,
     Opened,
@@ -133,9 +131,6 @@ def test_audit_runs_while_manager_has_ledger_open(tmp_path):
 
 
 # ---- `realsys audit`: each check fails on a journal that was tampered with, and names the problem
-
-
-Change = Callable[[list[Event]], None]
 
 
 def twice_trained(events):

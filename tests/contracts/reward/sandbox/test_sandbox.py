@@ -194,7 +194,6 @@ def test_objects_of_the_program_can_be_passed_back(sandbox):
 
 CASE = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(add(1), 2)\n"
 MAIN = "if __name__ == '__main__':\n    "
-DEFINED = ["def test_add():\n    assert add(1) == 2", CASE, f"{CASE}{MAIN}unittest.main()", f"{MAIN}assert add(1) == 2"]
 NAMES = ["math.isclose(add(1), 2)", "np.isclose(add(1), 2)", "add(1) == EXPECTED", "abs(add(1)) == max(EXPECTED, 1)"]
 
 

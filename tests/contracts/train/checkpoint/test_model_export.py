@@ -18,8 +18,6 @@ from realsys.weights.disk.manifest import load_manifest
 from tests.support.training.checkpoint_ranks import BEFORE, Setup, complete, make_models, save, train
 from tests.support.training.train_ranks import cat_exports
 
-Tensors = dict[str, torch.Tensor]
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):

@@ -86,9 +86,6 @@ def exported(engine):
     return {name: tensor.clone() for name, tensor in engine.export()}
 
 
-Found = tuple[torch.Tensor | None, dict[str, torch.Tensor]]
-
-
 def assert_same_model(found, expected, weights):
     """Check the log-probs and the export of each rank in ``found``."""
     computed = [values for values, _ in found if values is not None]

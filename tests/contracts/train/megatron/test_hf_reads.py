@@ -16,9 +16,6 @@ from realsys.train.megatron.train_engine import MegatronEngine
 from tests.support.serving.hf_models import make_model
 from tests.support.training.train_ranks import FORMED, run_ranks
 
-#: bytes read and parameters of each rank, by its (tensor, pipeline) position
-Reads = list[tuple[tuple[int, int], int, str]]
-
 
 def load(path, device, dtype="float32"):
     config = Config.model_validate({"model": {"dtype": dtype, "path": str(path)}})

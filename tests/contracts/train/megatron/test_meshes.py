@@ -16,8 +16,6 @@ from realsys.train.worker.call_handlers import find_handler
 from tests.support.training.ppo_batch import make_batch
 from tests.support.training.train_ranks import FORMED, build_role, run_ranks
 
-Workers = list[int]
-
 
 def members(group):
     return dist.get_process_group_ranks(group)

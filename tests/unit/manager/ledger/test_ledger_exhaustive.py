@@ -167,7 +167,6 @@ def any_side(publish, servers, published):
 
 LAPSE, CRASH, OLD = bounds("lapses_though_alive"), bounds("master_crashes"), SMALL[3]
 MASKED = bounds("", eta=1, prompts=3, steps=3, faults=0, policy="mask")
-LAPSE_1 = bounds("lapses_though_alive", prompts=1)
 ENDS, CLAIM, LOSES = SMALL[1], bounds("claims_twice"), SMALL[-1]
 #: Defect, patch, bounds that reach it, part of the message.
 DEFECTS = [
