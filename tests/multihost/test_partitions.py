@@ -1,4 +1,4 @@
-"""A job over several hosts of a test: `realsys run` on the first one, an agent on each node."""
+"""Jobs over hosts whose network fails: `realsys run` on the first host, an agent on each."""
 
 import contextlib
 import subprocess

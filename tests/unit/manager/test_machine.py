@@ -1,4 +1,4 @@
-"""Model of a manager that knows only its invariants. The rules that drive it are in the test."""
+"""Random histories of a manager against a model that knows only its invariants."""
 
 import dataclasses
 from collections import Counter
