@@ -171,7 +171,7 @@ class _Drive:
         gate = f"go-{number}"
         at = 2 + STEPS * number
         hold = Fault(f"hold-{number}", "master_worker/0", "master.batch", "hold", at=at, until=gate)
-        seen = Fault(_seen(number), "master_worker/0", "master.batch", "hold", at=at + 2, until=_seen(number))
+        seen = Fault(_seen(number), "master_worker/0", "master.batch", "hold", at=at + 3, until=_seen(number))
         disk = Fault("mount", "model_worker/0", "weights.write", "hold", until="mounted")
         faults = [seen]
         for part, fault in enumerate(row.faults):
