@@ -198,8 +198,8 @@ class _Drive:
             fired = self._fire(run, number, row, result)
             for pattern in row.said:
                 run.until(lambda p=pattern, n=lengths: run.has_said(p, n), f"a line with {pattern!r}", FIRE_S)
-            (self._faults / _seen(number)).touch()
             before = run.steps()
+            (self._faults / _seen(number)).touch()
             result.outcome = "did not recover"
             run.until_step(before + PROOF, RECOVER_S)
             result.recovery_s = round(time.time() - fired, 2)
