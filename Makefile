@@ -35,7 +35,7 @@ COMPUTE  := -n $(shell echo $$(($(CORES) + 1))) --dist worksteal
 WAIT     := -n $(shell echo $$((2 * $(CORES)))) --dist worksteal
 # About 200 tests for `make python-test`.
 TESTS_WITHOUT_TORCH := tests/unit/cluster/test_commit_folder.py \
-	tests/unit/config/test_compose.py $(addprefix tests/unit/observe/test_,latest.py spans.py dropped_groups.py) \
+	tests/unit/config/test_compose.py $(addprefix tests/unit/observe/test_,step_records.py spans.py dropped_groups.py) \
 	tests/unit/observe/trackers
 TESTS  ?=
 ARGS   ?=

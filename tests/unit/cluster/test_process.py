@@ -1,17 +1,13 @@
 """Waits on a thread that a stop ends."""
 
-import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from realsys.cluster.aio import run_until_stopped, unless
 from realsys.cluster.gpu_devices import activate_flash_attention_3
 from realsys.cluster.gpu_environment import (
     as_cpu_list,
@@ -177,130 +173,3 @@ def test_deterministic_attention_is_torchs_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("looked for FlashAttention 3"))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not activate_flash_attention_3(lambda: None)
-
-
-# ---- Work that is given up, or given time, when a worker is asked to stop
-
-
-def run(body):
-    return asyncio.run(asyncio.wait_for(body, BOUND_S))
-
-
-class Context:
-    """The part of WorkerContext that is used: asked to stop when the test says so."""
-
-    def __init__(self):
-        self.ask: Callable[[], None] = lambda: None
-
-    def on_stop(self, callback):
-        self.ask = callback
-
-
-def test_unless_gives_the_result_or_nothing_and_cancels():
-    async def body():
-        stop, began, ended = asyncio.Event(), asyncio.Event(), list[str]()
-
-        async def work():
-            began.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.append("cancelled")
-            return 0
-
-        async def quick():
-            return 7
-
-        async def broken():
-            raise ValueError("x")
-
-        assert await unless(stop, quick()) == 7
-        with pytest.raises(ValueError, match="x"):
-            await unless(stop, broken())
-        waiting = asyncio.create_task(unless(stop, work()))
-        await began.wait()
-        stop.set()
-        assert await waiting is None and ended == ["cancelled"]
-        assert await unless(stop, quick()) is None, "not even begun"
-
-    run(body())
-
-
-def test_work_that_stops_by_itself_has_its_grace():
-    async def body():
-        ctx: Any = Context()
-        began, finish, log = asyncio.Event(), asyncio.Event(), list[str]()
-
-        async def work():
-            began.set()
-            await finish.wait()
-            log.append("saved")
-
-        running = asyncio.create_task(run_until_stopped(ctx, work(), grace_s=BOUND_S))
-        await began.wait()
-        ctx.ask()
-        await asyncio.sleep(0)
-        finish.set()
-        assert await running and log == ["saved"]
-
-    run(body())
-
-
-def test_work_is_cancelled_after_its_grace():
-    async def body():
-        for grace in (0.0, 0.01):
-            ctx: Any = Context()
-            began = asyncio.Event()
-
-            async def work(began=began):
-                began.set()
-                await asyncio.Event().wait()
-
-            running = asyncio.create_task(run_until_stopped(ctx, work(), grace_s=grace))
-            await began.wait()
-            ctx.ask()
-            assert not await running
-
-    run(body())
-
-
-def test_grace_begins_again_with_progress():
-    async def body():
-        ctx: Any = Context()
-        began, seen = asyncio.Event(), list[int]()
-        numbers = iter([1, 2, 3, 3])
-
-        async def work():
-            began.set()
-            await asyncio.Event().wait()
-
-        def progress():
-            seen.append(next(numbers))
-            return seen[-1]
-
-        running = asyncio.create_task(run_until_stopped(ctx, work(), 0.01, progress, 0.01))
-        await began.wait()
-        ctx.ask()
-        assert not await running and seen == [1, 2, 3, 3]
-
-    run(body())
-
-
-def test_an_error_within_the_grace_comes_out():
-    async def body():
-        ctx: Any = Context()
-        began, fail = asyncio.Event(), asyncio.Event()
-
-        async def work():
-            began.set()
-            await fail.wait()
-            raise ValueError("disk full")
-
-        running = asyncio.create_task(run_until_stopped(ctx, work(), grace_s=BOUND_S))
-        await began.wait()
-        ctx.ask()
-        fail.set()
-        with pytest.raises(ValueError, match="disk full"):
-            await running
-
-    run(body())

@@ -2,7 +2,8 @@
 
 import pytest
 
-from realsys.config.machine import free_host_bytes, gpu_bytes, smallest_gpu
+from realsys.config.machine import Machine, free_host_bytes, gpu_bytes, smallest_gpu, visible_gpus
+from realsys.errors import ConfigError
 
 GIB = 1 << 30
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -79,3 +80,33 @@ def test_smallest_gpu_counts(gpus, mib):
 def test_missing_nvidia_smi_means_unknown(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert gpu_bytes(["0"]) == 0
+
+
+# ---- Description of the machine: CPU cores, memory and visible GPUs
+
+
+def test_machine_describes_this_one():
+    here = Machine.here({"CUDA_VISIBLE_DEVICES": ""})
+    assert here.cpus >= 1 and here.memory_bytes > 1 << 20
+    assert here.gpus == () and here.node().gpus == 0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "gpus"),
+    [
+        (None, "0 1 2"),
+        ("2,0", "2 0"),
+        ("-1", ""),
+        ("NoDevFiles", ""),
+        ("1,-1,2", "1"),
+        ("0,7", "0"),
+        ("GPU-ab", "GPU-ab"),
+    ],
+)
+def test_visible_gpus_are_those_that_cuda_shows(chosen, gpus):
+    assert visible_gpus(chosen, present=3) == tuple(gpus.split())
+
+
+def test_gpu_that_is_visible_twice_is_refused():
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='0,0': names a GPU twice"):
+        visible_gpus("0,0", present=1)

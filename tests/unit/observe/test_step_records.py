@@ -1,4 +1,4 @@
-"""The newest records of a growing step log, and their gauges."""
+"""Records of the step log: the newest ones, their fields, points and rates, and the warning of a weak signal."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""Routing strategies, names of prefixes, reservations."""
+"""Which server gets a request, which host reads weights from which, and when a server is out."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Tests of ``realsys.observe.timeline.why``, ``.step_times`` and ``.advice``."""
+"""Timelines: why a run waits, clocks of hosts, names of units, and the trace for ui.perfetto.dev."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""`realsys compare`."""
+"""`realsys compare`, `realsys export` and `realsys simulate`."""
 
 import json
 import shlex

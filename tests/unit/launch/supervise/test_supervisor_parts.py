@@ -1,4 +1,4 @@
-"""Decisions about deaths: budgets of restarts, what gives them back, repeated defects. Pure."""
+"""Decisions of the supervisor: restarts, the first failure, bounded logs, machines, requests to stop."""
 
 import asyncio
 import shutil

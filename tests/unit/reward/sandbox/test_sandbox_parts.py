@@ -1,4 +1,4 @@
-"""Isolation: what a program may see, and refusals of machines that lack a part."""
+"""Parts of the sandbox: isolation, languages, limits, plain data, served programs, unit tests, waiting."""
 
 import ast
 import collections
