@@ -12,7 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from realsys.cluster import gpu_devices
-from realsys.cluster import gpu_devices as attention
 from realsys.cluster.gpu_devices import (
     PEAK_TFLOPS,
     GpuMeter,
@@ -26,29 +25,11 @@ from realsys.cluster.gpu_devices import (
 )
 from realsys.cluster.gpu_environment import is_given_gpu, prepare_environment
 from realsys.config import machine
-from realsys.config.machine import visible_gpus
 from realsys.errors import DeviceError
 from realsys.train.megatron import layers
 from realsys.train.megatron.layers import PackedAttention, pack_segments
 from realsys.train.megatron.megatron_core import TransformerConfig
 from tests.support.gpu.reference_attention import POSITIONAL, RECORDED, recorded, reference
-
-
-@pytest.mark.parametrize(
-    ("chosen", "ids"),
-    [
-        ("", ()),
-        ("-1", ()),
-        ("NoDevFiles", ()),
-        ("0", ("0",)),
-        ("2, 3", ("2", "3")),
-        ("1,-1,2", ("1",)),
-        ("GPU-6c5b,MIG-77", ("GPU-6c5b", "MIG-77")),
-        ("1,8", ("1",)),
-    ],
-)
-def test_only_ids_before_an_invalid_one_count(chosen, ids):
-    assert visible_gpus(chosen, 8) == ids
 
 
 @pytest.mark.parametrize(
@@ -294,8 +275,8 @@ def test_flash_attention_3_is_used_where_it_runs(major, installed, error, used, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
     monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", seen.append)
     monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", lambda: seen.append("restored"))
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object() if installed else None)
-    assert attention.activate_flash_attention_3(trial) is used
+    monkeypatch.setattr(gpu_devices.importlib.util, "find_spec", lambda name: object() if installed else None)
+    assert gpu_devices.activate_flash_attention_3(trial) is used
     assert seen == calls
 
 

@@ -100,7 +100,8 @@ def test_machine_describes_this_one():
         ("NoDevFiles", ""),
         ("1,-1,2", "1"),
         ("0,7", "0"),
-        ("GPU-ab", "GPU-ab"),
+        ("", ""),
+        ("GPU-6c5b,MIG-77", "GPU-6c5b MIG-77"),
     ],
 )
 def test_visible_gpus_are_those_that_cuda_shows(chosen, gpus):
