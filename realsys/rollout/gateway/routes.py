@@ -59,7 +59,9 @@ class _Completions:
         self.error: Errors = dialect.error
 
     async def answer(self, capture: Capture, body: bytes, connection: Connection) -> None:
-        exchange = capture.begin(self._dialect, body, connection.headers)
+        async with capture.turn:
+            await asyncio.sleep(0)  # others come first; without it a burst would be read in one go
+            exchange = capture.begin(self._dialect, body, connection.headers)
         await deliver(capture, self._dialect, exchange, connection)
 
 
@@ -143,6 +145,7 @@ class Routes:
         connection.receive, connection.send = receive, send
         body = (await receive()).get("body", b"")
         try:
+            capture.check_body(body)
             await handler.answer(capture, body, connection)
         except Exception as error:  # the request boundary
             await connection.refuse(handler.error, problem_of(error))
@@ -178,7 +181,7 @@ def _problem(
         return over(capture)
     if handler is None:
         return HttpProblem(404, f"no route {route!r}: use one of {', '.join(ROUTES)}", code="not_found")
-    if handler.method != method:
+    if handler.method != ("GET" if method == "HEAD" else method):
         return HttpProblem(405, f"{route} takes {handler.method}, not {method}", code="method_not_allowed")
     if (encoding := headers.get("content-encoding", "identity")) != "identity":
         return HttpProblem(

@@ -191,6 +191,16 @@ def test_failure_that_may_pass_uses_no_turn(tokenizer):
     )
 
 
+def test_refused_call_uses_no_turn(tokenizer):
+    async def body(episode, engine):
+        long = {"role": "user", "content": "1" * 500}
+        assert (await post(episode, "chat/completions", BODY | {"messages": [long]})).status_code == 400
+        assert (await chat(episode)).choices[0].message.content == "2"
+        assert episode.session.capture.metrics()["gateway/calls"] == 1
+
+    with_script(tokenizer, body, "rollout.agent_limits.max_turns=1")
+
+
 @pytest.mark.parametrize("n", [1, 2, 8])
 def test_sampled_tokens_are_bounded_for_all_choices(tokenizer, n):
     async def body(episode, engine):
