@@ -151,3 +151,10 @@ def test_room_for_a_step_is_asked_of_the_disk(tmp_path: Path, monkeypatch: pytes
     assert no_room(tmp_path, 4 << 20) == (
         f"No space left on device: a step needs about 4.0 MiB, {tmp_path} has 3.0 MiB"
     )
+
+
+def test_room_is_asked_of_every_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = tmp_path / "shm"
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0 if folder == full else 5 << 20))
+    assert no_room(tmp_path, 4 << 20, [tmp_path]) == ""
+    assert no_room(tmp_path, 4 << 20, [tmp_path, full]).startswith(f"No space left on device: {full}: free space")
