@@ -59,9 +59,7 @@ class _Completions:
         self.error: Errors = dialect.error
 
     async def answer(self, capture: Capture, body: bytes, connection: Connection) -> None:
-        async with capture.turn:
-            await asyncio.sleep(0)  # others come first; without it a burst would be read in one go
-            exchange = capture.begin(self._dialect, body, connection.headers)
+        exchange = capture.begin(self._dialect, body, connection.headers)
         await deliver(capture, self._dialect, exchange, connection)
 
 
@@ -144,6 +142,8 @@ class Routes:
         capture, handler, connection = scope["realsys.call"]
         connection.receive, connection.send = receive, send
         body = (await receive()).get("body", b"")
+        async with capture.turn:
+            await asyncio.sleep(0)  # others come first; without it a burst would be read in one go
         try:
             capture.check_body(body)
             await handler.answer(capture, body, connection)
