@@ -9,6 +9,7 @@ import asyncio
 import functools
 import os
 import signal
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -212,7 +213,9 @@ def _bounds(config: Config, launcher: Launcher) -> Bounds:
 
 
 def _hooks(config: Config, paths: TrialPaths, launcher: Launcher, say: Say, finished: Callable[[], bool]) -> Hooks:
-    need = step_bytes(config, dataflow_of(config))
+    need, store = step_bytes(config, dataflow_of(config)), config.cluster.name_store.root
+    # of this machine; of others only the trial's own disk is seen, which they share
+    others = [*([Path(store)] if store else []), Path(tempfile.gettempdir()), Path("/dev/shm")]
     return Hooks(
         say=say,
         launch=lambda: launcher.start(agent_command(paths, os.environ.get("PYTHONPATH", "")), say),
@@ -220,7 +223,7 @@ def _hooks(config: Config, paths: TrialPaths, launcher: Launcher, say: Say, fini
         checkpoint=lambda: newest_step(paths),
         finished=finished,
         outside=lambda: full_disk(paths.root),
-        no_room=lambda: no_room(paths.root, need),
+        no_room=lambda: no_room(paths.root, need, others),
         stopping=lambda: progress_of_stop(paths),
         name_store_ready=lambda spec, host: _own_store_answers(config, paths, spec, host),
     )

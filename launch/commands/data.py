@@ -16,7 +16,7 @@ from realsys.config.compose import compose, quoted
 from realsys.config.rules import check_sources, check_verifiers
 from realsys.config.schema import Config
 from realsys.config.schema_data import absolute_source
-from realsys.data.check import MARKED, UNVERIFIED, DataReport, Examiner
+from realsys.data.check import LEFT_OUT, MARKED, UNVERIFIED, DataReport, Examiner
 from realsys.data.layouts.contract import ProblemRow
 from realsys.data.prompts import plain_text
 from realsys.data.tokenizer import TextTokenizer
@@ -104,6 +104,8 @@ def describe(report: DataReport, config: Config, *, has_tokens: bool) -> Iterato
     if report.marked_count:
         text = f"prompts have a mark, and {MARKED}"
         yield f"formatted   {_counted(report.marked_count, report.marked, text)}"
+    if report.left_out:
+        yield f"left out    {report.left_out}: {LEFT_OUT}"
     if report.leaked_count:
         text = "train rows have a held-out prompt and are left out of training"
         yield f"leaks       {_counted(report.leaked_count, report.leaked, text)}"

@@ -1,13 +1,14 @@
 """List what ended trials left, and remove it with --yes.
 
-Leftovers are keys in the name store, half-written files, old weight versions, copies in shared memory. A trial that
-runs is left alone.
+Leftovers are keys in the name store, half-written files, old weight versions, copies in shared memory, sockets of
+killed processes. A trial that runs is left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
@@ -21,6 +22,7 @@ from realsys.cluster.files import MEMBERS, PREFIX
 from realsys.cluster.names.connect import is_known, make_name_store, store_address, trial_names
 from realsys.cluster.names.contract import NameStore, Tree
 from realsys.cluster.names.keys import ROOT, Names
+from realsys.cluster.stream.sockets import socket_folder
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
@@ -114,6 +116,7 @@ def _size(size: int) -> str:
 _MARGIN_S = 4.0  # etcd grants at least two whole seconds, and ends a lease late when it has much to do
 _POLL_S = 0.1
 _ANSWER_S = 3.0
+_NEW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +154,13 @@ class EndedTrial:
 class Finder:
     """Finds the leftovers below ``folder``: a trial, or a folder of trials. Close it at the end.
 
-    For a folder of trials it also finds keys of trials that are not in it, and copies in shared memory.
+    For a folder of trials it also finds keys of trials that are not in it, copies in shared memory, and dead sockets.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], places: Sequence[Path] = ()) -> None:
         self._folder = folder
         self._say = say
-        self._places = places or (Path("/dev/shm"), Path(tempfile.gettempdir()))
+        self._places = places or (Path("/dev/shm"), Path(tempfile.gettempdir()), Path("/tmp"))
         self._stores: dict[str, NameStore] = {}
         self._unreachable: dict[str, str] = {}  # store -> the reason
         self._no_slurm = ""  # why SLURM cannot be asked
@@ -179,7 +182,9 @@ class Finder:
         for trial in trials:
             if not trial.alone:
                 trial.leftovers = list(_leftovers(trial))
-        return [*trials, *([] if is_trial else [EndedTrial("this machine", leftovers=_copies(self._places))])]
+        if is_trial:
+            return trials
+        return [*trials, EndedTrial("this machine", leftovers=[*_copies(self._places), *_sockets(self._places)])]
 
     def _open(self, paths: TrialPaths) -> EndedTrial:
         """Return a trial with its configuration and name store."""
@@ -364,6 +369,27 @@ def _copies(places: Sequence[Path]) -> list[Leftover]:
         for folder in own
         if (folder / MEMBERS).exists() and not is_held(folder / MEMBERS, if_unknown=True)
     ]
+
+
+def _sockets(places: Sequence[Path]) -> list[Leftover]:
+    """Return the sockets of this user's streams at which no process listens: what killed processes leave."""
+    files = [path for place in dict.fromkeys(places) for path in sorted(socket_folder(place).glob("*-*"))]
+    return [_path(path, "a socket of a killed process: ") for path in files if _is_dead(path)]
+
+
+def _is_dead(path: Path) -> bool:
+    """Return True if no process listens at the socket ``path``. A new one may not listen yet."""
+    try:
+        if not path.is_socket() or time.time() - path.stat().st_mtime < _NEW_S:
+            return False
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as client:
+            client.settimeout(_ANSWER_S)
+            client.connect(str(path))
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _path(path: Path, kind: str = "") -> Leftover:

@@ -10,11 +10,11 @@ import shutil
 import site
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from realsys.cluster.aio import FULL
+from realsys.cluster.aio import FULL, full_disk
 from realsys.cluster.failure import ErrorRecord
 from realsys.launch.nodes.orders import ProcessId
 from realsys.launch.supervise.restart_policy import KILL_HEARD_AFTER_S, Cause, Death, TrialOutcome
@@ -124,13 +124,17 @@ def last_error(text: str) -> tuple[str, tuple[str, ...]]:
     return problem.strip()[:_PROBLEM], () if full else defect_of(exception.partition(":")[0], traceback)
 
 
-def no_room(folder: Path, need: int) -> str:
-    """Return that the disk of ``folder`` has less room than ``need`` bytes; "" if it has that."""
+def no_room(folder: Path, need: int, others: Sequence[Path] = ()) -> str:
+    """Return that the disk of ``folder`` has less room than ``need`` bytes, or that one of ``others`` is full; else
+    "".
+    """
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
         return ""
-    return f"{FULL}: a step needs about {size_text(need)}, {folder} has {size_text(free)}" if free < need else ""
+    if free < need:
+        return f"{FULL}: a step needs about {size_text(need)}, {folder} has {size_text(free)}"
+    return next(filter(None, map(full_disk, others)), "")
 
 
 def log_since(log: Path, start: int) -> str:

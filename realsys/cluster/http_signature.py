@@ -2,8 +2,8 @@
 
     Authorization: Realsys DIGEST SIGNATURE     of the body; HMAC of method, host:port, path with query, and DIGEST
 
-After the death of a service another user may listen at its port. What a client sends there is of no use: a signature
-holds for one request of one address, and a service repeats no act for a repeated request.
+After the death of a service another user may listen at its port. What a client sends there is of little use: a
+signature holds for one request of one address. There it may be repeated; docs/security.md says what that does.
 """
 
 from __future__ import annotations

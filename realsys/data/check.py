@@ -29,6 +29,7 @@ from realsys.errors import DataError
 
 _SHOWN = 10
 MARKED = "the chat template writes it again: give the text alone, or set data.chat_template=false"
+LEFT_OUT = "the chat template does not print it, so the model never sees it: write it into the user's message"
 
 
 class DataCheck(NamedTuple):
@@ -54,6 +55,8 @@ def check_data(config: Config, paths: TrialPaths, tokenizer: TextTokenizer) -> D
     warnings = _warnings(checked.unknown, prompts.size("train"), config)
     if checked.marked:
         warnings.append(f"{checked.marked} is in the prompt, and {MARKED}")
+    if checked.left_out:
+        warnings.append(f"{checked.left_out}: {LEFT_OUT}")
     if prompts.leaked:
         where = "in data.eval or in a set of evaluations" if sources_of_sets(config) else "in data.eval"
         warnings.append(f"left out {prompts.leaked} rows of data.train: their prompts are {where}")
@@ -108,6 +111,7 @@ class DataReport:
     repeated  place                       rows with the prompt of an earlier row of their split
     leaked    place                       train rows with a held-out prompt; they are left out of training
     marked    place: mark                 prompts that have marks of the chat template already
+    left_out  place: part                 of the first prompt with tools or a system message, if the template omits it
     near      (place, held-out prompt)    train rows that are like one, most similar first
     lengths   tokens of each prompt, characters without a tokenizer
     first     the first prompt as the model gets it
@@ -128,6 +132,7 @@ class DataReport:
     code_tasks: int = 0
     marked: list[str] = field(default_factory=list)
     marked_count: int = 0
+    left_out: str | None = None
     lengths: array[int] = field(default_factory=lambda: array("q"))
     first: str | None = None
 
@@ -186,6 +191,9 @@ class Examiner:
             if self._tokenizer and self._data.chat_template and (mark := self._tokenizer.template_mark(row.prompt)):
                 self.report.marked_count += 1
                 _keep(self.report.marked, f"{where}: {mark}")
+            if self.report.left_out is None and self._tokenizer and self._data.chat_template:
+                part = self._tokenizer.left_out(row.prompt, row.tools)
+                self.report.left_out = part and f"{where}: {part}"
             self.report.code_tasks += row.code_tests is not None
             if self.report.first is None and split == "train":
                 self.report.first = self._rendered(row)

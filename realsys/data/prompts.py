@@ -60,12 +60,14 @@ class PromptCheck(NamedTuple):
 
     unknown  characters that the tokenizer does not know
     marked   first prompt that has marks of the chat template already, as ``place: mark``; "" without one
+    left_out the part of the first prompt with tools or a system message that the chat template leaves out, likewise
     digest   of the prompts to train on, in the order of their numbers; equal on any machine
     """
 
     unknown: list[str]
     digest: str
     marked: str = ""
+    left_out: str = ""
 
 
 class PromptDataset:
@@ -103,16 +105,25 @@ class PromptDataset:
         characters: set[str] = set()
         ranks = np.unique(self._splits.train.numbers(), return_inverse=True)[1]  # blank lines change no prompt
         digest = hashlib.blake2b(ranks.astype("<i8").tobytes(), digest_size=16)
-        splits, marked = self._splits.values(), ""
+        splits, marked, left_out = self._splits.values(), "", None
         for name, lines in splits.items():
             for indices, problems in lines.chunks():
                 self._check_chunk(lines, indices, problems)
                 characters.update(*(plain_text(problem.prompt) for problem in problems))
                 if self._chat and not marked:
                     marked = self._first_mark(lines, indices, problems)
+                if self._chat and left_out is None:
+                    left_out = self._left_out(lines, indices, problems)
                 if name == "train":
                     digest.update(msgspec.json.encode([problem.prompt for problem in problems]))
-        return PromptCheck(self._tokenizer.unknown(characters), digest.hexdigest(), marked)
+        return PromptCheck(self._tokenizer.unknown(characters), digest.hexdigest(), marked, left_out or "")
+
+    def _left_out(self, lines: Lines[Problem], indices: range, problems: list[Problem]) -> str | None:
+        """Look at the first prompt that has tools or a system message; None without one."""
+        for i, problem in zip(indices, problems, strict=True):
+            if (part := self._tokenizer.left_out(problem.prompt, problem.tools)) is not None:
+                return part and f"{lines.where(i)}: {part}"
+        return None
 
     def _first_mark(self, lines: Lines[Problem], indices: range, problems: list[Problem]) -> str:
         for i, problem in zip(indices, problems, strict=True):

@@ -94,6 +94,19 @@ class TextTokenizer:
             return None
         return next((token for token in self._added.values() if token in prompt and token in self._chat.source), None)
 
+    def left_out(self, prompt: PromptText, tools: Tools = ()) -> str | None:
+        """Return the part of a prompt that the chat template does not print, "tools" or "system message"; "" if it
+        prints all, None if the prompt has neither.
+        """
+        systems = [] if isinstance(prompt, str) else [m.content for m in prompt if m.role == "system" and m.content]
+        if self._chat is None or not (tools or systems):
+            return None
+        shown = self._chat.render([Message("user", prompt)] if isinstance(prompt, str) else prompt, tools)
+        names = [name for tool in tools if (name := (tool.get("function") or {}).get("name"))]
+        if any(name not in shown for name in names):
+            return "tools"
+        return "system message" if any(text.strip() not in shown for text in systems) else ""
+
     @property
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size())

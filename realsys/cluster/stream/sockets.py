@@ -161,7 +161,7 @@ def private_folder() -> Path:
     place = tempfile.gettempdir()
     if len(place.encode()) > _LONGEST_PLACE:
         place = "/tmp"
-    folder = Path(place, f"realsys-{os.getuid()}")
+    folder = socket_folder(Path(place))
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()  # the link of another user would be followed by stat()
@@ -170,6 +170,11 @@ def private_folder() -> Path:
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
         raise StreamError(f"{folder} must be a folder of this user with mode 0700: remove it, or set TMPDIR")
     return folder
+
+
+def socket_folder(place: Path) -> Path:
+    """Return the folder of this user's sockets in ``place``, a folder for temporary files."""
+    return place / f"realsys-{os.getuid()}"
 
 
 def connect_client(context: ZContext, address: str, keys: CurveKeys | None) -> tuple[ZSocket, ZSocket]:

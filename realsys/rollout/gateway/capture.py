@@ -48,6 +48,7 @@ NO_REWARDS: Mapping[str, float] = MappingProxyType({})
 #: bounds on the failures and names of the model that are kept of one episode: agents can make any number of both
 MOST_FAILURES, MOST_MODELS, MOST_IGNORED, _LONGEST_NAME = 64, 64, 16, 200
 LONG_TEXT = 50_000  # characters; tokenising more would keep other episodes waiting
+_ROLE = b'"role"'
 UNSEEN = 2  # times the row limit is what a request may have: templates leave out parts, such as earlier reasoning
 #: errors that are no failure of the engine: mistakes of the agent, and the end of the attempt
 _NO_FAILURE = (BadRequest, DataError, AgentError, RolloutSuperseded)
@@ -146,6 +147,7 @@ class Capture:
         self._malformed = 0  # tool calls that stay in the text
         self._timer: asyncio.TimerHandle | None = None
         self.closed = ""  # cause of the end
+        self.turn = asyncio.Lock()  # a burst of this episode is read one request at a time; others come between them
 
     @property
     def error(self) -> Exception | None:
@@ -206,6 +208,12 @@ class Capture:
             "gateway/boundary_inserted": drift["boundary_inserted"],
         }
         return {name: float(value) for name, value in (numbers | self._ignored | self._asked).items()}
+
+    def check_body(self, body: bytes) -> None:
+        """Refuse a body with more messages than a row has tokens before it is decoded. Raises BadRequest."""
+        limits = self._shared.limits
+        if (messages := body.count(_ROLE)) >= limits.row:  # in a text of JSON the quotes are escaped
+            raise limits.too_long(f"the request has {messages} messages")
 
     async def tokens_of(self, call: GatewayCall) -> list[int]:
         """Return the tokens that the engine would receive for ``call``. Raises BadRequest, DataError."""
@@ -342,8 +350,8 @@ class Capture:
             raise limits.too_long(f"the request has {tokens} tokens")
 
     def _note_failure(self, entry: RequestEntry, error: Exception) -> None:
-        """Keep a failure of the engine. A call that may be repeated does not use up a turn."""
-        if may_pass(error):
+        """Keep a failure of the engine. A call that was refused, or may be repeated, does not use up a turn."""
+        if may_pass(error) or isinstance(error, (BadRequest, DataError)):
             self._turns -= 1
         if not isinstance(error, _NO_FAILURE):
             known = entry.digest in self._failures or len(self._failures) < MOST_FAILURES

@@ -15,7 +15,7 @@ class ChatDialect(replies.OpenAIErrors):
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> GatewayCall:
         request = read(body, request_fields.CHAT)
-        call = limits(GatewayCall("chat", messages=chat_messages(request.get("messages"))), request)
+        call = limits(GatewayCall("chat", messages=chat_messages(request)), request)
         call.tools = chat_tools(request.get("tools", []))
         tool_choice(call, request.get("tool_choice"))
         call.logprobs = request.get("logprobs", False)

@@ -101,6 +101,7 @@ CHAT = Fields(
     | _LIMITS
     | {
         "messages": OBJECTS,
+        "continue_final_message": FLAG,
         "tools": OBJECTS,
         "tool_choice": TEXT_OR_OBJECT,
         "max_completion_tokens": COUNT,
@@ -117,7 +118,6 @@ CHAT = Fields(
         "add_generation_prompt": (True,),
         "add_special_tokens": (False,),
         "audio": (),
-        "continue_final_message": (False,),
         "function_call": ("none", "auto"),
         "functions": ([],),
         "include_reasoning": (True,),
@@ -230,10 +230,11 @@ TOKENIZE = Fields(
         "model": TEXT,
         "prompt": TEXT,
         "messages": OBJECTS,
+        "continue_final_message": FLAG,
         "tools": OBJECTS,
         "chat_template_kwargs": OBJECT,
     },
-    ignored={"add_generation_prompt": (True,), "add_special_tokens": (True,), "continue_final_message": (False,)},
+    ignored={"add_generation_prompt": (True,), "add_special_tokens": (True,)},
 )
 
 
@@ -355,8 +356,13 @@ def top_logprobs(value: int, path: str) -> int:
     return value
 
 
-def chat_messages(messages: list[dict[str, Any]], path: str = "messages") -> list[dict[str, Any]]:
+def chat_messages(request: Body) -> list[dict[str, Any]]:
     """Check the messages of a chat. Developer messages become system messages, which every template knows."""
+    path = "messages"
+    messages: list[dict[str, Any]] = request.get(path)
+    if request.get("continue_final_message"):
+        problem = "must not be true: a reply cannot be begun by the client"
+        raise BadRequest(400, problem, "continue_final_message", "unsupported_parameter")
     if not messages:
         raise BadRequest(400, "must contain at least one message", path)
     for i, message in enumerate(messages):
@@ -366,6 +372,8 @@ def chat_messages(messages: list[dict[str, Any]], path: str = "messages") -> lis
         if role == "developer":
             message["role"] = "system"
         content = message.get("content")
+        if content is None and role != "assistant":
+            raise BadRequest(400, "must be a string or a list, not null", f"{path}[{i}].content")
         if content is not None and not isinstance(content, str):
             _check_parts(content, f"{path}[{i}].content")
         if message.get("tool_calls") is not None:

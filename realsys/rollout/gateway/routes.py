@@ -142,7 +142,10 @@ class Routes:
         capture, handler, connection = scope["realsys.call"]
         connection.receive, connection.send = receive, send
         body = (await receive()).get("body", b"")
+        async with capture.turn:
+            await asyncio.sleep(0)  # others come first; without it a burst would be read in one go
         try:
+            capture.check_body(body)
             await handler.answer(capture, body, connection)
         except Exception as error:  # the request boundary
             await connection.refuse(handler.error, problem_of(error))
@@ -178,7 +181,7 @@ def _problem(
         return over(capture)
     if handler is None:
         return HttpProblem(404, f"no route {route!r}: use one of {', '.join(ROUTES)}", code="not_found")
-    if handler.method != method:
+    if handler.method != ("GET" if method == "HEAD" else method):
         return HttpProblem(405, f"{route} takes {handler.method}, not {method}", code="method_not_allowed")
     if (encoding := headers.get("content-encoding", "identity")) != "identity":
         return HttpProblem(

@@ -19,7 +19,7 @@ class TokenizeDialect(replies.OpenAIErrors):
         if "prompt" in request.values:
             call = GatewayCall("text", text=request.get("prompt"))
         else:
-            call = GatewayCall("chat", messages=chat_messages(request.get("messages")))
+            call = GatewayCall("chat", messages=chat_messages(request))
         call.tools = chat_tools(request.get("tools", []))
         call.options = dict(request.get("chat_template_kwargs", {}))
         return limits(call, request)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections import Counter
+from random import Random
 
 import httpx
 import openai
@@ -13,8 +14,9 @@ from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import GenerationError, ServerBusy
 from realsys.rollout.gateway import capture, gateway, routes, sampling
 from tests.contracts.rollout.test_gateway_delivery import BODY, with_script
-from tests.support.gateway.replies import TOOL
-from tests.support.serving.gateways import USER, post
+from tests.support.fuzz.mutations import Spoiler
+from tests.support.gateway.replies import TOOL, golden_calls
+from tests.support.serving.gateways import BOUND_S, USER, post
 from tests.support.serving.reward_pools import until
 
 RETRIES = 3
@@ -54,6 +56,22 @@ def test_malformed_body_is_refused_with_its_field(tokenizer, request_body, field
         assert episode.engine.calls == []
 
     with_script(tokenizer, body)
+
+
+def test_spoilt_requests_of_clients_end_no_service(tokenizer):
+    """Requests of real clients, changed anywhere: a reply or a refusal with a cause, and never an error of a server."""
+    spoiler, statuses = Spoiler(Random(0)), set[int]()
+
+    async def body(episode, engine):
+        async with httpx.AsyncClient(timeout=BOUND_S) as client:
+            for name, call in golden_calls() * 5:
+                url = f"{episode.session.base_url}{call['path']}"
+                reply = await client.post(url, content=spoiler.spoil(json.dumps(call["body"]).encode()))
+                assert reply.status_code in (200, 400, 413), (name, reply.text)
+                statuses.add(reply.status_code)
+        assert (await post(episode, "chat/completions", BODY)).status_code == 200 and statuses == {200, 400}
+
+    with_script(tokenizer, body, "rollout.agent_limits.max_turns=10000", "data.max_prompt_tokens=4000")
 
 
 def test_compressed_body_is_named(tokenizer):
@@ -189,6 +207,16 @@ def test_failure_that_may_pass_uses_no_turn(tokenizer):
     with_script(
         tokenizer, body, "rollout.agent_limits.max_turns=1", errors=lambda: [ServerBusy("full"), ServerBusy("full")]
     )
+
+
+def test_refused_call_uses_no_turn(tokenizer):
+    async def body(episode, engine):
+        long = {"role": "user", "content": "1" * 500}
+        assert (await post(episode, "chat/completions", BODY | {"messages": [long]})).status_code == 400
+        assert (await chat(episode)).choices[0].message.content == "2"
+        assert episode.session.capture.metrics()["gateway/calls"] == 1
+
+    with_script(tokenizer, body, "rollout.agent_limits.max_turns=1")
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])

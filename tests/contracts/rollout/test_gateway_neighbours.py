@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import queue
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from realsys.cluster.lease import Heartbeat, LeaseTerms
+from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.data.tokenizer import TextTokenizer
+from realsys.errors import Fenced
+from realsys.rollout.gateway import request_fields
+from realsys.rollout.gateway.capture import Capture
 from tests.support.gateway.garbage import BURST, CALL, KINDS, SLOW, misbehave
-from tests.support.serving.gateways import BOUND_S, Scripted, opened
+from tests.support.serving.gateways import BOUND_S, Opened, Scripted, opened, post
 
 ROW = (
     "data.max_prompt_tokens=4000",
@@ -94,7 +103,79 @@ def test_garbage_costs_about_as_much_as_a_good_call(tokenizer: TextTokenizer, ki
         assert garbage < 20 * good
 
 
+def test_messages_beyond_a_row_are_refused_unread(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding 20,000 messages would keep all others waiting."""
+    decoded: list[int] = []
+    decode = request_fields._decode
+
+    def noting(body: bytes) -> Any:
+        decoded.append(len(body))
+        return decode(body)
+
+    monkeypatch.setattr(request_fields, "_decode", noting)
+
+    async def refused() -> None:
+        async with opened(Scripted(tokenizer), tokenizer) as episode:
+            for route in ("chat/completions", "messages", "tokenize"):
+                reply = await post(episode, route, CALL | {"messages": CALL["messages"] * 20_000})
+                assert reply.status_code == 400 and "20000 messages" in reply.text
+            said = [{"role": "user", "content": '{"role":' * 30}]  # a text has no message, whatever it says
+            assert (await post(episode, "chat/completions", CALL | {"messages": said})).status_code == 200
+
+    asyncio.run(refused())
+    assert max(decoded) < 1000
+
+
+def test_burst_of_an_episode_is_read_in_turn(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests that arrive together one is read in each round of the event loop, so others come between them."""
+    rounds, reads = [0], list[int]()
+    begin = Capture.begin
+
+    def noting(self: Capture, *request: Any) -> Any:
+        reads.append(rounds[0])
+        return begin(self, *request)
+
+    monkeypatch.setattr(Capture, "begin", noting)
+
+    async def count_rounds() -> None:
+        while True:
+            rounds[0] += 1
+            await asyncio.sleep(0)
+
+    async def burst() -> None:
+        async with opened(Scripted(tokenizer), tokenizer) as episode:
+            counting = asyncio.create_task(count_rounds())
+            await asyncio.gather(*(in_process(episode) for _ in range(20)))
+            counting.cancel()
+
+    asyncio.run(burst())
+    assert len(reads) == len(set(reads)) == 20
+
+
+async def in_process(episode: Opened) -> None:
+    """Make a call without a socket: it arrives in the same round of the event loop as its like."""
+    body, sent = [json.dumps(CALL).encode()], asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if not body:
+            await sent.wait()
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": body.pop()}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            sent.set()
+
+    path = urlsplit(f"{episode.session.base_url}/chat/completions").path
+    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+    await episode.gateway._routes(scope, receive, send)
+
+
 def test_others_are_served_beside_garbage(tokenizer: TextTokenizer) -> None:
+    """Nor does a thread of the process miss its lease: tokenising a long text may not keep the interpreter's lock."""
+    store, losses = MemoryNameStore(), queue.SimpleQueue[Fenced]()
+    beating = Heartbeat(store, "t/heartbeat/rollout_worker/0", "rollout_worker", 0, LeaseTerms(20, 0.5), losses.put)
+
     async def both(served: Served) -> list[int]:
         acts = [asyncio.create_task(misbehave(each, served.urls[0])) for each in KINDS.values()]
         try:
@@ -105,4 +186,8 @@ def test_others_are_served_beside_garbage(tokenizer: TextTokenizer) -> None:
             await asyncio.gather(*acts, return_exceptions=True)
 
     with serving(tokenizer) as served:
+        beating.start()
         assert asyncio.run(both(served)) == [200] * OTHERS * CALLS
+        beating.stop()
+    store.close()
+    assert losses.empty()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import httpx
 import pytest
 
 from tests.support.serving.gateways import USER, over_server, post
@@ -181,6 +182,9 @@ def test_models_tell_the_context_length(server, tokenizer):
         cards = [card async for card in await episode.sdk().models.list()]
         assert [card.max_model_len for card in cards] == [424] and cards[0].id == "policy"
         assert (await episode.sdk().models.retrieve("other/name")).max_model_len == 424
+        async with httpx.AsyncClient() as client:
+            head = await client.head(f"{episode.session.base_url}/models")
+        assert (head.status_code, head.content) == (200, b"")
 
     with_server(server, tokenizer, body)
 
@@ -197,8 +201,6 @@ def test_tokenize_gives_the_tokens_of_a_call(server, tokenizer):
 @pytest.mark.parametrize("form", ["{url}/v1/chat/completions", "{url}/chat/completions", "{host}/v1/chat/completions"])
 def test_key_may_be_in_path_or_header(server, tokenizer, form):
     async def body(episode):
-        import httpx
-
         url = episode.session.base_url.removesuffix("/v1")
         host, _, _ = url.partition("/e/")
         headers = {"authorization": f"Bearer {episode.session.api_key}"} if form.startswith("{host}") else {}

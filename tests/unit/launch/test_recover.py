@@ -125,6 +125,14 @@ def test_preparation_that_was_cut_short_is_done_again(run):
     assert len((run.paths.start_model / "model.safetensors").read_bytes()) > 4
 
 
+def test_token_that_others_could_read_is_made_anew(run: Runs) -> None:
+    run(records=STOPPED, end=CTRL_C)
+    known = run.paths.token.read_text()
+    run.paths.token.chmod(0o644)
+    assert run() == 0
+    assert run.paths.token.read_text() != known and run.paths.token.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize(("folder", "what"), [("start_model", "model"), ("data", "data")])
 def test_lost_folder_of_a_trial_is_named_with_its_remedy(run, refused, folder, what):
     run(records=STOPPED, end=CTRL_C)

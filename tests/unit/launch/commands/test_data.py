@@ -67,6 +67,28 @@ def test_marks_of_the_chat_template_are_reported(tmp_path, capsys):
     assert code == 0 and "formatted   1 prompts have a mark, and the chat template writes it again" in out
 
 
+def test_tools_that_the_template_leaves_out_are_reported(tmp_path, capsys):
+    write_char_tokenizer(tmp_path / "model", chat=True)
+    file = tmp_path / "model" / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    file.write_text(json.dumps(config | {"chat_template": template}))
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    told = [{"role": "system", "content": "be short"}, {"role": "user", "content": "a"}]
+    for key, row, part in (
+        (0, {"prompt": "a", "answer": "1", "tools": [tool]}, "tools"),
+        (1, {"prompt": told, "answer": "1"}, "system message"),
+    ):
+        path = jsonl(tmp_path / f"{key}.jsonl", [{"prompt": "b", "answer": "1"}, row])
+        argv = (path, f"model.path={tmp_path / 'model'}", "data.verifier=exact", "data.eval_fraction=0")
+        code, out, _ = run(capsys, *argv)
+        assert code == 0 and f"left out    {path}:2: {part}: the chat template does not print it" in out
+    file.write_text(
+        json.dumps(config | {"chat_template": "{{ tools }}" + template.replace(" if m.role != 'system'", "")})
+    )
+    assert "left out" not in run(capsys, *argv)[1]
+
+
 def test_many_bad_rows_are_counted(tmp_path, capsys):
     path = jsonl(tmp_path / "rows.jsonl", [GSM8K, *[{"question": "a", "answer": "1"}] * 150])
     code, out, err = run(capsys, path)

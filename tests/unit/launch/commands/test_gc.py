@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 import uuid
@@ -19,6 +20,7 @@ from realsys.cluster.names.etcd_store import EtcdNameStore
 from realsys.cluster.names.file_store import FileNameStore
 from realsys.cluster.names.keys import Names
 from realsys.cluster.process import RUN_ID
+from realsys.cluster.stream.sockets import socket_folder
 from realsys.config.compose import compose
 from realsys.config.paths import TrialPaths, read_config, write_config
 from realsys.launch.cli import main
@@ -339,6 +341,24 @@ def test_only_unlocked_folders_in_shared_memory_go(root):
     assert main(["gc", str(root), "--yes"]) == 0
     os.close(held)
     assert not dead.exists() and alive.exists() and foreign.exists()
+
+
+def test_only_sockets_without_a_process_go(root):
+    """A killed process leaves its file; a stream that was just bound may not listen yet."""
+    root.mkdir()
+    folder = socket_folder(root.parent / "shm")
+    folder.mkdir(mode=0o700)
+    dead, alive, new = (folder / f"{pid}-a" for pid in (1, 2, 3))
+    sockets = {path: socket.socket(socket.AF_UNIX) for path in (dead, alive, new)}
+    for path, each in sockets.items():
+        each.bind(str(path))
+        os.utime(path, (0, 0) if path != new else None)
+    sockets[alive].listen()
+    sockets[dead].close()
+    assert main(["gc", str(root), "--yes"]) == 0
+    assert (dead.exists(), alive.exists(), new.exists()) == (False, True, True)
+    for each in sockets.values():
+        each.close()
 
 
 def test_missing_folder_is_bad_input(tmp_path, capsys):

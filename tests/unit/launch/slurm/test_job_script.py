@@ -268,7 +268,15 @@ def test_wrong_setting_is_one_line(slurm, nodes, text):
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("30", 1800), ("30:15", 1815), ("1:00:00", 3600), ("2-0", 172_800), ("1-12:30", 131_400), ("1-00:00:10", 86_410)],
+    [
+        ("30", 1800),
+        ("30:15", 1815),
+        ("1:00:00", 3600),
+        ("2-0", 172_800),
+        ("1-12:30", 131_400),
+        ("1-00:00:10", 86_410),
+        ("0:240:0", 14_400),
+    ],
 )
 def test_time_limit_is_read_as_sbatch_does(text, seconds):
     assert seconds_of(text) == seconds

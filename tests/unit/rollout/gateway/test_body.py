@@ -53,6 +53,8 @@ def any_json(random, depth=4):
         (CHAT, {"messages": ["hi"]}, "messages[0]"),
         (CHAT, {"messages": [{"role": "robot"}]}, "messages[0].role"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        (CHAT, {"messages": [USER], "continue_final_message": True}, "continue_final_message"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         (CHAT, {"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
