@@ -63,11 +63,7 @@ class SglangBackend(Backend):
         return 0 if node.gpus else _CPU_BYTES
 
     def sharing(self, share: float) -> dict[str, Any]:
-        """Bound weights and cache, unless the user does. SGLang would otherwise take nearly all of the GPU.
-
-        SGLang takes this share of the memory that is free when it starts: less than planned if the rank has started
-        before it.
-        """
+        """Bound weights and cache, unless the user does. SGLang would otherwise take nearly all of the GPU."""
         args = self.config.generation.sglang.args
         if STATIC_SHARE in sglang_options(self.config.generation.sglang):
             return {}
@@ -148,4 +144,5 @@ def _launch(model_path: Path, config: Config, index: int, span: NodeSpan, tokeni
         options=given,
         tokenizer=tokenizer is not None,
         span=span,
+        shared=config.cluster.share_gpus,
     )

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from realsys.config.machine import free_host_bytes, gpu_bytes, smallest_gpu
+from realsys.config.machine import free_gpu_share, free_host_bytes, gpu_bytes, smallest_gpu
 
 GIB = 1 << 30
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
-LISTED = "0, GPU-aa11, 81559\n1, GPU-bb22, 143771\n2, GPU-cc33, [N/A]\n"
+LISTED = "0, GPU-aa11, 81559, 81559\n1, GPU-bb22, 143771, 35942\n2, GPU-cc33, [N/A], [N/A]\n"
 
 
 def machine(root: Path, cgroup: str = "") -> Path:
@@ -83,4 +83,12 @@ def test_smallest_gpu_counts(gpus: list[str], mib: int) -> None:
 
 def test_missing_nvidia_smi_means_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert gpu_bytes(["0"]) == 0
+    assert gpu_bytes(["0"]) == 0 and free_gpu_share(["0"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "share"), [(["0"], 1.0), (["0", "1"], 0.25), (["GPU-bb"], 0.25), (["2"], 1.0), ([], 1.0)]
+)
+def test_fullest_gpu_tells_the_free_share(gpus: list[str], share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realsys.config.machine._list_gpus", lambda: LISTED)
+    assert free_gpu_share(gpus) == pytest.approx(share, abs=1e-5)
