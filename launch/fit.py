@@ -11,7 +11,7 @@
     data.max_prompt_tokens,            the model's positions, if the defaults do not fit: a quarter for the prompt
     generation.sampling.max_new_tokens
     evaluation.problems                the held-out problems, if there are fewer
-    rollout.workers                    with GPUs: as many as keep the servers busy
+    rollout.workers                    with GPUs: as many as fill the caches of the servers
     weights.storage_readers            2, if servers run on four or more nodes
     backend's room for keys of turns   with an agent of several turns: for the episodes that wait, in a quarter of the
                                        memory that is left (BackendRules.holding)
@@ -36,7 +36,14 @@ from realsys.config.device_plan import gpus_of_torch, nodes_of, seats_of
 from realsys.config.doors import BACKEND
 from realsys.config.fields import replaced
 from realsys.config.machine import Machine
-from realsys.config.memory_check import largest_rank, owners_beside_servers, place_of, server_share, spare_bytes
+from realsys.config.memory_check import (
+    largest_rank,
+    owners_beside_servers,
+    place_of,
+    running_sequences,
+    server_share,
+    spare_bytes,
+)
 from realsys.config.memory_remedies import HEAD_CHUNK, smallest_training
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -51,7 +58,8 @@ _BACKEND, _GPU_BACKEND = "generation.backend", "sglang"
 _PROMPT, _ANSWER = "data.max_prompt_tokens", "generation.sampling.max_new_tokens"
 _EVALUATION = "evaluation.problems"
 _WORKERS, _READERS = "rollout.workers", "weights.storage_readers"
-_EPISODES = 64  # that keep a server on a GPU busy
+_EPISODES = 256  # most of a server: SGLang has CUDA graphs of up to as many on GPUs of 80 GB
+_UNKNOWN_EPISODES = 64  # of a server whose cache is not known
 _SPARE_PARTS = 4  # one of these equal parts of the free memory is for keys of episodes that wait
 _FEW = 2  # hosts that read a version from the shared storage; not one, because it may hang
 
@@ -67,12 +75,12 @@ def fit(config: Config, given: Collection[str], machine: Machine) -> tuple[Confi
     config, backend = _set(config, _backend(config, given, machine))
     config, memory = _set(config, _memory(config, given, machine))
     config, places = _set(config, _allocation(config, given, machine))
-    config, workers = _set(config, _rollout_workers(config, given, machine))
     config, sizes = _set(config, _lengths(config, given) | _evaluations(config, given))
     config, shares = _set(config, _sharing(config, machine))
+    config, workers = _set(config, _rollout_workers(config, given, machine))
     config, readers = _set(config, _storage_readers(config, given))
     config, rows = _set(config, _held_episodes(config, given, machine))
-    return config, nodes + backend + memory + places + workers + sizes + shares + readers + rows
+    return config, nodes + backend + memory + places + sizes + shares + workers + readers + rows
 
 
 def _set(config: Config, chosen: Mapping[str, tuple[Any, str]]) -> tuple[Config, list[str]]:
@@ -169,14 +177,28 @@ def _rollout_workers(config: Config, given: Collection[str], machine: Machine) -
         return {}
     rollout, servers = config.rollout, parse_allocation(config.allocation).inference.data
     size, of_worker, admitted = rollout.sampled_episodes, rollout.max_concurrent, _admitted(config)
-    served = math.ceil(servers * _EPISODES / size)
+    episodes = _episodes(config, machine)
+    served = math.ceil(servers * episodes / size)
     with BACKEND.guard(config.generation.backend, "capacity raised"):
         held = servers * int(backend_rules(config).capacity()) // (of_worker * size)
     workers = min(math.ceil(min(admitted, served) / of_worker), held)
     if workers <= rollout.workers:
         return {}
-    limit = f"{servers} servers run {_EPISODES} episodes each" if served <= admitted else "staleness admits no more"
+    limit = f"{servers} servers run {episodes} episodes each" if served <= admitted else "staleness admits no more"
     return {_WORKERS: (workers, f"{min(admitted, served):,} groups of {size}, {of_worker} in a worker; {limit}")}
+
+
+def _episodes(config: Config, machine: Machine) -> int:
+    """Return how many episodes one server should run: what its cache and its rows hold."""
+    allocation, backend = parse_allocation(config.allocation), backend_rules(config)
+
+    def cached() -> int:
+        if not _gpu_bytes(config, machine):
+            return _UNKNOWN_EPISODES
+        return running_sequences(config, place_of(config, allocation, backend, machine))
+
+    with BACKEND.guard(config.generation.backend, "running raised"):
+        return max(1, min(_EPISODES * sizes_of(config, allocation).data, int(backend.running(cached))))
 
 
 def _admitted(config: Config) -> int:

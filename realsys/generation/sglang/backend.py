@@ -53,6 +53,10 @@ class SglangBackend(Backend):
     def capacity(self) -> int:
         return MAX_ANSWERS
 
+    def running(self, cached: Callable[[], int]) -> int:
+        given = sglang_options(self.config.generation.sglang).get("max-running-requests", MAX_ANSWERS)
+        return min(given, cached()) if isinstance(given, int) else cached()
+
     def start_timeout_s(self) -> float:
         return self.config.generation.sglang.start_timeout_s
 

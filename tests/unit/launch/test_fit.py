@@ -93,6 +93,29 @@ def test_rollout_workers_keep_many_servers_busy(
 
 
 @pytest.mark.parametrize(
+    ("size", "gib", "generation", "episodes"),
+    [
+        ("7B", 80, {}, 72),  # the cache has 1,034,000 tokens, and half of the longest sequence is 14,336
+        ("1.5B", 141, {}, 256),
+        ("1.5B", 141, {"sglang": {"args": {"max-running-requests": 90}}}, 90),
+        ("1.5B", 141, {"sglang": {"args": {"mem-fraction-static": 0.3}}}, 100),
+        ("1.5B", 141, {"sglang": {"args": {"mem-fraction-static": 0.3, "dp-size": 2}}}, 200),
+        ("1.5B", 141, {"backend": "embedded", "embedded": {"max_running": 80}}, 80),
+    ],
+)
+def test_server_runs_what_its_cache_holds(
+    size: str, gib: int, generation: dict[str, Any], episodes: int, tmp_path: Path
+) -> None:
+    """Of 48 servers. A server on a GPU of unknown size runs 64."""
+    values = {"allocation": "serve.d48+d16", "model": {"path": str(write_qwen(tmp_path, size)), "dtype": "bfloat16"}}
+    values |= {"generation": {"backend": "sglang", **generation}}
+    values |= {"cluster": {"nodes": 14, "gpus_per_node": 8, "gpu_memory_gb": gib}}
+    _, lines = fit(Config.model_validate(values), {"generation", "data"}, machine(0))
+    [chosen] = [line for line in lines if "rollout.workers" in line]
+    assert f"; 48 servers run {episodes} episodes each" in chosen
+
+
+@pytest.mark.parametrize(
     ("settings", "prompt", "blamed"),
     [
         (["generation.sampling.max_new_tokens=24"], 399, None),
