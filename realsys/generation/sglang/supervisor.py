@@ -109,7 +109,7 @@ class SglangSupervisor:
         [port] = free_ports(1)
         url = f"http://{join_host_port(LOOPBACK, port)}"
         scratch = scratch_folder()
-        launch = await asyncio.to_thread(self._launch.sized)
+        launch = self._launch.sized()  # not in a thread: the loop has one, which may be reading weights for minutes
         child = SglangProcess(launch.command(port), launch.environment(), url, scratch)
         try:
             await child.wait_healthy(http, self._settings.start_timeout_s)
