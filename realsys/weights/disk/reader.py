@@ -34,6 +34,7 @@ _CHUNK = 1 << 20
 #: files that a thread has open; a chain of deltas by many ranks has more of them than a process may open
 _OPEN_FILES = 64
 MOST_THREADS = 8  # that read one version: enough for the fastest disks and for memory
+_CORES_PER_THREAD = 2
 _THREAD_BYTES = 32 << 20  # for which it is worth to start one more thread
 
 
@@ -300,8 +301,11 @@ def _missing(info: TensorInfo, held: HeldTensor | None) -> list[StoredPiece]:
 
 
 def reading_threads(size: int, cores: int) -> int:
-    """Return how many threads read a version of ``size`` bytes."""
-    return max(1, min(MOST_THREADS, cores, size // _THREAD_BYTES))
+    """Return how many threads read a version of ``size`` bytes: they leave most cores to who generates meanwhile.
+
+    Threads that compete for a core are slower than one, because they also compete for the interpreter.
+    """
+    return max(1, min(MOST_THREADS, cores // _CORES_PER_THREAD, size // _THREAD_BYTES))
 
 
 def leads_to(info: TensorInfo, checksum: str) -> bool:

@@ -339,7 +339,7 @@ def large(root: Path, model_dir: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("size", "cores", "threads"), [(0, 8, 1), (63 << 20, 8, 1), (1 << 30, 2, 2), (1 << 40, 128, 8), (1 << 40, 1, 1)]
+    ("size", "cores", "threads"), [(0, 8, 1), (63 << 20, 8, 1), (1 << 30, 2, 1), (1 << 30, 8, 4), (1 << 40, 128, 8)]
 )
 def test_large_versions_are_read_by_threads(size: int, cores: int, threads: int) -> None:
     assert reader.reading_threads(size, cores) == threads
