@@ -2,7 +2,8 @@
 
     cluster.nodes, ...                 as the launcher finds them (Launcher.settings)
     generation.backend                 sglang, if there are GPUs
-    train.recompute, ...               what saves memory, and logits in fp32, if the ranks train on GPUs
+    train.recompute                    the fewest layers with which the ranks fit their GPUs; also if it is set to auto
+    train.head_chunk_tokens, ...       what saves memory, and logits in fp32, if the ranks train on GPUs
     allocation: auto                   a quarter of the GPUs trains, or as many as memory demands, the others generate;
                                        without GPUs, one process each
     cluster.share_gpus                 true, if the allocation is auto and there is one GPU
@@ -44,7 +45,7 @@ from realsys.config.memory_check import (
     server_share,
     spare_bytes,
 )
-from realsys.config.memory_remedies import HEAD_CHUNK, smallest_training
+from realsys.config.memory_remedies import HEAD_CHUNK, least_recompute, smallest_training
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.schema_data import source_problem
@@ -57,6 +58,7 @@ AUTO = "auto"
 _BACKEND, _GPU_BACKEND = "generation.backend", "sglang"
 _PROMPT, _ANSWER = "data.max_prompt_tokens", "generation.sampling.max_new_tokens"
 _EVALUATION = "evaluation.problems"
+_RECOMPUTE = "train.recompute"
 _WORKERS, _READERS = "rollout.workers", "weights.storage_readers"
 _EPISODES = 256  # most of a server: SGLang has CUDA graphs of up to as many on GPUs of 80 GB
 _UNKNOWN_EPISODES = 64  # of a server whose cache is not known
@@ -76,10 +78,12 @@ def fit(config: Config, given: Collection[str], machine: Machine) -> tuple[Confi
     config, memory = _set(config, _memory(config, given, machine))
     config, places = _set(config, _allocation(config, given, machine))
     config, sizes = _set(config, _lengths(config, given) | _evaluations(config, given))
+    config, layers = _set(config, _recompute(config, machine))
     config, shares = _set(config, _sharing(config, machine))
     config, workers = _set(config, _rollout_workers(config, given, machine))
     config, readers = _set(config, _storage_readers(config, given))
     config, rows = _set(config, _held_episodes(config, given, machine))
+    memory = [line for line in memory if not line.startswith(f"set {_RECOMPUTE}={AUTO}:")] + layers
     return config, nodes + backend + memory + places + sizes + shares + workers + readers + rows
 
 
@@ -115,7 +119,7 @@ def _memory(config: Config, given: Collection[str], machine: Machine) -> dict[st
     if not gpus_of_torch(config, machine) and not config.cluster.gpu_memory_gb:
         return {}
     chosen: dict[str, tuple[Any, str]] = {
-        "train.recompute": (True, "on GPUs, kept activations take most of the memory"),
+        _RECOMPUTE: (AUTO, "kept activations take most of the memory"),
         "train.head_chunk_tokens": (HEAD_CHUNK, "on GPUs, the logits of a whole micro-batch take gigabytes"),
         "train.sequence_parallel": (True, "tensor ranks share what lies between their layers, without cost"),
     }
@@ -124,6 +128,23 @@ def _memory(config: Config, given: Collection[str], machine: Machine) -> dict[st
     if can_shard_optimizers(config, dataflow_of(config)):
         chosen["train.distributed_optimizer"] = (True, "data ranks share the optimizer's state, almost without cost")
     return {field: choice for field, choice in chosen.items() if _is_open(config, given, field)}
+
+
+def _recompute(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:
+    """Turn ``auto`` into the fewest layers, and into all of them if memory is not known or is shared with a server."""
+    if config.train.recompute != AUTO:
+        return {}
+    gpu_bytes = 0 if config.evaluate_only else _gpu_bytes(config, machine)
+    if not gpu_bytes or not (gpus_of_torch(config, machine) or config.cluster.gpu_memory_gb):
+        return {_RECOMPUTE: (True, "the memory of the training ranks is not known")}
+    if config.cluster.share_gpus:
+        return {_RECOMPUTE: (True, "servers share the GPUs of the training ranks")}
+    number = least_recompute(config, gpu_bytes)
+    if number is None:
+        return {_RECOMPUTE: (True, f"with fewer layers a training rank does not fit into {gpu_bytes / GIB:.0f} GiB")}
+    rank = largest_rank(replaced(config, _RECOMPUTE.split("."), number))
+    reason = f"the first layers of each stage; a training rank needs {rank / GIB:.1f} of {gpu_bytes / GIB:.0f} GiB"
+    return {_RECOMPUTE: (number, reason)}
 
 
 def _allocation(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:

@@ -13,6 +13,7 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.backend_rules import backend_rules
 from realsys.config.compose import compose, given_fields
 from realsys.config.dataflow import dataflow_of
+from realsys.config.fields import replaced
 from realsys.config.machine import Machine
 from realsys.config.memory_check import largest_rank, place_of, spare_bytes
 from realsys.config.rules import check_models
@@ -282,6 +283,54 @@ def test_training_on_gpus_saves_memory(
     }
     changed = [name for name in SAVED if getattr(fitted.train, name) != getattr(config.train, name)]
     assert sorted(line.partition("=")[0] for line in lines) == sorted(f"set train.{name}" for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("size", "allocation", "gib", "spare"),
+    [
+        ("1.5B", "serve.d6+d2", 141, 6),
+        ("1.5B", "serve.d6+d2", 80, 6),
+        ("7B", "serve.d4+d2m2", 80, 6),
+        ("7B", "serve.d4+d1p4", 80, 6),
+        ("14B", "serve.d4+d1m4", 79, 0),  # with all layers 71 of 77 GiB, so 6 GiB cannot stay free
+    ],
+)
+@pytest.mark.parametrize("given", [set(), {"train.recompute"}])
+def test_fewest_layers_are_recomputed(
+    size: str, allocation: str, gib: int, spare: int, given: set[str], tmp_path: Path
+) -> None:
+    """Also if the user writes ``auto``: one layer less would not fit."""
+    train = {"distributed_optimizer": True, "sequence_parallel": True, "head_chunk_tokens": 2048}
+    model = {"path": str(write_qwen(tmp_path, size)), "dtype": "bfloat16"}
+    values = {"allocation": allocation, "model": model, "train": train | ({"recompute": "auto"} if given else {})}
+    gpu = replace(machine(8), gpu_bytes=gib << 30)
+    config, lines = fit(Config.model_validate(values), given | {"generation", "data"}, gpu)
+    number = config.train.recompute
+    assert isinstance(number, int) and not isinstance(number, bool)
+
+    def fits(layers: int) -> bool:
+        changed = replaced(config, ["train", "recompute"], layers)
+        return largest_rank(changed) <= 0.97 * ((gib - spare) << 30)
+
+    assert fits(number) and (number == 0 or not fits(number - 1))
+    assert (number > 0) == (gib < 100)
+    [line] = [line for line in lines if "train.recompute" in line]
+    assert line.startswith(f"set train.recompute={number}: the first layers of each stage; a training rank needs ")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gib", "reason"),
+    [({}, 0, "memory"), ({"share_gpus": True}, 80, "servers share"), ({}, 40, "with fewer layers")],
+)
+def test_all_layers_are_recomputed(cluster: dict[str, bool], gib: int, reason: str, tmp_path: Path) -> None:
+    """If memory is unknown, if a server gets what a rank leaves, and if it is needed or not enough."""
+    model = {"path": str(write_qwen(tmp_path, "7B")), "dtype": "bfloat16"}
+    config = Config.model_validate({"allocation": "serve.d1+d1", "model": model, "cluster": cluster})
+    gpu = replace(machine(8), gpu_bytes=gib << 30)
+    config, lines = fit(config, {"generation", "data"}, gpu)
+    assert config.train.recompute is True
+    [line] = [line for line in lines if "train.recompute" in line]
+    assert line.startswith("set train.recompute=True: ") and reason in line
 
 
 @pytest.mark.parametrize(
