@@ -141,7 +141,7 @@ def _recompute(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:
         return {_RECOMPUTE: (True, "servers share the GPUs of the training ranks")}
     number = least_recompute(config, gpu_bytes)
     if number is None:
-        return {_RECOMPUTE: (True, f"with fewer layers a training rank does not fit into {gpu_bytes / GIB:.0f} GiB")}
+        return {_RECOMPUTE: (True, f"with fewer layers too little of {gpu_bytes / GIB:.0f} GiB stays free")}
     rank = largest_rank(replaced(config, _RECOMPUTE.split("."), number))
     reason = f"the first layers of each stage; a training rank needs {rank / GIB:.1f} of {gpu_bytes / GIB:.0f} GiB"
     return {_RECOMPUTE: (number, reason)}

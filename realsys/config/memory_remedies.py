@@ -181,14 +181,13 @@ def ranks_fit(config: Config, gpu_bytes: int) -> bool:
 
 
 def least_recompute(config: Config, gpu_bytes: int) -> int | None:
-    """Return the fewest recomputed layers of a stage with which every rank leaves ``_SPARE`` free, or fits at all.
+    """Return the fewest recomputed layers of a stage with which every rank leaves ``_SPARE`` free.
 
     None if all layers must be recomputed, or if that is not enough. Raises ModelError.
     """
     stages = parse_allocation(config.allocation).actor.pipeline
-    numbers = range(-(-model_of(config).layers // stages))
-    for spare, number in itertools.product((_SPARE, 0), numbers):
-        if ranks_fit(replaced(config, ["train", "recompute"], number), gpu_bytes - spare):
+    for number in range(-(-model_of(config).layers // stages)):
+        if ranks_fit(replaced(config, ["train", "recompute"], number), gpu_bytes - _SPARE):
             return number
     return None
 
