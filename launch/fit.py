@@ -2,7 +2,8 @@
 
     cluster.nodes, ...                 as the launcher finds them (Launcher.settings)
     generation.backend                 sglang, if there are GPUs
-    train.recompute, ...               what saves memory, and logits in fp32, if the ranks train on GPUs
+    train.recompute                    the fewest layers with which the ranks fit their GPUs; also if it is set to auto
+    train.head_chunk_tokens, ...       what saves memory, and logits in fp32, if the ranks train on GPUs
     allocation: auto                   a quarter of the GPUs trains, or as many as memory demands, the others generate;
                                        without GPUs, one process each
     cluster.share_gpus                 true, if the allocation is auto and there is one GPU
@@ -11,7 +12,7 @@
     data.max_prompt_tokens,            the model's positions, if the defaults do not fit: a quarter for the prompt
     generation.sampling.max_new_tokens
     evaluation.problems                the held-out problems, if there are fewer
-    rollout.workers                    with GPUs: as many as keep the servers busy
+    rollout.workers                    with GPUs: as many as fill the caches of the servers
     weights.storage_readers            2, if servers run on four or more nodes
     backend's room for keys of turns   with an agent of several turns: for the episodes that wait, in a quarter of the
                                        memory that is left (BackendRules.holding)
@@ -36,8 +37,15 @@ from realsys.config.device_plan import gpus_of_torch, nodes_of, seats_of
 from realsys.config.doors import BACKEND
 from realsys.config.fields import replaced
 from realsys.config.machine import Machine
-from realsys.config.memory_check import largest_rank, owners_beside_servers, place_of, server_share, spare_bytes
-from realsys.config.memory_remedies import HEAD_CHUNK, smallest_training
+from realsys.config.memory_check import (
+    largest_rank,
+    owners_beside_servers,
+    place_of,
+    running_sequences,
+    server_share,
+    spare_bytes,
+)
+from realsys.config.memory_remedies import HEAD_CHUNK, least_recompute, smallest_training
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.schema_data import source_problem
@@ -50,8 +58,10 @@ AUTO = "auto"
 _BACKEND, _GPU_BACKEND = "generation.backend", "sglang"
 _PROMPT, _ANSWER = "data.max_prompt_tokens", "generation.sampling.max_new_tokens"
 _EVALUATION = "evaluation.problems"
+_RECOMPUTE = "train.recompute"
 _WORKERS, _READERS = "rollout.workers", "weights.storage_readers"
-_EPISODES = 64  # that keep a server on a GPU busy
+_EPISODES = 256  # most of a server: SGLang has CUDA graphs of up to as many on GPUs of 80 GB
+_UNKNOWN_EPISODES = 64  # of a server whose cache is not known
 _SPARE_PARTS = 4  # one of these equal parts of the free memory is for keys of episodes that wait
 _FEW = 2  # hosts that read a version from the shared storage; not one, because it may hang
 
@@ -67,12 +77,14 @@ def fit(config: Config, given: Collection[str], machine: Machine) -> tuple[Confi
     config, backend = _set(config, _backend(config, given, machine))
     config, memory = _set(config, _memory(config, given, machine))
     config, places = _set(config, _allocation(config, given, machine))
-    config, workers = _set(config, _rollout_workers(config, given, machine))
     config, sizes = _set(config, _lengths(config, given) | _evaluations(config, given))
+    config, layers = _set(config, _recompute(config, machine))
     config, shares = _set(config, _sharing(config, machine))
+    config, workers = _set(config, _rollout_workers(config, given, machine))
     config, readers = _set(config, _storage_readers(config, given))
     config, rows = _set(config, _held_episodes(config, given, machine))
-    return config, nodes + backend + memory + places + workers + sizes + shares + readers + rows
+    memory = [line for line in memory if not line.startswith(f"set {_RECOMPUTE}={AUTO}:")] + layers
+    return config, nodes + backend + memory + places + sizes + shares + workers + readers + rows
 
 
 def _set(config: Config, chosen: Mapping[str, tuple[Any, str]]) -> tuple[Config, list[str]]:
@@ -107,7 +119,7 @@ def _memory(config: Config, given: Collection[str], machine: Machine) -> dict[st
     if not gpus_of_torch(config, machine) and not config.cluster.gpu_memory_gb:
         return {}
     chosen: dict[str, tuple[Any, str]] = {
-        "train.recompute": (True, "on GPUs, kept activations take most of the memory"),
+        _RECOMPUTE: (AUTO, "kept activations take most of the memory"),
         "train.head_chunk_tokens": (HEAD_CHUNK, "on GPUs, the logits of a whole micro-batch take gigabytes"),
         "train.sequence_parallel": (True, "tensor ranks share what lies between their layers, without cost"),
     }
@@ -116,6 +128,23 @@ def _memory(config: Config, given: Collection[str], machine: Machine) -> dict[st
     if can_shard_optimizers(config, dataflow_of(config)):
         chosen["train.distributed_optimizer"] = (True, "data ranks share the optimizer's state, almost without cost")
     return {field: choice for field, choice in chosen.items() if _is_open(config, given, field)}
+
+
+def _recompute(config: Config, machine: Machine) -> dict[str, tuple[Any, str]]:
+    """Turn ``auto`` into the fewest layers, and into all of them if memory is not known or is shared with a server."""
+    if config.train.recompute != AUTO:
+        return {}
+    gpu_bytes = 0 if config.evaluate_only else _gpu_bytes(config, machine)
+    if not gpu_bytes or not (gpus_of_torch(config, machine) or config.cluster.gpu_memory_gb):
+        return {_RECOMPUTE: (True, "the memory of the training ranks is not known")}
+    if config.cluster.share_gpus:
+        return {_RECOMPUTE: (True, "servers share the GPUs of the training ranks")}
+    number = least_recompute(config, gpu_bytes)
+    if number is None:
+        return {_RECOMPUTE: (True, f"with fewer layers too little of {gpu_bytes / GIB:.0f} GiB stays free")}
+    rank = largest_rank(replaced(config, _RECOMPUTE.split("."), number))
+    reason = f"the first layers of each stage; a training rank needs {rank / GIB:.1f} of {gpu_bytes / GIB:.0f} GiB"
+    return {_RECOMPUTE: (number, reason)}
 
 
 def _allocation(config: Config, given: Collection[str], machine: Machine) -> dict[str, tuple[Any, str]]:
@@ -169,14 +198,28 @@ def _rollout_workers(config: Config, given: Collection[str], machine: Machine) -
         return {}
     rollout, servers = config.rollout, parse_allocation(config.allocation).inference.data
     size, of_worker, admitted = rollout.sampled_episodes, rollout.max_concurrent, _admitted(config)
-    served = math.ceil(servers * _EPISODES / size)
+    episodes = _episodes(config, machine)
+    served = math.ceil(servers * episodes / size)
     with BACKEND.guard(config.generation.backend, "capacity raised"):
         held = servers * int(backend_rules(config).capacity()) // (of_worker * size)
     workers = min(math.ceil(min(admitted, served) / of_worker), held)
     if workers <= rollout.workers:
         return {}
-    limit = f"{servers} servers run {_EPISODES} episodes each" if served <= admitted else "staleness admits no more"
+    limit = f"{servers} servers run {episodes} episodes each" if served <= admitted else "staleness admits no more"
     return {_WORKERS: (workers, f"{min(admitted, served):,} groups of {size}, {of_worker} in a worker; {limit}")}
+
+
+def _episodes(config: Config, machine: Machine) -> int:
+    """Return how many episodes one server should run: what its cache and its rows hold."""
+    allocation, backend = parse_allocation(config.allocation), backend_rules(config)
+
+    def cached() -> int:
+        if not _gpu_bytes(config, machine):
+            return _UNKNOWN_EPISODES
+        return running_sequences(config, place_of(config, allocation, backend, machine))
+
+    with BACKEND.guard(config.generation.backend, "running raised"):
+        return max(1, min(_EPISODES * sizes_of(config, allocation).data, int(backend.running(cached))))
 
 
 def _admitted(config: Config) -> int:

@@ -38,6 +38,7 @@ from realsys.config.doors import LOSS
 from realsys.config.machine import Machine
 from realsys.config.memory_check import Place, device_lines, host_line, place_of, smallest_gpu_for_ranks
 from realsys.config.paths import TrialPaths
+from realsys.config.rank_memory import recomputed_of_model
 from realsys.config.rules import check, sampling_warnings
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import batch_tokens, disk_bytes, longest_sequence, model_of, record_bytes, step_bytes
@@ -382,6 +383,9 @@ def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[t
     yield "training", f"{loss}, lr {config.train.optimizer.lr:g}, {ppo.minibatches} minibatches; {advantage}"
     steps, per_epoch = planned_steps(config, sizes["train"]), sizes["train"] / groups
     yield "steps", f"{steps:,}, which are {steps / per_epoch:.2f} epochs; one epoch is {per_epoch:,.1f} steps"
+    layers = model_of(config).layers
+    again = recomputed_of_model(config.train.recompute, layers, allocation.actor.pipeline)
+    yield "recompute", f"{again} of {layers} layers in the backward pass"
     yield "host", f"memory {host_line(config, place)}"
     records = f", records of the kept steps up to {size_text(record_bytes(config))}" if config.record.keep_steps else ""
     yield "disk", f"about {size_text(disk_bytes(config, flow))}{records}; {size_text(free_bytes(config))} are free"

@@ -54,19 +54,21 @@ def training_flops(sizes: ModelSizes) -> tuple[float, float]:
     return 6.0 * weights, 6.0 * sizes.layers * sizes.heads * sizes.head_dim
 
 
-def model_flops(sizes: ModelSizes, lengths: Sequence[int], scored: int, begins: Sequence[int] = ()) -> float:
+def model_flops(
+    sizes: ModelSizes, lengths: Sequence[int], scored: int, begins: Sequence[int] = (), recomputed: float = 0.0
+) -> float:
     """Return the FLOPs that training on these sequences needs at least: the numerator of the MFU.
 
-    ``begins``: tokens of each that are computed with another one; empty: none.
+    ``begins``: tokens of each that are computed with another one; empty: none. ``recomputed``: share of the layers
+    whose forward pass is counted twice, for the numerator of the HFU.
 
     The formula is that of Chowdhery et al. (PaLM, arXiv 2204.02311, appendix B), with causal attention, which has half
-    of its pairs, and with the head for ``scored`` tokens only. Recomputed activations do not count. A forward pass
-    takes a third.
+    of its pairs, and with the head for ``scored`` tokens only. A forward pass takes a third.
     """
     head = 6.0 * sizes.hidden * sizes.outputs
     a, b = training_flops(sizes)
-    flops = float(flop_costs(lengths, a, b).sum() - flop_costs(begins, a, b).sum())
-    return flops - head * (sum(lengths) - sum(begins) - scored)
+    layers = float(flop_costs(lengths, a - head, b).sum() - flop_costs(begins, a - head, b).sum())
+    return layers * (1 + recomputed / 3) + head * scored
 
 
 def cost_function(config: Config, sizes: ModelSizes) -> CostFunction:

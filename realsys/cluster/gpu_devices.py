@@ -280,11 +280,14 @@ class GpuMeter:
     peak: float
     sampler: NvmlSampler | None = None
 
-    def read(self, flops: float) -> dict[str, float]:
-        """Return what happened since the last reading. ``flops``: this rank's model FLOPs since then."""
+    def read(self, flops: float, computed: float) -> dict[str, float]:
+        """Return what happened since the last reading.
+
+        ``flops``: this rank's model FLOPs since then; ``computed``: the same with recomputed layers.
+        """
         peak_bytes = float(torch.cuda.max_memory_allocated(self.device))
         torch.cuda.reset_peak_memory_stats(self.device)
-        rates = {"flops": flops, "peak_flops": self.peak} if self.peak else {}
+        rates = {"flops": flops, "computed_flops": computed, "peak_flops": self.peak} if self.peak else {}
         return {"peak_bytes": peak_bytes, **rates, **(self.sampler.read() if self.sampler else {})}
 
 

@@ -1,6 +1,6 @@
 """Rules of a generation backend that other processes than its server need.
 
-    launcher ──────> check, check_machine, capacity, sizes, memory_bytes, own_torch, holding, sharing
+    launcher ──────> check, check_machine, capacity, running, sizes, memory_bytes, own_torch, holding, sharing
     RolloutWorker ─> start_timeout_s
 
 A backend (``realsys.generation.backend.Backend``) derives from BackendRules and adds ``build``. Launcher and
@@ -67,6 +67,13 @@ class BackendRules:
     def capacity(self) -> int:
         """Return how many completions one server runs and queues."""
         return DEFAULT_CAPACITY
+
+    def running(self, cached: Callable[[], int]) -> int:
+        """Return how many completions one server samples at the same time.
+
+        ``cached`` gives how many of them its cache holds, if the engine takes all of the GPU's memory for that.
+        """
+        return min(self.capacity(), cached())
 
     def start_timeout_s(self) -> float:
         """Return how many seconds one server may take to start and load the model."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
 _QUERY_TIMEOUT_S = 10.0  # a driver without persistence mode starts in some seconds
 _HIGHEST_PORT = 65535
 
@@ -134,27 +134,37 @@ def _torch_has_cuda() -> bool:
 
 def gpu_bytes(gpus: Collection[str]) -> int:
     """Return the memory of the smallest of these GPUs (ids of CUDA_VISIBLE_DEVICES); 0 if it is not known."""
-    if not gpus:
-        return 0
-    try:
-        listed = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return smallest_gpu(listed, gpus)
+    return smallest_gpu(_list_gpus(), gpus) if gpus else 0
+
+
+def free_gpu_share(gpus: Collection[str]) -> float:
+    """Return the share of its memory that the fullest of these GPUs has free; 1 if it is not known."""
+    listed = _memory_of(_list_gpus(), gpus) if gpus else ()
+    return min((free / total for total, free in listed), default=1.0)
 
 
 def smallest_gpu(listed: str, gpus: Collection[str]) -> int:
-    """Return the memory of the smallest of ``gpus`` in nvidia-smi's lines ``index, uuid, MiB``; 0 if none is there.
+    """Return the memory of the smallest of ``gpus`` in nvidia-smi's lines; 0 if none is there."""
+    return min((total << 20 for total, _ in _memory_of(listed, gpus)), default=0)
+
+
+def _list_gpus() -> str:
+    try:
+        return subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _memory_of(listed: str, gpus: Collection[str]) -> Iterator[tuple[int, int]]:
+    """Yield MiB of all and of free memory of ``gpus``, from lines ``index, uuid, all, free``.
 
     An id may be the beginning of a uuid. A part of a GPU (MIG) is not listed.
     """
-    sizes = []
     for line in listed.splitlines():
-        index, uuid, size = (part.strip() for part in line.split(","))
+        index, uuid, total, free = (part.strip() for part in line.split(","))
         is_named = any(gpu == index or (gpu.startswith("GPU-") and uuid.startswith(gpu)) for gpu in gpus)
-        if is_named and size.isdigit():
-            sizes.append(int(size) << 20)
-    return min(sizes, default=0)
+        if is_named and total.isdigit() and free.isdigit():
+            yield int(total), int(free)
 
 
 # ---- free memory of the host, within the limits of this process's cgroups

@@ -233,6 +233,16 @@ def spare_bytes(config: Config, place: Place) -> int:
     return max(0, min(usable, *_server_shares(config, place).values()) - use.total)
 
 
+def running_sequences(config: Config, place: Place) -> int:
+    """Return how many running sequences an engine holds that takes all memory for its cache. Raises ModelError.
+
+    They are at all stages of their growth, so each has half of the longest sequence.
+    """
+    allocation = parse_allocation(config.allocation)
+    one = server_use(config, allocation, on_gpu=place.here.servers_on_gpu).cache
+    return sizes_of(config, allocation).data * (2 * (one + spare_bytes(config, place)) // one)
+
+
 def parts_text(use: DeviceUse | HostUse) -> str:
     """Return the parts of a use that are worth naming, largest first."""
     parts = sorted(use.parts().items(), key=lambda part: -part[1])

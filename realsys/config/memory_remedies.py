@@ -118,7 +118,7 @@ def _switches(config: Config, allocation: Allocation) -> Iterator[Remedy]:
     if not 0 < train.head_chunk_tokens <= HEAD_CHUNK:
         yield Remedy(4.0, {"train.head_chunk_tokens": HEAD_CHUNK})
     yield from _offloads(config, flow)
-    if not train.recompute:
+    if train.recompute is not True:
         yield Remedy(30.0, {"train.recompute": True})
 
 
@@ -178,6 +178,18 @@ def ranks_fit(config: Config, gpu_bytes: int) -> bool:
     allocation, usable = parse_allocation(config.allocation), usable_bytes(config, gpu_bytes, server=False)
     uses = rank_uses(config, allocation, dataflow_of(config), on_gpu=True)
     return all(use.total <= usable for use, _ in uses)
+
+
+def least_recompute(config: Config, gpu_bytes: int) -> int | None:
+    """Return the fewest recomputed layers of a stage with which every rank leaves ``_SPARE`` free.
+
+    None if all layers must be recomputed, or if that is not enough. Raises ModelError.
+    """
+    stages = parse_allocation(config.allocation).actor.pipeline
+    for number in range(-(-model_of(config).layers // stages)):
+        if ranks_fit(replaced(config, ["train", "recompute"], number), gpu_bytes - _SPARE):
+            return number
+    return None
 
 
 def _server_width(config: Config, gpu_bytes: int) -> tuple[int, int] | None:

@@ -197,6 +197,7 @@ class StepSettings:
 
     tokens            of a micro-batch with gradients, on one rank
     inference_tokens  of a micro-batch without
+    recompute         ``train.recompute``
     head_chunk        loss tokens whose logits exist at the same time; 0: all
     on_gpu            True for the attention kernel and the norm of CUDA, False for the CPU's
     head_is_trained   False under LoRA
@@ -205,7 +206,7 @@ class StepSettings:
     dtype: str
     tokens: int
     inference_tokens: int
-    recompute: bool
+    recompute: bool | int | str
     sequence_parallel: bool
     head_chunk: int
     on_gpu: bool
@@ -230,7 +231,7 @@ class LayerBytes:
     """Bytes per token of one layer on one rank.
 
     kept      for its backward pass
-    input     its input, which is all that recompute keeps
+    input     its input, which is all that a recomputed layer keeps
     backward  what the backward pass holds beyond ``kept`` at its peak, in the activation of the feed-forward part
     forward   what the forward pass holds at its peak without gradients
     """
@@ -241,21 +242,33 @@ class LayerBytes:
     forward: float
 
 
+def recomputed_layers(setting: bool | int | str, layers: int) -> int:
+    """Return how many of a stage's ``layers`` are recomputed: its first ones. Until ``auto`` is chosen, it is all."""
+    return layers if setting is True or setting == "auto" else min(int(setting), layers)
+
+
+def recomputed_of_model(setting: bool | int | str, layers: int, stages: int) -> int:
+    """Return how many layers of a model are recomputed, over all its pipeline stages."""
+    return sum(recomputed_layers(setting, each) for each in stage_layers(layers, stages))
+
+
 def training_work(model: HfModel, shard: Shard, layout: ParallelLayout, how: StepSettings, stage: int) -> PhasePeak:
     """Return the peak of forward and backward pass of the micro-batches that are in flight on a stage.
 
     Stage i of p has p - i micro-batches in flight (1F1B). The last stage has one, and the head, whose peak meets the
-    activations of all layers; without recompute these are larger than with it.
+    activations of all layers. Recomputed layers have only their input until their backward pass, which is that of the
+    first layers of the stage: the activations of the others are free by then.
     """
     each = layer_bytes(model, layout, how)
     in_flight = layout.pipeline - stage
-    kept = each.input if how.recompute else each.kept
+    again = recomputed_layers(how.recompute, shard.layers)
+    kept = again * each.input + (shard.layers - again) * each.kept
     angles = 2 * FP32 * model.head_dim / 2 + 3 * _INDEX
     sent = each.input if layout.pipeline > 1 else 0.0  # the schedule keeps what it sent
-    stored = in_flight * (shard.layers * kept + angles + sent)
+    stored = in_flight * (kept + angles + sent)
     linear = max(rows * columns for rows, columns in linear_shapes(model, layout.tensor).values())
     weight_gradient = BYTES[how.dtype] * linear if how.head_is_trained else 0
-    backward = (each.kept if how.recompute else 0.0) + each.backward
+    backward = (each.kept if again == shard.layers else 0.0) + each.backward
     gathered = _gathered(model, layout, how)
     layers = PhasePeak(int(how.tokens * (stored + backward + gathered) + weight_gradient))
     if not shard.last:

@@ -309,7 +309,11 @@ class TrainConfig(Section):
     peak_tflops: NonNegativeFloat = Field(
         0.0, description="peak TFLOP/s of one GPU in bfloat16, for the MFU in the step log; 0: from the GPU's name"
     )
-    recompute: bool = Field(False, description="recompute activations in the backward pass, layer by layer")
+    recompute: bool | NonNegative | Literal["auto"] = Field(
+        False,
+        description="recompute activations in the backward pass: of no layer, of all, of this number of layers of each"
+        " pipeline stage, or auto: of as few as fit (docs/allocation.md)",
+    )
     head_chunk_tokens: NonNegative = Field(
         0, description="tokens whose logits are in memory at a time; the backward pass computes them again; 0: all"
     )

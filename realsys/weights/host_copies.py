@@ -23,6 +23,7 @@ import mmap
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,9 +161,14 @@ class SharedCopies:
             if peers is None:
                 draft.fill(reader)
                 return reader.report
-            tensors = draft.layout.tensors
+            tensors, one_at_a_time = draft.layout.tensors, threading.Lock()
             with contextlib.closing(peers(directory, manifest.version, manifest.incarnation)) as source:
-                reader.elsewhere = lambda name, into: source.fetch(tensors[name].start, into, turn.touch)
+
+                def fetch(name: str, into: Bytes) -> bool:
+                    with one_at_a_time:  # a source has one connection
+                        return source.fetch(tensors[name].start, into, turn.touch)
+
+                reader.elsewhere = fetch
                 draft.fill(reader)
             return reader.report
 
@@ -278,8 +284,11 @@ class _Draft:
         """Read and verify all tensors. Raises WeightsError."""
         views = _views(self.folder, self.layout.tensors, mmap.ACCESS_WRITE)
         older = self.source.tensors() if self.source is not None else {}
-        for name in reader.order():
-            reader.read(name, self._held(name, reader.manifest.tensors[name], views[name], older), views[name])
+
+        def read(own: VersionReader, name: str) -> None:
+            own.read(name, self._held(name, own.manifest.tensors[name], views[name], older), views[name])
+
+        reader.read_all(read)
 
     def _held(self, name: str, info: TensorInfo, view: Bytes, older: Mapping[str, Bytes]) -> HeldTensor | None:
         """Return what the memory of a tensor holds, if it is of use for the new version."""

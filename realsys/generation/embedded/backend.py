@@ -46,6 +46,9 @@ class EmbeddedBackend(Backend):
         settings = self.config.generation.embedded
         return settings.max_running + settings.max_queued
 
+    def running(self, cached: Callable[[], int]) -> int:
+        return self.config.generation.embedded.max_running
+
     def holding(self, episodes: int, spare: Callable[[], int]) -> dict[str, Any]:
         """Choose a row of the cache for each episode, because its next turn needs its keys."""
         waiting = episodes - self.config.generation.embedded.max_running

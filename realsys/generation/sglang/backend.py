@@ -53,6 +53,10 @@ class SglangBackend(Backend):
     def capacity(self) -> int:
         return MAX_ANSWERS
 
+    def running(self, cached: Callable[[], int]) -> int:
+        given = sglang_options(self.config.generation.sglang).get("max-running-requests", MAX_ANSWERS)
+        return min(given, cached()) if isinstance(given, int) else cached()
+
     def start_timeout_s(self) -> float:
         return self.config.generation.sglang.start_timeout_s
 
@@ -63,11 +67,7 @@ class SglangBackend(Backend):
         return 0 if node.gpus else _CPU_BYTES
 
     def sharing(self, share: float) -> dict[str, Any]:
-        """Bound weights and cache, unless the user does. SGLang would otherwise take nearly all of the GPU.
-
-        SGLang takes this share of the memory that is free when it starts: less than planned if the rank has started
-        before it.
-        """
+        """Bound weights and cache, unless the user does. SGLang would otherwise take nearly all of the GPU."""
         args = self.config.generation.sglang.args
         if STATIC_SHARE in sglang_options(self.config.generation.sglang):
             return {}
@@ -148,4 +148,5 @@ def _launch(model_path: Path, config: Config, index: int, span: NodeSpan, tokeni
         options=given,
         tokenizer=tokenizer is not None,
         span=span,
+        shared=config.cluster.share_gpus,
     )

@@ -3,6 +3,9 @@
 start ──> [GET /health until 200] ──> serving, probed for samples ──> ended
              │ exits, or not in time: GenerationError with the last lines of its log
 
+A GPU may be shared with training ranks. They and SGLang start at the same time, and either may be first: SGLang gets
+its planned share of the whole GPU, whatever is free when it starts.
+
 A server that spans nodes has such a process on each of them. On the first node a supervisor keeps it; on the others
 ``run_part`` runs it until it ends.
 """
@@ -12,16 +15,18 @@ from __future__ import annotations
 import asyncio
 import getpass
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from realsys.cluster.children.child_process import GuardedProcess
 from realsys.cluster.http_client import HttpClient
 from realsys.cluster.network import free_ports, join_host_port
-from realsys.config.backend_rules import command_line_flags
+from realsys.config.backend_rules import STATIC_SHARE, command_line_flags
+from realsys.config.machine import free_gpu_share, own_gpus
 from realsys.config.schema import SamplingConfig
 from realsys.errors import GenerationError
 from realsys.generation.backend import ONE_NODE, NodeSpan
@@ -37,6 +42,11 @@ _PUBLISHED_LOADS = r"/dev/shm/sglang_loads_\S+"  # SGLang's processes publish th
 _HEALTH_INTERVAL_S = 0.2  # the only way to learn that SGLang is ready
 _HEALTH_TIMEOUT_S = 5.0
 _SHARED_MEMORY = Path("/dev/shm")
+#: torch's and SGLang's words for a GPU with too little memory
+_FULL, _TOO_LITTLE = (re.compile(words, re.IGNORECASE) for words in ("out of memory", "not enough memory"))
+_SMALLER = 0.8  # part of its share with which SGLang starts again after it found the GPU full
+_LEAST_FREE = 0.01  # of a GPU; with less, SGLang's own error names the memory
+_MOST_SHARE = 0.9  # of what is free: CUDA graphs and activations need the rest
 
 
 def needs_tokenizer(sampling: SamplingConfig, options: Mapping[str, Any]) -> bool:
@@ -53,6 +63,7 @@ class Launch:
     """Settings of one start. ``context``: tokens of a sequence; ``options``: of the user, by name without dashes.
 
     ``tokenizer``: SGLang loads the model's tokenizer and turns every token into text. ``span``: of the server.
+    ``shared``: training ranks or other servers may be on its GPUs, so its share is of the whole GPU.
     """
 
     python: str
@@ -67,6 +78,30 @@ class Launch:
     options: Mapping[str, Any]
     tokenizer: bool = False
     span: NodeSpan = ONE_NODE
+    shared: bool = False
+
+    def sized(self) -> Launch:
+        """Return the launch with its planned share of a shared GPU as a share of what is free on it now.
+
+        SGLang takes its option for the latter: after a rank, it would get less than the plan has for it.
+        """
+        return self._with_share(lambda share: share / max(free_gpu_share(own_gpus()), _LEAST_FREE))
+
+    def after_failure(self, error: str) -> Launch | None:
+        """Return the next launch after SGLang did not start; None if it would fail again.
+
+        On a shared GPU a rank may have allocated memory while SGLang measured it. So it measures again, with a smaller
+        share if it did not fit.
+        """
+        if not self.shared or not (_FULL.search(error) or _TOO_LITTLE.search(error)):
+            return None
+        return self._with_share(lambda share: share * _SMALLER) if _FULL.search(error) else self
+
+    def _with_share(self, change: Callable[[float], float]) -> Launch:
+        share = self.options.get(STATIC_SHARE)
+        if not self.shared or not isinstance(share, int | float):
+            return self
+        return replace(self, options={**self.options, STATIC_SHARE: round(min(change(share), _MOST_SHARE), 4)})
 
     def command(self, port: int) -> list[str]:
         """Return argv. The user's options replace ours, except the address and the model (checked before)."""
@@ -185,7 +220,7 @@ async def run_part(launch: Launch, on_stop: Callable[[Callable[[], None]], None]
     on_stop(stop_soon)
     [port] = free_ports(1)
     url = f"http://{join_host_port(LOOPBACK, port)}"
-    child = SglangProcess(launch.command(port), launch.environment(), url, scratch_folder())
+    child = SglangProcess(launch.sized().command(port), launch.environment(), url, scratch_folder())
     stopping = asyncio.create_task(stopped.wait())
     try:
         await asyncio.wait({child.ended, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,8 @@
 """Keeps one SGLang server running.
 
     start ──> serving ──ended, or samples nothing──> back-off ──> start ...    at most ``max_restarts`` times in a row
-      └── if the very first start fails, the supervisor gives up: the next start would fail too
+      └── if the very first start fails, the supervisor gives up: the next start would fail too, unless a GPU that it
+      shares had too little memory (Launch.after_failure)
 
 consumes    the exit of the process, and its replies to the probe that it samples
 produces    on_up(run) when a run serves, on_down(reason) when it no longer does; GenerationError when it gives up
@@ -108,7 +109,8 @@ class SglangSupervisor:
         [port] = free_ports(1)
         url = f"http://{join_host_port(LOOPBACK, port)}"
         scratch = scratch_folder()
-        child = SglangProcess(self._launch.command(port), self._launch.environment(), url, scratch)
+        launch = self._launch.sized()  # not in a thread: the loop has one, which may be reading weights for minutes
+        child = SglangProcess(launch.command(port), launch.environment(), url, scratch)
         try:
             await child.wait_healthy(http, self._settings.start_timeout_s)
             api = SglangApi(http, url)
@@ -121,8 +123,10 @@ class SglangSupervisor:
             finally:
                 self._listener.on_down(f"SGLang {reason}")
         except GenerationError as error:
-            if serial == 0:
+            following = self._launch.after_failure(str(error))
+            if serial == 0 and following is None:
                 raise
+            self._launch = following or self._launch
             reason = f"did not start: {error}"
         finally:
             await child.stop()

@@ -447,31 +447,34 @@ def _held(columns: Sequence[Mapping[str, Holders]], sample_ids: Sequence[str]) -
 
 # ---- use of the GPUs, from the readings in the replies of ModelWorkers
 #
-# reply   flops, peak_flops   model FLOPs of this rank in the call; peak FLOP/s of its GPU
+# reply   flops               model FLOPs of this rank in the call
+#         computed_flops      the same with recomputed layers
+#         peak_flops          peak FLOP/s of its GPU
 #         peak_bytes          most memory that torch held
 #         utilisation         share of the time since the last reply in which the GPU computed
 #         used_bytes          most memory in use on the GPU, of all processes
 
 
 _LARGEST = ("peak_bytes", "used_bytes")
+_SHARES = {"mfu": "flops", "hfu": "computed_flops"}
 
 
 def gpu_use(readings: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:
-    """Return the use of one call that took ``seconds``: ``mfu``, maxima over the ranks, mean utilisation.
+    """Return the use of one call that took ``seconds``: ``mfu``, ``hfu``, maxima over the ranks, mean utilisation.
 
     A number that no rank has read is absent.
     """
     use = _merge(readings)
     peak = seconds * sum(reading.get("peak_flops", 0.0) for reading in readings)
     if peak:
-        use["mfu"] = sum(reading.get("flops", 0.0) for reading in readings) / peak
+        use |= {name: sum(each.get(key, 0.0) for each in readings) / peak for name, key in _SHARES.items()}
     return use
 
 
 def step_gpu_use(calls: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Return the use of a step: maxima and means over its calls, and ``mfu`` by call. Empty on CPUs."""
-    shares = {name: use["mfu"] for name, use in calls.items() if "mfu" in use}
-    return {**_merge(list(calls.values())), **({"mfu": shares} if shares else {})}
+    """Return the use of a step: maxima and means over its calls, ``mfu`` and ``hfu`` by call. Empty on CPUs."""
+    shares = {share: {name: use[share] for name, use in calls.items() if share in use} for share in _SHARES}
+    return {**_merge(list(calls.values())), **{share: found for share, found in shares.items() if found}}
 
 
 def _merge(readings: Sequence[Mapping[str, float]]) -> dict[str, float]:

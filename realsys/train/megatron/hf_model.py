@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from realsys.config.allocation import ParallelLayout
+from realsys.config.rank_memory import recomputed_layers
 from realsys.config.schema_train import TrainConfig
 from realsys.errors import ModelError
 from realsys.model_files.architecture import HfModel, splits_over, stage_layers
@@ -63,8 +64,9 @@ def transformer_config(model: HfModel, layout: ParallelLayout, train: TrainConfi
     """
     check_layout(model, layout)
     recompute: dict[str, Any] = {}
-    if train.recompute:
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if again := recomputed_layers(train.recompute, model.layers):
+        # Megatron recomputes the first layers of each stage, at most all: the last ones are the first to be freed.
+        recompute = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": again}
     parameters = DTYPES[dtype]
     with warnings.catch_warnings():
         # the warning is about Megatron's own default

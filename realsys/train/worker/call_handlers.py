@@ -30,6 +30,7 @@ from realsys.algorithm.prefix_tree import row_tree, tree_cost, tree_units, unit_
 from realsys.algorithm.value import RunningMoments
 from realsys.config.dataflow import FunctionCall, RoleSettings, dataflow_of
 from realsys.config.doors import CALL_HANDLER, HOOK
+from realsys.config.rank_memory import recomputed_of_model
 from realsys.config.schema import Config
 from realsys.errors import ModelError
 from realsys.model_calls import MfcRequest
@@ -101,6 +102,7 @@ class Role:
     skipped_in_a_row: int = 0
     #: model FLOPs of the micro-batches made so far, this rank's share
     flops: float = 0.0
+    computed_flops: float = 0.0
     #: statistics in whose units a critic predicts
     running_values: RunningMoments = field(init=False)
 
@@ -159,9 +161,12 @@ class Role:
         scored = sum(ref.loss_tokens for ref in refs)
         segments = row_tree(refs).segments
         ends, begins = [each.end for each in segments], [each.begin for each in segments]
-        flops = model_flops(self.engine.model.sizes, ends, scored, begins)
+        sizes = self.engine.model.sizes
+        again = recomputed_of_model(self.config.train.recompute, sizes.layers, layout.pipeline) / sizes.layers
         # The tensor and pipeline ranks of a data rank divide the work.
-        self.flops += flops / (layout.tensor * layout.pipeline) / (1 if gradients else 3)
+        share = (1 if gradients else 1 / 3) / (layout.tensor * layout.pipeline)
+        self.flops += share * model_flops(sizes, ends, scored, begins)
+        self.computed_flops += share * model_flops(sizes, ends, scored, begins, again if gradients else 0.0)
 
     def _fewest_microbatches(self) -> int:
         stages = self.groups.mesh.layout.pipeline

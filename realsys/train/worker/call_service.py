@@ -272,7 +272,7 @@ class ModelWorkerService:
         start = time.perf_counter()
         role, handler = self._role(share.request.role), find_handler(share.request.handler)
         request = whole_request(share, role.groups.data)
-        counted = role.flops
+        counted, computed = role.flops, role.computed_flops
         before = [find_hook(name) for name in request.pre_hooks]
         after = [find_hook(name) for name in request.post_hooks]
         for hook in before:
@@ -299,7 +299,7 @@ class ModelWorkerService:
             reply.stats, reply.scores = outcome.stats, outcome.scores
             reply.tokens = sum(ref.length for ref in role.own_sequences(request))
         if self._meter is not None:
-            reply.gpu = self._meter.read(role.flops - counted)
+            reply.gpu = self._meter.read(role.flops - counted, role.computed_flops - computed)
         reply.host_bytes = resident_bytes()
         reply.seconds = time.perf_counter() - start
         return reply

@@ -147,8 +147,7 @@ def write_safetensors(
 def verify(directory: Path, expected_version: int) -> None:
     """Read the version as a server does, every byte. Raises WeightsError as ``stage`` does."""
     with VersionReader(directory, manifests.load_manifest(directory, expected_version)) as reader:
-        for name in reader.order():
-            reader.read(name)
+        reader.read_all(VersionReader.read)
 
 
 # ---- directory to version

@@ -2,6 +2,7 @@
 
     held tensor, if any ──> missing pieces ──> read and hash ──> apply ──> hash of the result
 
+Threads take one tensor after the other: one core hashes and copies a few GB/s, and a disk often gives more.
 A chunk is hashed right after it is read, while it is in the cache, in its final memory: the verified
 bytes are the loaded bytes. A held tensor is identified by its checksum, not by a version number, so a
 reader may have skipped versions, and the run may have been resumed from an older one.
@@ -13,8 +14,9 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 
 import numpy as np
@@ -29,8 +31,11 @@ log = logging.getLogger(__name__)
 
 #: bytes read and hashed at a time: large enough to keep the number of calls low, small enough to stay in the cache
 _CHUNK = 1 << 20
-#: files open at a time; a chain of deltas by many ranks has more of them than a process may open
+#: files that a thread has open; a chain of deltas by many ranks has more of them than a process may open
 _OPEN_FILES = 64
+MOST_THREADS = 8  # that read one version: enough for the fastest disks and for memory
+_CORES_PER_THREAD = 2
+_THREAD_BYTES = 32 << 20  # for which it is worth to start one more thread
 
 
 @dataclass(slots=True)
@@ -43,7 +48,7 @@ class HeldTensor:
 
 @dataclass(slots=True)
 class ReadReport:
-    """Seconds and amounts of a read.
+    """Seconds and amounts of a read. The seconds of all threads add up.
 
     ``bytes``: size of all tensors; ``bytes_read``: size of the pieces that were read for them;
     ``bytes_fetched``: size of the tensors that came from elsewhere. A tensor
@@ -59,6 +64,11 @@ class ReadReport:
     whole: int = 0
     changed: int = 0
     kept: int = 0
+
+    def add(self, other: ReadReport) -> None:
+        """Add the numbers of another thread."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def timings(self) -> dict[str, float]:
         """Return the seconds by name, for the status page."""
@@ -82,7 +92,8 @@ class VersionReader:
     """Reads tensors of the version in ``directory``. A context manager: it keeps files open.
 
     ``on_chunk`` is called after each chunk, as a sign of life. ``elsewhere`` may fill the memory of a tensor that
-    must be read whole, from another place than the files; the bytes are verified all the same.
+    must be read whole, from another place than the files; the bytes are verified all the same. Both are called by
+    the threads of ``read_all``.
     """
 
     directory: Path
@@ -109,6 +120,41 @@ class VersionReader:
             return piece.folder, piece.file, piece.start
 
         return sorted(self.manifest.tensors, key=place)
+
+    def read_all(self, read: Callable[[VersionReader, str], object]) -> None:
+        """Call ``read`` with each name, in several threads, each of which has its own reader to read with.
+
+        Raises the first error. The other threads then end after the tensor that they read.
+        """
+        names = iter(self.order())
+        count = reading_threads(sum(map(tensor_bytes, self.manifest.tensors.values())), len(os.sched_getaffinity(0)))
+        if count == 1:
+            for name in names:
+                read(self, name)
+            return
+
+        readers = [replace(self, report=ReadReport(), _files={}) for _ in range(count)]
+        failures: list[BaseException] = []
+
+        def run(own: VersionReader) -> None:
+            try:
+                with own:
+                    for name in names:  # next() of a list's iterator is atomic: each name comes once
+                        read(own, name)
+            except BaseException as error:
+                failures.append(error)
+                list(names)
+
+        # Daemons, so that a server can end while a disk does not answer.
+        threads = [Thread(target=run, args=(own,), name="read-weights", daemon=True) for own in readers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        for own in readers:
+            self.report.add(own.report)
 
     def read(self, name: str, held: HeldTensor | None = None, into: Bytes | None = None) -> HeldTensor:
         """Read and verify the tensor ``name``. ``held`` is used up: its memory is changed, or freed.
@@ -252,6 +298,14 @@ def _missing(info: TensorInfo, held: HeldTensor | None) -> list[StoredPiece]:
             if info.pieces[at].base == held.checksum:
                 return info.pieces[at:]
     return info.pieces
+
+
+def reading_threads(size: int, cores: int) -> int:
+    """Return how many threads read a version of ``size`` bytes: they leave most cores to who generates meanwhile.
+
+    Threads that compete for a core are slower than one, because they also compete for the interpreter.
+    """
+    return max(1, min(MOST_THREADS, cores // _CORES_PER_THREAD, size // _THREAD_BYTES))
 
 
 def leads_to(info: TensorInfo, checksum: str) -> bool:

@@ -70,14 +70,17 @@ def stage(
     with VersionReader(directory, manifest) as reader:
         if held is not None:
             held.tensors = {name: held.tensors[name] for name in held.tensors.keys() & manifest.tensors.keys()}
-        for name in reader.order():
+
+        def read(own: VersionReader, name: str) -> None:
             # Removed before it is changed: after an error its bytes are of no version, and a later
             # delta must not be applied to them.
-            tensor = reader.read(name, held.tensors.pop(name, None) if held is not None else None)
+            tensor = own.read(name, held.tensors.pop(name, None) if held is not None else None)
             if held is not None and held.keeps(manifest, name):
                 held.tensors[name] = tensor
             info = manifest.tensors[name]
             tensors[name] = as_tensor(tensor.data, info.dtype, info.shape)
+
+        reader.read_all(read)
     if held is not None:
         held.newest, held.checksums = age, checksums
     return StagedWeights(tensors, reader.report.timings(), reader.report.counts(), unchanged)

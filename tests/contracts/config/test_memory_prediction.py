@@ -42,6 +42,10 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("1.5B", "m4", {"sequence_parallel": True, "head_chunk_tokens": 512}),
     ("7B", "d1", {"head_chunk_tokens": 512}),
     ("7B", "d1", {"recompute": True, "head_chunk_tokens": 2048}),
+    ("7B", "d1", {"recompute": 1, "head_chunk_tokens": 2048}),
+    ("7B", "d1", {"recompute": 3, "head_chunk_tokens": 2048}),
+    ("3-4B", "m2", {"recompute": 2, "head_chunk_tokens": 256, "sequence_parallel": True}),
+    ("7B", "d1", {"recompute": 2, "head_chunk_tokens": 512, "lora": {"rank": 16}}),
     ("7B", "d2m2", {"recompute": True, "head_chunk_tokens": 512, "sequence_parallel": True}),
     ("32B", "m8", {"head_chunk_tokens": 512, "sequence_parallel": True}),
     ("3-4B", "d1", {"recompute": True, "head_chunk_tokens": 256}),
@@ -148,9 +152,12 @@ def test_saved_bytes_of_a_layer_on_cpu(dtype, shared, tmp_path):
     assert saved < 1.1 * predicted if shared else predicted == pytest.approx(saved, rel=0.1)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_stages_hold_the_micro_batches_in_flight(stages, tmp_path):
-    """Peak of eight micro-batches minus that of one, on real stages: p - 1 - i more are in flight on stage i."""
+@pytest.mark.parametrize(("stages", "recompute"), [(2, 0), (3, 0), (2, 2), (2, 4)])
+def test_stages_hold_the_micro_batches_in_flight(stages, recompute, tmp_path):
+    """Peak of eight micro-batches minus that of one, on real stages: p - 1 - i more are in flight on stage i.
+
+    The first stage has 5 of 9 layers. Those that are recomputed have only their input in flight.
+    """
     make_model(num_hidden_layers=9, hidden_size=256, intermediate_size=512).save_pretrained(tmp_path)
 
     def body(rank):
@@ -162,9 +169,9 @@ def test_stages_hold_the_micro_batches_in_flight(stages, tmp_path):
             peaks.append(live.peak)
         return peaks[1] - peaks[0], sum(batches[0].lengths)
 
-    found = on_ranks(f"p{stages}", tmp_path, body, make_config(), make_settings())
+    found = on_ranks(f"p{stages}", tmp_path, body, make_config(recompute=recompute), make_settings())
     model, layout = read_model(tmp_path), ParallelLayout(1, stages)
-    how = StepSettings("float32", found[0][1], found[0][1], False, False, 0, False)
+    how = StepSettings("float32", found[0][1], found[0][1], recompute, False, 0, False)
     for stage, (more, _) in enumerate(found[:-1]):
         shard = shard_of(model, layout, stage)
         depths = (replace(layout, pipeline=stages), replace(layout, pipeline=stage + 1))

@@ -7,7 +7,9 @@ from pathlib import Path
 from realsys.config.allocation import Allocation, parse_allocation
 from realsys.config.dataflow import dataflow_of
 from realsys.config.device_memory import GIB, cache_bytes, rank_uses, server_use, usable_bytes
-from realsys.config.memory_remedies import smallest_training
+from realsys.config.fields import replaced
+from realsys.config.memory_remedies import least_recompute, smallest_training
+from realsys.config.rank_memory import recomputed_layers
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import model_of
 from tests.support.processes.config_trees import changed
@@ -16,7 +18,15 @@ from tests.support.serving.qwen_models import QWEN, write_qwen
 GPU = 79 * GIB  # what a GPU that is sold with 80 GB has
 COUNTS = (8, 16, 64)
 _LORA = "train.lora.rank=16"
-_COLUMNS = ("model", "GPUs", "`allocation`", "besides", "peak of a training GPU", "KV cache of a server, tokens")
+_COLUMNS = (
+    "model",
+    "GPUs",
+    "`allocation`",
+    "besides",
+    "recomputed layers of a stage",
+    "peak of a training GPU",
+    "KV cache of a server, tokens",
+)
 _HEAD = f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|"
 
 
@@ -33,12 +43,15 @@ def _rows(name: str, path: Path) -> Iterator[str]:
             config, besides = _config(path, _LORA), f"`{_LORA}`"
             allocation = smallest_training(config, gpus, GPU)
         if allocation is None:
-            yield f"| {name} | {gpus} | does not fit | | | |"
+            yield f"| {name} | {gpus} | does not fit | | | | |"
             continue
         config, parsed = _config(path, f"allocation={allocation}", *_besides(besides)), parse_allocation(allocation)
+        number, depth = least_recompute(config, GPU), -(-model_of(config).layers // parsed.actor.pipeline)
+        config = replaced(config, ["train", "recompute"], True if number is None else number)
         peak = max(use.total for use, _ in rank_uses(config, parsed, dataflow_of(config), on_gpu=True))
-        tokens = _cached_tokens(config, parsed)
-        yield f"| {name} | {gpus} | `{allocation}` | {besides} | {peak / GIB:.0f} GiB | {tokens:,} |"
+        tokens, again = _cached_tokens(config, parsed), recomputed_layers(config.train.recompute, depth)
+        settings = f"`{allocation}` | {besides} | {again} of {depth}"
+        yield f"| {name} | {gpus} | {settings} | {peak / GIB:.0f} GiB | {tokens:,} |"
 
 
 def _besides(text: str) -> list[str]:

@@ -20,6 +20,7 @@ from realsys.generation.completion import Completion
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.sampling_rules import Limits
 from realsys.generation.sglang.engine import Model, SglangEngine
+from realsys.generation.sglang.process import Launch
 from realsys.generation.sglang.supervisor import Settings
 from tests.support.serving import sglang_stand_in
 
@@ -31,7 +32,7 @@ Changes = queue.SimpleQueue[Change]
 
 @dataclass(frozen=True)
 class StandIn:
-    """In place of arguments.Launch."""
+    """In place of process.Launch."""
 
     flags: tuple[str, ...] = ()
     model_path: Path = Path("/models/base")
@@ -41,6 +42,12 @@ class StandIn:
 
     def environment(self) -> dict[str, str]:
         return dict(os.environ)
+
+    def sized(self) -> StandIn:
+        return self
+
+    def after_failure(self, error: str) -> None:
+        return None
 
 
 def materialise(source: str, version: int, target: Path, *, loaded: bool = False) -> Materialised:
@@ -66,13 +73,16 @@ class Engines:
     def __init__(self) -> None:
         self._started: list[SglangEngine] = []
 
-    def __call__(self, *flags: str, start: bool = True, **settings: object) -> tuple[SglangEngine, Changes]:
+    def __call__(
+        self, *flags: str, start: bool = True, launch: Launch | None = None, **settings: object
+    ) -> tuple[SglangEngine, Changes]:
         """Start an engine over a stand-in with these flags; return it with the state that it reports."""
         changes: Changes = queue.SimpleQueue()
         limits = Limits(vocabulary=97, eos=(96,), context=64, capacity=8, tokenizer=False, model_path="/models/base")
         bounds = ("start_timeout_s", "load_timeout_s", "silence_timeout_s")
         values = {**dict.fromkeys(bounds, WAIT_S), "max_restarts": 2, "first_backoff_s": 0.01, **settings}
-        engine = SglangEngine(StandIn(flags), Model(limits, SHAPES), materialise, Settings(**values), changes.put)
+        model, settings = Model(limits, SHAPES), Settings(**values)
+        engine = SglangEngine(launch or StandIn(flags), model, materialise, settings, changes.put)
         if start:
             engine.start()
             self._started.append(engine)

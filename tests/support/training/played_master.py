@@ -66,8 +66,8 @@ class PlayedMaster:
 class FlopsMeter(GpuMeter):
     """The meter of a GPU, without the GPU."""
 
-    def read(self, flops: float) -> dict[str, float]:
-        return {"flops": flops}
+    def read(self, flops: float, computed: float) -> dict[str, float]:
+        return {"flops": flops, "computed_flops": computed}
 
 
 def own_share(request: MfcRequest) -> MfcShare:

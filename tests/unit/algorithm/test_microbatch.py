@@ -430,6 +430,12 @@ def test_model_flops_have_the_head_for_scored_tokens_only():
     assert model_flops(SIZES, [10, 3], scored=4) == 6720 * 13 + 96 * (100 + 9) - 960 * 9
 
 
+def test_recomputed_layers_add_a_forward_pass():
+    """Without the head, whose 4 tokens take 960 FLOPs each."""
+    layers = model_flops(SIZES, [10, 3], scored=4) - 960 * 4
+    assert model_flops(SIZES, [10, 3], scored=4, recomputed=0.5) == layers * (1 + 0.5 / 3) + 960 * 4
+
+
 def test_flops_are_those_that_torch_counts():
     model = Qwen2ForCausalLM(
         Qwen2Config(**HF, attn_implementation="eager", tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)

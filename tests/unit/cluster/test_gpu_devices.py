@@ -385,10 +385,10 @@ def test_meter_reports_peak_memory_and_rates(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
     sampler = NvmlSampler(lambda: (0.5, 8.0))
     sampler.take()
-    found = GpuMeter(CUDA, 989e12, sampler).read(3e12)
-    expected = {"flops": 3e12, "peak_flops": 989e12, "peak_bytes": float(40 << 30)}
+    found = GpuMeter(CUDA, 989e12, sampler).read(3e12, 4e12)
+    expected = {"flops": 3e12, "computed_flops": 4e12, "peak_flops": 989e12, "peak_bytes": float(40 << 30)}
     assert found == expected | {"utilisation": 0.5, "used_bytes": 8.0}
-    assert GpuMeter(CUDA, 0.0).read(3e12) == {"peak_bytes": float(40 << 30)}
+    assert GpuMeter(CUDA, 0.0).read(3e12, 4e12) == {"peak_bytes": float(40 << 30)}
     assert resets == [CUDA, CUDA]
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from realsys.config.machine import Machine, free_host_bytes, gpu_bytes, smallest_gpu, visible_gpus
+from realsys.config.machine import Machine, free_gpu_share, free_host_bytes, gpu_bytes, smallest_gpu, visible_gpus
 from realsys.errors import ConfigError
 
 GIB = 1 << 30
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
-LISTED = "0, GPU-aa11, 81559\n1, GPU-bb22, 143771\n2, GPU-cc33, [N/A]\n"
+LISTED = "0, GPU-aa11, 81559, 81559\n1, GPU-bb22, 143771, 35942\n2, GPU-cc33, [N/A], [N/A]\n"
 
 
 def machine(root, cgroup=""):
@@ -79,7 +79,15 @@ def test_smallest_gpu_counts(gpus, mib):
 
 def test_missing_nvidia_smi_means_unknown(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert gpu_bytes(["0"]) == 0
+    assert gpu_bytes(["0"]) == 0 and free_gpu_share(["0"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "share"), [(["0"], 1.0), (["0", "1"], 0.25), (["GPU-bb"], 0.25), (["2"], 1.0), ([], 1.0)]
+)
+def test_fullest_gpu_tells_the_free_share(gpus, share, monkeypatch):
+    monkeypatch.setattr("realsys.config.machine._list_gpus", lambda: LISTED)
+    assert free_gpu_share(gpus) == pytest.approx(share, abs=1e-5)
 
 
 # ---- Description of the machine: CPU cores, memory and visible GPUs

@@ -9,6 +9,7 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.backend_rules import backend_rules
 from realsys.config.compose import compose, given_fields
 from realsys.config.dataflow import dataflow_of
+from realsys.config.fields import replaced
 from realsys.config.machine import Machine
 from realsys.config.memory_check import largest_rank, place_of, spare_bytes
 from realsys.config.rules import check_models
@@ -84,6 +85,29 @@ def test_rollout_workers_keep_many_servers_busy(servers, gpus, values, given, wo
     assert len(chosen) == bool(reason) and all(
         line.startswith(f"set rollout.workers={workers}: {reason}") for line in chosen
     )
+
+
+@pytest.mark.parametrize(
+    ("size", "gib", "generation", "episodes"),
+    [
+        ("7B", 80, {}, 72),  # the cache has 1,034,000 tokens, and half of the longest sequence is 14,336
+        ("1.5B", 141, {}, 256),
+        ("1.5B", 141, {"sglang": {"args": {"max-running-requests": 90}}}, 90),
+        ("1.5B", 141, {"sglang": {"args": {"mem-fraction-static": 0.3}}}, 100),
+        ("1.5B", 141, {"sglang": {"args": {"mem-fraction-static": 0.3, "dp-size": 2}}}, 200),
+        ("1.5B", 141, {"backend": "embedded", "embedded": {"max_running": 80}}, 80),
+    ],
+)
+def test_server_runs_what_its_cache_holds(
+    size: str, gib: int, generation: dict[str, Any], episodes: int, tmp_path: Path
+) -> None:
+    """Of 48 servers. A server on a GPU of unknown size runs 64."""
+    values = {"allocation": "serve.d48+d16", "model": {"path": str(write_qwen(tmp_path, size)), "dtype": "bfloat16"}}
+    values |= {"generation": {"backend": "sglang", **generation}}
+    values |= {"cluster": {"nodes": 14, "gpus_per_node": 8, "gpu_memory_gb": gib}}
+    _, lines = fit(Config.model_validate(values), {"generation", "data"}, machine(0))
+    [chosen] = [line for line in lines if "rollout.workers" in line]
+    assert f"; 48 servers run {episodes} episodes each" in chosen
 
 
 @pytest.mark.parametrize(
@@ -249,6 +273,51 @@ def test_training_on_gpus_saves_memory(gpus, cluster, train, given, saved):
     }
     changed = [name for name in SAVED if getattr(fitted.train, name) != getattr(config.train, name)]
     assert sorted(line.partition("=")[0] for line in lines) == sorted(f"set train.{name}" for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("size", "allocation", "gib"),
+    [
+        ("1.5B", "serve.d6+d2", 141),
+        ("1.5B", "serve.d6+d2", 80),
+        ("7B", "serve.d4+d2m2", 80),
+        ("7B", "serve.d4+d1p4", 80),
+    ],
+)
+@pytest.mark.parametrize("given", [set(), {"train.recompute"}])
+def test_fewest_layers_are_recomputed(size: str, allocation: str, gib: int, given: set[str], tmp_path: Path) -> None:
+    """Also if the user writes ``auto``: with one layer less, 6 GiB would not stay free."""
+    train = {"distributed_optimizer": True, "sequence_parallel": True, "head_chunk_tokens": 2048}
+    model = {"path": str(write_qwen(tmp_path, size)), "dtype": "bfloat16"}
+    values = {"allocation": allocation, "model": model, "train": train | ({"recompute": "auto"} if given else {})}
+    gpu = replace(machine(8), gpu_bytes=gib << 30)
+    config, lines = fit(Config.model_validate(values), given | {"generation", "data"}, gpu)
+    number = config.train.recompute
+    assert isinstance(number, int) and not isinstance(number, bool)
+
+    def fits(layers: int) -> bool:
+        changed = replaced(config, ["train", "recompute"], layers)
+        return largest_rank(changed) <= 0.97 * ((gib - 6) << 30)
+
+    assert fits(number) and (number == 0 or not fits(number - 1))
+    assert (number > 0) == (gib < 100)
+    [line] = [line for line in lines if "train.recompute" in line]
+    assert line.startswith(f"set train.recompute={number}: the first layers of each stage; a training rank needs ")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gib", "reason"),
+    [({}, 0, "memory"), ({"share_gpus": True}, 80, "servers share"), ({}, 40, "with fewer layers")],
+)
+def test_all_layers_are_recomputed(cluster: dict[str, bool], gib: int, reason: str, tmp_path: Path) -> None:
+    """If memory is unknown, if a server gets what a rank leaves, and if it is needed or not enough."""
+    model = {"path": str(write_qwen(tmp_path, "7B")), "dtype": "bfloat16"}
+    config = Config.model_validate({"allocation": "serve.d1+d1", "model": model, "cluster": cluster})
+    gpu = replace(machine(8), gpu_bytes=gib << 30)
+    config, lines = fit(config, {"generation", "data"}, gpu)
+    assert config.train.recompute is True
+    [line] = [line for line in lines if "train.recompute" in line]
+    assert line.startswith("set train.recompute=True: ") and reason in line
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -15,10 +16,15 @@ from safetensors.torch import load_file
 from realsys.cluster.commit_folder import Removed
 from realsys.errors import WeightsError
 from realsys.weights.disk import manifest as m
+from realsys.weights.disk import reader
+from realsys.weights.disk.delta import Bytes
 from realsys.weights.disk.manifest import ShardInfo, StoredPiece, TensorInfo
 from realsys.weights.disk.plain_folders import materialise
+from realsys.weights.disk.reader import VersionReader
 from realsys.weights.disk.stage import HeldWeights, stage
 from realsys.weights.disk.writer import ShardWriter
+
+BOUND_S = 60.0  # only a hang reaches it
 
 
 @pytest.fixture
@@ -319,3 +325,57 @@ def test_full_disk_leaves_the_last_version(tmp_path, model_dir):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert [v for v, _, _ in m.complete_versions(root)] == [1]
+
+
+def large(root: Path, model_dir: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Return a version of four tensors in two files, and the tensors."""
+    written = {name: torch.randn(1000) for name in ("a", "b", "c", "d")}
+    tmp = m.prepare(root, 0, "a")
+    shards = [
+        ShardWriter().write(tmp / f"model-{first}.safetensors", {name: written[name] for name in (first, second)})
+        for first, second in ("ab", "cd")
+    ]
+    return m.commit(tmp, version=0, incarnation="a", step=0, shards=shards, model_dir=model_dir), written
+
+
+@pytest.mark.parametrize(
+    ("size", "cores", "threads"), [(0, 8, 1), (63 << 20, 8, 1), (1 << 30, 2, 1), (1 << 30, 8, 4), (1 << 40, 128, 8)]
+)
+def test_large_versions_are_read_by_threads(size: int, cores: int, threads: int) -> None:
+    assert reader.reading_threads(size, cores) == threads
+
+
+def test_threads_read_at_the_same_time(tmp_path, model_dir, monkeypatch):
+    """Two readers meet in the middle of a tensor, and the sum of what they read is the version."""
+    directory, written = large(tmp_path / "w", model_dir)
+    monkeypatch.setattr(reader, "reading_threads", lambda size, cores: 2)
+    meeting, fetch, held = threading.Barrier(2), VersionReader._fetch, HeldWeights(everything=True)
+    monkeypatch.setattr(VersionReader, "_fetch", lambda *args: (meeting.wait(BOUND_S), fetch(*args))[1])
+    staged = stage(directory, 0, held)
+    assert staged.tensors.keys() == held.tensors.keys() == written.keys()
+    assert all(torch.equal(staged.tensors[name], tensor) for name, tensor in written.items())
+    assert (staged.counts["whole"], staged.counts["bytes_read"]) == (4, 16000)
+    assert staged.timings["read_s"] > 0
+
+
+def test_error_of_a_thread_ends_the_others(tmp_path, model_dir, monkeypatch):
+    """The second thread is in the middle of its tensor when the first one finds the damage. It reads no other."""
+    directory, _ = large(tmp_path / "w", model_dir)
+    monkeypatch.setattr(reader, "reading_threads", lambda size, cores: 2)
+    path = directory / "model-a.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-4001] ^= 1  # the last byte of "a"
+    path.write_bytes(content)
+    threads, both, fetch = {}, threading.Barrier(2), VersionReader._fetch
+
+    def watched(own: VersionReader, piece: StoredPiece, name: str, into: Bytes) -> None:
+        threads[name] = threading.current_thread()
+        both.wait(BOUND_S)
+        if name == "b":
+            threads["a"].join(BOUND_S)
+        fetch(own, piece, name, into)
+
+    monkeypatch.setattr(VersionReader, "_fetch", watched)
+    with pytest.raises(WeightsError, match=r"model-a\.safetensors: the bytes of tensor a have checksum .*: corrupt"):
+        stage(directory, 0)
+    assert threads.keys() == {"a", "b"}

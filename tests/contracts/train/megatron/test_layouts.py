@@ -216,6 +216,10 @@ def layout_cases():
     yield pytest.param("p2m2", {}, everything, id="p2m2")
     yield pytest.param("d2p2m2", {"sequence_parallel": True}, qwen2, id="d2p2m2-sp")
     yield pytest.param("p2m2", {"recompute": True}, ["qwen2-tied"], id="p2m2-recompute")
+    for layers in (1, 2, 3):  # of the four; of two on a stage
+        yield pytest.param("d1p1m1", {"recompute": layers}, ["qwen2-tied"], id=f"d1-recompute-{layers}")
+    yield pytest.param("p2m2", {"recompute": 1, "sequence_parallel": True}, qwen2, id="p2m2-sp-recompute-1")
+    yield pytest.param("p3", {"recompute": 1}, ["qwen2-tied"], id="p3-recompute-1")  # all of the stages with one layer
     yield pytest.param("p2m2", {"head_chunk_tokens": 7, "sequence_parallel": True}, qwen2, id="p2m2-sp-chunks")
 
 

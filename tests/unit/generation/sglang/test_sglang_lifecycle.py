@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +20,9 @@ import pytest
 from realsys.errors import GenerationError
 from realsys.generation.backend import Change
 from realsys.generation.sglang import supervisor
+from realsys.generation.sglang.process import Launch
 from tests.support.polling import ended, poll
+from tests.support.serving import sglang_stand_in
 from tests.support.serving.sglang_engines import WAIT_S, Engines, StandIn, engines, generate, helper_of
 
 pytestmark = pytest.mark.processes
@@ -188,6 +192,54 @@ def test_restarts_are_bounded(make):
     assert "exited with code 3" in last.reason and "token 89: the end" in last.reason
     assert "after 0 restarts in a row" in last.reason
     assert engine.failure == last.reason
+
+
+INTERPRETER = """#!/bin/sh
+echo "$@" >> {folder}/calls
+for port; do :; done
+[ $(wc -l < {folder}/calls) -gt {failures} ] || {{ echo "{error}" >&2; exit 1; }}
+exec {python} {stand_in} --port $port
+"""
+
+
+@pytest.mark.parametrize(
+    ("shared", "free", "error", "shares"),
+    [
+        (True, 1000, "", [0.4]),
+        (True, 500, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", [0.8, 0.64]),
+        (True, 0, "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", [0.9, 0.9]),
+        (True, 500, "ValueError: unknown model", [0.8]),
+        (False, 500, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", [0.4]),
+    ],
+)
+def test_shared_gpu_is_measured_at_each_start(make, tmp_path, monkeypatch, shared, free, error, shares):
+    """0.4 of the GPU are planned. Only a shared GPU that was too full gets a second try."""
+    programs = {
+        "nvidia-smi": f"#!/bin/sh\necho 0, GPU-a, 1000, {free}\n",
+        "python": INTERPRETER.format(
+            folder=tmp_path,
+            failures=int(bool(error)),
+            error=error,
+            python=sys.executable,
+            stand_in=sglang_stand_in.__file__,
+        ),
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("realsys.config.machine._present_gpus", lambda: 1)
+    options = {"mem-fraction-static": 0.4}
+    python = str(tmp_path / "python")
+    launch = Launch(python, Path("/m"), "bfloat16", False, 64, 1, 0, 1, True, options, shared=shared)
+    engine, _ = make(start=False, launch=launch)
+    is_final = error and len(shares) == 1
+    with pytest.raises(GenerationError, match=re.escape(error)) if is_final else contextlib.nullcontext():
+        engine.start()
+    engine.close()
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [float(call.partition("--mem-fraction-static ")[2].split()[0]) for call in calls] == shares
 
 
 def test_failed_load_restarts_sglang(make):

@@ -71,7 +71,7 @@ def test_node_that_cannot_begin_is_named(tmp_path, needs, agents, terms, error, 
 
 def test_machine_with_smaller_gpus_is_refused(tmp_path, monkeypatch):
     """The agent reports the smallest GPU that it may use."""
-    listed = "0, GPU-a, 81559\n1, GPU-b, 40960\n"
+    listed = "0, GPU-a, 81559, 0\n1, GPU-b, 40960, 0\n"
     monkeypatch.setattr("realsys.config.machine._present_gpus", lambda: 2)
     monkeypatch.setattr("realsys.launch.nodes.node_agent.gpu_bytes", lambda gpus: smallest_gpu(listed, gpus))
 

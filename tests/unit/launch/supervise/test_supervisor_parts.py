@@ -151,13 +151,6 @@ def test_spare_worker_is_given_up(defect):
     ],
 )
 def test_worker_is_spare_beside_steady_ones(others_s, min_share, expected):
-
-
-def test_room_is_asked_of_every_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = tmp_path / "shm"
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0 if folder == full else 5 << 20))
-    assert no_room(tmp_path, 4 << 20, [tmp_path]) == ""
-    assert no_room(tmp_path, 4 << 20, [tmp_path, full]).startswith(f"No space left on device: {full}: free space")
     assert is_spare(40.0, others_s, 64, min_share) == expected
 
 
@@ -478,3 +471,10 @@ def test_launcher_hears_a_request(tmp_path, monkeypatch):
             watching.cancel()
 
     assert "@" in asyncio.run(body())
+
+
+def test_room_is_asked_of_every_disk(tmp_path, monkeypatch):
+    full = tmp_path / "shm"
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0 if folder == full else 5 << 20))
+    assert no_room(tmp_path, 4 << 20, [tmp_path]) == ""
+    assert no_room(tmp_path, 4 << 20, [tmp_path, full]).startswith(f"No space left on device: {full}: free space")

@@ -68,13 +68,28 @@ def test_log_is_followed_record_by_record(tmp_path):
 # ---- Use of the GPUs by calls and steps, from the readings of their ranks
 
 
-FIRST = {"flops": 6e12, "peak_flops": 1e12, "peak_bytes": 5.0, "utilisation": 0.5, "used_bytes": 9.0}
-SECOND = {"flops": 2e12, "peak_flops": 1e12, "peak_bytes": 7.0, "utilisation": 1.0, "used_bytes": 8.0}
+FIRST = {
+    "flops": 6e12,
+    "computed_flops": 8e12,
+    "peak_flops": 1e12,
+    "peak_bytes": 5.0,
+    "utilisation": 0.5,
+    "used_bytes": 9.0,
+}
+SECOND = {
+    "flops": 2e12,
+    "computed_flops": 2e12,
+    "peak_flops": 1e12,
+    "peak_bytes": 7.0,
+    "utilisation": 1.0,
+    "used_bytes": 8.0,
+}
 
 
 def test_mfu_is_over_all_ranks_and_the_slowest_ones_time():
     found = gpu_use([FIRST, SECOND], seconds=10.0)
-    assert found == {"mfu": pytest.approx(0.4), "peak_bytes": 7.0, "utilisation": 0.75, "used_bytes": 9.0}
+    shares = {"mfu": pytest.approx(0.4), "hfu": pytest.approx(0.5)}
+    assert found == {**shares, "peak_bytes": 7.0, "utilisation": 0.75, "used_bytes": 9.0}
 
 
 def test_unread_numbers_are_absent():
@@ -83,9 +98,10 @@ def test_unread_numbers_are_absent():
     assert step_gpu_use({"actor_inf": {}, "actor_train": {}}) == {}
 
 
-def test_step_has_maxima_and_the_mfu_of_each_call():
-    calls = {"actor_inf": {"mfu": 0.3, "peak_bytes": 5.0}, "actor_train": {"mfu": 0.4, "peak_bytes": 8.0}}
-    assert step_gpu_use(calls) == {"mfu": {"actor_inf": 0.3, "actor_train": 0.4}, "peak_bytes": 8.0}
+def test_step_has_maxima_and_the_rates_of_each_call():
+    calls = {"actor_inf": {"mfu": 0.3, "peak_bytes": 5.0}, "actor_train": {"mfu": 0.4, "hfu": 0.5, "peak_bytes": 8.0}}
+    rates = {"mfu": {"actor_inf": 0.3, "actor_train": 0.4}, "hfu": {"actor_train": 0.5}}
+    assert step_gpu_use(calls) == {**rates, "peak_bytes": 8.0}
 
 
 @pytest.mark.parametrize("gpu", [{}, {"mfu": 0.4}])
