@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 
 import aiohttp
 import numpy as np
@@ -270,6 +271,36 @@ def test_aborted_stream_returns_its_tokens(server):
         count = len(received.completions[0].tokens)
         assert completion.finish_reason == "abort"
         assert received.completions[0].tokens.tolist() == completion.tokens[:count].tolist()
+
+    with_progress(test)
+
+
+@samples
+def test_streams_go_on_across_an_update(server):
+    """Streams follow each other while the weights change. Their tokens come before the reply, each with its version."""
+    streams, told, updated = [], asyncio.Event(), asyncio.Event()
+
+    async def keep_streaming(client, slot):
+        for seed in itertools.count(slot, BUSY):
+            is_last, received = updated.is_set(), Received(1, on_tokens=lambda number: told.set())
+            calls = client.generate(server.url, PROMPT, LONG, rid=str(slot), seed=seed, received=received)
+            streams.append((received.completions, *await calls))
+            if is_last:
+                return
+
+    async def test(client):
+        async with asyncio.TaskGroup() as callers:
+            for slot in range(BUSY):
+                callers.create_task(keep_streaming(client, slot))
+            await told.wait()
+            assert (await client.update_weights(server.url, str(server.paths[1]), 1, BOUND_S)).success
+            updated.set()
+        for (so_far,), completion in streams:
+            count = len(so_far.tokens)
+            for name in ("tokens", "logprobs", "versions"):
+                assert getattr(so_far, name).tolist() == getattr(completion, name)[:count].tolist()
+            check(server, completion)
+        assert any(set(completion.versions.tolist()) == {server.start, 1} for _, completion in streams)
 
     with_progress(test)
 

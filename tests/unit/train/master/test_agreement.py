@@ -7,9 +7,10 @@ import math
 
 import pytest
 
+from realsys.algorithm.minibatches import sequence_refs
 from realsys.model_calls import SnapshotPlan
 from realsys.train.master.agreement import AgreementMonitor, AgreementSampler
-from realsys.types import SampleMeta
+from realsys.types import CONSTRAINED, SampleMeta
 
 
 def stats(mean: float, tokens: float = 100.0) -> dict[str, float]:
@@ -107,6 +108,15 @@ def test_kept_weights_wait_for_their_tokens() -> None:
 def test_current_tokens_need_no_kept_weights() -> None:
     sampler = AgreementSampler(3, 150)
     assert [sampler.plan(v, [sample(0, v - 1, v)]) for v in range(4)] == [None] * 4
+
+
+def test_tokens_under_a_grammar_are_not_compared() -> None:
+    """Their log-probs are those of the tokens that the grammar left."""
+    sampler = AgreementSampler(3, 150, scores_all=False)
+    own = [sample(0, 5, 5), sample(1, 5, 5)]
+    own[0].metrics = {CONSTRAINED: 1.0}
+    assert sampler.plan(5, own) == SnapshotPlan(5, ["s1"])
+    assert sequence_refs([own])[0].constrained and not sequence_refs([own])[1].constrained
 
 
 def test_kept_weights_expire() -> None:
