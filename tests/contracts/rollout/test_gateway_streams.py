@@ -294,6 +294,7 @@ class Slow(Scripted):
             await asyncio.sleep(self.every_s)
             self.sampled.append((self.clock.now, token))
             call.on_tokens(0, [token])
+        deliver(0, completion)
         return [completion]
 
 
@@ -309,7 +310,6 @@ def test_read_timeout_of_5_s_survives_a_completion_of_60_s(tokenizer, every_s):
             completions = episode.sdk(timeout=5.0).chat.completions
             async for chunk in await completions.create(model="m", messages=[USER], stream=True):
                 arrived.extend((clock.now, "7") for _ in chunk.choices[0].delta.content or "")
-            clock.runs = False  # the close of the connections
 
     with asyncio.Runner(loop_factory=clock.loop) as runner:
         runner.run(run())
