@@ -244,6 +244,7 @@ class SequenceRef(msgspec.Struct, array_like=True, gc=False):
     row_truncated: bool = False  # this row did not end with a stop token
     sampled_tokens: int = 0  # ``episode_tokens`` before tokens were masked as too old; 0: none were
     shared: list[tuple[int, int]] = []  # as in SampleMeta
+    constrained: bool = False  # a grammar changed what its episode sampled, and the engine's log-probs
 
 
 class PublishedVersion(msgspec.Struct, frozen=True):
@@ -282,6 +283,9 @@ class TrainerAddress(msgspec.Struct, frozen=True):
     address: str
     start: str = ""
 
+
+#: metric of an episode: its completions that were kept to a grammar
+CONSTRAINED = "gateway/constrained"
 
 #: Extent of an array: the whole row, its tokens with loss_mask, or those and the state after the
 #: last one.

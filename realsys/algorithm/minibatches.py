@@ -17,7 +17,7 @@ from realsys.algorithm.advantages import advantages_by_id
 from realsys.algorithm.balance import CostFunction, split_balanced, token_costs
 from realsys.algorithm.prefix_tree import tree_cost, tree_units
 from realsys.config.schema_train import PPOConfig
-from realsys.types import SampleMeta, SequenceRef
+from realsys.types import CONSTRAINED, SampleMeta, SequenceRef
 
 Unit = list[SequenceRef]
 
@@ -47,6 +47,7 @@ def sequence_refs(groups: Sequence[Sequence[SampleMeta]]) -> list[SequenceRef]:
                     row_truncated=sample.row_truncated,
                     sampled_tokens=sample.sampled_tokens,
                     shared=sample.shared,
+                    constrained=sample.metrics.get(CONSTRAINED, 0) > 0,
                 )
             )
     return refs

@@ -75,6 +75,10 @@ class BackendRules:
         """
         return min(self.capacity(), cached())
 
+    def grammars(self) -> bool:
+        """Return True if the engine can keep a completion to a grammar (``SamplingParams.structural_tag``)."""
+        return False
+
     def start_timeout_s(self) -> float:
         """Return how many seconds one server may take to start and load the model."""
         return 600.0

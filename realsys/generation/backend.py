@@ -142,8 +142,13 @@ class GenerationEngine(Protocol):
     def close(self) -> None:
         """Stop; every caller that waits for a completion gets a retryable error."""
 
-    def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
-        """Sample ``params.n`` completions of one prompt."""
+    def generate(
+        self, rid: str, input_ids: Sequence[int], params: SamplingParams, *, stream: bool = False
+    ) -> Future[list[Completion]]:
+        """Sample ``params.n`` completions of one prompt.
+
+        ``stream``: a caller waits for each token (``snapshot``), so they must be shown as they are sampled.
+        """
 
     def snapshot(self, rid: str, beyond: int = -1) -> Future[RequestSnapshot | None]:
         """Return the state of a request as soon as it has more than ``beyond`` tokens, by default now.

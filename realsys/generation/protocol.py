@@ -35,7 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     completion only. ``answer_prefix`` is not part of SGLang's API: that number of the last input_ids are
     earlier tokens of this completion, which continues here. They count for penalties and stop strings,
     but not for min_new_tokens and max_new_tokens. ``top_logprobs_num`` is a field of the request in SGLang's API:
-    the reply has that many most probable tokens for each token, with their log-probs.
+    the reply has that many most probable tokens for each token, with their log-probs. ``structural_tag`` is the grammar
+    of the completion, as JSON of xgrammar: tokens that break it are not sampled, and the log-probs are of what is left.
     """
 
     temperature: float = 1.0
@@ -53,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampling_seed: int | None = None
     answer_prefix: int = 0
     top_logprobs_num: int = 0
+    structural_tag: str = ""
 
     @property
     def penalised(self) -> bool:

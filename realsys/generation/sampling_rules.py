@@ -35,6 +35,7 @@ class Limits:
     tokenizer   True if the server can search for stop strings
     model_path  directory of the model, for error messages
     top         False if the server cannot return the most probable tokens
+    grammars    True if the server can keep a completion to a grammar
     """
 
     vocabulary: int
@@ -44,6 +45,7 @@ class Limits:
     tokenizer: bool
     model_path: str
     top: bool = True
+    grammars: bool = False
 
     def stops(self, params: SamplingParams) -> tuple[int, ...]:
         """Return all stop tokens of a request: its own and the model's end of text."""
@@ -81,6 +83,10 @@ class Limits:
             return (
                 f"sampling_params.top_logprobs_num={params.top_logprobs_num}: this engine has no top log-probs, use 0"
             )
+        if params.structural_tag and not self.grammars:
+            return "sampling_params.structural_tag: this engine has no grammars (docs/generation.md), leave it out"
+        if params.structural_tag and params.answer_prefix:
+            return "sampling_params.structural_tag: a grammar begins with a completion, so answer_prefix must be 0"
         if params.n > self.capacity:
             return f"sampling_params.n={params.n} is more than this server can run and queue: at most {self.capacity}"
         return None

@@ -113,12 +113,12 @@ class _Calls:
         self._offer = offer
 
     async def generate(self, body: p.GenerateRequest, request: Request) -> Any:
-        rid = body.rid or secrets.token_hex(16)
-        future = asyncio.wrap_future(self._engine.generate(rid, body.input_ids, body.sampling_params))
+        rid, streams = body.rid or secrets.token_hex(16), body.stream and body.progress_s > 0
+        future = asyncio.wrap_future(self._engine.generate(rid, body.input_ids, body.sampling_params, stream=streams))
         client_left = asyncio.create_task(_disconnected(request))
         news: asyncio.Future[RequestSnapshot | None] | None = None
         try:
-            if body.stream and body.progress_s:
+            if streams:
                 news = self._news(rid, 0)
             # A short reply is one piece, with the status of its error.
             await asyncio.wait(

@@ -321,7 +321,9 @@ class SimpleEngine(ThreadedEngine):
     def version(self) -> int:
         return self._version
 
-    def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
+    def generate(
+        self, rid: str, input_ids: Sequence[int], params: SamplingParams, *, stream: bool = False
+    ) -> Future[list[Completion]]:
         """Queue a request and return the future of its completions.
 
         Raises GenerationError for a bad request; the future raises one for a full queue.

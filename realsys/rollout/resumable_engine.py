@@ -144,6 +144,16 @@ class _PartialCompletion:
         if not self.pending:
             self.deliver(self.index, self.join())
 
+    def restart(self, budget: int) -> None:
+        """Discard the tokens so far: a grammar cannot continue a completion. Raises GenerationError if one was told."""
+        if self.told:
+            problem = f"a stream with a grammar was interrupted after {self.told} tokens: repeat the request"
+            raise GenerationError(problem, retryable=True)
+        log.warning("a completion with a grammar was interrupted after %d tokens, and begins again", self.length)
+        self.segments.clear()
+        self.route.clear()
+        self.budget = budget
+
     def abandon(self) -> None:
         """Deliver the tokens so far of a completion that is cancelled."""
         if self.pending and self.segments:
@@ -195,6 +205,9 @@ class ResumableEngine:
         trip = failures = stalled = busy = 0
         delay = FIRST_DELAY_S
         while pending := [completion for completion in completions if completion.pending]:
+            for completion in pending:
+                if call.spec.structural_tag and completion.segments:
+                    completion.restart(call.spec.max_new_tokens)
             before = sum(completion.length for completion in pending)
             request = _schedule_request(call, prefix, pending, trouble)
             request.released = self._take_ended()
@@ -203,7 +216,8 @@ class ResumableEngine:
             trouble = await self._trip(call, trip, pending, place)
             trip += 1
             failures += trouble is not None and trouble.failed
-            progress = sum(completion.length for completion in pending) > before or not any(a.pending for a in pending)
+            kept = not call.spec.structural_tag and sum(completion.length for completion in pending) > before
+            progress = kept or not any(completion.pending for completion in pending)
             if progress:
                 stalled, busy, delay = 0, 0, FIRST_DELAY_S
             elif trouble is not None and not trouble.failed:
@@ -322,8 +336,8 @@ class ResumableEngine:
 
 
 def _piece(spec: SamplingSpec, budget: int) -> int:
-    """Return how many tokens of the remaining ``budget`` the next request samples."""
-    return min(budget, spec.new_tokens_per_chunk or budget)
+    """Return how many tokens of the remaining ``budget`` the next request samples: all of them under a grammar."""
+    return budget if spec.structural_tag else min(budget, spec.new_tokens_per_chunk or budget)
 
 
 def _schedule_request(

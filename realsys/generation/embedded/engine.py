@@ -132,7 +132,9 @@ class EmbeddedEngine(ThreadedEngine):
         """Version of the weights that sample now."""
         return self.core.version
 
-    def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
+    def generate(
+        self, rid: str, input_ids: Sequence[int], params: SamplingParams, *, stream: bool = False
+    ) -> Future[list[Completion]]:
         """Queue a request and return the future of its n completions.
 
         Raises GenerationError for a bad request. The future raises one for a full queue (retryable) or

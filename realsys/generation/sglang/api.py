@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from realsys.cluster.http_client import CallFailed, HttpClient
+from realsys.cluster.http_client import CallFailed, HttpClient, OnLine
 from realsys.errors import GenerationError
 from realsys.generation.client import decode_reply
 from realsys.generation.protocol import PauseMode
 from realsys.types import FinishReason, TopLogprobs
 
 CALL_TIMEOUT_S = 30.0  # bound on calls that do not generate
+T = TypeVar("T")
+
 _LOOK_S = 0.01  # between two questions whether a request is at work
 
 
@@ -37,10 +39,12 @@ class _Finish(msgspec.Struct):
     type: FinishReason
     matched: int | str | list[int] | None = None
     message: str | None = None
+    status_code: int | None = None  # HTTP status of an error, which a stream has in place of an end
 
 
 class _Meta(msgspec.Struct):
-    finish_reason: _Finish
+    finish_reason: _Finish | None
+    completion_tokens: int = 0
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     output_top_logprobs: list[list[tuple[float, int, str | None]]] | None = None
     cached_tokens: int = 0
@@ -66,6 +70,72 @@ class Reply(msgspec.Struct):
     def top(self) -> TopLogprobs:
         """The most probable tokens at each token; empty if not requested."""
         return [[(token, value) for value, token, _ in best] for best in self.meta_info.output_top_logprobs or []]
+
+    @property
+    def finish(self) -> _Finish:
+        """The end. Raises GenerationError if it has none."""
+        if self.meta_info.finish_reason is None:
+            raise GenerationError("SGLang gave a completion without an end", retryable=True)
+        return self.meta_info.finish_reason
+
+
+class _Problem(msgspec.Struct):
+    message: str
+    code: int = 0
+
+
+class _Event(msgspec.Struct):
+    """One event of a stream: new tokens of piece ``index``, or an error of all pieces."""
+
+    output_ids: list[int] = []
+    meta_info: _Meta | None = None
+    index: int = 0
+    error: _Problem | None = None
+
+
+#: Receives the number of a piece, and its tokens so far.
+OnReply = Callable[[int, Reply], None]
+
+
+class _Stream:
+    """Pieces of a stream, as far as their events have arrived."""
+
+    def __init__(self, pieces: int, on_reply: OnReply) -> None:
+        self.replies: list[Reply | None] = [None] * pieces
+        self._on_reply = on_reply
+
+    def take(self, line: bytes) -> None:
+        """Add a line. Raises GenerationError for an error, and for tokens that do not follow those so far."""
+        data = line.removeprefix(b"data: ")
+        if data == line or data == b"[DONE]":
+            return
+        event = decode_reply("SGLang/generate", data, _Event)
+        meta = event.meta_info
+        if event.error is not None or meta is None:
+            error = event.error or _Problem("an event without tokens")
+            raise GenerationError(f"SGLang/generate: {error.message}", retryable=error.code != 400)
+        finish = meta.finish_reason
+        if finish is not None and finish.status_code is not None:
+            raise GenerationError(f"SGLang/generate: {finish.message}", retryable=finish.status_code != 400)
+        if not 0 <= event.index < len(self.replies):
+            raise GenerationError(f"SGLang gave tokens of piece {event.index}, which was not sent", retryable=True)
+        before = self.replies[event.index] or Reply([], _Meta(None))
+        was, end = before.meta_info, meta.completion_tokens
+        ids = _followed(before.output_ids, event.output_ids, end)
+        meta.output_token_logprobs = _followed(was.output_token_logprobs, meta.output_token_logprobs, end)
+        if meta.output_top_logprobs is not None:
+            meta.output_top_logprobs = _followed(was.output_top_logprobs or [], meta.output_top_logprobs, end)
+        self.replies[event.index] = reply = Reply(ids, meta)
+        self._on_reply(event.index, reply)
+
+
+def _followed(before: list[T], new: list[T], end: int) -> list[T]:
+    """Return ``before`` and ``new``, whose last element has the number ``end - 1``: an event may repeat elements."""
+    begin = end - len(new)
+    if not 0 <= begin <= len(before) or before[begin:] != new[: len(before) - begin]:
+        raise GenerationError(f"SGLang's stream does not follow its first {len(before)} tokens", retryable=True)
+    before[begin:] = new
+    return before
 
 
 class RankLoad(msgspec.Struct):
@@ -112,8 +182,13 @@ class SglangApi:
         self._http = http
         self._url = url
 
-    async def generate(self, pieces: Sequence[SglangPiece], timeout_s: float) -> list[Reply]:
-        """Complete all pieces in one request. Returns when the last one is complete."""
+    async def generate(
+        self, pieces: Sequence[SglangPiece], timeout_s: float, on_reply: OnReply | None = None
+    ) -> list[Reply]:
+        """Complete all pieces in one request. Returns when the last one is complete.
+
+        ``on_reply`` receives the pieces as they are sampled; ``timeout_s`` then bounds the time without a token.
+        """
         body = {
             "rid": [piece.rid for piece in pieces],
             "input_ids": [piece.input_ids for piece in pieces],
@@ -124,7 +199,12 @@ class SglangApi:
             body["top_logprobs_num"] = max(tops)  # the pieces of one request want the same number
         if pieces[0].namespace is not None:
             body["extra_key"] = pieces[0].namespace  # they have the same, too
-        replies = decode_reply("SGLang/generate", await self._send("/generate", body, timeout_s), list[Reply])
+        if on_reply is None:
+            replies = decode_reply("SGLang/generate", await self._send("/generate", body, timeout_s), list[Reply])
+        else:
+            stream = _Stream(len(pieces), on_reply)
+            await self._send("/generate", {**body, "stream": True}, timeout_s, stream.take)
+            replies = [reply for reply in stream.replies if reply is not None]
         if len(replies) != len(pieces):
             raise GenerationError(f"SGLang gave {len(replies)} completions for {len(pieces)} prompts", retryable=True)
         return replies
@@ -177,9 +257,11 @@ class SglangApi:
         path = "/v1/loads?include=core"
         return decode_reply(f"SGLang{path}", await self._send(path, None, timeout_s), _Loads).loads
 
-    async def _send(self, path: str, body: Any, timeout_s: float = CALL_TIMEOUT_S) -> bytes:
-        """POST ``body`` as JSON, or GET if it is None. Returns the body of the reply."""
+    async def _send(
+        self, path: str, body: Any, timeout_s: float = CALL_TIMEOUT_S, on_line: OnLine | None = None
+    ) -> bytes:
+        """POST ``body`` as JSON, or GET if it is None. Returns the body of the reply, without lines for ``on_line``."""
         try:
-            return await self._http.call(self._url + path, body, timeout_s)
+            return await self._http.call(self._url + path, body, timeout_s, on_line=on_line)
         except CallFailed as error:
             raise GenerationError(f"SGLang{path}: {error}", retryable=error.status != 400) from error

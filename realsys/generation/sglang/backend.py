@@ -73,6 +73,15 @@ class SglangBackend(Backend):
             return {}
         return {"generation.sglang.args": {**args, STATIC_SHARE: share}}
 
+    def grammars(self) -> bool:
+        """True if SGLang has what its grammars need, and no update makes a completion continue as a new request."""
+        generation, given = self.config.generation, sglang_options(self.config.generation.sglang)
+        return (
+            needs_tokenizer(generation.sampling, given)
+            and given.get("grammar-backend", "xgrammar") == "xgrammar"
+            and self.config.asynchronous.kv_on_update == "recompute"
+        )
+
     def build(self, parts: EngineParts) -> SglangEngine:
         engine = build_sglang_engine(
             parts.model_path, self.config, parts.materialise, parts.on_change, index=parts.index, span=parts.span
@@ -109,6 +118,7 @@ def build_sglang_engine(
         capacity=MAX_ANSWERS,
         tokenizer=tokenizer is not None,
         model_path=str(model_path),
+        grammars=SglangBackend(config).grammars(),
     )
     settings = Settings(
         start_timeout_s=generation.sglang.start_timeout_s,

@@ -109,12 +109,15 @@ class SglangEngine:
         """Reason why SGLang does not serve now; None while it serves."""
         return self._traffic.failure
 
-    def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
+    def generate(
+        self, rid: str, input_ids: Sequence[int], params: SamplingParams, *, stream: bool = False
+    ) -> Future[list[Completion]]:
         """Sample the completions. Raises GenerationError for a bad request; the future raises all others."""
         prompt = self._limits.checked_prompt(input_ids, params)
         seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
         stops = self._limits.stops(params)
         request = SglangRequest.of(rid or secrets.token_hex(16), prompt, params, stops, seed, self._tokenizer)
+        request.streams = stream
         return self._loop.call(lambda: self._traffic.serve(request))
 
     def update(self, path: str, version: int, *, abort_all: bool = False) -> Future[UpdateResult]:
@@ -135,7 +138,7 @@ class SglangEngine:
         return self._loop.call(functools.partial(self._abort, rid))
 
     def snapshot(self, rid: str, beyond: int = -1) -> Future[RequestSnapshot | None]:
-        """Return the state of a request. Tokens of a piece are in it once SGLang has returned the piece."""
+        """Return the state of a request. Without a stream, tokens are in it once SGLang has returned their piece."""
         return self._loop.call(functools.partial(self._snapshot, rid, beyond))
 
     def abort_all(self) -> Future[None]:
@@ -168,7 +171,7 @@ class SglangEngine:
         self._on_change(Change(None, reason))
 
     async def _snapshot(self, rid: str, beyond: int) -> RequestSnapshot | None:
-        # While SGLang samples, every request in it moves, although its tokens arrive only at the end of a piece.
+        # While SGLang samples, every request in it moves, although tokens may arrive only at the end of a piece.
         while (snapshot := self._traffic.snapshot(rid, self._supervisor.proofs)) and snapshot.tokens <= beyond:
             await self._traffic.moves(rid)
         return snapshot

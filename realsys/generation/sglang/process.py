@@ -146,6 +146,7 @@ class Launch:
             "random-seed": self.seed,
             "log-level": "warning",
             "skip-tokenizer-init": not self.tokenizer,
+            "incremental-streaming-output": True,  # an event has its new tokens, not all of them again
         }
         if not self.gpus:
             options |= {

@@ -15,6 +15,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -141,11 +142,13 @@ class Traffic:
         if not self.under_way():
             self._busy_since = time.perf_counter()
         begin, open_now = spans.now(), [k for k, one in enumerate(request.sampled) if one.running]
-        request.trip = asyncio.ensure_future(run.api.generate(pieces, _TRIP_TIMEOUT_S))
+        hear = partial(request.hear, open_now) if request.streams else None
+        request.trip = asyncio.ensure_future(run.api.generate(pieces, _TRIP_TIMEOUT_S, hear))
         try:
             replies = await request.trip
         finally:
             request.trip = None
+            request.heard.clear()
             if not self.under_way():
                 self._busy_s += time.perf_counter() - self._busy_since
         # Without a report from SGLang our version is right: it cannot change while a trip is under way (Updater).
@@ -161,13 +164,14 @@ class Traffic:
         return None if request is None else request.snapshot(moved)
 
     async def moves(self, rid: str) -> None:
-        """Return when a request comes back from SGLang, or is no longer held back."""
+        """Return when a request comes back from SGLang, has new tokens there, or is no longer held back."""
         request = self._requests[rid]
         step = request.trip or request.go
         if step is None or step.done():
             await asyncio.sleep(0)  # ``serve`` is about to take its next step
         else:
-            await asyncio.wait({step})
+            request.news = request.news or asyncio.get_running_loop().create_future()
+            await asyncio.wait({step, request.news}, return_when=asyncio.FIRST_COMPLETED)
 
     def hold(self, why: str) -> None:
         """Start no trip until ``release`` is called for every hold."""
@@ -181,6 +185,10 @@ class Traffic:
 
     def under_way(self) -> list[SglangRequest]:
         return [request for request in self._requests.values() if request.trip is not None]
+
+    def streams(self) -> list[SglangRequest]:
+        """Return the running streams. SGLang tells versions at the end of a piece, so each must have only one."""
+        return [request for request in self.under_way() if request.streams and not request.params.structural_tag]
 
     # ---- interruption
 
@@ -291,7 +299,10 @@ class SglangRequest:
     aborted: bool = False  # ends with the tokens so far
     recalled: bool = False  # SGLang has to return its pieces early
     rids: list[str] = field(default_factory=list)  # ids of its pieces in SGLang
+    streams: bool = False  # shows its tokens as they are sampled
     trip: asyncio.Future[list[Reply]] | None = None  # pieces in SGLang
+    heard: dict[int, Reply] = field(default_factory=dict)  # completion -> tokens so far of its piece in SGLang
+    news: asyncio.Future[None] | None = None  # resolved when ``heard`` has more
     go: asyncio.Future[None] | None = None  # while it is held back; resolved when it may be sent to SGLang
     keys: KeyNamespace | None = None  # whose keys it may use, from its first trip on
     sent_at: int = UNSYNCED  # version that SGLang had when its pieces were sent
@@ -313,12 +324,21 @@ class SglangRequest:
             stops,
             [_Sampled(completion_seed(seed, k)) for k in range(params.n)],
             tokenizer,
+            # A grammar begins with a piece, so there is one piece.
+            params.max_new_tokens if params.structural_tag else PIECE_TOKENS,
         )
 
     def let_go(self, error: Exception | None = None) -> None:
         """If the request is held back, let it continue, or fail with ``error``."""
         if self.go is not None and not self.go.done():
             self.go.set_result(None) if error is None else self.go.set_exception(error)
+
+    def hear(self, numbers: Sequence[int], index: int, reply: Reply) -> None:
+        """Note the tokens so far of piece ``index``, which is one of completion ``numbers[index]``."""
+        self.heard[numbers[index]] = reply
+        if self.news is not None:
+            self.news.set_result(None)
+            self.news = None
 
     @property
     def open(self) -> list[_Sampled]:
@@ -348,26 +368,39 @@ class SglangRequest:
         Raises GenerationError if the numbers of tokens, log-probs and versions differ.
         """
         for one, reply in zip(self.open, replies, strict=True):
-            segments = [(version, len(reply.output_ids))] if version is not None else _segments(reply)
-            try:
-                piece = Completion.of(
-                    reply.output_ids,
-                    reply.logprobs,
-                    segments,
-                    kv_versions=self._oldest_keys(reply, segments),
-                    top=reply.top if self.params.top_logprobs_num else None,
-                )
-            except ValueError as error:
-                raise GenerationError(f"SGLang gave {error}", retryable=True) from error
             begin = len(one.tokens)
-            one.completion = Completion.joined([one.completion, piece])
+            self._add(one, reply, version)
             self._finish(one, reply)
             self._cut(one, begin)
 
+    def _add(self, one: _Sampled, reply: Reply, version: int | None) -> None:
+        segments = [(version, len(reply.output_ids))] if version is not None else _segments(reply)
+        try:
+            piece = Completion.of(
+                reply.output_ids,
+                reply.logprobs,
+                segments,
+                kv_versions=self._oldest_keys(reply, segments),
+                top=reply.top if self.params.top_logprobs_num else None,
+            )
+        except ValueError as error:
+            raise GenerationError(f"SGLang gave {error}", retryable=True) from error
+        one.completion = Completion.joined([one.completion, piece])
+
     def snapshot(self, moved: int) -> RequestSnapshot:
         """Return its results as an abort would give them now."""
-        running = frozenset(k for k, one in enumerate(self.sampled) if one.running)
-        return RequestSnapshot(self.results(), running, moved)
+        sampled = [self._so_far(number, one) for number, one in enumerate(self.sampled)]
+        running = frozenset(number for number, one in enumerate(sampled) if one.running)
+        return RequestSnapshot([one.completion for one in sampled], running, moved)
+
+    def _so_far(self, number: int, one: _Sampled) -> _Sampled:
+        """Return a completion with the tokens of its piece in SGLang."""
+        if (reply := self.heard.get(number)) is None:
+            return one
+        so_far = replace(one)
+        self._add(so_far, reply, self.sent_at)
+        self._cut(so_far, len(one.tokens))
+        return so_far
 
     def results(self) -> list[Completion]:
         return [one.completion for one in self.sampled]
@@ -384,7 +417,7 @@ class SglangRequest:
         return [(min(oldest, version), count) for version, count in segments]
 
     def _finish(self, one: _Sampled, reply: Reply) -> None:
-        finish = reply.meta_info.finish_reason
+        finish = reply.finish
         full = finish.type == "length" and len(reply.output_ids) >= self.limit  # else SGLang's context is full
         if full and len(one.tokens) < self.params.max_new_tokens:
             return
@@ -393,7 +426,7 @@ class SglangRequest:
             one.end(finish.type, int(one.tokens[-1]) if isinstance(finish.matched, list) else finish.matched)
         elif len(one.tokens) >= self.params.max_new_tokens:
             one.end("length")
-        elif self.aborted or not self.recalled:
+        elif self.aborted or not self.recalled or self.params.structural_tag:
             one.end("abort")
 
     def _cut(self, one: _Sampled, begin: int) -> None:

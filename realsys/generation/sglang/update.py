@@ -200,6 +200,8 @@ class Updater:
             if self._stopped is run:
                 await run.api.pause("retract")  # a completion that is paused in place would not be returned
             await traffic.recall(traffic.abort() if mode == "abort" else traffic.under_way())
+        elif self._stopped is not run:
+            await traffic.recall(traffic.streams())
         if run.reports:
             await run.api.pause("retract" if mode == "abort" else mode)
             self._stopped = run

@@ -30,13 +30,13 @@ from realsys.manager.client import RolloutSuperseded
 from realsys.reward.verifiers.contract import is_metric_name
 from realsys.rollout.conversation import CompletionNode, Conversation, RequestPlan
 from realsys.rollout.environments import Response
-from realsys.rollout.gateway.choices import StreamedChoice, Vocabulary, read_choice
+from realsys.rollout.gateway.choices import StreamedChoice, Vocabulary, opens_reasoning, read_choice
 from realsys.rollout.gateway.dialect import BadRequest, Choice, Dialect, GatewayCall, GatewayReply, ReplyHead
 from realsys.rollout.gateway.generate import SESSION_HEADER
 from realsys.rollout.gateway.repeated_requests import RequestEntry, Requests
 from realsys.rollout.gateway.replies import may_pass
 from realsys.rollout.gateway.sampling import CallLimits, Mode, Wishes, check_tokens, ignored, spec_of
-from realsys.types import Row
+from realsys.types import CONSTRAINED, Row
 
 if TYPE_CHECKING:
     from realsys.rollout.gateway.parser import Parser
@@ -81,6 +81,7 @@ class Shared:
     mode: Mode
     window_s: float
     chat: bool = True
+    grammars: bool = False
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     wishes: Wishes = field(default_factory=Wishes)
     counting: asyncio.Semaphore = field(
@@ -145,6 +146,7 @@ class Capture:
         self._reserved = 0  # tokens that the running calls may sample
         self._turns = 0
         self._malformed = 0  # tool calls that stay in the text
+        self._constrained = 0  # completions that were kept to a grammar
         self._timer: asyncio.TimerHandle | None = None
         self.closed = ""  # cause of the end
         self.turn = asyncio.Lock()  # a burst of this episode is read one request at a time; others come between them
@@ -205,6 +207,7 @@ class Capture:
             "gateway/undelivered": self._undelivered(),
             "gateway/branches": drift["branch"],
             "gateway/malformed_calls": self._malformed,
+            CONSTRAINED: self._constrained,
             "gateway/boundary_inserted": drift["boundary_inserted"],
         }
         return {name: float(value) for name, value in (numbers | self._ignored | self._asked).items()}
@@ -277,7 +280,7 @@ class Capture:
         self._shared.limits.admit(call, self._turns, self._running, self._session.sampled)
         self._turns += 1
         self._shared.counts["calls"] += 1
-        call.ignored += ignored(call, self.sampling)
+        call.ignored += ignored(call, self.sampling, self._shared.grammars)
         self._shared.wishes.note_ignored(call.ignored)
         for name in (f"gateway/ignored_{name}" for name in call.ignored):
             if name in self._ignored or (len(self._ignored) < MOST_IGNORED and is_metric_name(name)):
@@ -302,7 +305,9 @@ class Capture:
             await self._check_size(call)
             plan = self._plan(call)
             room = self._shared.limits.room(len(plan.tokens), session.sampled, call.n, self._reserved)
-            spec = spec_of(call, session.spec, self.sampling, room)
+            opened = call.grammar is not None and opens_reasoning(self._shared.tokenizer, plan.tokens)
+            spec = spec_of(call, session.spec, self.sampling, room, opened=opened)
+            self._constrained += call.n * bool(spec.structural_tag)
             reserved = spec.max_new_tokens * call.n
             self._reserved += reserved
             if call.stream:

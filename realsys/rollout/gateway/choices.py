@@ -49,6 +49,11 @@ def read_choice(
     return choice
 
 
+def opens_reasoning(tokenizer: TextTokenizer, prompt: Sequence[int]) -> bool:
+    """Return True if the prompt ends inside of the reasoning of its completion."""
+    return tokenizer.decode(prompt[-_PROMPT_END:]).rstrip().endswith("<think>")
+
+
 def _tool_calls(calls: list[tuple[str | None, str, dict[str, Any]]], name: str) -> list[dict[str, Any]]:
     """Return the tool calls in chat form. An id that the model wrote stays, because its tool results name it."""
     result: list[dict[str, Any]] = []
@@ -89,6 +94,7 @@ def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 # bounded    The parser reads a completion at most ``MOST_READS`` times; after that nothing more is shown.
 
 
+_PROMPT_END = 16  # tokens that show whether a prompt opens the reasoning
 MOST_READS = 32
 _UNKNOWN = "\ufffd"  # in the text of a part of a character
 _LONGEST_CHARACTER = 4  # tokens
@@ -240,6 +246,8 @@ class Vocabulary:
 
 
 AUTO, NONE = "auto", "none"
+#: formats whose completions begin with a marker, also if they are plain text: a grammar of the text does not fit them
+CHANNELS = frozenset({"gpt-oss", "inkling"})
 OPEN_END = "\ue000"  # a character for private use: the place of text that will follow
 #: texts in a chat template -> format. The first one whose texts all occur is chosen.
 _MARKS: tuple[tuple[tuple[str, ...], str], ...] = (

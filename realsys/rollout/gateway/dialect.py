@@ -53,6 +53,7 @@ class GatewayCall:
     tokens_as_ids       tokens in log-probs are written ``token_id:N``
     parse_tools         tool calls in the completion become ``Choice.tool_calls``
     options             further arguments of the chat template
+    grammar             form of the completion, in xgrammar's words, and the field that asks for it; None: any text
     ignored             names of fields that the client set and that have no effect
     """
 
@@ -76,6 +77,7 @@ class GatewayCall:
     tokens_as_ids: bool = False
     parse_tools: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    grammar: tuple[dict[str, Any], str] | None = None
     ignored: list[str] = field(default_factory=list)
 
     def texts(self) -> Iterator[str]:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from realsys.cluster.http_server import HttpServer
 from realsys.cluster.lease import CheckAlive, unleased
+from realsys.config.backend_rules import backend_rules
 from realsys.config.schema import Config
 from realsys.config.trial_sizes import longest_sequence
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RealsysError
 from realsys.rollout.gateway.capture import COUNTS, Capture, CaptureSession, Shared
-from realsys.rollout.gateway.choices import AUTO, NONE, Vocabulary, format_of
+from realsys.rollout.gateway.choices import AUTO, CHANNELS, NONE, Vocabulary, format_of
 from realsys.rollout.gateway.routes import MAX_BODY, Routes
 from realsys.rollout.gateway.sampling import CallLimits
 
@@ -100,6 +101,7 @@ class Gateway:
 def gateway_of(config: Config, tokenizer: TextTokenizer, index: int = 0, check_alive: CheckAlive = unleased) -> Gateway:
     """Build the gateway of RolloutWorker ``index``. Raises ConfigError, RealsysError."""
     settings = config.rollout.gateway
+    tool_format = format_of(tokenizer.chat_source) if settings.tool_format == AUTO else settings.tool_format
     shared = Shared(
         tokenizer,
         functools.cache(lambda: _parser(config, tokenizer)),
@@ -108,6 +110,7 @@ def gateway_of(config: Config, tokenizer: TextTokenizer, index: int = 0, check_a
         settings.sampling,
         RETRY_WINDOW_S,
         chat=config.data.chat_template,
+        grammars=backend_rules(config).grammars() and tool_format not in CHANNELS,
     )
     port = settings.port + index if settings.port else 0
     # A character takes up to 6 bytes in JSON; clients also send fields that the model does not get.

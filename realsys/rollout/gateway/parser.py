@@ -21,9 +21,11 @@ from realsys.errors import MALFORMED, ConfigError
 from realsys.rollout.gateway.choices import AUTO, NONE, OPEN_END, format_of
 
 THINK = "think"
-#: formats whose text is not shown before its end: they have channels, or markers that are not tokens of the format
-_WHOLE = frozenset({"deepseek-v4", "gemma4", "gpt-oss", "inkling"})
+#: formats whose text is not shown before its end: each part begins with a header that is text, too
+_WHOLE = frozenset({"gemma4", "gpt-oss", "inkling"})
 _THOUGHT = re.compile(r"</?think(:\w+)?>")
+#: markers of formats that their library finds in the text, with the characters before their tokens
+_TEXTS = {"deepseek-v4": ["<｜DSML｜", "</｜DSML｜"]}
 MOST_RENDERERS = 64  # renderers for arguments of the chat template, which agents choose
 _DEEPEST = 100  # levels of the arguments of a call: templates and clients read them recursively
 
@@ -58,6 +60,7 @@ class Parser:
         self._renderers: dict[str, library.Renderer] = {}
         self._default = self._build({})
         self._default.parse_response([], prompt_ids=None)  # looks up the markers that it needs
+        self._tokenizer.convert_tokens_to_ids(_TEXTS.get(format, []))
 
     def parse(
         self,

@@ -110,6 +110,8 @@ CHAT = Fields(
         "reasoning_effort": TEXT,
         "chat_template_kwargs": OBJECT,
         "return_tokens_as_token_ids": FLAG,
+        "response_format": OBJECT,
+        "structured_outputs": OBJECT,
     },
     overridden=_SAMPLING,
     accepted=frozenset((*_OPENAI_ACCEPTED, *_SERVER_ACCEPTED)),
@@ -124,7 +126,6 @@ CHAT = Fields(
         "modalities": (["text"],),
         "parallel_tool_calls": (True,),
         "prediction": (),
-        "response_format": ({"type": "text"},),
         "verbosity": ("medium",),
         "web_search_options": (),
     },
@@ -135,14 +136,19 @@ COMPLETIONS = Fields(
     honoured=_ROUTE
     | _REPLY
     | _LIMITS
-    | {"prompt": TEXT_OR_LIST, "logprobs": INTEGER, "return_tokens_as_token_ids": FLAG},
+    | {
+        "prompt": TEXT_OR_LIST,
+        "logprobs": INTEGER,
+        "return_tokens_as_token_ids": FLAG,
+        "response_format": OBJECT,
+        "structured_outputs": OBJECT,
+    },
     overridden=_SAMPLING,
     accepted=frozenset((*_OPENAI_ACCEPTED, *_SERVER_ACCEPTED)),
     ignored=_SERVER_IGNORED
     | {
         "add_special_tokens": (True,),
         "echo": (False,),
-        "response_format": ({"type": "text"},),
         "suffix": ("",),
     },
     required=("prompt",),
@@ -163,6 +169,7 @@ RESPONSES = Fields(
         "conversation": TEXT_OR_OBJECT,
         "prompt": OBJECT,
         "background": FLAG,
+        "text": OBJECT,
         "chat_template_kwargs": OBJECT,
     },
     overridden={name: _OPENAI_SAMPLING[name] for name in ("temperature", "top_p")} | _SERVER_SAMPLING,
@@ -171,7 +178,6 @@ RESPONSES = Fields(
         "context_management": (),
         "max_tool_calls": (),
         "parallel_tool_calls": (True,),
-        "text": ({"format": {"type": "text"}}, {}),
         "truncation": ("disabled",),
     },
     required=("input",),
@@ -187,6 +193,8 @@ MESSAGES = Fields(
         "stop_sequences": LIST,
         "max_tokens": COUNT,
         "chat_template_kwargs": OBJECT,
+        "output_config": OBJECT,
+        "output_format": OBJECT,
     },
     overridden={name: _SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
     accepted=frozenset(("metadata", "service_tier", "cache_control", "inference_geo", "speed")),
@@ -194,8 +202,6 @@ MESSAGES = Fields(
         "container": (),
         "context_management": (),
         "mcp_servers": ([],),
-        "output_config": ({},),
-        "output_format": (),
         "thinking": ({"type": "disabled"},),
     },
     required=("messages",),
@@ -209,7 +215,7 @@ GENERATE = Fields(
     required=("token_ids",),
 )
 GENERATE_SAMPLING = Fields(
-    honoured=_LIMITS | {"logprobs": INTEGER},
+    honoured=_LIMITS | {"logprobs": INTEGER, "structured_outputs": OBJECT, "guided_decoding": OBJECT},
     overridden=_SAMPLING,
     accepted=frozenset(
         (*_SERVER_ACCEPTED, "detokenize", "flat_logprobs", "output_kind", "routed_experts_prompt_start", "skip_clone")
@@ -218,10 +224,8 @@ GENERATE_SAMPLING = Fields(
     | {
         "add_special_tokens": (True, False),  # prompt and reply are token ids
         "extra_args": ({},),
-        "guided_decoding": (),
         "prompt_logprobs": (),
         "skip_special_tokens": (True, False),
-        "structured_outputs": (),
     },
 )
 
@@ -279,12 +283,18 @@ class Body:
         return self.values.get(name, default)
 
 
+def read_json(text: str | bytes, path: str) -> Any:
+    """Read JSON. Raises BadRequest; ``path`` is "" for the body."""
+    try:
+        return _decode(text)
+    except MALFORMED as error:
+        what = "is" if path else "the body is"
+        raise BadRequest(400, f"{what} not valid JSON: {error}", path) from None
+
+
 def read(body: bytes, fields: Fields) -> Body:
     """Read the JSON object of a request. Raises BadRequest."""
-    try:
-        request = _decode(body)
-    except MALFORMED as error:
-        raise BadRequest(400, f"the body is not valid JSON: {error}") from None
+    request = read_json(body, "")
     if not isinstance(request, dict):
         raise BadRequest(400, "the body must be a JSON object")
     return Body(request, fields)
@@ -341,7 +351,60 @@ def limits(call: GatewayCall, body: Body) -> GatewayCall:
     call.tokens_as_ids = values.get("return_tokens_as_token_ids", False)
     call.sampling = body.sampling
     call.ignored = body.ignored
+    for name, path in _FORMS.items():
+        if isinstance(wish := body.get(name), dict):
+            _take_form(call, wish, path, name)
     return call
+
+
+# ---- the form that a completion must have: JSON of a schema, or a grammar
+
+
+#: field -> where it has the form; "": it is the form
+_FORMS = {
+    "response_format": "",
+    "structured_outputs": "",
+    "guided_decoding": "",
+    "text": "format",
+    "output_config": "format",
+    "output_format": "",
+}
+_JSON_OBJECT = {"type": "json_schema", "json_schema": {"type": "object"}}
+
+
+def _take_form(call: GatewayCall, wish: dict[str, Any], place: str, name: str) -> None:
+    """Set the grammar that field ``name`` asks for. Raises BadRequest."""
+    given = {key: value for key, value in wish.items() if value is not None}
+    form = given.pop(place, None) if place else given
+    path = f"{name}.{place}" if place else name
+    if place and (given and given != {"verbosity": "medium"}):
+        call.ignored.append(name)
+    if form is None or form == {"type": "text"} or not check(form, OBJECT, path):
+        return
+    if (grammar := _grammar(form, path)) is None:
+        call.ignored.append(name)
+    else:
+        call.grammar = grammar, name
+
+
+def _grammar(form: Mapping[str, Any], path: str) -> dict[str, Any] | None:
+    """Return a form of OpenAI, Anthropic or vLLM in xgrammar's words; None if it has none. Raises BadRequest."""
+    if form.get("type") == "json_object" or form.get("json_object"):
+        return _JSON_OBJECT
+    if form.get("type") == "json_schema":
+        inner = check(form["json_schema"], OBJECT, f"{path}.json_schema") if "json_schema" in form else form
+        schema = inner.get("schema", {"type": "object"})
+        return {"type": "json_schema", "json_schema": check(schema, OBJECT, f"{path}.schema")}
+    if "json" in form:
+        schema = read_json(form["json"], f"{path}.json") if isinstance(form["json"], str) else form["json"]
+        return {"type": "json_schema", "json_schema": check(schema, OBJECT, f"{path}.json")}
+    if "choice" in form:
+        texts = check(check(form["choice"], LIST, f"{path}.choice"), TEXTS, f"{path}.choice")
+        return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
+    for name, key in (("regex", "pattern"), ("grammar", "grammar")):
+        if name in form:
+            return {"type": name, key: check(form[name], TEXT, f"{path}.{name}")}
+    return None
 
 
 def strings(value: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:

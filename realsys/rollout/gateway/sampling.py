@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from msgspec.json import encode
 from msgspec.structs import replace
 
 from realsys.config.schema_rollout import RolloutConfig
@@ -24,6 +25,8 @@ Mode = Literal["policy", "request"]
 #: OpenAI's code for a prompt that leaves no room; agents shorten their history when they read it
 TOO_LONG = "context_length_exceeded"
 LIMIT = "episode_limit_reached"
+#: text up to the end of a reasoning that the prompt has opened
+_REASONING = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"}
 #: settings that no mode takes from a request: seeds depend on the ticket only
 _NEVER = frozenset({"sampling_seed"})
 #: completions of one episode that are sampled at a time: no framework starts more together, but an endless loop does
@@ -98,8 +101,11 @@ def check_tokens(call: GatewayCall, vocabulary: int) -> None:
             raise BadRequest(400, f"has a token id outside of the vocabulary of {vocabulary} tokens", name)
 
 
-def spec_of(call: GatewayCall, policy: SamplingSpec, mode: Mode, room: int) -> SamplingSpec:
-    """Return the settings of each completion of ``call``. Raises BadRequest for a setting that is not allowed."""
+def spec_of(call: GatewayCall, policy: SamplingSpec, mode: Mode, room: int, *, opened: bool = False) -> SamplingSpec:
+    """Return the settings of each completion of ``call``. Raises BadRequest for a setting that is not allowed.
+
+    ``opened``: the prompt ends inside of the reasoning, so a grammar begins after it.
+    """
     most = min(policy.max_new_tokens, room, call.max_tokens or room)
     changes: dict[str, Any] = {} if mode == "policy" else _wishes(call)
     if most != policy.max_new_tokens:
@@ -115,6 +121,11 @@ def spec_of(call: GatewayCall, policy: SamplingSpec, mode: Mode, room: int) -> S
             changes[name] = tuple(dict.fromkeys((*own, *wish)))
     if call.logprobs and call.top_logprobs:
         changes["top_logprobs_num"] = call.top_logprobs
+    if call.grammar is not None:
+        form = call.grammar[0]
+        if opened:
+            form = {"type": "sequence", "elements": [_REASONING, form]}
+        changes["structural_tag"] = encode({"type": "structural_tag", "format": form}).decode()
     if not changes:
         return policy
     spec = replace(policy, **changes)
@@ -124,9 +135,16 @@ def spec_of(call: GatewayCall, policy: SamplingSpec, mode: Mode, room: int) -> S
     return spec
 
 
-def ignored(call: GatewayCall, mode: Mode) -> list[str]:
-    """Return the settings without effect in mode request. In mode policy all are, and metrics record them."""
-    return ["seed"] if mode == "request" and "sampling_seed" in call.sampling else []
+def ignored(call: GatewayCall, mode: Mode, grammars: bool) -> list[str]:
+    """Return the settings without effect in mode request; in mode policy all are, and metrics record them.
+
+    A grammar without effect is dropped: the engine has none (``grammars``), or the model may call tools instead.
+    """
+    names = ["seed"] if mode == "request" and "sampling_seed" in call.sampling else []
+    if call.grammar is not None and (not grammars or (call.tools and call.parse_tools)):
+        names.append(call.grammar[1])
+        call.grammar = None
+    return names
 
 
 def _wishes(call: GatewayCall) -> dict[str, Any]:

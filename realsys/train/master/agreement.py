@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from realsys.model_calls import SnapshotPlan
-from realsys.types import SampleMeta
+from realsys.types import CONSTRAINED, SampleMeta
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +49,11 @@ class AgreementSampler:
     def plan(self, version: int, samples: Sequence[SampleMeta]) -> SnapshotPlan | None:
         """Return what to score before the step that trains ``version``, and whether to keep its weights.
 
-        ``samples``: those of data rank 0, which has the copy.
+        ``samples``: those of data rank 0, which has the copy. Log-probs under a grammar are not compared.
         """
         if not self._sample_tokens:
             return None
+        samples = [sample for sample in samples if not sample.metrics.get(CONSTRAINED)]
         if any(sample.version_max >= version for sample in samples):
             return None if self._scores_all else SnapshotPlan(version, self._select(version, samples))
         plan = SnapshotPlan()

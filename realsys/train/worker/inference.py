@@ -11,7 +11,7 @@ The ranks of the last pipeline stage store the arrays, each for the sequences of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 
 import msgspec
@@ -49,7 +49,8 @@ class ActorInference:
             # sequence.
             if ref.sample_id in skipped:
                 role.data.put(ref.sample_id, {"prox_logprobs": np.zeros(ref.loss_tokens, np.float32)})
-        differences, current = compare_logprobs(role, request.version, computed)
+        constrained = {ref.sample_id for refs in per_rank for ref in refs if ref.constrained}
+        differences, current = compare_logprobs(role, request.version, computed, constrained)
         absolute = differences.abs()
         stats = {
             "tokens": torch.tensor(float(len(absolute))),
@@ -59,18 +60,20 @@ class ActorInference:
         return CallOutcome(token_means(stats, role) | measure_agreement(torch.cat([differences[current], older]), role))
 
 
-def compare_logprobs(role: Role, version: int, computed: Mapping[str, Array]) -> tuple[torch.Tensor, torch.Tensor]:
+def compare_logprobs(
+    role: Role, version: int, computed: Mapping[str, Array], constrained: Collection[str] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return computed minus recorded log-probs, float32 [tokens], and which tokens ``version``
-    sampled, on keys of its own, bool [tokens].
+    sampled, on keys of its own and without a grammar, bool [tokens].
 
-    A recorded -inf has no difference and is left out, as in the loss.
+    A recorded -inf has no difference and is left out, as in the loss. ``constrained``: samples with a grammar.
     """
     differences, current = [np.zeros(0, np.float32)], [np.zeros(0, np.bool_)]
     for sample_id, logprobs in computed.items():
         if role.data.has(sample_id, "behav_logprobs"):
             recorded = role.data.get(sample_id, "behav_logprobs")
             sampled = np.zeros(len(logprobs), bool)
-            if role.data.has(sample_id, "versions"):
+            if role.data.has(sample_id, "versions") and sample_id not in constrained:
                 sampled = role.data.get(sample_id, "versions") == version
             if role.data.has(sample_id, KV_VERSIONS):
                 # Keys of other weights are in the engine's number and not in the trainer's: no numerical error.

@@ -6,6 +6,7 @@ The suite knows a server by its ``ServerUnderTest`` only; another backend joins 
 
 import asyncio
 import functools
+import itertools
 
 import aiohttp
 import numpy as np
@@ -253,21 +254,53 @@ def test_stream_that_is_refused_has_its_status(server):
 
 @samples
 def test_aborted_stream_returns_its_tokens(server):
+    """The model may end a completion before the abort: then another one is aborted."""
 
     async def test(client):
-        await client.pause(server.url, "in_place")
-        received = Received(1, on_tokens=lambda number: None)
-        request = asyncio.create_task(client.generate(server.url, PROMPT, LONG, rid="a", seed=1, received=received))
-        while not (await client.server_info(server.url)).queued:
-            pass
-        await client.resume(server.url)
-        while not (await client.server_info(server.url)).running:
-            pass
-        await client.abort(server.url, "a")
-        (completion,) = await request
+        completion = None
+        for seed in itertools.count(1):
+            told = asyncio.Event()
+            received = Received(1, on_tokens=lambda number, told=told: told.set())
+            call = client.generate(server.url, PROMPT, LONG, rid=str(seed), seed=seed, received=received)
+            request = asyncio.create_task(call)
+            await asyncio.wait((request, asyncio.create_task(told.wait())), return_when="FIRST_COMPLETED")
+            await client.abort(server.url, str(seed))
+            (completion,) = await request
+            if completion.finish_reason == "abort":
+                break
         count = len(received.completions[0].tokens)
-        assert completion.finish_reason == "abort"
+        assert 0 < count <= len(completion.tokens) < 480
         assert received.completions[0].tokens.tolist() == completion.tokens[:count].tolist()
+
+    with_progress(test)
+
+
+@samples
+def test_streams_go_on_across_an_update(server):
+    """Streams follow each other while the weights change. Their tokens come before the reply, each with its version."""
+    streams, told, updated = [], asyncio.Event(), asyncio.Event()
+
+    async def keep_streaming(client, slot):
+        for seed in itertools.count(slot, BUSY):
+            is_last, received = updated.is_set(), Received(1, on_tokens=lambda number: told.set())
+            calls = client.generate(server.url, PROMPT, LONG, rid=str(slot), seed=seed, received=received)
+            streams.append((received.completions, *await calls))
+            if is_last:
+                return
+
+    async def test(client):
+        async with asyncio.TaskGroup() as callers:
+            for slot in range(BUSY):
+                callers.create_task(keep_streaming(client, slot))
+            await told.wait()
+            assert (await client.update_weights(server.url, str(server.paths[1]), 1, BOUND_S)).success
+            updated.set()
+        for (so_far,), completion in streams:
+            count = len(so_far.tokens)
+            for name in ("tokens", "logprobs", "versions"):
+                assert getattr(so_far, name).tolist() == getattr(completion, name)[:count].tolist()
+            check(server, completion)
+        assert any(set(completion.versions.tolist()) == {server.start, 1} for _, completion in streams)
 
     with_progress(test)
 

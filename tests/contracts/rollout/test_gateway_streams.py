@@ -1,17 +1,30 @@
 """Streams of the gateway over the real engine: text as it is sampled, and the rows of a request without stream."""
 
 import asyncio
+import dataclasses
 import json
+import selectors
 from collections import Counter
 
 import httpx
 import pytest
+from safetensors.torch import load_file
 
 from realsys.data.tokenizer import TextTokenizer
 from realsys.generation.client import GenerationClient
 from realsys.rollout.gateway import gateway, routes
 from tests.support.gateway.replies import TOOL
-from tests.support.serving.gateways import BOUND_S, USER, PauseAfter, chat_server, make_chain_model, over_server
+from tests.support.serving.gateways import (
+    BOUND_S,
+    USER,
+    PauseAfter,
+    Scripted,
+    chat_server,
+    make_chain_model,
+    opened,
+    over_server,
+)
+from tests.support.serving.generation_servers import publish
 from tests.support.serving.reward_pools import until
 
 EPISODES = 10
@@ -220,3 +233,85 @@ def test_stream_that_broke_is_continued_by_its_repeat(server, pauses, tokenizer,
     drive(server, tokenizer, body, *ENDLESS, "rollout.gateway.reasoning_format=none")
     monkeypatch.setattr(gateway, "RETRY_WINDOW_S", 0.01)
     drive(server, tokenizer, without, *ENDLESS, "rollout.gateway.reasoning_format=none")
+
+
+def test_update_in_mid_stream_loses_and_repeats_no_token(server, pauses, chain, tokenizer, tmp_path):
+    """The engine waits after some tokens, gets other weights, and goes on. Stream and row have both versions."""
+    tensors = load_file(chain / "model.safetensors")
+    sharper = {name: tensor * 1.25 if name == "lm_head.weight" else tensor for name, tensor in tensors.items()}
+    versions = [publish(tmp_path, 1, chain, tensors=sharper), publish(tmp_path, 2, chain)]
+
+    async def body(episode):
+        client, text, updated, pauses.steps = GenerationClient(timeout_s=BOUND_S), "", False, PAUSE
+        async for event in events_of(episode.session, {"messages": [USER]}):
+            text += event["choices"][0]["delta"].get("content", "") if event["choices"] else ""
+            if text and not updated:
+                await until(lambda: not pauses.steps)
+                updated = (await client.update_weights(server, str(versions[0]), 1, BOUND_S)).success
+                await client.resume(server)
+        ((_, completion),) = episode.engine.returned
+        before = completion.versions.tolist().count(0)
+        assert PAUSE - 1 <= before < 400 and completion.segments == [(0, before), (1, 400 - before)]
+        assert text == tokenizer.completion_text(completion.tokens.tolist())
+        (row,) = episode.session.capture.rows()
+        assert row.tokens[row.loss_mask].tolist() == completion.tokens.tolist()
+        assert row.versions.tolist() == completion.versions.tolist()
+        assert (await client.update_weights(server, str(versions[1]), 2, BOUND_S)).success  # as the other tests have it
+        await client.close()
+
+    drive(server, tokenizer, body, *ENDLESS, "rollout.gateway.reasoning_format=none")
+
+
+class Clock(selectors.DefaultSelector):
+    """Time of an event loop: while it ``runs``, the loop never waits, but sets its clock to the next timer."""
+
+    now, runs = 0.0, False
+
+    def select(self, timeout=None):
+        events = super().select(timeout if timeout is None or timeout <= 0 else 0 if self.runs else 0.01)
+        if timeout and not events and self.runs:
+            self.now += timeout
+        return events
+
+    def loop(self):
+        loop = asyncio.SelectorEventLoop(self)
+        loop.time = lambda: self.now
+        return loop
+
+
+@dataclasses.dataclass
+class Slow(Scripted):
+    """An engine that waits ``every_s`` before each of its tokens. ``sampled``: (time, token)."""
+
+    clock: Clock | None = None
+    every_s: float = 0.0
+    sampled: list = dataclasses.field(default_factory=list)
+
+    async def generate(self, call, deliver=lambda number, completion: None):
+        self.clock.runs = True  # the request is here: nothing but time is left to wait for
+        completion = self._completion(call)
+        for token in completion.tokens.tolist():
+            await asyncio.sleep(self.every_s)
+            self.sampled.append((self.clock.now, token))
+            call.on_tokens(0, [token])
+        deliver(0, completion)
+        return [completion]
+
+
+@pytest.mark.parametrize("every_s", [0.75, 7.5])
+def test_read_timeout_of_5_s_survives_a_completion_of_60_s(tokenizer, every_s):
+    """OpenAI's client gets each token when it is sampled, and between them something at least every 5 s."""
+    clock = Clock()
+    text = "7" * (int(60 / every_s) - 1)
+    engine, arrived = Slow(tokenizer, [text], clock=clock, every_s=every_s), []
+
+    async def run():
+        async with opened(engine, tokenizer, "generation.sampling.max_new_tokens=100") as episode:
+            completions = episode.sdk(timeout=5.0).chat.completions
+            async for chunk in await completions.create(model="m", messages=[USER], stream=True):
+                arrived.extend((clock.now, "7") for _ in chunk.choices[0].delta.content or "")
+
+    with asyncio.Runner(loop_factory=clock.loop) as runner:
+        runner.run(run())
+    assert [moment for moment, _ in arrived] == [moment for moment, _ in engine.sampled[: len(text)]]
+    assert engine.sampled[-1][0] - engine.sampled[0][0] + every_s == pytest.approx(60)

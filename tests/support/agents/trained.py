@@ -179,8 +179,10 @@ class RecordedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
-        future = self._engine.generate(rid, input_ids, params)
+    def generate(
+        self, rid: str, input_ids: Sequence[int], params: SamplingParams, *, stream: bool = False
+    ) -> Future[list[Completion]]:
+        future = self._engine.generate(rid, input_ids, params, stream=stream)
         future.add_done_callback(lambda done: self._record(list(input_ids), done))
         return future
 

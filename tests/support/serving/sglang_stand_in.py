@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -54,9 +55,13 @@ class Handler(BaseHTTPRequestHandler):
         with state.changed:
             if self.path == "/generate":
                 jobs = zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True)
-                answers = [self._generate(*job) for job in jobs]
+                if streams := body.get("stream", False):
+                    self.send_response(200)
+                    self.end_headers()
+                answers = [self._generate(*job, self._event if streams else None) for job in jobs]
                 state.lingers = 2 if self.lingers else 0
-                self._reply(answers)
+                if not streams:
+                    self._reply(answers)
             elif self.path == "/abort_request":
                 state.aborted |= {"all"} if body.get("abort_all") else {body["rid"]}
                 state.changed.notify_all()
@@ -81,7 +86,11 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self._reply({})
 
-    def _generate(self, rid: str, prompt: list[int], params: dict) -> dict:
+    def _event(self, answer: dict) -> None:
+        self.wfile.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def _generate(self, rid: str, prompt: list[int], params: dict, event: Callable[[dict], None] | None) -> dict:
         state, count = self.state, params["max_new_tokens"]
         if prompt[-1] == 89:
             print("token 89: the end", flush=True)
@@ -90,12 +99,16 @@ class Handler(BaseHTTPRequestHandler):
         if state.hangs or (prompt == [0] and state.version == "13"):
             state.changed.wait_for(lambda: False, timeout=600)
         stalls = params.get("temperature") == 0.5 and state.version == "default"
+        count = count // 2 if stalls else count
+        tokens = [(prompt[-1] + 1 + i) % 90 for i in range(count)]
+        logprob = -1.0 if state.version == "default" else -1 - int(state.version) / 100
+        for end in range(1, count + 1 if event else 1):
+            meta = {"finish_reason": None, "completion_tokens": end}
+            meta["output_token_logprobs"] = [[logprob, tokens[end - 1], None]]
+            event({"output_ids": tokens[end - 1 : end], "meta_info": meta})
         if stalls:
             state.aborted.clear()
             state.changed.wait_for(lambda: {"all", rid} & state.aborted, timeout=600)
-            count //= 2
-        tokens = [(prompt[-1] + 1 + i) % 90 for i in range(count)]
-        logprob = -1.0 if state.version == "default" else -1 - int(state.version) / 100
         meta = {
             "id": rid,
             "finish_reason": {"type": "abort", "message": "asked to"}
@@ -106,7 +119,10 @@ class Handler(BaseHTTPRequestHandler):
         }
         if state.reports:
             meta["weight_versions"] = [{"version": state.version, "start": 0, "end": count}]
-        return {"output_ids": tokens, "meta_info": meta}
+        answer = {"output_ids": tokens, "meta_info": {**meta, "completion_tokens": count}}
+        if event:  # as SGLang ends a request that waits: one token again, and all log-probs
+            event({**answer, "output_ids": tokens[-1:]})
+        return answer
 
     def _reply(self, value: object, status: int = 200) -> None:
         data = json.dumps(value).encode()

@@ -25,7 +25,7 @@ class FailsLater:
         self._error = error
         self._done: Future[list[Completion]] = Future()
 
-    def generate(self, rid, input_ids, params):
+    def generate(self, rid, input_ids, params, *, stream=False):
         return self._done
 
     def snapshot(self, rid):

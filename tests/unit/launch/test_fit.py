@@ -98,9 +98,7 @@ def test_rollout_workers_keep_many_servers_busy(servers, gpus, values, given, wo
         ("1.5B", 141, {"backend": "embedded", "embedded": {"max_running": 80}}, 80),
     ],
 )
-def test_server_runs_what_its_cache_holds(
-    size: str, gib: int, generation: dict[str, Any], episodes: int, tmp_path: Path
-) -> None:
+def test_server_runs_what_its_cache_holds(size, gib, generation, episodes, tmp_path):
     """Of 48 servers. A server on a GPU of unknown size runs 64."""
     values = {"allocation": "serve.d48+d16", "model": {"path": str(write_qwen(tmp_path, size)), "dtype": "bfloat16"}}
     values |= {"generation": {"backend": "sglang", **generation}}
@@ -285,7 +283,7 @@ def test_training_on_gpus_saves_memory(gpus, cluster, train, given, saved):
     ],
 )
 @pytest.mark.parametrize("given", [set(), {"train.recompute"}])
-def test_fewest_layers_are_recomputed(size: str, allocation: str, gib: int, given: set[str], tmp_path: Path) -> None:
+def test_fewest_layers_are_recomputed(size, allocation, gib, given, tmp_path):
     """Also if the user writes ``auto``: with one layer less, 6 GiB would not stay free."""
     train = {"distributed_optimizer": True, "sequence_parallel": True, "head_chunk_tokens": 2048}
     model = {"path": str(write_qwen(tmp_path, size)), "dtype": "bfloat16"}
@@ -295,7 +293,7 @@ def test_fewest_layers_are_recomputed(size: str, allocation: str, gib: int, give
     number = config.train.recompute
     assert isinstance(number, int) and not isinstance(number, bool)
 
-    def fits(layers: int) -> bool:
+    def fits(layers):
         changed = replaced(config, ["train", "recompute"], layers)
         return largest_rank(changed) <= 0.97 * ((gib - 6) << 30)
 
@@ -309,7 +307,7 @@ def test_fewest_layers_are_recomputed(size: str, allocation: str, gib: int, give
     ("cluster", "gib", "reason"),
     [({}, 0, "memory"), ({"share_gpus": True}, 80, "servers share"), ({}, 40, "with fewer layers")],
 )
-def test_all_layers_are_recomputed(cluster: dict[str, bool], gib: int, reason: str, tmp_path: Path) -> None:
+def test_all_layers_are_recomputed(cluster, gib, reason, tmp_path):
     """If memory is unknown, if a server gets what a rank leaves, and if it is needed or not enough."""
     model = {"path": str(write_qwen(tmp_path, "7B")), "dtype": "bfloat16"}
     config = Config.model_validate({"allocation": "serve.d1+d1", "model": model, "cluster": cluster})

@@ -93,10 +93,11 @@ def dead(url="http://a"):
     return ServerFailed(f"{url}/generate: connection failed")
 
 
-def run(script, n=1, max_new=20, min_new=0, chunk=0, scheduler=None, on_tokens=None, **server):
+def run(script, n=1, max_new=20, min_new=0, chunk=0, scheduler=None, on_tokens=None, grammar="", **server):
     servers, scheduler = FakeServers(list(script), **server), scheduler or FakeScheduler()
     manager = ResumableEngine(scheduler, servers)
-    spec = SamplingSpec(max_new_tokens=max_new, min_new_tokens=min_new, n=n, new_tokens_per_chunk=chunk)
+    bounds = {"max_new_tokens": max_new, "min_new_tokens": min_new, "new_tokens_per_chunk": chunk}
+    spec = SamplingSpec(**bounds, n=n, structural_tag=grammar)
 
     async def body():
         async with asyncio.timeout(60):
@@ -153,6 +154,28 @@ def test_tokens_of_all_segments_are_told_once():
     )
     assert [len(answer.tokens) for answer in answers] == [8, 2]
     assert [told[0], told[1]] == [answer.tokens.tolist() for answer in answers]
+
+
+def test_completion_with_a_grammar_begins_again():
+    """Its first part is discarded: the grammar of a request begins with the first token. The other one has ended."""
+    script = [[(4, 3, "abort"), (2, 3, "stop")], [(5, 4, "abort")], [(6, 5, "stop")]]
+    answers, servers, _ = run(script, n=2, chunk=3, grammar="{}")
+    assert [answer.segments for answer in answers] == [[(5, 6)], [(3, 2)]]
+    assert answers[0].tokens.tolist() == [STEP + 3 + k for k in range(6)] and answers[0].route == (("c", 6),)
+    assert [(call.input_ids, call.spec.max_new_tokens) for call in servers.calls] == [(PROMPT, 20)] * 3
+    assert [call.spec.answer_prefix for call in servers.calls] == [0, 0, 0]
+
+
+def test_completion_with_a_grammar_does_not_begin_again_for_ever():
+    with pytest.raises(GenerationError, match="21 trips without a token"):
+        run([[(4, 3, "abort")]] * 40, grammar="{}")
+
+
+def test_stream_with_a_grammar_fails_when_it_is_interrupted():
+    """Its reader has the first tokens already."""
+    with pytest.raises(GenerationError, match="interrupted after 4 tokens: repeat the request") as refused:
+        run([[(4, 3, "abort")]], grammar="{}", on_tokens=lambda number, tokens: None)
+    assert refused.value.retryable
 
 
 def test_joined_segments_keep_kv_versions_and_top_logprobs():

@@ -383,6 +383,7 @@ def test_requests_without_a_seed_differ(start):
         ([1], {"min_new_tokens": 1, "stop_token_ids": tuple(range(97))}, "every token"),
         ([1], {"top_p": 1.5}, "top_p=1.5"),
         ([1], {"stop": ("x",)}, r"stop=\['x'\] needs a tokenizer.json"),
+        ([1], {"structural_tag": "{}"}, "structural_tag: this engine has no grammars"),
         ([1, 2], {"answer_prefix": 2}, "answer_prefix=2 leaves no prompt in 2 tokens"),
     ],
 )

@@ -151,7 +151,7 @@ def test_what_is_off_is_not_sent():
 
 PENALTIES = {f"{name}_penalty": name for name in PenaltyConfig.model_fields}
 #: of one request, not of a trial
-PER_REQUEST = {"n", "sampling_seed", "answer_prefix", "top_logprobs_num"}
+PER_REQUEST = {"n", "sampling_seed", "answer_prefix", "top_logprobs_num", "structural_tag"}
 
 
 def test_config_offers_every_sampling_parameter():

@@ -62,6 +62,33 @@ def test_tokens_of_a_piece_are_shown_when_it_returns(make):
     assert len(running.result(WAIT_S)[0].tokens) == 10 and rest.result(WAIT_S) is None
 
 
+@pytest.mark.parametrize("flags", [(), ("--reports",)])
+def test_stream_shows_tokens_before_its_piece_returns(make, flags):
+    """Each token once, with its own version, across an update that interrupts the stream."""
+    engine, _ = make(*flags)
+    running = engine.generate("a", [5], STALLING, stream=True)
+    first = engine.snapshot("a", 0).result(WAIT_S)
+    assert first.completions[0].tokens.tolist() == list(range(6, 6 + first.tokens)) and first.running == {0}
+    shown = engine.snapshot("a", 4).result(WAIT_S).completions[0]
+    assert (shown.tokens.tolist(), shown.segments) == (list(range(6, 11)), [(-1, 5)])
+    assert np.allclose(shown.logprobs, -1.0) and not running.done()
+    assert engine.update("/weights/v7", 7).result(WAIT_S).success
+    [answer] = running.result(WAIT_S)
+    assert (answer.tokens.tolist(), answer.segments) == (list(range(6, 16)), [(-1, 5), (7, 5)])
+    assert np.allclose(answer.logprobs, [-1.0] * 5 + [-1.07] * 5)
+
+
+def test_stream_is_returned_by_a_pause_and_ends_with_an_abort(make):
+    engine, _ = make("--reports")
+    running = engine.generate("a", [5], STALLING, stream=True)
+    engine.snapshot("a", 4).result(WAIT_S)
+    engine.pause("in_place").result(WAIT_S)
+    assert engine.snapshot("a").result(WAIT_S).tokens == 5 and engine.info().result(WAIT_S).queued == 1
+    assert engine.abort("a").result(WAIT_S)
+    [answer] = running.result(WAIT_S)
+    assert (answer.tokens.tolist(), answer.finish_reason) == (list(range(6, 11)), "abort")
+
+
 def test_pause_returns_requests_and_resume_continues(make):
     engine, _ = make()
     running = engine.generate("a", [5], STALLING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ from realsys.config.schema import SamplingConfig, SglangConfig
 from realsys.errors import ConfigError, GenerationError
 from realsys.generation.protocol import SamplingParams
 from realsys.generation.sampling_rules import completion_seed, read_tokenizer
-from realsys.generation.sglang.api import Reply
+from realsys.generation.sglang.api import Reply, _Stream
 from realsys.generation.sglang.process import CPU_SUPPORT, Launch, needs_tokenizer
 from realsys.generation.sglang.requests import SglangRequest, _record_phases
 from tests.support.serving.generation_models import make_tokenizer
@@ -53,6 +54,7 @@ def test_command_on_a_gpu():
         "--random-seed": "7",
         "--log-level": "warning",
         "--skip-tokenizer-init": None,
+        "--incremental-streaming-output": None,
         "--model-path": "/models/m",
         "--host": "127.0.0.1",
         "--port": "1234",
@@ -313,3 +315,57 @@ def test_times_of_sglang_become_spans(tmp_path, times, expected):
         _record_phases("r#0", 1_000_000_000, reply, 4)
     assert [(span.name, round(span.seconds, 3)) for span in spans()] == expected
     assert spans()[-1].facts == {"version": 4, "tokens": 2}
+
+
+# ---- streams
+
+
+def event(ids, end, index=0, finish=None, logprobs=None):
+    """A line of SGLang's stream. The log-prob of token t is -t."""
+    meta = {"completion_tokens": end, "finish_reason": finish}
+    meta["output_token_logprobs"] = [[-token, token, None] for token in (ids if logprobs is None else logprobs)]
+    return b"data: " + json.dumps({"output_ids": ids, "index": index, "meta_info": meta}).encode()
+
+
+def test_stream_joins_the_tokens_of_its_events():
+    """Events may have all tokens again, or only some of them."""
+    heard = []
+    stream = _Stream(2, lambda index, reply: heard.append((index, list(reply.output_ids))))
+    lines = [
+        event([3], 1),
+        event([7, 8], 2, 1),
+        b"",
+        event([3, 4], 2),
+        event([5], 3),
+        event([8], 2, 1, logprobs=[7, 8]),
+    ]
+    for line in [*lines, event([], 3, finish={"type": "length"}), b"data: [DONE]"]:
+        stream.take(line)
+    first, second = stream.replies
+    assert (first.output_ids, first.logprobs, first.finish.type) == ([3, 4, 5], [-3.0, -4.0, -5.0], "length")
+    assert (second.output_ids, second.logprobs) == ([7, 8], [-7.0, -8.0])
+    assert heard == [(0, [3]), (1, [7, 8]), (0, [3, 4]), (0, [3, 4, 5]), (1, [7, 8]), (0, [3, 4, 5])]
+    with pytest.raises(GenerationError, match="without an end"):
+        assert second.finish
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "retryable"),
+    [
+        (event([5], 3), "does not follow its first 1 tokens", True),
+        (event([4, 5], 2), "does not follow", True),
+        (event([4], 2, logprobs=[3, 4, 4]), "does not follow", True),
+        (event([4], 2, index=1), "piece 1, which was not sent", True),
+        (event([4], 2, finish={"type": "abort", "message": "bad grammar", "status_code": 400}), "bad grammar", False),
+        (event([4], 2, finish={"type": "abort", "message": "overload", "status_code": 503}), "overload", True),
+        (b'data: {"error": {"message": "too long", "code": 400}}', "too long", False),
+        (b'data: {"index": 0}', "an event without tokens", True),
+        (b"data: {", "reply cannot be read", True),
+    ],
+)
+def test_stream_refuses_what_does_not_continue_it(line, message, retryable):
+    stream = _Stream(1, lambda index, reply: None)
+    stream.take(event([3], 1))
+    with pytest.raises(GenerationError, match=message) as refused:
+        stream.take(line)
+    assert refused.value.retryable == retryable

@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from realsys.rollout.gateway.chat import ChatDialect
+from realsys.rollout.gateway.dialect import BadRequest
 from tests.support.gateway.replies import TOOL, Endpoint, choice, generated, parse, reply_of, tool_call
 
 ROUTE = "/v1/chat/completions"
@@ -124,7 +125,7 @@ def test_settings_of_client_have_engine_names():
 
 def test_fields_without_effect_are_listed():
     body = {"messages": QUESTION, "response_format": {"type": "json_object"}, "invented": 1, "user": "u", "audio": None}
-    assert parse(ROUTE, body | {"logit_bias": {}}).ignored == ["response_format", "invented"]
+    assert parse(ROUTE, body | {"logit_bias": {}}).ignored == ["invented"]
 
 
 @pytest.mark.parametrize(
@@ -153,3 +154,61 @@ def test_developer_messages_become_system_messages():
 def test_refusal_part_becomes_text():
     messages = [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}]
     assert parse(ROUTE, {"messages": messages}).messages[0]["content"] == [{"type": "text", "text": "No."}]
+
+
+SCHEMA = {"type": "object", "required": ["a"]}
+NAMED = {"type": "json_schema", "schema": SCHEMA, "name": "n"}
+YES_NO = {"type": "or", "elements": [{"type": "const_string", "value": text} for text in ("yes", "no")]}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "grammar", "named"),
+    [
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            SCHEMA,
+            [],
+        ),
+        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, {"type": "object"}, []),
+        ("/v1/chat/completions", {"response_format": {"type": "text"}}, None, []),
+        ("/v1/chat/completions", {"response_format": {"type": "image"}}, None, ["response_format"]),
+        ("/v1/chat/completions", {"structured_outputs": {"json": json.dumps(SCHEMA)}}, SCHEMA, []),
+        ("/v1/chat/completions", {"structured_outputs": {"choice": ["yes", "no"], "regex": None}}, YES_NO, []),
+        ("/v1/chat/completions", {"structured_outputs": {"regex": "a+"}}, {"type": "regex", "pattern": "a+"}, []),
+        ("/v1/completions", {"structured_outputs": {"grammar": "r"}}, {"type": "grammar", "grammar": "r"}, []),
+        ("/v1/responses", {"text": {"format": NAMED, "verbosity": "medium"}}, SCHEMA, []),
+        ("/v1/responses", {"text": {"format": NAMED, "verbosity": "low"}}, SCHEMA, ["text"]),
+        ("/v1/responses", {"text": {"format": {"type": "text"}}}, None, []),
+        ("/v1/messages", {"output_config": {"format": NAMED}}, SCHEMA, []),
+        ("/v1/messages", {"output_config": {"effort": "high"}}, None, ["output_config"]),
+        ("/v1/messages", {"output_format": NAMED}, SCHEMA, []),
+        ("/inference/v1/generate", {"sampling_params": {"structured_outputs": {"json": SCHEMA}}}, SCHEMA, []),
+    ],
+)
+def test_form_of_the_completion_is_read_in_every_dialect(route, fields, grammar, named):
+    prompts = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/responses": {"input": "x"},
+        "/inference/v1/generate": {"token_ids": [1]},
+    }
+    call = parse(route, prompts.get(route, {"messages": QUESTION}) | {"max_tokens": 5} | fields)
+    expected = {"type": "json_schema", "json_schema": grammar} if grammar in (SCHEMA, {"type": "object"}) else grammar
+    assert (call.grammar and call.grammar[0]) == expected
+    assert [name for name in call.ignored if name != "max_tokens"] == named
+
+
+@pytest.mark.parametrize(
+    ("form", "field"),
+    [
+        ({"type": "json_schema", "json_schema": 3}, "response_format.json_schema"),
+        ({"type": "json_schema", "json_schema": {"schema": []}}, "response_format.schema"),
+        ({"json": "{"}, "response_format.json"),
+        ({"choice": [3]}, "response_format.choice[0]"),
+        ({"regex": 3}, "response_format.regex"),
+    ],
+)
+def test_malformed_form_names_the_field(form, field):
+    with pytest.raises(BadRequest) as refused:
+        parse("/v1/chat/completions", {"messages": QUESTION, "response_format": form})
+    assert refused.value.field == field

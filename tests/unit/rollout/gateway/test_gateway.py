@@ -53,3 +53,26 @@ def test_format_of_the_template_is_built_before_a_run(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", str(tmp_path))
     with pytest.raises(ConfigError, match="gpt-oss.*cannot be built"):
         check(changed(), byte_tokenizer(tmp_path, [], "<|channel|> <|call|>"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "template", "grammars"),
+    [
+        ((), "", True),
+        (("generation.backend=embedded",), "", False),
+        (("generation.sglang.args={}",), "", False),
+        (("generation.sglang.args={skip_tokenizer_init: false, grammar-backend: outlines}",), "", False),
+        (("asynchronous.kv_on_update=keep",), "", False),
+        (("rollout.gateway.tool_format=gpt-oss",), "", False),
+        ((), "<|channel|> <|call|>", False),
+        (("rollout.gateway.tool_format=qwen3",), "<|channel|> <|call|>", True),
+    ],
+)
+def test_grammars_need_an_engine_and_a_format_for_them(tmp_path, settings, template, grammars):
+    tokenizer = byte_tokenizer(tmp_path, [], template)
+    sglang = ("generation.backend=sglang", "generation.sglang.args={skip-tokenizer-init: false}")
+
+    async def body():
+        return gateway_of(changed(*sglang, *settings), tokenizer)._shared.grammars
+
+    assert asyncio.run(body()) == grammars

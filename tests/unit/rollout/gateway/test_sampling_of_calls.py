@@ -1,12 +1,13 @@
 """Settings of a call: bounds of the agent and of the episode, sampling of the policy or of the request."""
 
+import json
 import logging
 
 import pytest
 
 from realsys.generation.client import SamplingSpec
 from realsys.rollout.gateway.dialect import BadRequest, GatewayCall
-from realsys.rollout.gateway.sampling import LIMIT, TOO_LONG, CallLimits, Wishes, spec_of
+from realsys.rollout.gateway.sampling import LIMIT, TOO_LONG, CallLimits, Wishes, ignored, spec_of
 
 POLICY = SamplingSpec(temperature=0.7, max_new_tokens=50, min_new_tokens=8, stop=("END",), stop_token_ids=(9,))
 LIMITS = CallLimits(row=100, turns=3, in_flight=4, sampled=60)
@@ -53,6 +54,27 @@ def test_value_out_of_bounds_names_the_field():
 
 def test_top_logprobs_reach_the_engine():
     assert spec_of(GatewayCall("chat", logprobs=True, top_logprobs=3), POLICY, "policy", 1000).top_logprobs_num == 3
+
+
+YES = {"type": "const_string", "value": "yes"}
+
+
+def test_grammar_reaches_the_engine():
+    """Behind the reasoning, if the prompt has opened one."""
+    call = GatewayCall("chat", grammar=(YES, "response_format"))
+    plain, opened = (spec_of(call, POLICY, "policy", 1000, opened=opened).structural_tag for opened in (False, True))
+    assert json.loads(plain) == {"type": "structural_tag", "format": YES}
+    first, second = json.loads(opened)["format"]["elements"]
+    assert (first["end"], second) == ("</think>", YES)
+
+
+@pytest.mark.parametrize(
+    ("grammars", "tools", "named"), [(True, [], []), (False, [], ["text"]), (True, [{}], ["text"])]
+)
+def test_grammar_is_ignored_without_an_engine_for_it_and_with_tools(grammars, tools, named):
+    call = GatewayCall("chat", grammar=(YES, "text"), tools=tools)
+    assert ignored(call, "policy", grammars) == named
+    assert (call.grammar is None) == bool(named)
 
 
 def test_prompt_without_room_has_the_code_of_openai():

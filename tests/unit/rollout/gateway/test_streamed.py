@@ -75,10 +75,9 @@ def test_text_in_progress_begins_the_whole(tmp_path, name, text, reasoning, sing
 
 
 @pytest.mark.parametrize("single", [True, False], ids=["tokens", "text"])
-@pytest.mark.parametrize("name", COMPLETIONS)
-def test_reasoning_and_text_are_shown_before_the_call(tmp_path, name, single):
+@pytest.mark.parametrize(("name", "text"), [*COMPLETIONS.items(), OTHERS[-1]])
+def test_reasoning_and_text_are_shown_before_the_call(tmp_path, name, text, single):
     """They do not wait for the end of the completion."""
-    text = COMPLETIONS[name]
     tokenizer = byte_tokenizer(tmp_path, markers_of(text) if single else [])
     states = stream(tokenizer, parser_of(tokenizer, name), GatewayCall("chat", tools=[TOOL]),
                     tokenizer.encode_text(text), iter(lambda: 1, None))  # fmt: skip

@@ -5,9 +5,10 @@ import math
 
 import pytest
 
+from realsys.algorithm.minibatches import sequence_refs
 from realsys.model_calls import SnapshotPlan
 from realsys.train.master.agreement import AgreementMonitor, AgreementSampler
-from realsys.types import SampleMeta
+from realsys.types import CONSTRAINED, SampleMeta
 
 
 def stats(mean, tokens=100.0):
@@ -107,7 +108,16 @@ def test_current_tokens_need_no_kept_weights():
     assert [sampler.plan(v, [sample(0, v - 1, v)]) for v in range(4)] == [None] * 4
 
 
-def test_kept_weights_expire():
+def test_tokens_under_a_grammar_are_not_compared() -> None:
+    """Their log-probs are those of the tokens that the grammar left."""
+    sampler = AgreementSampler(3, 150, scores_all=False)
+    own = [sample(0, 5, 5), sample(1, 5, 5)]
+    own[0].metrics = {CONSTRAINED: 1.0}
+    assert sampler.plan(5, own) == SnapshotPlan(5, ["s1"])
+    assert sequence_refs([own])[0].constrained and not sequence_refs([own])[1].constrained
+
+
+def test_kept_weights_expire() -> None:
     """No server ever sampled with version 0: another one is kept after 2 * (eta + 1) steps."""
     sampler = AgreementSampler(1, 150)
     plans = [sampler.plan(v, [sample(0, -1, -1)]) for v in range(7)]

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from realsys.config.schema import Config
 from tests.support.training.ppo_batch import Worker, make_batch, make_models, save_models, whole
@@ -23,7 +24,7 @@ def folders(tmp_path_factory):
     return save_models(make_models(), tmp_path_factory.mktemp("models"))
 
 
-def compare(folders, layout, ranks, behaviour):
+def compare(folders, layout, ranks, behaviour, refs=REFS):
     """Statistics of actor_inf on every rank. ``behaviour``: per sample, what to add to the trainer's log-probs to get
     the recorded ones (``delta``), and ``versions``.
     """
@@ -37,7 +38,7 @@ def compare(folders, layout, ranks, behaviour):
             recorded = (proximal["prox_logprobs"] + made["delta"]).astype(np.float32)
             kept = {key: made[key] for key in ("versions", "kv_versions") if key in made}
             worker.data.put(sample_id, {"behav_logprobs": recorded, **kept})
-        return worker.call("actor_inf", "actor", [REFS]).stats
+        return worker.call("actor_inf", "actor", [refs]).stats
 
     return run_ranks(ranks, body, CONFIG)
 
@@ -80,6 +81,17 @@ def test_tokens_on_kept_keys_are_left_out(folders):
     kept = sum(min(2, ref.loss_tokens) for ref in REFS)
     [stats] = compare(folders, "d1", 1, made)
     assert stats["agreement/tokens"] == sum(ref.loss_tokens for ref in REFS) - kept
+    assert stats["agreement/difference_max"] == pytest.approx(0.01, rel=1e-3)
+    assert stats["logprob_difference_max"] == pytest.approx(2.0, rel=1e-5), "over all tokens"
+
+
+def test_samples_under_a_grammar_are_left_out(folders):
+    """The engine's log-probs are those of the tokens that the grammar left."""
+    made = answers(lambda n: np.ones(n, bool))
+    made[REFS[0].sample_id]["delta"][:] = 2.0
+    refs = [replace(REFS[0], constrained=True), *REFS[1:]]
+    [stats] = compare(folders, "d1", 1, made, refs)
+    assert stats["agreement/tokens"] == sum(ref.loss_tokens for ref in REFS[1:])
     assert stats["agreement/difference_max"] == pytest.approx(0.01, rel=1e-3)
     assert stats["logprob_difference_max"] == pytest.approx(2.0, rel=1e-5), "over all tokens"
 
