@@ -67,7 +67,7 @@ from realsys.observe.curves import draw_while_running
 from realsys.observe.events import EventKind, EventLog
 from realsys.observe.screen.display import View, make_view
 from realsys.observe.screen.progress import Monitor, TrialProgress
-from realsys.observe.screen.terminal import Terminal, reported, tell
+from realsys.observe.screen.terminal import Terminal, print_trimmed, reported, tell
 from realsys.observe.screen.text_figures import size_text
 from realsys.observe.step_log import StepTail
 from realsys.observe.trackers.link import Trackers, check_trackers
@@ -345,7 +345,7 @@ def print_dry_run(
     for line in placement:
         say(line)
     if not placement:
-        console.print(process_table(specs))
+        print_trimmed(console, process_table(specs))
         say("commands:")
         for command in as_commands(specs):
             say(f"  {command}")

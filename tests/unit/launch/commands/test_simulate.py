@@ -18,7 +18,8 @@ def test_measurements_are_printed_and_written(tmp_path: Path, capsys: pytest.Cap
     written = json.loads((tmp_path / "results.json").read_text())
     assert (written["seed"], written["steps"]) == (3, 3)
     assert (tmp_path / "simulation.png").stat().st_size > 10_000
-    assert "3 steps" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert any("3 steps" in line for line in lines) and lines == [line.rstrip() for line in lines]
 
 
 def test_broken_invariant_names_the_command(

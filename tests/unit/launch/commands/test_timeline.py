@@ -26,6 +26,7 @@ def test_why_prints_shares_that_add_up(trial: MadeUpTrial, capsys: pytest.Captur
     assert re.findall(r"^sum +[\d.]+ +(\d+)", printed, re.MULTILINE) == ["100", "74", "100"]
     assert "decode 40 %" in printed
     assert max(map(len, printed.splitlines())) <= 80
+    assert not re.search(r" $", printed, re.MULTILINE)  # a table fills its last column with blanks
 
 
 def test_why_prints_json(trial: MadeUpTrial, capsys: pytest.CaptureFixture[str]) -> None:
