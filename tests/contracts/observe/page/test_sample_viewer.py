@@ -76,7 +76,11 @@ def test_searched_text_is_marked(page: Browser) -> None:
 
 @pytest.mark.parametrize(
     ("source", "prompts"),
-    [("step:40", ["1+2=", "what is 3+4 ?"]), ("eval:after-40", ["5+0=", "5+1=", "5+2="]), ("dropped", ["1+2=", "1+2=", ""])],
+    [
+        ("step:40", ["1+2=", "what is 3+4 ?"]),
+        ("eval:after-40", ["5+0=", "5+1=", "5+2="]),
+        ("dropped", ["1+2=", "1+2=", ""]),  # the trainer does not know the text of its prompts
+    ],
 )
 def test_head_of_a_group_has_its_prompt(page: Browser, source: str, prompts: list[str]) -> None:
     page.open(page.samples_page(f"&source={source}"))
