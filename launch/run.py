@@ -377,11 +377,16 @@ def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[t
     loss = f"loss {ppo.loss}, clip -{ppo.eps_clip:g} +{ppo.eps_clip_higher or ppo.eps_clip:g}"
     advantage = f"advantages: mean of {ppo.advantage.mean}, deviation of {ppo.advantage.std}"
     yield "training", f"{loss}, lr {config.train.optimizer.lr:g}, {ppo.minibatches} minibatches; {advantage}"
-    steps, per_epoch = planned_steps(config, sizes["train"]), sizes["train"] / groups
-    yield "steps", f"{steps:,}, which are {steps / per_epoch:.2f} epochs; one epoch is {per_epoch:,.1f} steps"
+    yield "steps", epochs_text(planned_steps(config, sizes["train"]), sizes["train"] / groups)
     yield "host", f"memory {host_line(config, place)}"
     records = f", records of the kept steps up to {size_text(record_bytes(config))}" if config.record.keep_steps else ""
     yield "disk", f"about {size_text(disk_bytes(config, flow))}{records}; {size_text(free_bytes(config))} are free"
+
+
+def epochs_text(steps: int, steps_of_epoch: float) -> str:
+    """Return the steps of a run as text, with the number of epochs. Data may have less than one batch."""
+    epochs, of_epoch = (f"{n:,.0f}" if n >= 100 else f"{n:.2g}" for n in (steps / steps_of_epoch, steps_of_epoch))
+    return f"{steps:,}, which are {epochs} epochs; one epoch is {of_epoch} steps"
 
 
 def _count(number: int) -> str:

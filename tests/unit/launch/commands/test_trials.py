@@ -65,3 +65,26 @@ def test_status_names_the_first_failure(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["status", str(paths.root)]) == 0
     lines = [line.split(None, 2) for line in capsys.readouterr().out.splitlines()]
     assert ["first", "failure", "model_worker/1: ModelError: [a] has no b"] in lines
+
+
+def ended(tmp_path: Path) -> TrialPaths:
+    paths = made(tmp_path, "t")
+    write_log(paths, run_records())
+    paths.final_model.mkdir()
+    write_summary(summarise(Config(), paths, TrialOutcome("done", ""), started=90.0, ended=100.0), paths)
+    return paths
+
+
+def test_copied_trial_shows_its_own_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = ended(tmp_path)
+    paths.root.rename(paths.root.with_name("moved"))
+    assert main(["status", str(paths.root.with_name("moved"))]) == 0
+    out = capsys.readouterr().out
+    assert f"{paths.root.with_name('moved')}/model" in out and f"{paths.root}/" not in out and "!" not in out
+
+
+def test_cut_off_step_log_of_an_ended_trial_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = ended(tmp_path)
+    write_log(paths, run_records()[:6])
+    assert main(["status", str(paths.root)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("it has 1 of 4 steps: restore it from a copy")
