@@ -54,7 +54,9 @@ def test_a_row_with_another_history_shows_it() -> None:
 
 def test_context_metrics_and_rewards_of_turns_are_shown() -> None:
     spans = [VersionSpan(2, 1, "2"), VersionSpan(None, 1, "?"), VersionSpan(3, 1, "3")]
-    text = shown(make_sample(spans=spans, metrics={"turns": 2.0}, rewards=[(4, 0.5)], correct=None))
+    text = shown(
+        make_sample(spans=spans, metrics={"turns": 2.0, "gateway/retries": 0.0}, rewards=[(4, 0.5)], correct=None)
+    )
     assert "[v2]2[context]?[v3]3" in text
     assert "reward 5, not judged, stop, turns 2, reward 0.5 at 4, staleness 1" in text
 

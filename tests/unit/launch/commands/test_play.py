@@ -67,7 +67,7 @@ def test_episode_tells_trained_tokens_and_parts_of_the_reward() -> None:
     mask = np.array([0, 0, 1, 1, 0, 1], np.bool_)
     behaviour = np.zeros(3, np.float32), np.zeros(3, np.int32)
     row = Row(np.arange(6, dtype=np.int32), mask, *behaviour, "length", rewards=((5, 0.25),))
-    assert list(episode_lines(Episode([row], -1.0, False, {"format": 0.5}, "7"))) == [
+    assert list(episode_lines(Episode([row], -1.0, False, {"format": 0.5, "gateway/retries": 0.0}, "7"))) == [
         "  row 0      6 tokens, 3 trained: prompt 0-1, trained 2-3, context 4, trained 5; length",
         "  reward     -1, wrong, answer 7, format 0.5, 0.25 at token 5",
     ]
