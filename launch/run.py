@@ -103,7 +103,17 @@ def plan_run(overrides: Sequence[str], options: RunOptions) -> Planned:
     """Compose, fit, check and plan a run. Writes nothing. Raises RealsysError for bad input."""
     given = [*overrides, *([] if options.trial is None else [f"trial={quoted(options.trial)}"])]
     config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
-    return plan_of(config, given_fields(given, config_dir=options.config_dir))
+    planned = plan_of(config, given_fields(given, config_dir=options.config_dir))
+    return replace(planned, chosen=[*planned.chosen, *_unread(config, overrides)])
+
+
+def _unread(config: Config, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a warning for each override of what only a made model, or made data, has."""
+    unread = {"model.tiny.": config.model.path and "model.path names the model"}
+    unread |= {"data.arith.": config.data.kind != "arith" and f"data.kind={config.data.kind} makes no rows"}
+    for section, why in unread.items():
+        fields = [text.lstrip("+").partition("=")[0] for text in overrides if text.lstrip("+").startswith(section)]
+        yield from (f"warning: {field} is not read: {why}" for field in fields if why)
 
 
 def plan_of(config: Config, named: Collection[str]) -> Planned:
