@@ -109,11 +109,15 @@ def plan_run(overrides: Sequence[str], options: RunOptions) -> Planned:
 
 def _unread(config: Config, overrides: Sequence[str]) -> Iterator[str]:
     """Yield a warning for each override of what only a made model, or made data, has."""
-    unread = {"model.tiny.": config.model.path and "model.path names the model"}
-    unread |= {"data.arith.": config.data.kind != "arith" and f"data.kind={config.data.kind} makes no rows"}
-    for section, why in unread.items():
-        fields = [text.lstrip("+").partition("=")[0] for text in overrides if text.lstrip("+").startswith(section)]
-        yield from (f"warning: {field} is not read: {why}" for field in fields if why)
+    kind = config.data.kind
+    unread = {
+        "model.tiny.": "model.path names the model" if config.model.path else "",
+        "data.arith.": f"data.kind={kind} makes no rows" if kind != "arith" else "",
+    }
+    for field in (text.lstrip("+").partition("=")[0] for text in overrides):
+        for section, why in unread.items():
+            if why and field.startswith(section):
+                yield f"warning: {field} is not read: {why}"
 
 
 def plan_of(config: Config, named: Collection[str]) -> Planned:
