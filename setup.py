@@ -1,17 +1,22 @@
 """Package metadata of realsys. The ranges are wide; constraints.txt has the exact versions that are tested."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+
+README = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+# A package index has neither the pictures nor the pages that README.md links to.
+DESCRIPTION = re.sub(r"(?<!!)\[([^][]*)\]\((?!https?:)[^)]*\)", r"\1", re.sub(r"!\[[^]]*\]\([^)]*\)\n*", "", README))
 
 setup(
     name="realsys",
     version="0.1.0",
     description="Asynchronous reinforcement learning for language models",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=DESCRIPTION,
     long_description_content_type="text/markdown",
     author="The realsys authors",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     keywords="reinforcement learning, language models, RLHF, GRPO, PPO, agents, Megatron-Core, SGLang",
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -69,7 +69,7 @@ from realsys.observe.curves import draw_while_running
 from realsys.observe.events import EventKind, EventLog
 from realsys.observe.screen.display import View, make_view
 from realsys.observe.screen.progress import Monitor, TrialProgress
-from realsys.observe.screen.terminal import Terminal, reported, tell
+from realsys.observe.screen.terminal import Terminal, print_trimmed, reported, tell
 from realsys.observe.screen.text_figures import size_text
 from realsys.observe.step_log import StepTail
 from realsys.observe.trackers.link import Trackers, check_trackers
@@ -105,7 +105,21 @@ def plan_run(overrides: Sequence[str], options: RunOptions) -> Planned:
     """Compose, fit, check and plan a run. Writes nothing. Raises RealsysError for bad input."""
     given = [*overrides, *([] if options.trial is None else [f"trial={quoted(options.trial)}"])]
     config = resolve(compose(given, config_dir=options.config_dir), now=datetime.now())
-    return plan_of(config, given_fields(given, config_dir=options.config_dir))
+    planned = plan_of(config, given_fields(given, config_dir=options.config_dir))
+    return replace(planned, chosen=[*planned.chosen, *_unread(config, overrides)])
+
+
+def _unread(config: Config, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a warning for each override of what only a made model, or made data, has."""
+    kind = config.data.kind
+    unread = {
+        "model.tiny.": "model.path names the model" if config.model.path else "",
+        "data.arith.": f"data.kind={kind} makes no rows" if kind != "arith" else "",
+    }
+    for field in (text.lstrip("+").partition("=")[0] for text in overrides):
+        for section, why in unread.items():
+            if why and field.startswith(section):
+                yield f"warning: {field} is not read: {why}"
 
 
 def plan_of(config: Config, named: Collection[str]) -> Planned:
@@ -349,7 +363,7 @@ def print_dry_run(
     for line in placement:
         say(line)
     if not placement:
-        console.print(process_table(specs))
+        print_trimmed(console, process_table(specs))
         say("commands:")
         for command in as_commands(specs):
             say(f"  {command}")
@@ -381,14 +395,19 @@ def _facts(config: Config, sizes: Mapping[str, int], place: Place) -> Iterator[t
     loss = f"loss {ppo.loss}, clip -{ppo.eps_clip:g} +{ppo.eps_clip_higher or ppo.eps_clip:g}"
     advantage = f"advantages: mean of {ppo.advantage.mean}, deviation of {ppo.advantage.std}"
     yield "training", f"{loss}, lr {config.train.optimizer.lr:g}, {ppo.minibatches} minibatches; {advantage}"
-    steps, per_epoch = planned_steps(config, sizes["train"]), sizes["train"] / groups
-    yield "steps", f"{steps:,}, which are {steps / per_epoch:.2f} epochs; one epoch is {per_epoch:,.1f} steps"
+    yield "steps", epochs_text(planned_steps(config, sizes["train"]), sizes["train"] / groups)
     layers = model_of(config).layers
     again = recomputed_of_model(config.train.recompute, layers, allocation.actor.pipeline)
     yield "recompute", f"{again} of {layers} layers in the backward pass"
     yield "host", f"memory {host_line(config, place)}"
     records = f", records of the kept steps up to {size_text(record_bytes(config))}" if config.record.keep_steps else ""
     yield "disk", f"about {size_text(disk_bytes(config, flow))}{records}; {size_text(free_bytes(config))} are free"
+
+
+def epochs_text(steps: int, steps_of_epoch: float) -> str:
+    """Return the steps of a run as text, with the number of epochs. Data may have less than one batch."""
+    epochs, of_epoch = (f"{n:,.0f}" if n >= 100 else f"{n:.2g}" for n in (steps / steps_of_epoch, steps_of_epoch))
+    return f"{steps:,}, which are {epochs} epochs; one epoch is {of_epoch} steps"
 
 
 def _count(number: int) -> str:

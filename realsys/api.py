@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from realsys.cluster.process import own_environment
 from realsys.config.compose import compose, quoted
@@ -24,11 +24,13 @@ from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.commands.finding import find_trial
 from realsys.launch.commands.replay import last_recorded
+from realsys.launch.commands.status import read_summary
 from realsys.launch.prepare import resolve
 from realsys.launch.run import RunOptions
 from realsys.launch.words import own_words, words_again
 from realsys.observe.samples.catalogue import Catalogue
 from realsys.observe.samples.step_samples import Sample
+from realsys.observe.step_fields import FIELDS
 from realsys.observe.step_log import StepRecord, surviving_steps
 
 
@@ -57,10 +59,17 @@ class Trial:
         """Hugging Face directory of the trained model; None until training has ended."""
         return self._paths.final_model if self._paths.final_model.is_dir() else None
 
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """Content of summary.json, which `realsys status` prints; None until the run has ended. Raises ConfigError."""
+        return read_summary(self._paths)
+
     def steps(self, kind: str = "train") -> list[StepRecord]:
         """Return the records of the step log in order, without those that a roll-back undid. docs/metrics.md has the
-        fields. ``kind``: ``train``, ``eval``, ``warmup``, ``phase``, ...
+        fields. ``kind``: ``train``, ``eval``, ``warmup``, ``phase``, ... Raises ConfigError for an unknown kind.
         """
+        if kind not in FIELDS:
+            raise ConfigError("kind", kind, f"must be one of {', '.join(FIELDS)}")
         return [record for record in surviving_steps(self._paths.steps) if record["kind"] == kind]
 
     def evaluations(self) -> list[StepRecord]:

@@ -22,6 +22,7 @@ from realsys.launch.commands.options import add_json, add_trial
 from realsys.manager.audit import Auditor, AuditReport
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.tickets import tickets_in
+from realsys.observe.screen.terminal import print_trimmed
 from realsys.observe.step_log import RECOVERED, surviving_steps
 
 _SHOWN = 5  # problems per check; --json has all of them
@@ -116,7 +117,7 @@ def print_report(console: Console, report: AuditReport) -> None:
     counts.add_row(
         "staleness", "", "  ".join(f"{versions}: {n}" for versions, n in report.histogram.items()) or "nothing trained"
     )
-    console.print(counts)
+    print_trimmed(console, counts)
     console.print()
     for check in report.checks:
         verdict, style = ("ok", "green") if check.ok else ("FAILED", "bold red")

@@ -44,6 +44,7 @@ from realsys.manager.messages import ScheduleReply, ScheduleRequest
 from realsys.observe.samples.step_samples import VERDICTS
 from realsys.observe.samples.turns import token_kinds
 from realsys.observe.screen.terminal import Terminal
+from realsys.observe.screen.text_figures import worth_showing
 from realsys.reward.open_verifiers import own_verifiers
 from realsys.rollout import agents, environments
 from realsys.rollout.episode_session import CompletionEngine
@@ -144,7 +145,7 @@ def episode_lines(episode: Episode) -> Iterator[str]:
         yield f"  row {number}      {_row(row)}"
     parts = [f"{episode.reward:g}", VERDICTS[episode.correct]]
     parts += [] if episode.answer is None else [f"answer {printable(episode.answer)}"]
-    parts += [f"{name} {value:g}" for name, value in episode.metrics.items()]
+    parts += [f"{name} {episode.metrics[name]:g}" for name in worth_showing(episode.metrics)]
     parts += [f"{value:g} at token {place}" for row in episode.rows for place, value in row.rewards]
     yield f"  reward     {', '.join(parts)}"
 

@@ -34,6 +34,7 @@ from realsys.launch.start import changes
 from realsys.launch.supervise.failures import first_failure
 from realsys.launch.supervise.run_hooks import Bounds, Hooks
 from realsys.launch.supervise.supervisor import Supervisor
+from realsys.observe.screen.terminal import print_trimmed
 from realsys.train import record_files as files
 from realsys.train.checkpoint.checkpoint_files import STATE, verify
 from realsys.train.master.replay import ReplayJob, ReplayResult, replay_job
@@ -184,7 +185,7 @@ def _print(console: Console, result: ReplayResult, tolerance: float) -> None:
         cells = [_cell(step.compared.get(kind, 0), step.unequal.get(kind, 0)) for kind in kinds]
         verdict = f"[green]{equal}[/]" if step.equal else "[red]NOT EQUAL[/]"
         table.add_row(str(step.step), str(step.sequences), *cells, f"{step.seconds:.2f}", verdict)
-    console.print(table)
+    print_trimmed(console, table)
     for step in result.steps:
         for number, difference in enumerate(step.first):
             text = f"step {step.step}, {'first difference' if number == 0 else 'then'}: {difference}"

@@ -26,6 +26,7 @@ from realsys.observe.samples.catalogue import DROPPED, Catalogue
 from realsys.observe.samples.eval_samples import EvalSource, chosen_evaluation
 from realsys.observe.samples.filters import Filter, SampleRow, SampleSource, SampleView, choose
 from realsys.observe.samples.step_samples import VERDICTS, Sample, StepSource
+from realsys.observe.screen.text_figures import worth_showing
 
 _SHOWN = 4  # prompts without --limit
 
@@ -186,7 +187,7 @@ def problem_lines(group: Sequence[EvalSample]) -> Iterator[Text]:
         facts = [VERDICTS[sample.correct], f"reward {sample.reward:g}", sample.finish_reason, f"{sample.tokens} tokens"]
         if sample.answer is not None:
             facts.append(f"answer {printable(sample.answer)}")
-        facts += [f"{name} {value:g}" for name, value in sample.metrics.items()]
+        facts += [f"{name} {sample.metrics[name]:g}" for name in worth_showing(sample.metrics)]
         versions = sorted({sample.version_min, sample.version_max})
         facts.append("v" + "-".join(map(str, versions)))
         yield Text(f"  {sample.sample:>4}  ").append(", ".join(facts), style=_COLOURS[sample.correct])
@@ -220,7 +221,7 @@ def printable(text: str) -> str:
 
 def _facts(sample: Sample) -> Text:
     parts = [f"reward {sample.reward:g}", VERDICTS[sample.correct], sample.finish_reason]
-    parts += [f"{name} {value:g}" for name, value in sample.metrics.items()]
+    parts += [f"{name} {sample.metrics[name]:g}" for name in worth_showing(sample.metrics)]
     parts += [f"reward {reward:g} at {position}" for position, reward in sample.rewards]
     if sample.score is not None:
         parts.append(f"score {sample.score:+.3f}")

@@ -123,6 +123,10 @@ def _print(console: Console, snapshot: TrialSnapshot) -> None:
             print_summary(console, snapshot.summary)
         except (ValueError, LookupError, TypeError, AttributeError) as exc:
             raise damaged_summary(paths, exc) from None
+        logged = progress.step[0] if progress.train else 0
+        if logged < snapshot.summary["steps"]:
+            had = snapshot.summary["steps"]
+            say(f"! {paths.steps} was cut off: it has {logged} of {had} steps: restore it from a copy")
     else:
         done, total = progress.step
         is_running = snapshot.state == "running" and progress.phase_since is not None
@@ -262,7 +266,8 @@ def read_summary(paths: TrialPaths) -> Summary | None:
         raise damaged_summary(paths, exc) from None
     if not isinstance(found, dict):
         raise damaged_summary(paths, TypeError("it must contain a JSON object"))
-    return found
+    model = str(paths.final_model) if paths.final_model.is_dir() else None
+    return {**found, "folder": str(paths.root), "model": model}  # the folder may have been moved or copied
 
 
 def damaged_summary(paths: TrialPaths, exc: Exception) -> ConfigError:

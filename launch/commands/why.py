@@ -11,11 +11,13 @@ from collections.abc import Mapping
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from realsys.launch.commands.finding import find_trial
 from realsys.launch.commands.options import add_json, add_newest_trial, add_steps
 from realsys.observe.percent import whole_percents
+from realsys.observe.screen.terminal import print_trimmed
 from realsys.observe.timeline.ways import WAITS
 from realsys.observe.timeline.why import PARTS, StepTime, WhyReport, explain
 
@@ -64,7 +66,7 @@ def as_record(report: WhyReport) -> dict[str, object]:
 
 def print_report(console: Console, report: WhyReport) -> None:
     """Print sentence, times, waits, use and advice."""
-    console.print(f"[bold]{report.sentence}[/]", highlight=False)
+    print_trimmed(console, f"[bold]{report.sentence}[/]")
     steps = [time.step for time, _ in report.steps]
     console.print(
         f"\n{len(steps)} train steps, {steps[0]} to {steps[-1]}, {report.time.seconds:.1f} s", highlight=False
@@ -80,7 +82,7 @@ def print_report(console: Console, report: WhyReport) -> None:
         _print_shares(console, "a group, on average", report.life, percents, {**WAITS, **_AFTER})
     console.print("\n[bold]what would help[/]")
     for line in report.advice or ["nothing stands out"]:
-        console.print(f"- {line}", highlight=False, markup=False)
+        print_trimmed(console, escape(f"- {line}"))
 
 
 def _print_shares(
@@ -94,7 +96,7 @@ def _print_shares(
         if parts.get(name, 0.0) >= 0.005:  # it is 0.00 otherwise
             table.add_row(name, f"{parts[name]:.2f}", str(percents[name]), meaning)
     table.add_row("sum", f"{sum(parts.values()):.2f}", str(sum(percents.values())), style="dim")
-    console.print(table)
+    print_trimmed(console, table)
 
 
 def _print_steps(console: Console, report: WhyReport) -> None:
@@ -109,7 +111,7 @@ def _print_steps(console: Console, report: WhyReport) -> None:
         parts = {name: time.parts[name] for name in used}
         shares = whole_percents(parts | {"rest": max(0.0, time.seconds - sum(parts.values()))}, time.seconds)
         table.add_row(str(time.step), f"{time.seconds:.2f}", *map(str, shares.values()), _most(time, waits))
-    console.print(table)
+    print_trimmed(console, table)
 
 
 def _most(time: StepTime, waits: Mapping[str, float]) -> str:
@@ -133,7 +135,7 @@ def _print_use(console: Console, report: WhyReport) -> None:
     ]
     if workers.reasons:
         lines[-1] += f" ({', '.join(f'{name} {count} times' for name, count in sorted(workers.reasons.items()))})"
-    console.print("\n" + "\n".join(lines), highlight=False)
+    print_trimmed(console, "\n" + "\n".join(lines))
 
 
 def _count(number: int, noun: str) -> str:

@@ -400,7 +400,9 @@ def check_model(
     Raises ConfigError or ModelError.
     """
     if not path.is_dir():
-        raise ConfigError(field, str(path), "is not a directory: name a local directory; nothing is downloaded")
+        fetch = "fetch a model of the Hugging Face Hub with `hf download ORGANISATION/NAME --local-dir DIR`"
+        problem = f"is not a directory: name a local one; nothing is downloaded, so {fetch}"
+        raise ConfigError(field, str(path), problem)
     model = read_model(path, head)
     for pattern in ("tokenizer.json", "*.safetensors"):
         if not any(file.is_file() for file in path.glob(pattern)):

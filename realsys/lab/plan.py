@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -39,6 +39,8 @@ from realsys.launch.commands.options import add_config_dir, add_json, amount, co
 from realsys.launch.fit import fit as fit_config
 from realsys.launch.prepare import resolve
 from realsys.observe.screen.terminal import Terminal, WorkLine
+
+_RECORDED = "as recorded"  # name of the first row
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -72,10 +74,11 @@ def run(args: Namespace) -> int:
     variants = split_variants(config, devices, cores)
     tries = given(config, args.tries) if args.tries else what_ifs(config)  # only their number counts yet
     work = _Work(variants, tries, as_json=args.json)
-    work.say(_recorded(recording, cores))
+    work.begin(recording, cores)
     fitted = fit(recording, cores, work.simulated)
     splits = work.predict(fitted, variants)
     best = recommend(splits, devices=0 if cores else devices)
+    work.head()
     others = work.predict(fitted, given(best.config, args.tries) if args.tries else what_ifs(best.config))
     work.line.clear()
     if args.json:
@@ -109,7 +112,7 @@ class _Work:
         self._doing = "fit"
         self._width = 0  # of the first column; the other columns are measured before it is known
         self._console = Terminal(highlight=False, markup=False, quiet=as_json)
-        longest = max(len(variant.label) for variant in (*variants, *tries))
+        longest = max(len(label) for label in (_RECORDED, *(variant.label for variant in (*variants, *tries))))
         self._width = min(longest, max(0, self._console.width - len(self._row(*[""] * 5))))
 
     def say(self, text: str) -> None:
@@ -123,33 +126,37 @@ class _Work:
         self._done += 1
         self.line.show(self._done, self._total, f"{self._done} of {self._total} simulations, {self._doing}")
 
-    def predict(self, fitted: Fit, variants: Sequence[Variant]) -> list[Prediction]:
-        """Predict the settings and print a table of them, one line after the other."""
-        self.say(self._row("setting", "steps/h", "90 %", "tokens/s", "trainer waits"))
-        return list(self._predicted(fitted, variants))
+    def begin(self, recording: Recording, cores: float) -> None:
+        """Print the first row of the table, the recorded run itself, before anything is simulated."""
+        shared = f"{cores:g} shared cores" if cores else "a device for each process"
+        self.say(
+            f"{recording.folder}: {len(recording.steps)} steps, {shared}; predictions with {1 + MEMBERS} sets of costs"
+        )
+        self.head()
+        found = recorded_outcome(recording)
+        self.say(
+            self._row(_RECORDED, f"{found.steps_per_h:,.0f}", "", f"{found.tokens_per_s:,.0f}", f"{found.waits:.0%}")
+        )
 
-    def _predicted(self, fitted: Fit, variants: Sequence[Variant]) -> Iterator[Prediction]:
+    def head(self) -> None:
+        """Print the head of a table."""
+        self.say(self._row("setting", "steps/h", "90 %", "tokens/s", "trainer waits"))
+
+    def predict(self, fitted: Fit, variants: Sequence[Variant]) -> list[Prediction]:
+        """Predict the settings and print each when it is ready."""
+        predictions = []
         for variant in variants:
             self._doing = variant.label
             found = predict(fitted, variant.config, variant.label, scale=variant.scale, progress=self.simulated)
             steps, tokens = found.steps_per_h, found.tokens_per_s.mid
             interval = f"{steps.low:,.0f} - {steps.high:,.0f}"
             self.say(self._row(found.label, f"{steps.mid:,.0f}", interval, f"{tokens:,.0f}", f"{found.waits:.0%}"))
-            yield found
+            predictions.append(found)
+        return predictions
 
     def _row(self, label: str, steps: str, interval: str, tokens: str, waits: str) -> str:
         first = label if len(label) <= self._width else f"{label}\n{'':{self._width}}"
         return f"{first:<{self._width}}  {steps:>8}  {interval:>15}  {tokens:>9}  {waits:>13}"
-
-
-def _recorded(recording: Recording, cores: float) -> str:
-    measured = recorded_outcome(recording)
-    shared = f"{cores:g} shared cores" if cores else "a device for each process"
-    return (
-        f"recorded in {recording.folder}, {len(recording.steps)} steps, {shared}: "
-        f"{measured.steps_per_h:,.0f} steps/h, {measured.tokens_per_s:,.0f} tokens/s, "
-        f"trainer waits {measured.waits:.0%}; predictions with {1 + MEMBERS} sets of costs"
-    )
 
 
 def _plain(found: Prediction) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from realsys.lab.simulation.invariants import Broken
 from realsys.lab.simulation.scenarios import plan
 from realsys.lab.simulation.simulation import Simulation
 from realsys.launch.commands.options import add_json, hours
-from realsys.observe.screen.terminal import WorkLine
+from realsys.observe.screen.terminal import WorkLine, print_trimmed
 
 _BROKEN = 1  # exit code
 
@@ -82,7 +82,7 @@ def print_results(console: Console, found: Mapping[str, Any]) -> None:
     table.add_column()
     for name, text in _lines(found):
         table.add_row(name, text)
-    console.print(table)
+    print_trimmed(console, table)
 
 
 def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,4 +1,5 @@
-"""Says early that the groups of a run carry no signal, and the likely cause. Pure, over the records of the step log.
+"""Says early that the groups of a run carry no signal, and the likely cause, or that its policy drifts away. Pure, over
+the records of the step log.
 
 A group has no signal if its advantages are all 0. With mean=group that is a group whose episodes all have
 the same reward; with mean=batch a whole batch of such groups.
@@ -6,8 +7,10 @@ the same reward; with mean=batch a whole batch of such groups.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import mean, median
 from typing import Any
 
 from realsys.observe.percent import percent
@@ -18,6 +21,20 @@ STEPS = 3
 NO_SIGNAL = 2 / 3
 #: share of cut-off completions that explains wrong ones
 CUT_OFF = 0.3
+
+#: steps that a number is compared with: the first ones for the entropy, the last ones for jumps
+FIRST, LAST = 5, 20
+#: share of the first entropy that is left when completions have become alike. It halves in a healthy run
+ENTROPY_LEFT = 0.1
+#: times its median of the last steps that makes a jump
+JUMP = 10.0
+#: numbers that may jump, with the least value that matters and what to do
+_JUMPS = {
+    "grad_norm": (1.0, "lower train.optimizer.lr or train.optimizer.clip_grad"),
+    "kl_prox_theta_mean": (0.01, "lower train.optimizer.lr, or set train.ppo.early_stop_kl"),
+}
+#: effective sample size of w below which few tokens decide a step
+ESS_LEFT = 0.5
 
 Record = Mapping[str, Any]
 
@@ -78,3 +95,48 @@ def _remedy(wrong: float, right: float, cut: float) -> str:
 
 def _mean(values: Sequence[float | None]) -> float:
     return sum(value or 0.0 for value in values) / len(values)
+
+
+class DriftWatch:
+    """Watch over the train records of a run. It warns once of each: entropy that is gone, a jump of the gradient or of
+    the distance of a step, few effective tokens.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[float] = []  # entropies
+        self._last: dict[str, deque[float]] = {name: deque(maxlen=LAST) for name in _JUMPS}
+        self._warned: set[str] = set()
+
+    def observe(self, record: Record) -> list[str]:
+        """Return the warnings that ``record`` is the first to give."""
+        found = {name: text for name, text in self._found(record.get("stats") or {}).items() if text}
+        new = [f"step {record.get('step')}: {text}" for name, text in found.items() if name not in self._warned]
+        self._warned |= found.keys()
+        return new
+
+    def _found(self, stats: Record) -> dict[str, str]:
+        numbers = {name: value for name, value in stats.items() if value is not None and math.isfinite(value)}
+        found = {name: self._jump(name, numbers[name]) for name in _JUMPS if name in numbers}
+        if (entropy := numbers.get("entropy_mean")) is not None:
+            found["entropy"] = self._collapse(entropy)
+        if (share := numbers.get("w_ess", 1.0)) < ESS_LEFT:
+            remedy = "lower asynchronous.max_staleness, or see agreement in the step log"
+            found["w_ess"] = f"behaviour weights leave {percent(share, 0)} of the tokens effective (w_ess): {remedy}"
+        return found
+
+    def _collapse(self, entropy: float) -> str:
+        if len(self._first) < FIRST:
+            self._first.append(entropy)
+            return ""
+        if entropy >= ENTROPY_LEFT * mean(self._first):
+            return ""
+        remedy = "completions become alike: lower train.optimizer.lr, or raise train.ppo.entropy_coef"
+        return f"entropy fell to {entropy:.3g} from {mean(self._first):.3g} nats in the first {FIRST} steps; {remedy}"
+
+    def _jump(self, name: str, value: float) -> str:
+        last, (least, remedy) = self._last[name], _JUMPS[name]
+        usual = median(last) if len(last) >= FIRST else math.inf
+        last.append(value)
+        if value < max(least, JUMP * usual):
+            return ""
+        return f"{name} jumped to {value:.3g}, from {usual:.3g} (median of the last {len(last) - 1} steps): {remedy}"

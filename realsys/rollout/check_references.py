@@ -127,8 +127,8 @@ def _is_right(judged: object) -> bool:
 def check_references(config: Config, paths: TrialPaths) -> list[str]:
     """Check the references with their verifiers, and try the verifiers of the user on some rows. Returns warnings.
 
-    Raises DataError for the first reference that its verifier cannot use; the arith task fits all functions. Raises
-    ConfigError if a verifier cannot be loaded, or judges nothing.
+    Raises DataError for the first reference that its verifier cannot use; the arith task fits all built-in functions.
+    Raises ConfigError if a verifier cannot be loaded, or judges nothing.
     """
     warnings = []
     checked = _splits_of_verifiers(config)
@@ -144,13 +144,14 @@ def check_references(config: Config, paths: TrialPaths) -> list[str]:
 
 
 def _splits_of_verifiers(config: Config) -> dict[str, list[str]]:
-    """Return verifier -> splits that it judges and that are not generated."""
+    """Return verifier -> splits that it judges. A built-in function needs no check on generated problems."""
     splits: dict[str, dict[str, None]] = {} if config.evaluate_only else {config.data.verifier: {"train": None}}
     for made in evaluation_sets(config).values():
         splits.setdefault(made.verifier, {})[made.split] = None
-    # A judge wants keys of the row, which the generated problems may lack; functions take all of their answers.
+    # A judge wants keys of the row, which the generated problems may lack, and so may a function of the user.
     fits = ("train", HELD_OUT) if config.data.kind == "arith" else ()
-    checked = {name: [s for s in of if name in JUDGE.builtin or s not in fits] for name, of in splits.items()}
+    fitting = VERIFIER.builtin.keys() - JUDGE.builtin.keys()
+    checked = {name: [s for s in of if name not in fitting or s not in fits] for name, of in splits.items()}
     return {name: named for name, named in checked.items() if named}
 
 

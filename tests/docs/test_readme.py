@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from realsys.config.compose import compose
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "README.md").read_text("utf-8")
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
@@ -22,7 +24,20 @@ def test_pages_are_listed_once_in_the_order_of_the_site():
     assert listed == re.findall(r"- (\w+\.md)$", site, re.MULTILINE)
 
 
-def test_make_targets_exist():
+def test_steps_of_the_commands_are_kept() -> None:
+    """The commands are given in their order: the trial is resumed up to its last step before others read it."""
+    config = compose(["experiment=arith"])
+    commands = PAGE.partition("--trial mine")[2]
+    total = int(re.findall(r"resume arith/mine train\.total_steps=(\d+)", commands)[0])
+    steps = {name: int(step) for name, step in re.findall(r"realsys (\w+) \S+(?: \w+)? --step (\d+)", commands)}
+    every, keep = config.checkpoint.every_steps, config.checkpoint.keep
+    checkpoints = [step for step in range(1, total + 1) if step % every == 0 or step == total][-keep:]
+    assert steps.keys() == {"samples", "replay", "export"} and steps["export"] in checkpoints
+    assert total - config.record.keep_steps < steps["samples"] <= total
+    assert checkpoints[0] < steps["replay"] <= total
+
+
+def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     targets = set(re.findall(r"^    make ([a-z-]+)", PAGE, re.MULTILINE))
     assert {"run", "test", "lint"} <= targets

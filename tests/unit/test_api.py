@@ -42,9 +42,12 @@ def test_trial_is_read_from_its_folder(tmp_path, monkeypatch):
     assert [record["step"] for record in trial.steps()] == list(range(1, STEPS + 1))  # steps 21 to 23 once
     assert [record["phase"] for record in trial.steps("phase")][:1] == ["train"]
     assert trial.evaluations()[0]["eval_id"] == "before" and {r["kind"] for r in trial.evaluations()} == {"eval"}
-    assert trial.model is None
+    assert trial.model is None and trial.summary and trial.summary["status"] == "done"
     paths.final_model.mkdir()
-    assert trial.model == paths.final_model
+    paths.summary.unlink()
+    assert trial.model == paths.final_model and trial.summary is None
+    with pytest.raises(ConfigError, match="kind='foo': must be one of train, eval, "):
+        trial.steps("foo")
 
 
 def test_samples_are_those_of_a_recorded_step(tmp_path):
@@ -119,6 +122,8 @@ def test_setting_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
         realsys.run([*ARITH, "train.x=3"])
     with pytest.raises(ConfigError, match="must be 1 to 64 letters"):
         realsys.run(ARITH, trial="a b")
+    with pytest.raises(ConfigError, match="must be a list of texts"):
+        realsys.run("experiment=arith")
     assert not list(tmp_path.iterdir())
 
 

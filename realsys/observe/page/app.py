@@ -35,7 +35,7 @@ from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, RealsysError
 from realsys.observe.page.trial_reader import TrialReader
 from realsys.observe.samples.catalogue import Catalogue
-from realsys.observe.samples.filters import Filter, choose
+from realsys.observe.samples.filters import PROMPT_END, Filter, choose
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,9 @@ def _seen(request: Request) -> int:
 def _listed(catalogue: Catalogue, request: Request) -> dict[str, Any]:
     source = catalogue.open(request.query_params.get("source", ""))
     found = choose(source, Filter.of(request.query_params), time.monotonic)
-    return {"title": source.title, **msgspec.structs.asdict(found)}
+    firsts = {row.group: row.sample_id for row in reversed(found.rows)}
+    prompts = {group: source.prompt(sample_id)[-PROMPT_END:] for group, sample_id in firsts.items()}
+    return {"title": source.title, "prompts": prompts, **msgspec.structs.asdict(found)}
 
 
 def _sample(catalogue: Catalogue, request: Request) -> object:

@@ -16,7 +16,7 @@ from realsys.algorithm.token_losses import MASKED, STALE
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import RecordError
 from realsys.observe.dropped_groups import DroppedEpisode, DroppedGroup, GroupFile, group_files, read_group
-from realsys.observe.samples.filters import SampleRow, SampleView, Turn
+from realsys.observe.samples.filters import PROMPT_END, SampleRow, SampleView, Turn
 from realsys.observe.samples.turns import References, turns
 
 MOST_GROUPS = 1000
@@ -34,6 +34,7 @@ class _Listed:
     """A group without its tokens."""
 
     reason: str
+    prompt: str  # its end
     rows: list[SampleRow]
 
 
@@ -63,6 +64,9 @@ class DroppedSource:
         """Return the samples as they are on disk now."""
         self._refresh()
         return self._rows
+
+    def prompt(self, sample_id: str) -> str:
+        return self._groups[self._places[sample_id][0]].prompt
 
     def text(self, sample_id: str) -> str:
         """Return prompt, reason and tokens as text; "" if its process has removed the group since the last list."""
@@ -120,7 +124,7 @@ def reason_of(group: DroppedGroup) -> str:
 
 
 def _listed(group: DroppedGroup) -> _Listed:
-    return _Listed(reason_of(group), [_row(group, episode) for episode in group.episodes])
+    return _Listed(reason_of(group), group.prompt[-PROMPT_END:], [_row(group, episode) for episode in group.episodes])
 
 
 def _row(group: DroppedGroup, episode: DroppedEpisode) -> SampleRow:

@@ -46,6 +46,9 @@ class EvalSource:
     def rows(self) -> Sequence[SampleRow]:
         return self._rows
 
+    def prompt(self, sample_id: str) -> str:
+        return self.sample(sample_id).prompt
+
     def text(self, sample_id: str) -> str:
         sample = self.sample(sample_id)
         return f"{sample.prompt}\n{sample.completion}"

@@ -91,6 +91,10 @@ class SampleSource(Protocol):
         """Return all samples, in their order."""
         ...
 
+    def prompt(self, sample_id: str) -> str:
+        """Return a sample's prompt, or at least its last ``PROMPT_END`` characters."""
+        ...
+
     def text(self, sample_id: str) -> str:
         """Return the text of a sample, with its prompt, for a search."""
         ...
@@ -112,6 +116,7 @@ Order = Literal["source", "longest", "shortest", "reward", "stalest", "advantage
 SEARCH_S = 3.0
 PAGE_SAMPLES = 100
 MOST_SAMPLES = 1000  # most samples in one answer
+PROMPT_END = 200  # characters of a prompt beside the name of its group
 _VERDICTS: dict[str, bool | None] = {"correct": True, "wrong": False, "unjudged": None}
 
 

@@ -89,6 +89,10 @@ class StepSource:
     def rows(self) -> Sequence[SampleRow]:
         return self._rows
 
+    def prompt(self, sample_id: str) -> str:
+        tokens, mask = (self._reader.array(sample_id, name) for name in ("tokens", "loss_mask"))
+        return self._tokenizer.decode(tokens[: np.argmax(mask) if mask.any() else None].tolist())
+
     def text(self, sample_id: str) -> str:
         return self._tokenizer.decode(self._reader.array(sample_id, "tokens").tolist())
 

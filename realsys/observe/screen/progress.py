@@ -25,7 +25,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import NameStoreError
 from realsys.observe.evaluation_records import without_incomplete
-from realsys.observe.signal import SignalWatch
+from realsys.observe.signal import DriftWatch, SignalWatch
 from realsys.observe.step_log import StepTail, undone
 
 Record = Mapping[str, Any]
@@ -169,7 +169,7 @@ class Monitor:
         self._tail = tail
         self._store: NameStore | None = None
         self._full = ""  # the full disk, as it was last seen
-        self._signal = SignalWatch(config.train.ppo.advantage.mean)
+        self._signal, self._drift = SignalWatch(config.train.ppo.advantage.mean), DriftWatch()
 
     def read_steps(self) -> None:
         """Read the records that the MasterWorker wrote since the last call."""
@@ -178,8 +178,9 @@ class Monitor:
         self._screen.refresh(self._progress, new)
         before = number(self._progress.evals.get("before", {}), "accuracy")
         for record in new:
-            if record.get("kind") == "train" and (warning := self._signal.observe(record, before)):
-                self._note(warning)
+            if record.get("kind") == "train":
+                for warning in filter(None, (self._signal.observe(record, before), *self._drift.observe(record))):
+                    self._note(warning)
 
     def check_disk(self) -> None:
         """Say once that the disk is full: until a process fails for it, the run would only seem slow."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 
 class Terminal(Console):
@@ -25,6 +26,15 @@ class Terminal(Console):
 def tell(text: str) -> None:
     """Print a line to stderr."""
     Terminal(stderr=True, emoji=False).print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def print_trimmed(console: Console, content: Table | str) -> None:
+    """Print a table, or a text with markup. In a file or pipe, its lines have no blanks at their ends."""
+    with contextlib.ExitStack() as pipe:
+        captured = None if console.is_terminal else pipe.enter_context(console.capture())
+        console.print(content, highlight=False)
+    for line in captured.get().splitlines() if captured else ():
+        console.print(line.rstrip(), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 class WorkLine:

@@ -107,10 +107,14 @@ def _parts(records: Sequence[Record]) -> list[str]:
 
 
 def scale_of(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the scale of a curve: 0 to 1 if it stays there, else round numbers around it.
+    """Return the ends of the scale of a curve: quarters if it stays between 0 and 1, else round numbers around it.
 
-    So the scale does not follow the noise: a curve between 88 % and 92 % is nearly flat.
+    So a curve from 48 % to 79 % rises by half of the height, and the scale does not follow the noise: a curve between
+    88 % and 92 % is nearly flat.
     """
+    if values and 0.0 <= min(values) <= max(values) <= 1.0:
+        low = min(math.floor(4 * min(values)), 3) / 4
+        return low, max(math.ceil(4 * max(values)) / 4, low + 0.25)
     return 0.0 - _round_up(-min(values, default=0.0)), max(1.0, _round_up(max(values, default=1.0)))
 
 
@@ -134,9 +138,13 @@ def sparkline(values: Sequence[float], low: float, high: float, width: int = 24)
     return "".join(_BLOCKS[min(len(_BLOCKS) - 1, max(0, round(step)))] for step in steps)
 
 
-def curve_text(records: Sequence[Record], *path: str, width: int = 14) -> str:
-    """Draw the curve of a field, with the ends of its scale: `▁▂▃ 0..1`. "" for less than two values."""
+def curve_text(records: Sequence[Record], *path: str, width: int = 19) -> str:
+    """Draw the curve of a field, with the ends of its scale: `▁▂▃ 0..1`. "" for less than two values.
+
+    ``width``: cells of both.
+    """
     values = [value for value in (number(record, *path) for record in records) if value is not None]
     low, high = scale_of(values)
-    line = sparkline(values, low, high, width)
-    return f"{line} {low:g}..{high:g}" if line else ""
+    scale = f"{low:g}..{high:g}"
+    line = sparkline(values, low, high, width - 1 - len(scale))
+    return f"{line} {scale}" if line else ""

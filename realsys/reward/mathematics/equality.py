@@ -244,6 +244,8 @@ def _parse(text: str, config: tuple[Any, ...]) -> list[Value]:
         return []
     values = []
     for expression in parsed:
+        if isinstance(expression, sympy.Expr) and {str(symbol) for symbol in expression.free_symbols} == {"i"}:
+            expression = expression.subs(dict.fromkeys(expression.free_symbols, sympy.I))  # not a variable
         number = get_pct_val(expression) if isinstance(expression, sympy.Basic) else None
         values.append(Value(expression) if number is None else Value(number, percent=True))
     return values

@@ -38,7 +38,7 @@ from realsys.manager.client import ManagerClient
 from realsys.manager.ledger.tickets import ticket_ranges
 from realsys.manager.messages import TrainedRequest
 from realsys.observe import spans
-from realsys.observe.signal import SignalWatch
+from realsys.observe.signal import DriftWatch, SignalWatch
 from realsys.observe.spans import span
 from realsys.observe.step_log import USED_UP
 from realsys.train.master.agreement import AgreementMonitor
@@ -152,7 +152,7 @@ class TrainLoop:
         self._increases = _Increases()
         self._waste, self._large_weights = Onset(), Onset()
         self._sets = evaluation_sets(config)
-        self._signal = SignalWatch(config.train.ppo.advantage.mean)
+        self._signal, self._drift = SignalWatch(config.train.ppo.advantage.mean), DriftWatch()
 
     async def run(self, done: int = 0) -> int:
         """Train from step ``done`` until a stop condition holds or ``stop`` is set; return the
@@ -232,6 +232,8 @@ class TrainLoop:
         parts.step_log.append({"kind": "train", "time": time.time(), **record})
         spans.add("step", begin, spans.now(), f"step/{step}", tickets=ticket_ranges(batch.tickets))
         if warning := self._signal.observe(record):
+            log.warning("%s", warning)
+        for warning in self._drift.observe(record):
             log.warning("%s", warning)
         await parts.show({key: record[key] for key in STATUS_FIELDS if key in record})
         return True

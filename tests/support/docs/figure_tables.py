@@ -17,7 +17,8 @@ def readme_results() -> str:
     after = [row["after"] for row in arith]
     smol, sums = load("smol")["meta"], [row_of("smol", what=what) for what in ("before", "after")]
     asynchronous = row_of("async_vs_sync", groups=64, mode="async")
-    steps = {row["step"]: row for row in rows_of("train_step", model="arith")}
+    small, large = ({row["step"]: row for row in rows_of("train_step", model=model)} for model in ("arith", "10m"))
+    sizes = " and ".join(training_tables.millions(rows["realsys"]["parameters"]) for rows in (small, large))
     engine = row_of("generation", lengths="equal", concurrent=32)
     pause = row_of("weights", what="pause")
     ledger = load("ledger_cost")["meta"]["on_over_off"]["tokens_per_s"]
@@ -38,12 +39,13 @@ def readme_results() -> str:
             (
                 "steps per hour, asynchronous over synchronous",
                 f"**{asynchronous['async_over_sync']:.2f}**",
-                f"{asynchronous['limit']:.2f} with perfect overlap on this machine",
+                f"{asynchronous['limit']:.2f} with perfect overlap on this machine; one run of each",
             ),
             (
-                "PPO step over a padded `transformers` loop",
-                f"**{steps['padded (8)']['speedup']:.1f} x** as fast",
-                f"{steps['padded_best (1)']['speedup']:.1f} x against the fastest padded loop",
+                f"PPO step over a padded `transformers` loop, {sizes} parameters",
+                f"**{small['padded (8)']['speedup']:.1f} x** and **{large['padded (8)']['speedup']:.1f} x** as fast",
+                f"{small['padded_best (1)']['speedup']:.1f} x and {large['padded_best (1)']['speedup']:.1f} x against "
+                "the fastest padded loop",
             ),
             (
                 "embedded engine over HTTP, 32 sequences",

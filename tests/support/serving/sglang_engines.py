@@ -43,7 +43,7 @@ class StandIn:
     def environment(self) -> dict[str, str]:
         return dict(os.environ)
 
-    def sized(self) -> StandIn:
+    def sized(self):
         return self
 
     def after_failure(self, error: str) -> None:

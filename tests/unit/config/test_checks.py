@@ -70,7 +70,7 @@ WRONG = [
     (["data.kind=jsonl", "data.train=/dev", "data.layout=gsm8k", "data.layout_args={a: 1}"], "data.layout_args", "fit"),
     (["data.kind=jsonl", "data.train=/dev", "data.mixture=[{path: /dev}]"], "data.train", "must be empty"),
     (["data.kind=jsonl", "data.mixture=[{path: /no/such}]"], "data.mixture[0].path", "not a readable file"),
-    (["model.path=/no/such/model"], "model.path", "not a directory"),
+    (["model.path=/no/such/model"], "model.path", "hf download ORGANISATION"),
     ([*SGLANG, "generation.sglang.python=/no/python"], "generation.sglang.python", "not an executable"),
     ([*SGLANG, "generation.sglang.args={host: 0.0.0.0}"], "generation.sglang.args.host", "set by realsys"),
     ([*SGLANG, "generation.sglang.args={node_rank: 1}"], "generation.sglang.args.node_rank", "set by realsys"),

@@ -62,8 +62,10 @@ def test_readme_command_fits_a_model_of_512_positions(tmp_path, model, data, cap
     """No limits given: lengths, evaluation and layout adapt, and every choice is shown."""
     (model / "tokenizer_config.json").write_text('{"eos_token": "<bos>"}')
     argv = ["run", "experiment=math", f"model.path={model}", f"data.train={data}", f"fileroot={tmp_path / 'runs'}"]
-    assert main([*argv, "--dry-run"]) == 0
+    assert main([*argv, "model.tiny.num_hidden_layers=3", "data.arith.train_size=9", "--dry-run"]) == 0
     out = capsys.readouterr().out
+    assert "warning: model.tiny.num_hidden_layers is not read: model.path names the model" in out
+    assert "warning: data.arith.train_size is not read: data.kind=jsonl makes no rows" in out
     assert "set data.max_prompt_tokens=128: the model has 512 positions" in out
     assert "set generation.sampling.max_new_tokens=384: the model has 512 positions" in out
     assert "set allocation=serve." in out and "set evaluation.problems=" in out

@@ -15,7 +15,7 @@ from realsys.observe import signal, step_log
 from realsys.observe.percent import apportioned, percent, whole_percents
 from realsys.observe.points import curve_metrics, metric_name, metrics_of, step_of
 from realsys.observe.rate import RateWindow
-from realsys.observe.signal import STEPS, SignalWatch, signal_warning
+from realsys.observe.signal import STEPS, DriftWatch, SignalWatch, signal_warning
 from realsys.observe.step_fields import FIELDS, GROUPS, field_of, names, numbers, rewrite
 from realsys.observe.step_log import LatestRecords, StepTail, read_steps
 from realsys.observe.timeline import why
@@ -263,3 +263,46 @@ def test_remedies_name_existing_settings(module):
     for text in [text for text in literals if isinstance(text, str)]:
         for name in re.findall(rf"\b(?:{'|'.join(settings)})(?:\.[a-z_]+)+", text):
             functools.reduce(operator.getitem, name.split("."), settings)
+
+
+CALM = {"entropy_mean": 0.4, "grad_norm": 0.3, "kl_prox_theta_mean": 0.001, "w_ess": 0.97}
+
+
+def warnings_of(*changes):
+    """Return the warnings of steps after eight calm ones."""
+    watch = DriftWatch()
+    stats = [CALM] * 8 + [CALM | change for change in changes]
+    return [warning for step, each in enumerate(stats, 1) for warning in watch.observe({"step": step, "stats": each})]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"entropy_mean": 0.03}, "step 9: entropy fell to 0.03 from 0.4 nats in the first 5 steps; completions"),
+        ({"grad_norm": 4.0}, "step 9: grad_norm jumped to 4, from 0.3 (median of the last 8 steps): lower"),
+        ({"kl_prox_theta_mean": 0.02}, "step 9: kl_prox_theta_mean jumped to 0.02, from 0.001"),
+        ({"w_ess": 0.3}, "step 9: behaviour weights leave 30% of the tokens effective (w_ess)"),
+    ],
+)
+def test_policy_that_drifts_is_warned_of_once(change, problem):
+    [warning] = warnings_of(change, change)
+    assert warning.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"entropy_mean": 0.1, "grad_norm": 2.0, "kl_prox_theta_mean": 0.005, "w_ess": 0.6},
+        {"grad_norm": 0.9, "kl_prox_theta_mean": 0.009},  # small numbers may jump
+        dict.fromkeys(CALM),  # a step without computed tokens
+        {"entropy_mean": float("nan"), "grad_norm": float("nan")},
+    ],
+)
+def test_policy_that_learns_is_not_warned_of(change):
+    assert warnings_of(change) == []
+
+
+def test_first_steps_have_nothing_to_compare_with():
+    watch = DriftWatch()
+    wild = [{"grad_norm": 10.0**step, "entropy_mean": 0.1**step} for step in range(5)]
+    assert [watch.observe({"stats": stats}) for stats in wild] == [[]] * 5

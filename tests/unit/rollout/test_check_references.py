@@ -9,6 +9,7 @@ from realsys.config.fields import replaced
 from realsys.config.schema import Config, DataConfig, EvalConfig
 from realsys.config.schema_data import MixtureSource
 from realsys.config.schema_rollout import RewardConfig, RolloutConfig
+from realsys.data.arith import write_dataset
 from realsys.data.convert import convert
 from realsys.data.lines import ORIGIN
 from realsys.errors import ConfigError, DataError
@@ -119,6 +120,20 @@ def test_verifier_of_the_user_is_tried(tmp_path, monkeypatch, body, problem):
     path = jsonl(tmp_path / "t", rows("1", "2"))
     with pytest.raises(ConfigError, match=problem.format(len(body))):
         check_references(config_of(path, f"{name}:judge"), trial(tmp_path))
+
+
+def test_verifier_of_the_user_is_tried_on_generated_rows(tmp_path, monkeypatch):
+    """The arith task fits every built-in function, but not one that wants a key of the row."""
+    (tmp_path / "wants.py").write_text("def judge(item):\n    return item.extra['word'] == item.completion\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    paths, config = trial(tmp_path), Config(data=DataConfig(kind="arith", verifier="wants:judge"))
+    small = {"train_size": 8, "eval_size": 8, "demo_size": 8}
+    write_dataset(config.data.arith.model_copy(update=small), paths.data, seed=1)
+    config = replaced(config, ["evaluation", "problems"], 8)
+    with pytest.raises(ConfigError, match=r"tried on .*:1: KeyError: 'word'"):
+        check_references(config, paths)
+    assert check_references(replaced(config, ["data", "verifier"], "exact"), paths) == []
 
 
 def test_verifier_that_judges_some_is_warned_of(tmp_path, monkeypatch):

@@ -55,8 +55,10 @@ function askForKey(again) {
     event.preventDefault();
     sessionStorage.setItem("key", input.value.trim());
     form.remove();
+    delete document.body.dataset.locked;
     again();
   };
   document.querySelector("header").after(form);
+  document.body.dataset.locked = "1"; // nothing else can be used before there is a key
 }
 const withKey = link => { if (key()) link.href = link.getAttribute("href").split("#")[0] + "#key=" + encodeURIComponent(key()); };

@@ -1,7 +1,7 @@
 "use strict";
 const FIELDS = ["source", "verdict", "order", "text", "truncated", "reward_min", "reward_max", "stale_min", "stale_max", "tokens_min", "group"];
 const PAGE = 100, MARKS = {true: ["✓", "good", "correct"], false: ["✗", "bad", "wrong"], null: ["–", "calm", "not judged"]};
-let rows = [], matched = 0, shown = null, chosen = "", request = 0, opening = 0; // numbers of the newest requests
+let rows = [], prompts = {}, matched = 0, shown = null, chosen = "", request = 0, opening = 0; // numbers of the newest requests
 const valueOf = name => $(name).type === "checkbox" ? ($(name).checked ? "1" : "") : $(name).value.trim();
 function query() {
   const made = new URLSearchParams();
@@ -53,6 +53,7 @@ async function list(more = false) {
     const found = await load(`api/list?${query()}&offset=${more ? rows.length : 0}&limit=${PAGE}`);
     if (own !== request) return;
     rows = more ? [...rows, ...found.rows] : found.rows;
+    prompts = more ? {...prompts, ...found.prompts} : found.prompts;
     matched = found.matched;
     $("title").textContent = found.title;
     document.title = "samples · " + found.title;
@@ -68,18 +69,20 @@ async function list(more = false) {
     document.body.dataset.ready = "1";
   } catch (error) { if (own === request) failed(error, () => list(more)); }
 }
-// Name of a group, with its success rate if all of its samples are in the list.
+// Name of a group and the end of its prompt, with its success rate if all of its samples are in the list.
 function headOf(group) {
   const own = rows.filter(row => row.group === group), judged = own.filter(row => isNumber(+row.correct) && row.correct !== null);
   const whole = !FIELDS.slice(1).some(name => !["any", "source", ""].includes(valueOf(name))) && (rows.length >= matched || rows.at(-1).group !== group);
-  return (kind() === "eval" ? "problem " : "ticket ") + group + (whole && judged.length > 1 ? ` · ${judged.filter(row => row.correct).length} of ${judged.length} correct` : "") + (own[0].outcome ? ` · ${own[0].outcome}` : "");
+  const head = element("li", (kind() === "eval" ? "problem " : "ticket ") + group + (whole && judged.length > 1 ? ` · ${judged.filter(row => row.correct).length} of ${judged.length} correct` : "") + (own[0].outcome ? ` · ${own[0].outcome}` : ""), "head");
+  head.append(element("span", prompts[group], "prompt"));
+  return head;
 }
 const kind = () => $("source").value.split(":")[0];
 function drawList() {
   const longest = Math.max(1, ...rows.map(row => row.tokens));
   let before = null, outcome = "";
   $("list").replaceChildren(...rows.flatMap(row => {
-    const head = row.group !== before && $("order").value === "source" ? [element("li", headOf(row.group), "head")] : [];
+    const head = row.group !== before && $("order").value === "source" ? [headOf(row.group)] : [];
     const first = row.group !== before;
     if (first) outcome = head.length ? row.outcome : "";
     before = row.group;
@@ -127,7 +130,7 @@ function drawSample() {
   $("reference").textContent = reference ?? (note ? "unknown: " + note : "unknown");
   $("reference").className = reference === null || reference === undefined ? "soft" : "";
   const scale = scaleOf(turns);
-  drawTurns(turns, colour(), scale);
+  drawTurns(turns, colour(), scale, valueOf("text"));
   tokenLegend(colour(), scale, turns);
   pairs("facts", facts);
 }

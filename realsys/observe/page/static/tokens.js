@@ -33,18 +33,28 @@ function tokenLegend(by, scale, turns) {
   $("tokenLegend").replaceChildren(...items);
 }
 const NAMES = {prompt: "prompt", context: "given, not trained", sampled: "completion", masked: "sampled, too old to be trained"};
-function drawTurns(turns, by, scale) {
+// Numbers of the pieces that hold a part of the searched text; small and capital letters are equal.
+function hits(pieces, wanted) {
+  const found = new Set(), lowered = pieces.map(piece => piece.toLowerCase()), text = lowered.join(""), needle = wanted.toLowerCase();
+  let i = 0, end = lowered.length ? lowered[0].length : 0; // of piece i
+  for (let at = needle ? text.indexOf(needle) : -1; at >= 0; at = text.indexOf(needle, at + needle.length)) {
+    while (end <= at) end += lowered[++i].length;
+    for (found.add(i); end < at + needle.length; found.add(i)) end += lowered[++i].length;
+  }
+  return found;
+}
+function drawTurns(turns, by, scale, wanted) {
   let budget = MOST_TOKENS, place = 0;
   $("turns").replaceChildren(...turns.map((turn, number_) => {
     const box = element("div", null, "turn " + turn.kind), text = element("pre");
-    const count = turn.pieces.length > 1 ? ` · ${number(turn.pieces.length)} tokens` : "";
+    const marked = hits(turn.pieces, wanted), count = turn.pieces.length > 1 ? ` · ${number(turn.pieces.length)} tokens` : "";
     box.append(element("h2", NAMES[turn.kind] + count), text);
     const start = place;
     place += turn.pieces.length;
     const draw = most => {
       const many = document.createDocumentFragment();
       turn.pieces.slice(0, most).forEach((piece, i) => {
-        const made = element("span", piece), colour = colourOf[by](turn, i, scale);
+        const made = element("span", piece, marked.has(i) ? "hit" : ""), colour = colourOf[by](turn, i, scale);
         if (colour) made.style.background = colour;
         made.dataset.turn = number_;
         made.dataset.i = i;

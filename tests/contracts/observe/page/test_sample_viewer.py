@@ -60,6 +60,35 @@ def test_filter_chooses_samples(page, name, value, ids):
     assert f"{name}=" in page.js("location.hash")
 
 
+def test_searched_text_is_marked(page):
+    page.open(page.samples_page())
+    choose(page, "text", "TRY AGAIN")
+    assert (
+        "".join(page.js("[...document.querySelectorAll('#turns .hit')].map(token => token.textContent)")) == "try again"
+    )
+    choose(page, "text", "")
+    assert page.texts("#turns .hit") == []
+
+
+@pytest.mark.parametrize(
+    ("source", "prompts"),
+    [
+        ("step:40", ["1+2=", "what is 3+4 ?"]),
+        ("eval:after-40", ["5+0=", "5+1=", "5+2="]),
+        ("dropped", ["1+2=", "1+2=", ""]),  # the trainer does not know the text of its prompts
+    ],
+)
+def test_head_of_a_group_has_its_prompt(page, source, prompts):
+    page.open(page.samples_page(f"&source={source}"))
+    assert page.texts("#list .prompt")[: len(prompts)] == prompts
+
+
+def test_filters_stand_on_one_line(page):
+    page.open(page.samples_page())
+    tops = page.js("[...document.querySelectorAll('#filters > label')].map(label => label.getBoundingClientRect().top)")
+    assert len(tops) == 4 and len(set(tops)) == 1
+
+
 def test_address_brings_the_same_view_back(page):
     page.open(page.samples_page(f"&verdict=wrong&order=longest&colour=logprob&id={CUT}"))
     assert shown_ids(page) == [CUT, "0000000001.0/0.0"] and page.text("#sampleId") == CUT

@@ -184,7 +184,7 @@ def test_episode_tells_trained_tokens_and_parts_of_the_reward():
     mask = np.array([0, 0, 1, 1, 0, 1], np.bool_)
     behaviour = np.zeros(3, np.float32), np.zeros(3, np.int32)
     row = Row(np.arange(6, dtype=np.int32), mask, *behaviour, "length", rewards=((5, 0.25),))
-    assert list(episode_lines(Episode([row], -1.0, False, {"format": 0.5}, "7"))) == [
+    assert list(episode_lines(Episode([row], -1.0, False, {"format": 0.5, "gateway/retries": 0.0}, "7"))) == [
         "  row 0      6 tokens, 3 trained: prompt 0-1, trained 2-3, context 4, trained 5; length",
         "  reward     -1, wrong, answer 7, format 0.5, 0.25 at token 5",
     ]
@@ -246,7 +246,9 @@ def test_a_row_with_another_history_shows_it():
 
 def test_context_metrics_and_rewards_of_turns_are_shown():
     spans = [VersionSpan(2, 1, "2"), VersionSpan(None, 1, "?"), VersionSpan(3, 1, "3")]
-    text = shown(make_sample(spans=spans, metrics={"turns": 2.0}, rewards=[(4, 0.5)], correct=None))
+    text = shown(
+        make_sample(spans=spans, metrics={"turns": 2.0, "gateway/retries": 0.0}, rewards=[(4, 0.5)], correct=None)
+    )
     assert "[v2]2[context]?[v3]3" in text
     assert "reward 5, not judged, stop, turns 2, reward 0.5 at 4, staleness 1" in text
 

@@ -211,6 +211,29 @@ def test_status_names_the_first_failure(tmp_path, capsys):
     assert ["first", "failure", "model_worker/1: ModelError: [a] has no b"] in lines
 
 
+def ended(tmp_path):
+    paths = made(tmp_path, "t")
+    write_log(paths, run_records())
+    paths.final_model.mkdir()
+    write_summary(summarise(Config(), paths, TrialOutcome("done", ""), started=90.0, ended=100.0), paths)
+    return paths
+
+
+def test_copied_trial_shows_its_own_paths(tmp_path, capsys):
+    paths = ended(tmp_path)
+    paths.root.rename(paths.root.with_name("moved"))
+    assert main(["status", str(paths.root.with_name("moved"))]) == 0
+    out = capsys.readouterr().out
+    assert f"{paths.root.with_name('moved')}/model" in out and f"{paths.root}/" not in out and "!" not in out
+
+
+def test_cut_off_step_log_of_an_ended_trial_is_said(tmp_path, capsys):
+    paths = ended(tmp_path)
+    write_log(paths, run_records()[:6])
+    assert main(["status", str(paths.root)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("it has 1 of 4 steps: restore it from a copy")
+
+
 # ---- `realsys why` and `realsys trace`: what they print, and their exit codes
 
 
@@ -228,6 +251,7 @@ def test_why_prints_shares_that_add_up(timed_trial, capsys):
     assert re.findall(r"^sum +[\d.]+ +(\d+)", printed, re.MULTILINE) == ["100", "74", "100"]
     assert "decode 40 %" in printed
     assert max(map(len, printed.splitlines())) <= 80
+    assert not re.search(r" $", printed, re.MULTILINE)  # a table fills its last column with blanks
 
 
 def test_why_prints_json(timed_trial, capsys):

@@ -57,6 +57,16 @@ def test_plan_shows_a_table(trial, capsys, monkeypatch):
     assert max(map(len, lines)) <= 80
 
 
+def test_recorded_run_is_shown_before_the_fit(
+    trial: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first simulated row may take minutes on a busy machine."""
+    monkeypatch.setattr(plan, "fit", lambda *_: _stop("fit"))
+    assert main(["plan", "--from", str(trial)]) == 2
+    head, recorded = capsys.readouterr().out.splitlines()[-2:]
+    assert head.startswith("setting ") and recorded.startswith("as recorded ") and recorded.endswith("%")
+
+
 @pytest.mark.parametrize("words", [["--cores", "nan"], ["--cores", "-1"], ["--devices", "-3"]])
 def test_bad_machine_is_refused(words, trial, capsys):
     with pytest.raises(SystemExit) as ended:

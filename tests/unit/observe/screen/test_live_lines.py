@@ -86,7 +86,7 @@ def test_values_of_the_last_steps_are_shown() -> None:
     text = "\n".join(shown(running(2)))
     for part in (
         "4/40 steps",
-        "80.0% ▇▇▇▇ 0..1",
+        "80.0% ▂▂▂▂ 0.75..1",
         "7,900 tokens/s",
         "0.5 mean, 2 max (bound 4)",
         "12 running, 3 finished",
@@ -96,11 +96,12 @@ def test_values_of_the_last_steps_are_shown() -> None:
     assert "waits for the trainer (bound)" in text
 
 
-def test_memory_fits_beside_the_training() -> None:
-    progress = running()
+def test_memory_fits_beside_the_longest_curve() -> None:
+    progress = running(1, [train(step, reward_mean=0.3 + step / 100) for step in range(1, 41)])
     sizes = {"generation_server/0": 3 << 30, "rollout_worker/0": 200 << 20, "rollout_worker/1": 210 << 20}
     progress.status["workers"] = [{"name": name, "memory_bytes": size} for name, size in sizes.items()]
-    assert any(line.endswith("memory     servers 3.0, workers 0.4 GiB") for line in shown(progress))
+    assert any(line.endswith("memory     servers 3.0, workers 0.4 GiB") for line in shown(progress, width=79))
+    assert any("+0.700 ▂▃▄▄▅▆▆▇ 0.25..0.75  " in line for line in shown(progress, width=79))
 
 
 def test_first_step_has_no_bar_of_the_warm_up() -> None:

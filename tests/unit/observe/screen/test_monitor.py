@@ -17,6 +17,7 @@ from realsys.config.schema import Config
 from realsys.observe.screen import progress as monitoring
 from realsys.observe.screen.progress import Monitor, TrialProgress, ask_once
 from realsys.observe.step_log import StepTail
+from tests.support.run_logs import train_record, write_log
 
 
 def test_manager_is_found_and_asked(tmp_path: Path) -> None:
@@ -80,6 +81,15 @@ def test_warnings_go_to_the_given_function(tmp_path: Path, monkeypatch: pytest.M
     screen = SimpleNamespace(refresh=lambda *_: None, note=shown.append)
     Monitor(config, paths, TrialProgress(), screen, StepTail(paths.steps), noted.append).check_disk()
     assert len(noted) == 1 and shown == []
+
+
+def test_policy_that_drifts_is_noted(tmp_path: Path) -> None:
+    config, paths, notes = Config(fileroot=str(tmp_path)), TrialPaths(tmp_path), list[str]()
+    records = [train_record(step, stats={"entropy_mean": 0.4 if step < 9 else 0.01}) for step in range(1, 11)]
+    write_log(paths, records)
+    screen = SimpleNamespace(refresh=lambda *_: None)
+    Monitor(config, paths, TrialProgress(), screen, StepTail(paths.steps), notes.append).read_steps()
+    assert len(notes) == 1 and notes[0].startswith("step 9: entropy fell to 0.01")
 
 
 def test_address_of_the_page_has_its_key_on_a_terminal() -> None:

@@ -28,7 +28,16 @@ def test_step_time_names_what_no_part_has() -> None:
 
 @pytest.mark.parametrize(
     ("values", "scale"),
-    [([], (0, 1)), ([0.88, 0.92], (0, 1)), ([-0.3, 0.5], (-0.5, 1)), ([0.0, 37.0], (0, 50)), ([-1.0, 1.0], (-1, 1))],
+    [
+        ([], (0, 1)),
+        ([0.88, 0.92], (0.75, 1)),
+        ([0.48, 0.79], (0.25, 1)),
+        ([1.0, 1.0], (0.75, 1)),
+        ([0.0, 0.0], (0, 0.25)),
+        ([-0.3, 0.5], (-0.5, 1)),
+        ([0.0, 37.0], (0, 50)),
+        ([-1.0, 1.0], (-1, 1)),
+    ],
 )
 def test_scale_does_not_follow_the_noise(values: list[float], scale: tuple[float, float]) -> None:
     assert scale_of(values) == scale
@@ -43,7 +52,12 @@ def test_sparkline_is_bounded_in_width_and_height() -> None:
 
 def test_course_near_ninety_percent_is_flat() -> None:
     records = [{"accuracy": value} for value in (0.88, 0.92, 0.88, 0.92)]
-    assert curve_text(records, "accuracy") == "▇▇▇▇ 0..1"
+    assert curve_text(records, "accuracy") == "▅▆▅▆ 0.75..1"
+
+
+def test_rise_from_half_to_four_fifths_is_seen() -> None:
+    records = [{"accuracy": value} for value in (0.48, 0.59, 0.70, 0.79)]
+    assert curve_text(records, "accuracy") == "▃▄▅▆ 0.25..1"
 
 
 def test_counts_of_the_gateway_are_shown_if_any() -> None:

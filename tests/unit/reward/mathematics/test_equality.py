@@ -136,6 +136,13 @@ UNITS = [
     (r"\boxed{4t}", "4t", True),
     (r"\boxed{2}", "2ab", False),
 ]
+COMPLEX = [
+    (r"\boxed{e^{i\pi}}", "-1", True),
+    (r"\boxed{-1}", r"e^{i\pi}", True),
+    (r"\boxed{2i}", "(1+i)^2", True),
+    (r"\boxed{3-2i}", "3+2i", False),
+    (r"\boxed{-1}", "i^2 + n", False),  # a variable
+]
 COLLECTIONS = [
     (r"\boxed{2, 1}", "1, 2", True),
     ("1, 2", "1,2", True),
@@ -265,7 +272,7 @@ PARTS = [
     ("The grid is 5 by 10.", "10", False),
     ("So 5 × 10 = 50.", "50", True),
 ]
-TABLES = [PERCENT, SCIENTIFIC, TIME, BOXES, HEDGED, UNITS, COLLECTIONS, THINKING, NUMBERS_AND_NAMES]
+TABLES = [PERCENT, SCIENTIFIC, TIME, BOXES, HEDGED, UNITS, COMPLEX, COLLECTIONS, THINKING, NUMBERS_AND_NAMES]
 TABLES += [TAGS, MONEY, LONG_NUMBERS, REPEATING, EXACT, PARTS]
 
 
