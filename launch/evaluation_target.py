@@ -21,7 +21,7 @@ from realsys.config.schema_data import HELD_OUT, EvalSetConfig
 from realsys.config.schema_train import CheckpointConfig, RecordConfig, TrainConfig, with_built_in_roles
 from realsys.config.trial_sizes import longest_sequence
 from realsys.errors import CheckpointError, ConfigError, WeightsError
-from realsys.launch.commands.finding import EVALUATIONS, RUNS
+from realsys.launch.commands.options import EVALUATIONS, RUNS
 from realsys.launch.fit import AUTO
 from realsys.train.checkpoint.checkpoint_files import checkpoint_incarnation, complete_checkpoints
 from realsys.weights.disk.manifest import complete_versions, load_manifest

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Self
 
 from realsys.cluster.files import write_secret
 from realsys.config.allocation import parse_allocation
+from realsys.config.compose import with_overrides
 from realsys.config.dataflow import dataflow_of
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.config.paths import TrialPaths, newest_dump, read_config, write_config
@@ -39,12 +40,29 @@ from realsys.launch.start import StoredTrial, check_inputs, decide_start, descri
 from realsys.launch.trial_folder import TrialLock, claim_keys, held_by, remove_keys, running_launcher, tidy
 from realsys.manager.ledger.events import Resumed
 from realsys.manager.ledger.journal import Journal
-from realsys.reward.judge.rubric import read_rubric
+from realsys.reward.rubric import read_rubric
 from realsys.train.master.recovery import TrialStart, write_start
 
 _SET_UP = "setting up: model, data, and a check of every row"  # may take minutes
 _KILLED_WITHIN_S = 4.0  # beyond their own time to stop: how long workers of a killed launcher need to end
+_OF_THE_FOLDER = ("experiment", "trial", "fileroot", "recover")
 DEFAULT_TRIAL = str(Config.model_fields["trial"].default)
+
+
+def stored_config(paths: TrialPaths, overrides: Sequence[str]) -> Config:
+    """Return the configuration of a trial with ``overrides``. A folder that was moved keeps its trial.
+
+    Raises ConfigError.
+    """
+    for name in (text.partition("=")[0].lstrip("+") for text in overrides):
+        if name in _OF_THE_FOLDER:
+            raise ConfigError(name, "", "belongs to the folder of the trial: leave it out, or use realsys run")
+    config = with_overrides(read_config(paths.config), overrides)
+    if (config.experiment, config.trial) != (paths.root.parent.name, paths.root.name):
+        problem = f"is trial {config.experiment}/{config.trial}: give its folder this name again"
+        raise ConfigError("TRIAL_DIR", str(paths.root), problem)
+    recover = "resume" if config.recover == "off" else config.recover
+    return config.model_copy(update={"fileroot": str(paths.root.parent.parent), "recover": recover})
 
 
 def resolve(config: Config, *, now: datetime) -> Config:

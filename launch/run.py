@@ -24,7 +24,7 @@ from rich.table import Table
 from realsys.cluster.aio import full_disk, run_beside
 from realsys.cluster.failure import read_errors
 from realsys.cluster.http_client import attempts
-from realsys.cluster.names.etcd_members import EtcdAccess, import_etcd3
+from realsys.cluster.names.etcd_store import EtcdAccess, import_etcd3
 from realsys.cluster.network import HOST, PORTS, interfaces, is_loopback, join_host_port, own_addresses
 from realsys.cluster.process import RUN_ID, STORE_ADDRESS
 from realsys.config.allocation import parse_allocation
@@ -309,7 +309,7 @@ async def _own_store_answers(config: Config, paths: TrialPaths, spec: ProcessSpe
     if at := spec.addresses.get(STORE_ADDRESS):
         address = join_host_port(host, at.port)
     # Imported here: grpc takes time to load and is needed for etcd only.
-    from realsys.cluster.names.etcd_members import EtcdAccess
+    from realsys.cluster.names.etcd_store import EtcdAccess
 
     access = EtcdAccess.by_one_file(paths.etcd_certificate)
     await etcd_answers(address, access, spec.env[RUN_ID], config.cluster.connect_timeout_s)

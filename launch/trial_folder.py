@@ -20,9 +20,8 @@ from typing import NamedTuple, Self
 import msgspec
 
 from realsys.cluster.names.connect import make_name_store, trial_names
-from realsys.cluster.names.contract import NameStore
+from realsys.cluster.names.contract import Names, NameStore
 from realsys.cluster.names.file_store import boot_id
-from realsys.cluster.names.keys import Names
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError

@@ -17,8 +17,7 @@ from rich.text import Text
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, LedgerError
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_json, add_trial
+from realsys.launch.commands.options import add_json, add_trial, find_trial
 from realsys.manager.audit import Auditor, AuditReport
 from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.tickets import tickets_in

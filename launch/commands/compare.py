@@ -15,7 +15,7 @@ from rich.console import Console
 from realsys.config.fields import with_present_names
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
-from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import find_trial
 from realsys.launch.start import changes
 from realsys.observe.screen.progress import number
 from realsys.observe.screen.text_figures import aligned, fmt, scale_of, sparkline

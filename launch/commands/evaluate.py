@@ -26,8 +26,7 @@ from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets, id_of
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, KeyMissing, NameStoreError, RecordError, WaitTimeout
-from realsys.launch.commands.finding import EVALUATIONS
-from realsys.launch.commands.options import add_config_dir, preload_workers
+from realsys.launch.commands.options import EVALUATIONS, add_config_dir, preload_workers
 from realsys.launch.conclude import report_failure, summarised
 from realsys.launch.evaluation_target import (
     Choices,
@@ -51,8 +50,7 @@ from realsys.observe.percent import percent, percentage
 from realsys.observe.screen.plain import EvaluationView
 from realsys.observe.screen.terminal import Terminal, tell
 from realsys.observe.step_log import read_steps
-from realsys.train.master.evaluation_run import EVAL_ID
-from realsys.train.master.request_evaluations import ResultWriter, outcome_of
+from realsys.train.master.request_evaluations import EVAL_ID, ResultWriter, outcome_of
 from realsys.weights.host_places import sweep
 
 

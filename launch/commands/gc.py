@@ -19,12 +19,11 @@ from rich.console import Console
 
 from realsys.cluster.files import MEMBERS, PREFIX
 from realsys.cluster.names.connect import is_known, make_name_store, store_address, trial_names
-from realsys.cluster.names.contract import NameStore, Tree
-from realsys.cluster.names.keys import ROOT, Names
+from realsys.cluster.names.contract import ROOT, Names, NameStore, Tree
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError, RealsysError
-from realsys.launch.commands.finding import RUNS
+from realsys.launch.commands.options import RUNS
 from realsys.launch.slurm.client import LIVES, JobState, SlurmError, job_state
 from realsys.launch.slurm.trial_job import TrialJob, describe_job
 from realsys.launch.trial_folder import (

@@ -13,8 +13,7 @@ from typing import get_args
 from realsys.config.device_plan import Kind
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
-from realsys.launch.commands.finding import find_trial, is_trial
-from realsys.launch.commands.options import NEWEST, count
+from realsys.launch.commands.options import NEWEST, count, find_trial, is_trial
 from realsys.launch.slurm.client import is_here
 from realsys.launch.slurm.submit import follow_job
 from realsys.launch.slurm.trial_job import TrialJob, job_log

@@ -41,8 +41,7 @@ from realsys.launch.evaluation_target import Choices, find_target
 from realsys.launch.prepare import make_inputs
 from realsys.manager.ledger.prompt_order import sampling_seed
 from realsys.manager.messages import ScheduleReply, ScheduleRequest
-from realsys.observe.samples.step_samples import VERDICTS
-from realsys.observe.samples.turns import token_kinds
+from realsys.observe.samples.step_samples import VERDICTS, token_kinds
 from realsys.observe.screen.terminal import Terminal
 from realsys.reward.open_verifiers import own_verifiers
 from realsys.rollout import agents, environments

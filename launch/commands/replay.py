@@ -25,8 +25,7 @@ from realsys.config.paths import TrialPaths, read_config, write_config
 from realsys.config.schema import Config
 from realsys.config.schema_cluster import ClusterConfig
 from realsys.errors import CheckpointError, RealsysError, RecordError
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_trial, preload_workers
+from realsys.launch.commands.options import add_trial, find_trial, preload_workers
 from realsys.launch.nodes.local_executor import open_executor
 from realsys.launch.nodes.orders import LOCAL
 from realsys.launch.process_plan import TRAINING, ProcessSpec, plan

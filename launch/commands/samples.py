@@ -18,12 +18,10 @@ from rich.text import Text
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError, RecordError
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_json, add_trial
+from realsys.launch.commands.options import add_json, add_trial, find_trial
 from realsys.launch.commands.replay import last_recorded
 from realsys.observe.evaluation_records import EvalSample
-from realsys.observe.samples.catalogue import DROPPED, Catalogue
-from realsys.observe.samples.eval_samples import EvalSource, chosen_evaluation
+from realsys.observe.samples.catalogue import DROPPED, Catalogue, EvalSource, chosen_evaluation
 from realsys.observe.samples.filters import Filter, SampleRow, SampleSource, SampleView, choose
 from realsys.observe.samples.step_samples import VERDICTS, Sample, StepSource
 

@@ -18,8 +18,7 @@ from realsys.cluster.aio import run_beside
 from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_json, add_newest_trial, seconds
+from realsys.launch.commands.options import add_json, add_newest_trial, find_trial, seconds
 from realsys.launch.conclude import EVALUATION_KEYS, Summary, print_summary
 from realsys.launch.slurm.client import LIVES, JobState, SlurmError, job_state
 from realsys.launch.slurm.trial_job import TrialJob, describe_job, trial_state

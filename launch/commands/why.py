@@ -13,8 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from realsys.launch.commands.finding import find_trial
-from realsys.launch.commands.options import add_json, add_newest_trial, add_steps
+from realsys.launch.commands.options import add_json, add_newest_trial, add_steps, find_trial
 from realsys.observe.percent import whole_percents
 from realsys.observe.timeline.ways import WAITS
 from realsys.observe.timeline.why import PARTS, StepTime, WhyReport, explain

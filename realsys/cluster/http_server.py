@@ -25,7 +25,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from realsys.cluster.http_signature import signed_digest
+from realsys.cluster.http_client import signed_digest
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.network import advertised_host, bind_tcp, join_host_port, port_of
 from realsys.errors import Fenced, WaitTimeout

@@ -41,8 +41,7 @@ from realsys.observe import spans
 
 if TYPE_CHECKING:
     from realsys.cluster.lease import Heartbeat
-    from realsys.cluster.names.contract import Lease, NameStore
-    from realsys.cluster.names.keys import Names
+    from realsys.cluster.names.contract import Lease, Names, NameStore
     from realsys.config.paths import TrialPaths
     from realsys.config.schema import Config
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from realsys.observe.points import CURVES
+from realsys.observe.step_fields import CURVES
 
 StepRecord = dict[str, Any]
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from realsys.config.doors import JUDGE, VERIFIER
 from realsys.config.evaluation_sets import verifier_arguments, verifier_field
 from realsys.config.schema import Config
+from realsys.reward.dispatch import DispatchBounds
 from realsys.reward.pool import ItemLimits, VerifierPool, Verifiers
-from realsys.reward.service.dispatch import DispatchBounds
-from realsys.reward.service.reward_client import ServiceVerifiers
+from realsys.reward.reward_client import ServiceVerifiers
 from realsys.reward.verifiers.contract import Item, Verdict
 
 if TYPE_CHECKING:

@@ -29,11 +29,21 @@ import msgspec
 import zmq
 
 from realsys.cluster.lease import CheckAlive, unleased
+from realsys.cluster.stream import codec as protocol
 from realsys.cluster.stream import sockets
-from realsys.cluster.stream import wire as protocol
-from realsys.cluster.stream.codec import decode_message, decode_with, encode_message
+from realsys.cluster.stream.codec import (
+    Ack,
+    FailureReply,
+    Hello,
+    Refused,
+    ReplyHeader,
+    RequestHeader,
+    Welcome,
+    decode_message,
+    decode_with,
+    encode_message,
+)
 from realsys.cluster.stream.security import CurveKeys
-from realsys.cluster.stream.wire import Ack, FailureReply, Hello, Refused, ReplyHeader, RequestHeader, Welcome
 from realsys.errors import DecodeError, RemoteError, StreamError, WaitTimeout, WorkerLost
 
 log = logging.getLogger(__name__)

@@ -28,13 +28,11 @@ import zmq
 
 from realsys.cluster.failpoint import failpoint
 from realsys.cluster.lease import CheckAlive, unleased
+from realsys.cluster.stream import codec as protocol
 from realsys.cluster.stream import sockets
-from realsys.cluster.stream import wire as protocol
-from realsys.cluster.stream.codec import Buffer, decode_message, decode_with, encode_message
-from realsys.cluster.stream.push_pull import Puller, PullerStats
-from realsys.cluster.stream.security import CurveKeys
-from realsys.cluster.stream.wire import (
+from realsys.cluster.stream.codec import (
     Ack,
+    Buffer,
     FailureReply,
     Hello,
     NoticeHeader,
@@ -42,7 +40,12 @@ from realsys.cluster.stream.wire import (
     ReplyHeader,
     RequestHeader,
     Welcome,
+    decode_message,
+    decode_with,
+    encode_message,
 )
+from realsys.cluster.stream.push_pull import Puller, PullerStats
+from realsys.cluster.stream.security import CurveKeys
 from realsys.errors import DecodeError, Fenced, StreamError, WaitTimeout
 from realsys.types import Group
 

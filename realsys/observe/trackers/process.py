@@ -25,7 +25,7 @@ import msgspec
 from realsys.cluster.prctl import die_with_parent
 from realsys.config.doors import TRACKER
 from realsys.errors import ConfigError
-from realsys.observe.points import CURVES, metrics_of, step_of
+from realsys.observe.step_fields import CURVES, metrics_of, step_of
 from realsys.observe.step_log import RECOVERED, StepRecord, StepTail
 from realsys.observe.trackers.contract import Point, Run, Tracker
 from realsys.observe.trackers.link import LONGEST_TEXT, TrackerOrder, TrialEnded, line

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from realsys.observe.points import CURVES
+from realsys.observe.step_fields import CURVES
 from realsys.observe.trackers.contract import Point, Run, Tracker, argument_problem
 
 RUN_ID = "run_id"  # entry of ``Run.state``

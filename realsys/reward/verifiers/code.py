@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from realsys.config.schema import Config
-from realsys.data.layouts.code_tests import CallTest, CodeTests, code_tests_of
+from realsys.data.lines import CallTest, CodeTests, code_tests_of
 from realsys.errors import MALFORMED, ConfigError, DataError, SandboxError
-from realsys.reward.mathematics.final_answers import after_thinking
+from realsys.reward.final_answers import after_thinking
 from realsys.reward.sandbox.inside import unit_tests
 from realsys.reward.sandbox.sandbox import Program, ProgramRaised, Sandbox, SandboxCommand, UnitTests
 from realsys.reward.sandbox.settings import (

@@ -8,8 +8,7 @@ from realsys.agent_runner.contract import CAPTURED, is_async, kind_of
 from realsys.config.doors import AGENT
 from realsys.config.schema import Config
 from realsys.data.tokenizer import TextTokenizer
-from realsys.rollout.agents.captured import CapturedAgent, Inside
-from realsys.rollout.agents.captured_processes import AgentProcesses, check_interpreter
+from realsys.rollout.agents.captured import AgentProcesses, CapturedAgent, Inside, check_interpreter
 from realsys.rollout.agents.contract import Agent, AgentParts, Bounded, ClosableAgent
 from realsys.rollout.environments import Environment
 

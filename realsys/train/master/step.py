@@ -25,11 +25,10 @@ from realsys.config.dataflow import Dataflow, comparing_call
 from realsys.config.schema import Config, WarmupConfig
 from realsys.model_calls import SNAPSHOT
 from realsys.observe.spans import span
-from realsys.train.master.agreement import SAMPLE_TOKENS, AgreementSampler
 from realsys.train.master.executor import CallResult, GraphExecutor, Minibatches, Ownership
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.recorder import StepRecorder, check_finite
-from realsys.train.master.step_statistics import StepLog
+from realsys.train.master.step_statistics import SAMPLE_TOKENS, AgreementSampler, StepLog
 from realsys.types import SampleMeta, SequenceRef
 
 Plan = Callable[[Sequence[SequenceRef]], dict[str, Minibatches]]

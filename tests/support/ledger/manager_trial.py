@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from realsys.cluster.names.keys import Names
+from realsys.cluster.names.contract import Names
 from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.schema import AsyncConfig, Config, ManagerConfig
 from realsys.config.schema_rollout import RolloutConfig

@@ -2,9 +2,8 @@
 
 from random import Random
 
-from realsys.reward.service.dispatch import JUDGEMENTS, WINDOW, Dispatch, DispatchBounds
-from realsys.reward.service.verdict_protocol import Decided, NoVerifier
-from realsys.reward.verifier_protocol import DIED, RAISED, NoVerdict, VerifierWork
+from realsys.reward.dispatch import JUDGEMENTS, WINDOW, Dispatch, DispatchBounds
+from realsys.reward.verifier_protocol import DIED, RAISED, Decided, NoVerdict, NoVerifier, VerifierWork
 from realsys.reward.verifiers.contract import Verdict
 
 RETRY_S, TOTAL_S = 60.0, 600.0

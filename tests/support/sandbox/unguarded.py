@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from realsys.data.layouts.code_tests import CodeTests
+from realsys.data.lines import CodeTests
 
 _CALLS = """
 import json

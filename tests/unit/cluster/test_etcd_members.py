@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from realsys.cluster.names.etcd_members import EtcdAccess, EtcdMembers, Member
+from realsys.cluster.names.etcd_store import EtcdAccess, EtcdMembers, Member
 from realsys.errors import NameStoreError
 
 

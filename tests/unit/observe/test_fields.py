@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realsys.observe.points import metric_name
-from realsys.observe.step_fields import FIELDS, GROUPS, field_of, names, numbers, rewrite
+from realsys.observe.step_fields import FIELDS, GROUPS, field_of, metric_name, names, numbers, rewrite
 from tests.support.telemetry.step_logs import undocumented
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text("utf-8")

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from realsys.observe import step_log
-from realsys.observe.points import curve_metrics
+from realsys.observe.step_fields import curve_metrics
 from realsys.observe.step_log import LatestRecords
 from tests.support.telemetry.step_logs import append, evaluation, recovered, train, warmup
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from realsys.observe.points import metrics_of, step_of
+from realsys.observe.step_fields import metrics_of, step_of
 from tests.support.telemetry.step_logs import evaluation, train
 
 

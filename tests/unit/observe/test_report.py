@@ -15,7 +15,7 @@ from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
 from realsys.errors import ConfigError
 from realsys.launch.commands import status
-from realsys.launch.commands.finding import find_trial
+from realsys.launch.commands.options import find_trial
 from realsys.launch.conclude import Summary, print_summary, summarise, write_summary
 from realsys.launch.nodes.orders import ProcessId
 from realsys.launch.supervise.failures import FirstFailure

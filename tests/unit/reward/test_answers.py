@@ -8,7 +8,7 @@ import pytest
 
 from realsys.config.schema import Config
 from realsys.errors import WaitTimeout
-from realsys.reward.compare_answers import AnswerComparer
+from realsys.reward.pool import AnswerComparer
 
 
 class Completion(NamedTuple):

@@ -3,7 +3,7 @@
 import pytest
 
 from realsys.config.schema import Config
-from realsys.data.layouts.code_tests import KEY
+from realsys.data.lines import KEY
 from realsys.errors import ConfigError, SandboxError
 from realsys.reward.sandbox.sandbox import Sandbox
 from realsys.reward.verifiers import code as module

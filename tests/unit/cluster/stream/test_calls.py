@@ -8,9 +8,8 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from realsys.cluster.stream.codec import encode_message
+from realsys.cluster.stream.codec import Ack, FailureReply, encode_message
 from realsys.cluster.stream.master_stream import Acknowledgements, Message, OpenCall, Peer, name_workers, open_call
-from realsys.cluster.stream.wire import Ack, FailureReply
 from realsys.errors import DecodeError, RemoteError, WaitTimeout
 from realsys.model_calls import TransferReply
 from tests.support.streams.stream_parts import BOUND_S

@@ -14,7 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realsys.cluster.stream.codec import (
+    TO_MASTER,
+    TO_PULLER,
+    TO_PUSHER,
+    TO_WORKER,
     GroupHeader,
+    PushAck,
     Slabs,
     decode_group,
     decode_message,
@@ -22,7 +27,6 @@ from realsys.cluster.stream.codec import (
     encode_group,
     encode_message,
 )
-from realsys.cluster.stream.wire import TO_MASTER, TO_PULLER, TO_PUSHER, TO_WORKER, PushAck
 from realsys.errors import DecodeError, StreamError
 from realsys.model_calls import ClearRequest, SamplesArrived
 from realsys.types import Episode, Group, Row, Ticket

@@ -9,7 +9,7 @@ import zlib
 
 import pytest
 
-from realsys.data.layouts.code_rows import inflate, packed_text, pickled_text
+from realsys.data.layouts import inflate, packed_text, pickled_text
 
 
 class Bomb:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from realsys.launch.commands.samples import group_lines, printable
-from realsys.observe.samples.step_samples import Sample
-from realsys.observe.samples.turns import VersionSpan
+from realsys.observe.samples.step_samples import Sample, VersionSpan
 
 
 def make_sample(**fields: object) -> Sample:

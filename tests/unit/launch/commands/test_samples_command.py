@@ -12,7 +12,7 @@ from realsys.errors import RecordError
 from realsys.launch.cli import main
 from realsys.observe.dropped_groups import DroppedGroup, Room, write_group
 from realsys.observe.evaluation_records import EvalSample, write_result
-from realsys.observe.samples.eval_samples import chosen_evaluation
+from realsys.observe.samples.catalogue import chosen_evaluation
 from realsys.types import Ticket
 from tests.support.processes.config_trees import changed
 from tests.support.view.shown_trial import HOSTILE, sample_trial

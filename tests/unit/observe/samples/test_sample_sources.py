@@ -11,7 +11,7 @@ from realsys.config.paths import TrialPaths
 from realsys.errors import RecordError
 from realsys.observe.dropped_groups import DroppedGroup, read_group
 from realsys.observe.evaluation_records import read_result, read_samples, write_result
-from realsys.observe.samples import dropped_samples
+from realsys.observe.samples import catalogue
 from realsys.observe.samples.catalogue import Catalogue
 from realsys.train.record_files import worker_file
 from tests.support.processes.config_trees import changed
@@ -95,14 +95,14 @@ def test_group_is_read_once(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) 
         read.append(path)
         return read_group(path)
 
-    monkeypatch.setattr(dropped_samples, "read_group", counted)
-    catalogue = Catalogue(paths)
+    monkeypatch.setattr(catalogue, "read_group", counted)
+    sources = Catalogue(paths)
     for _ in range(3):
-        source = catalogue.open("dropped")
+        source = sources.open("dropped")
         assert len(source.rows()) == 3 and source.view("0000000081.0/0")
     assert len(read) == 4  # three for the list, one for the sample
-    write_dropped(paths, catalogue.tokenizer)
-    assert len(catalogue.open("dropped").rows()) == 3, "the copies have the same names"
+    write_dropped(paths, sources.tokenizer)
+    assert len(sources.open("dropped").rows()) == 3, "the copies have the same names"
     assert len(read) == 7
 
 
@@ -115,7 +115,7 @@ def test_group_that_left_has_no_text(paths: TrialPaths) -> None:
 
 
 def test_first_list_reads_a_bounded_number_of_bytes(paths: TrialPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropped_samples, "MOST_BYTES", 1)
+    monkeypatch.setattr(catalogue, "MOST_BYTES", 1)
     assert [row.group for row in Catalogue(paths).open("dropped").rows()] == ["0000000081"]
 
 

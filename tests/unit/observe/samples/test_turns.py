@@ -10,7 +10,7 @@ import pytest
 
 from realsys.data.arith import write_char_tokenizer
 from realsys.data.tokenizer import TextTokenizer
-from realsys.observe.samples.turns import CONTEXT, token_kinds, token_versions, turns, version_spans
+from realsys.observe.samples.step_samples import CONTEXT, token_kinds, token_versions, turns, version_spans
 
 
 @pytest.fixture(scope="module")

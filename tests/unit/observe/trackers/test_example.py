@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from realsys.config.doors import TRACKER
-from realsys.observe.points import metrics_of
+from realsys.observe.step_fields import metrics_of
 from realsys.observe.trackers.contract import Point, Run
 from tests.support.telemetry.step_logs import evaluation, train
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from realsys.reward.judge.rate_limits import RateLimits, RequestGate
+from realsys.reward.llm_judge import RateLimits, RequestGate
 from tests.support.serving.reward_pools import until
 
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from realsys.cluster.http_client import CallFailed
-from realsys.reward.judge.llm_judge import Trouble, read_reply, trouble_of
-from realsys.reward.judge.rubric import Criterion
+from realsys.reward.llm_judge import Trouble, read_reply, trouble_of
+from realsys.reward.rubric import Criterion
 
 CRITERIA = [Criterion(name="style"), Criterion(name="truth", low=-1.0, high=1.0)]
 GOOD = '{"reasoning": "fine", "scores": {"style": 7, "truth": -0.5}}'

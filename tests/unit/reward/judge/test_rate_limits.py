@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.reward.judge.rate_limits import WINDOW_S, RateLimits
+from realsys.reward.llm_judge import WINDOW_S, RateLimits
 
 LIMITS = st.builds(
     RateLimits,

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from realsys.reward.judge.rubric import Criterion, JudgeArguments, Rubric, RubricError
+from realsys.reward.rubric import Criterion, JudgeArguments, Rubric, RubricError
 from realsys.reward.verifiers.contract import Item
 
 TWO = [

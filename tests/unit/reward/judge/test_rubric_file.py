@@ -10,7 +10,7 @@ from realsys.config.schema import Config, DataConfig, EvalConfig
 from realsys.config.schema_data import EvalSetConfig
 from realsys.errors import ConfigError
 from realsys.launch.prepare import resolve
-from realsys.reward.judge.rubric import read_rubric
+from realsys.reward.rubric import read_rubric
 
 
 def with_judge(fileroot=".", **arguments):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realsys.reward.mathematics.equality import check_reference, is_right
+from realsys.reward.math_equality import check_reference, is_right
 
 PERCENT = [
     (r"\boxed{50\%}", "0.5", True),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realsys.reward.mathematics.final_answers import after_thinking, boxes, final_answer, has_format
+from realsys.reward.final_answers import after_thinking, boxes, final_answer, has_format
 
 
 @pytest.mark.parametrize(

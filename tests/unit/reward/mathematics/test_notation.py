@@ -2,8 +2,8 @@
 
 import pytest
 
-from realsys.reward.mathematics.equality import last_time, read_time
-from realsys.reward.mathematics.final_answers import read_unit, rewrite, split_percent, split_unit, tidy_answer
+from realsys.reward.final_answers import read_unit, rewrite, split_percent, split_unit, tidy_answer
+from realsys.reward.math_equality import last_time, read_time
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realsys.reward.service.dispatch import FEWEST, LAST_DELAY_S, MOST_BYTES, WINDOW
-from realsys.reward.service.verdict_protocol import NoVerifier
-from realsys.reward.verifier_protocol import DIED, MAX_ITEMS, REFUSED, NoVerdict, VerifierWork
+from realsys.reward.dispatch import FEWEST, LAST_DELAY_S, MOST_BYTES, WINDOW
+from realsys.reward.verifier_protocol import DIED, MAX_ITEMS, REFUSED, NoVerdict, NoVerifier, VerifierWork
 from tests.support.rewards.reward_world import FAILED, RETRY_S, RIGHT, TOTAL_S, UNABLE, World
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from realsys.cluster.http_server import RefusedRequest
-from realsys.reward.service.reward_server import RequestRoom
+from realsys.reward.reward_server import RequestRoom
 
 
 class Clock:

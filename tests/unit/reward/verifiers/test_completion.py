@@ -2,7 +2,7 @@
 
 import pytest
 
-from realsys.data.layouts.code_tests import CodeTests
+from realsys.data.lines import CodeTests
 from realsys.reward.verifiers.code import last_block, program_in
 
 STUB = "import math\n\ndef area(r):\n    '''Area of a circle.'''\n"

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from realsys.data.layouts.code_tests import CallTest, CodeTests, StdioTest
+from realsys.data.lines import CallTest, CodeTests, StdioTest
 from realsys.errors import SandboxError
 from realsys.reward.sandbox.sandbox import ProgramRaised
 from realsys.reward.sandbox.settings import (

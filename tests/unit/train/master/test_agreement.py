@@ -8,7 +8,7 @@ import math
 import pytest
 
 from realsys.model_calls import SnapshotPlan
-from realsys.train.master.agreement import AgreementMonitor, AgreementSampler
+from realsys.train.master.step_statistics import AgreementMonitor, AgreementSampler
 from realsys.types import SampleMeta
 
 

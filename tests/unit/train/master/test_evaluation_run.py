@@ -18,7 +18,7 @@ from realsys.config.paths import TrialPaths
 from realsys.errors import WeightsError
 from realsys.manager.messages import EvaluateRequest, EvaluationReply, RollBackRequest
 from realsys.observe.step_log import read_steps
-from realsys.train.master.evaluation_run import EvaluationRun
+from realsys.train.master.request_evaluations import EvaluationRun
 from realsys.train.master.step_statistics import StepLog
 from realsys.types import PublishedVersion
 from realsys.weights.disk.plain_folders import verify

@@ -11,7 +11,7 @@ import pytest
 from realsys.config.evaluation_sets import evaluation_sets
 from realsys.manager.messages import EvaluationReply
 from realsys.observe.evaluation_records import EvalSample, append_sample, headline, read_result, read_samples, record
-from realsys.reward.compare_answers import AnswerComparer
+from realsys.reward.pool import AnswerComparer
 from realsys.train.master import request_evaluations
 from realsys.train.master.request_evaluations import ResultWriter, outcome_of
 from tests.support.processes.config_trees import changed

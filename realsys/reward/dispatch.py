@@ -22,8 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from realsys.reward.service.verdict_protocol import Decided, NoVerifier
-from realsys.reward.verifier_protocol import DIED, MAX_ITEMS, REFUSED, NoVerdict, VerifierWork
+from realsys.reward.verifier_protocol import DIED, MAX_ITEMS, REFUSED, Decided, NoVerdict, NoVerifier, VerifierWork
 from realsys.reward.verifiers.contract import Verdict
 
 FEWEST = 16  # items of a Send, if that many wait: one request costs more than the verdicts of a fast verifier

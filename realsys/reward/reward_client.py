@@ -24,17 +24,21 @@ from realsys.cluster.http_client import CallFailed, HttpClient
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.cluster.names.contract import NameStore, Tree, Watch
 from realsys.errors import MALFORMED, NoVerifierError, RewardError
+from realsys.reward.dispatch import Dispatch, DispatchBounds, Send, Settled
 from realsys.reward.pool import Verifiers
-from realsys.reward.service.dispatch import Dispatch, DispatchBounds, Send, Settled
-from realsys.reward.service.verdict_protocol import (
+from realsys.reward.verifier_protocol import (
     CONNECT_S,
+    CPU_TIME,
     MAX_ITEM,
+    REFUSED,
+    RESOURCES,
     SILENCE_S,
+    NoVerdict,
     NoVerifier,
+    VerifierWork,
     VerifyReply,
     VerifyRequest,
 )
-from realsys.reward.verifier_protocol import CPU_TIME, REFUSED, RESOURCES, NoVerdict, VerifierWork
 from realsys.reward.verifiers.contract import Verdict
 from realsys.types import ServerAddress
 

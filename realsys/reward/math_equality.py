@@ -22,7 +22,7 @@ from latex2sympy2_extended.logic import And
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.grader import get_pct_val
 
-from realsys.reward.mathematics.final_answers import (
+from realsys.reward.final_answers import (
     FinalAnswer,
     Unit,
     boxes,

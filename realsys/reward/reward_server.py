@@ -28,8 +28,8 @@ from realsys.cluster.http_server import Admission, Guard, RefusedRequest
 from realsys.cluster.lease import CheckAlive, unleased
 from realsys.errors import MALFORMED, NoVerifierError, RewardError
 from realsys.observe.rate import RateWindow
+from realsys.reward import verifier_protocol as p
 from realsys.reward.pool import OVER_LIMIT, VerifierPool
-from realsys.reward.service import verdict_protocol as p
 from realsys.reward.verifier_protocol import NoVerdict, VerifierWork
 from realsys.reward.verifiers.contract import Verdict
 
