@@ -296,17 +296,13 @@ def _make(config: Config, paths: TrialPaths, trial: StoredTrial, say: Callable[[
         write_start(examined.start, paths.start)
         write_config(config, paths.config)  # last: with it the folder is a trial
     except BaseException:
-        _discard(paths)
+        # the output of a job stays: it has the error
+        if paths.job.parent.exists():
+            with contextlib.suppress(OSError):
+                _empty(paths)
+        else:
+            shutil.rmtree(paths.root, ignore_errors=True)
         raise
-
-
-def _discard(paths: TrialPaths) -> None:
-    """Remove a folder that did not become a trial. The output of a job stays: it has the error."""
-    if paths.job.parent.exists():
-        with contextlib.suppress(OSError):
-            _empty(paths)
-    else:
-        shutil.rmtree(paths.root, ignore_errors=True)
 
 
 def _start_ledger(config: Config, paths: TrialPaths, trial: StoredTrial) -> None:

@@ -116,7 +116,10 @@ def plan_of(config: Config, named: Collection[str]) -> Planned:
     check_launcher(config)
     check_trackers(config)
     chosen = [*chosen, *sampling_warnings(config.generation.sampling)]
-    _try_own_loss(config)
+    if config.train.ppo.loss not in LOSS.builtin:
+        from realsys.algorithm.loss import try_loss  # imports torch, which takes seconds
+
+        try_loss(config.train.ppo)
     paths = TrialPaths.of(config)
     return Planned(config, paths, machine, *_planned(config, paths, machine), chosen)
 
@@ -183,14 +186,6 @@ def host_of_launcher(config: Config) -> str:
     """Return the address on which the launcher hears its agents. Raises ConfigError if they cannot reach it."""
     cluster = config.cluster
     return own_addresses(cluster, os.environ, interfaces())[0] if cluster.nodes else cluster.host
-
-
-def _try_own_loss(config: Config) -> None:
-    """Compute a loss of the user on a trial batch. Raises ConfigError."""
-    if config.train.ppo.loss not in LOSS.builtin:
-        from realsys.algorithm.loss import try_loss  # imports torch, which takes seconds
-
-        try_loss(config.train.ppo)
 
 
 def _terms(config: Config, launcher: Launcher) -> Terms:

@@ -92,17 +92,7 @@ class TrialLock:
             if looks == 2:  # `running_launcher` holds the lock for a moment, too
                 say(f"waiting up to {retry_timeout_s:g} s for {_holders(self._path)}")
             threading.Event().wait(_LOOK_AGAIN_S)  # the kernel sends no event for a lock
-        self._still_there()
-
-    def _taken(self) -> bool:
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def _still_there(self) -> None:
-        """Raise ConfigError if the holder before removed the folder."""
+        # the holder before may have removed the folder
         try:
             found = self._path.stat().st_ino
         except FileNotFoundError:
@@ -110,6 +100,13 @@ class TrialLock:
         if found != os.fstat(self.fd).st_ino:
             problem = f"another launcher removed {self._path.parent} at this moment: try again"
             raise ConfigError("trial", self._trial, problem)
+
+    def _taken(self) -> bool:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def sign(self) -> None:
         """Write this process into the file as the one that runs the trial. Raises ConfigError."""

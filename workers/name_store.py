@@ -92,13 +92,6 @@ def command(address: str, peer: str, data: Path, member: str, tls: Sequence[str]
     ]
 
 
-def members_only(certificate: Path, authority: Path) -> list[str]:
-    """Return the flags of an etcd that has this certificate, and takes only clients and peers with it."""
-    files = {"cert": certificate, "key": certificate, "trusted-ca": authority}
-    flags = [flag for kind, path in files.items() for flag in (f"--{kind}-file={path}", f"--peer-{kind}-file={path}")]
-    return [*flags, "--client-cert-auth", "--peer-client-cert-auth"]
-
-
 def ensure_certificate(path: Path, host: str) -> Path:
     """Make the certificate and its key for ``host``, in one PEM file that only this user can read, if it is missing.
 
@@ -166,7 +159,10 @@ def main() -> NoReturn:
         write_error(paths.errors, record_of("name_store", arguments.index, error))
         sys.exit(error.exit_code)
     peer = f"127.0.0.1:{free_ports(1)[0]}"
-    tls = members_only(paths.etcd_certificate, authority)
+    # take only clients and peers with this certificate
+    files = {"cert": paths.etcd_certificate, "key": paths.etcd_certificate, "trusted-ca": authority}
+    flags = [flag for kind, path in files.items() for flag in (f"--{kind}-file={path}", f"--peer-{kind}-file={path}")]
+    tls = [*flags, "--client-cert-auth", "--peer-client-cert-auth"]
     argv = command(address, peer, paths.own_etcd, os.environ.get(RUN_ID, "realsys"), tls)
     if SHIELDED in os.environ:
         sys.exit(keep(argv))

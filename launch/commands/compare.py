@@ -85,7 +85,10 @@ def compare_trials(folders: Sequence[Path]) -> int:
     if len(folders) < 2:
         raise ConfigError("TRIAL_DIR", str(folders[0]), "is one trial: name two or more")
     found = [find_trial(folder) for folder in folders]
-    trials = [Compared.read(paths, _letter(number)) for number, paths in enumerate(found)]
+    trials = [
+        Compared.read(paths, ascii_uppercase[number % 26] + (str(number // 26 + 1) if number >= 26 else ""))
+        for number, paths in enumerate(found)
+    ]
     console = Console(highlight=False, soft_wrap=True, markup=False)
     for trial, paths in zip(trials, found, strict=True):
         console.print(f"{trial.name}  {paths.root.parent.name}/{paths.root.name}  {paths.root}")
@@ -94,11 +97,6 @@ def compare_trials(folders: Sequence[Path]) -> int:
     _print_table(console, "", {name: [show(trial) for trial in trials] for name, show in _NUMBERS.items()}, trials)
     _print_curves(console, trials)
     return 0
-
-
-def _letter(number: int) -> str:
-    """Return A to Z, then A2 to Z2, and so on."""
-    return ascii_uppercase[number % 26] + (str(number // 26 + 1) if number >= 26 else "")
 
 
 def _print_settings(console: Console, trials: Sequence[Compared]) -> None:

@@ -82,7 +82,7 @@ def evaluate_live(paths: TrialPaths, choices: Choices) -> int:
         raise not_running(paths)
     console = Terminal()
     say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    name = new_name()
+    name = f"user-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     records = asyncio.run(_evaluate(config, paths, sets, name, say))
     about = {"model": None, "trial": str(paths.root), "live": True}
     return report(paths, paths.root / EVALUATIONS / name, about, records)
@@ -172,11 +172,6 @@ def live_sets(paths: TrialPaths, choices: Choices) -> tuple[Config, dict[str, Ev
             problem = "cannot be set with --live, because the RolloutWorkers of the trial have its own settings: set"
             raise ConfigError(change.field, change.new, f"{problem} evaluation.problems, samples, k or max_failed only")
     return wanted, sets_to_evaluate(wanted)
-
-
-def new_name() -> str:
-    """Return a name for evaluations of a user, by the time."""
-    return f"user-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 @dataclass(slots=True)

@@ -226,7 +226,16 @@ class Finder:
         if not is_known(config, paths):
             problem = "its etcd has not told its address, or has no certificate"
         else:
-            problem = self._ask(name, config, paths)
+            # connect once for all trials of the store
+            if name not in self._stores and name not in self._unreachable:
+                store = make_name_store(config, paths, _ANSWER_S)
+                try:
+                    store.get_subtree(trial_names(config).heartbeats)
+                    self._stores[name] = store
+                except RealsysError as error:
+                    store.close()
+                    self._unreachable[name] = str(error)
+            problem = self._unreachable.get(name, "")
         if problem and settings.start:
             if _ended_without_store(config, paths):
                 return None
@@ -236,18 +245,6 @@ class Finder:
         if outlives_trials(config):
             self._shared[name] = trial_names(config)
         return self._stores[name]
-
-    def _ask(self, name: str, config: Config, paths: TrialPaths) -> str:
-        """Connect to a name store, once for all of its trials. Returns the problem, empty if it answers."""
-        if name not in self._stores and name not in self._unreachable:
-            store = make_name_store(config, paths, _ANSWER_S)
-            try:
-                store.get_subtree(trial_names(config).heartbeats)
-                self._stores[name] = store
-            except RealsysError as error:
-                store.close()
-                self._unreachable[name] = str(error)
-        return self._unreachable.get(name, "")
 
     def _without_folder(self, trials: Sequence[EndedTrial]) -> list[EndedTrial]:
         """Return the trials of this user that have keys, and no folder among ``trials``."""

@@ -215,7 +215,10 @@ async def _player(
         client = _Client.of(config.generation, token, lambda: None)
         stack.push_async_callback(client.close)
         if server:
-            await _check(client, url)
+            try:
+                await client.model_info(url, _START_S)
+            except GenerationError as error:
+                raise ConfigError("--server", url, f"does not answer as a generation server: {error}") from None
         verifiers = own_verifiers(config, processes=1)
         stack.push_async_callback(verifiers.close)
         gateway = gateway_of(config, tokenizer)
@@ -240,14 +243,6 @@ async def _started(config: Config, paths: TrialPaths, stack: contextlib.AsyncExi
     http.start(_START_S)
     stack.callback(http.close)
     return http.url, token
-
-
-async def _check(client: GenerationClient, url: str) -> None:
-    """Raise ConfigError if no server answers at ``url``."""
-    try:
-        await client.model_info(url, _START_S)
-    except GenerationError as error:
-        raise ConfigError("--server", url, f"does not answer as a generation server: {error}") from None
 
 
 def _no_update(locator: str, *_: object, **__: object) -> NoReturn:

@@ -72,7 +72,9 @@ def run(args: Namespace) -> int:
     paths = find_trial(args.trial_dir)
     read_config(paths.config)  # the folder may have lost it
     step = last_recorded(paths) if args.step is None else args.step
-    config = _recorded_config(paths, step)
+    # the settings of the step: the trial may have been started again with others
+    directory = files.record_of_step(paths.records, step)
+    config = files.config_of(directory, files.read_record(directory))
     job = _checked_job(config, paths, step)
     job = msgspec.structs.replace(job, tolerance=tolerance_of(config, Machine.here()))
     console = Console()
@@ -112,12 +114,6 @@ def _checked_job(config: Config, paths: TrialPaths, step: int) -> ReplayJob:
         files.read_arrays(directory, record)
         _check_same(config, files.config_of(directory, record), each, job)
     return job
-
-
-def _recorded_config(paths: TrialPaths, step: int) -> Config:
-    """Return the settings of ``step``: the trial may have been started again with others."""
-    directory = files.record_of_step(paths.records, step)
-    return files.config_of(directory, files.read_record(directory))
 
 
 def _check_same(config: Config, other: Config, step: int, job: ReplayJob) -> None:

@@ -80,7 +80,9 @@ def _print_json(paths: TrialPaths, watch_s: float | None) -> None:
         if observer is None and (paths.config.exists() or TrialJob.read(paths) is None):
             observer = Observer(paths)
         if observer is None:
-            values, lives = waiting_values(paths)
+            job = job_of(paths)[1]
+            place = {"experiment": paths.root.parent.name, "trial": paths.root.name, "folder": str(paths.root)}
+            values, lives = {**place, "state": trial_state(paths, job)}, _lives(job)
         else:
             snapshot = observer.look()
             values, lives = snapshot.as_json(), snapshot.lives
@@ -238,13 +240,6 @@ class Observer:
         lives = state == "running" or _lives(job)
         resume = "" if lives or state == "done" else resume_command(paths.root)
         return TrialSnapshot(self._config, paths, state, lives, progress, list(self._events), summary, resume)
-
-
-def waiting_values(paths: TrialPaths) -> tuple[dict[str, Any], bool]:
-    """Return the values of a trial whose job has not started yet, and True if the job lives."""
-    job = job_of(paths)[1]
-    place = {"experiment": paths.root.parent.name, "trial": paths.root.name, "folder": str(paths.root)}
-    return {**place, "state": trial_state(paths, job)}, _lives(job)
 
 
 def _lives(job: JobState | None) -> bool:

@@ -327,7 +327,14 @@ class Driver:
         for keeper in keepers:
             keeper.cancel()
         await asyncio.gather(*keepers, return_exceptions=True)
-        await self._stop()
+        from ray.util.placement_group import remove_placement_group
+
+        ends = [asyncio.ensure_future(_awaited(self._actors[i].end.remote(self._task.stop_s))) for i in self._on]
+        if ends:
+            await asyncio.wait(ends, timeout=self._task.stop_s + _POLL_S)
+        for index in list(self._actors):
+            self._kill(index)
+        remove_placement_group(self._group)
 
     async def _keep(self, index: int) -> None:
         backoff = Backoff(self._task.restarts, _FIRST_DELAY_S)
@@ -402,16 +409,6 @@ class Driver:
             raise _Final(f"Ray placed no agent within {task.timeout_s:g} s (cluster.ray.timeout_s): {why}") from None
 
     # ---- the end
-
-    async def _stop(self) -> None:
-        from ray.util.placement_group import remove_placement_group
-
-        ends = [asyncio.ensure_future(_awaited(self._actors[i].end.remote(self._task.stop_s))) for i in self._on]
-        if ends:
-            await asyncio.wait(ends, timeout=self._task.stop_s + _POLL_S)
-        for index in list(self._actors):
-            self._kill(index)
-        remove_placement_group(self._group)
 
     def _kill(self, index: int) -> None:
         import ray

@@ -282,7 +282,10 @@ def run(args: Namespace) -> int:
     node = args.node
     configure_logging(f"node_agent/{node}")
     failpoint.arm(f"node_agent/{node}")
-    _die_with_launcher()
+    # Its own processes then get SIGTERM. At SIGTERM the agent would ask the coordinator to end the run.
+    parent = os.environ.get(PARENT_PID)
+    if parent is not None and not die_with_parent(signal.SIGKILL, int(parent)):
+        raise Fenced(f"the process that started this agent (pid {parent}) has ended already")
     # The stream's thread ends with the session: refused by the coordinator, or the lease is over.
     threading.excepthook = lambda args: log.error("%s", args.exc_value)
 
@@ -294,17 +297,6 @@ def run(args: Namespace) -> int:
             return await serve(paths, node, args.wait, signals, once=args.once)
 
     return asyncio.run(body())
-
-
-def _die_with_launcher() -> None:
-    """Have the kernel kill this agent when its parent ends, if the parent has set REALSYS_PARENT_PID.
-
-    Its own processes then get SIGTERM. The signal for the agent is SIGKILL, because at SIGTERM it would ask the
-    coordinator to end the run.
-    """
-    parent = os.environ.get(PARENT_PID)
-    if parent is not None and not die_with_parent(signal.SIGKILL, int(parent)):
-        raise Fenced(f"the process that started this agent (pid {parent}) has ended already")
 
 
 class NodeSignals:

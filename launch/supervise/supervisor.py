@@ -289,7 +289,9 @@ class Supervisor:
         if any(part.process is not None for part in parts):
             return
         del self._first_deaths[parts[0].spec.name]
-        spare = self._is_spare(child, ran_s)
+        alike, now = _whole(self._of_kind(child.spec.kind)), time.monotonic()
+        others_s = [now - other.process.started for other in alike if other.process is not None]
+        spare = child.spec.kind in _REPLACEABLE and is_spare(ran_s, others_s, len(alike), self._bounds.min_share)
         if decided := self._decide(parts[0].spec.name, [first], frozenset({first.process}), ran_s, spare=spare):
             restart, cause = decided
             for part in parts:
@@ -333,7 +335,12 @@ class Supervisor:
         permanent = any(error.permanent or error.exit_code == _BAD_INPUT for error in errors)
         decision = self._policy.decide(Failure(who, deaths, processes, ran_s, cause, permanent, checkpoint, spare))
         if isinstance(decision, GiveUp):
-            self._give_up(who, cause, decision)
+            self._given_up.append(who)
+            kind = who.partition("/")[0]
+            alike = [child.spec.name for child in _whole(self._of_kind(kind))]
+            left = len(alike) - len(set(alike) & set(self._given_up))
+            goes_on = f"the run continues with {left} of {len(alike)} {_REPLACEABLE[kind]}"
+            self._hooks.say(f"{cause}; given up {decision.why}: {goes_on} ({cause.log})", "gave_up", who)
             return None
         if isinstance(decision, EndDecision):
             self._deaths += decision.deaths
@@ -347,20 +354,6 @@ class Supervisor:
 
     def _of_kind(self, kind: str) -> list[Child]:
         return [c for c in self._children if c.spec.kind == kind]
-
-    def _is_spare(self, child: Child, ran_s: float) -> bool:
-        """Return True if the run can do without this worker, which has just ended."""
-        alike, now = _whole(self._of_kind(child.spec.kind)), time.monotonic()
-        others_s = [now - other.process.started for other in alike if other.process is not None]
-        return child.spec.kind in _REPLACEABLE and is_spare(ran_s, others_s, len(alike), self._bounds.min_share)
-
-    def _give_up(self, name: str, cause: Cause, decision: GiveUp) -> None:
-        self._given_up.append(name)
-        kind = name.partition("/")[0]
-        alike = [child.spec.name for child in _whole(self._of_kind(kind))]
-        left = len(alike) - len(set(alike) & set(self._given_up))
-        goes_on = f"the run continues with {left} of {len(alike)} {_REPLACEABLE[kind]}"
-        self._hooks.say(f"{cause}; given up {decision.why}: {goes_on} ({cause.log})", "gave_up", name)
 
     def _say_restart(self, cause: Cause, restart: Restart, of: str = "", start: str = "") -> None:
         number = f"restart {restart.number}/{self._bounds.max_restarts}{of} in {restart.delay_s:.1f} s"

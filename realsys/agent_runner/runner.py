@@ -188,7 +188,11 @@ def _play(agent: CapturedRun, task: dict[str, Any], limits: dict[str, Any], ends
     resource.setrlimit(resource.RLIMIT_DATA, (own + (limits["memory_mb"] << 20),) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        _reseed()
+        # seed the random states of this fork anew, as Python does for ``random``
+        for name in ("numpy.random", "torch"):
+            seed = getattr(sys.modules.get(name), "seed", None)
+            if seed is not None:
+                seed()
         message = json.dumps({"returned": _returned(agent, task)}, default=_number)
     except BaseException as error:  # the process boundary: the user's code may raise anything; reported
         message = json.dumps({"failed": described(error)})
@@ -198,14 +202,6 @@ def _play(agent: CapturedRun, task: dict[str, Any], limits: dict[str, Any], ends
     data = message.encode()
     while data:
         data = data[os.write(result, data) :]
-
-
-def _reseed() -> None:
-    """Seed the random states of this fork anew, as Python does for ``random``."""
-    for name in ("numpy.random", "torch"):
-        seed = getattr(sys.modules.get(name), "seed", None)
-        if seed is not None:
-            seed()
 
 
 def _returned(agent: CapturedRun, task: dict[str, Any]) -> Any:

@@ -89,13 +89,6 @@ def demonstration(operands: list[int], noise: float, rng: random.Random) -> Demo
     return Demonstration(prompt_text(operands), f"{''.join(steps)}#{total}")
 
 
-def second_try(operands: list[int], solved: Demonstration, config: ArithConfig, rng: random.Random) -> Demonstration:
-    """Put a wrong first try and the feedback before a demonstration; only the second try is imitated."""
-    wrong = wrong_try(operands, rng)
-    feedback = config.feedback.replace("{prompt}", prompt_text(operands))
-    return Demonstration(f"{prompt_text(operands)}{wrong.response}{EOS}{feedback}", solved.response)
-
-
 def wrong_try(operands: list[int], rng: random.Random) -> Demonstration:
     """Build a demonstration with a wrong result."""
     wrong = demonstration(operands, 1.0, rng)
@@ -181,7 +174,10 @@ def _demonstrations(config: ArithConfig, seed: int) -> Iterator[bytes]:
 def _plain_demonstration(operands: list[int], config: ArithConfig, rng: random.Random) -> Demonstration:
     shown = demonstration(operands, config.demo_noise, rng)
     if config.second_tries and rng.random() < config.second_tries:
-        return second_try(operands, shown, config, rng)
+        # only the second try is imitated
+        wrong = wrong_try(operands, rng)
+        feedback = config.feedback.replace("{prompt}", prompt_text(operands))
+        return Demonstration(f"{prompt_text(operands)}{wrong.response}{EOS}{feedback}", shown.response)
     return shown
 
 

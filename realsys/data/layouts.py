@@ -17,7 +17,7 @@ import math
 import pickletools
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import date, time
 from decimal import Decimal
 from typing import Any
@@ -204,7 +204,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 def detect(row: Values) -> str | None:
     """Return the name of the layout that has the keys of ``row``, None if no layout has them."""
-    return next((name for name, keys in _KEYS if _has_keys(row, keys)), None)
+    return next((name for name, keys in _KEYS if all(row.get(key) is not None for key in keys)), None)
 
 
 def layout_of(name: str, arguments: Mapping[str, Any], first: Values, where: str) -> Layout:
@@ -225,10 +225,6 @@ def layout_of(name: str, arguments: Mapping[str, Any], first: Values, where: str
         name = found
     LAYOUT.check(name, arguments)
     return functools.partial(LAYOUT.load(name), **arguments)
-
-
-def _has_keys(row: Values, keys: Iterable[str]) -> bool:
-    return all(row.get(key) is not None for key in keys)
 
 
 # ---- chat rows ---------------------------------------------------------------------------------------------------

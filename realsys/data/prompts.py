@@ -199,7 +199,15 @@ def open_splits(config: Config, paths: TrialPaths, *, sets: bool = True) -> Spli
     elif files.eval is not None:
         splits = _keep_out(files.train, files.eval, reader, keys)
     else:
-        splits = _hold_out(files.train, reader, config.data.eval_fraction, keys)
+        builders = {"train": LinesBuilder(files.train, reader), "eval": LinesBuilder(files.train, reader)}
+        leaked = 0
+        for offset, number, problem in reader.scan(files.train):
+            side = side_of(problem.prompt, config.data.eval_fraction)
+            if side == "train" and keys and prompt_key(problem.prompt) in keys:
+                leaked += 1
+            else:
+                builders[side].add(offset, number)
+        splits = Splits(builders["train"].build(), builders["eval"].build(), leaked)
     splits = replace(splits, sets=of_sets)
     _check_sizes(splits, files, config)
     if files.train is not None and is_converted(paths):
@@ -221,18 +229,6 @@ def _keep_out(train: Path, held_out: Path, reader: LineReader[Problem], of_sets:
             kept.add(offset, number)
     lines = kept.build()
     return Splits(lines, problems.build(), rows - len(lines))
-
-
-def _hold_out(path: Path, reader: LineReader[Problem], fraction: float, of_sets: Collection[int]) -> Splits:
-    builders = {"train": LinesBuilder(path, reader), "eval": LinesBuilder(path, reader)}
-    leaked = 0
-    for offset, number, problem in reader.scan(path):
-        side = side_of(problem.prompt, fraction)
-        if side == "train" and of_sets and prompt_key(problem.prompt) in of_sets:
-            leaked += 1
-        else:
-            builders[side].add(offset, number)
-    return Splits(builders["train"].build(), builders["eval"].build(), leaked)
 
 
 def _mixed(train: Lines[Problem], sources: Sequence[ConvertedSource], seed: int) -> Lines[Problem]:

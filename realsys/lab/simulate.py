@@ -137,7 +137,7 @@ def results(simulation: Simulation, wall_s: float) -> dict[str, Any]:
     sampled = max(1, account.sampled - account.evaluated)
     open_tokens = sum(group.tokens for group in simulation.open)
     issues = [1 + drops for drops in account.stale_issues.values()]
-    grants = [account.grants[name] for name in _workers(config.rollout.workers)]
+    grants = [account.grants[name] for name in [f"rollout_worker/{index}" for index in range(config.rollout.workers)]]
     return {
         "command": plan.command(),
         "scenario": plan.scenario,
@@ -174,10 +174,6 @@ def results(simulation: Simulation, wall_s: float) -> dict[str, Any]:
         "faults": dict(account.faults),
         "curve": account.steps[:: max(1, len(account.steps) // 500)],
     }
-
-
-def _workers(count: int) -> list[str]:
-    return [f"rollout_worker/{index}" for index in range(count)]
 
 
 def _steps_per_h(steps: list[dict[str, float]]) -> float:

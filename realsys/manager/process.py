@@ -377,7 +377,13 @@ class WeightUpdates:
             # After a restart of the manager the servers may have the newest weights, or those that they kept.
             served = await self._served(order) if order.probe else None
             if served is None:
-                timings = await self._load(order)
+                target = order.target
+                result = await self._client.update_weights(
+                    order.url, target.locator, target.version, self._timeout_s, order.sources
+                )
+                if not result.success:
+                    raise GenerationError(f"{order.url}: did not load version {target.version}: {result.message}")
+                timings = {**result.timings, **result.counts}
                 served = await self._served(dataclasses.replace(order, kept=()))
                 if served is None:
                     raise GenerationError(f"{order.url}: took version {order.target.version}, but does not report it")
@@ -397,12 +403,3 @@ class WeightUpdates:
         """
         info = await self._client.model_info(order.url, min(PROBE_TIMEOUT_S, self._timeout_s))
         return order.served(info.weight_version, info.model_path)
-
-    async def _load(self, order: UpdateOrder) -> dict[str, float]:
-        target = order.target
-        result = await self._client.update_weights(
-            order.url, target.locator, target.version, self._timeout_s, order.sources
-        )
-        if not result.success:
-            raise GenerationError(f"{order.url}: did not load version {target.version}: {result.message}")
-        return {**result.timings, **result.counts}

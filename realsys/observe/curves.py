@@ -328,7 +328,7 @@ async def draw_while_running(paths: TrialPaths, every_s: float) -> None:
     while True:
         await asyncio.sleep(pause_s)
         size = _size(paths.steps)
-        if size == drawn or not _has_trained(paths.steps):
+        if size == drawn or not any(record["kind"] == "train" for record in StepTail(paths.steps).records()):
             continue
         began = time.monotonic()
         await _draw(paths)
@@ -347,11 +347,6 @@ async def _draw(paths: TrialPaths) -> None:
     finally:
         child.kill()
         await asyncio.shield(child.end(None))
-
-
-def _has_trained(steps: Path) -> bool:
-    """Return True if the step log has a train step. Reads it up to the first one."""
-    return any(record["kind"] == "train" for record in StepTail(steps).records())
 
 
 def _size(path: Path) -> int:

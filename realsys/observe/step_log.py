@@ -171,12 +171,9 @@ class LatestRecords:
             # In the middle of a line: the rest of it is no record and is skipped.
             self._tail = StepTail(self._path, max(0, size - MAX_BYTES))
         for record in self._tail.records():
-            self._take(record)
-
-    def _take(self, record: StepRecord) -> None:
-        kind = record["kind"]
-        if kind == RECOVERED:
-            self._records = {name: held for name, held in self._records.items() if not undone(held, record)}
-        elif kind in CURVES:
-            name = f"eval {record.get('set')}" if kind == "eval" else kind
-            self._records = {**self._records, name: record}  # other threads may read the one before
+            kind = record["kind"]
+            if kind == RECOVERED:
+                self._records = {name: held for name, held in self._records.items() if not undone(held, record)}
+            elif kind in CURVES:
+                name = f"eval {record.get('set')}" if kind == "eval" else kind
+                self._records = {**self._records, name: record}  # other threads may read the one before

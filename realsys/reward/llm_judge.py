@@ -111,18 +111,6 @@ class LlmJudge(Verifiers):
         except RewardError as error:
             raise self._failed(error) from None
         self._count_verdict()
-        return self._verdict(reply, asking)
-
-    async def close(self) -> None:
-        """Close the connections; requests under way fail."""
-        self._closed = True
-        await self._client.close()
-
-    def _failed(self, error: RewardError) -> RealsysError:
-        self.undecided += 1
-        return self._count_failure(error) or error
-
-    def _verdict(self, reply: JudgeReply, asking: _Asking) -> Verdict:
         share = self._rubric.share(reply.scores)
         low, high = self._ends
         metrics = {f"judge/{name}": score for name, score in reply.scores.items()}
@@ -134,13 +122,24 @@ class LlmJudge(Verifiers):
         }
         return Verdict(low + (high - low) * share, share >= self._config.correct_from, metrics)
 
+    async def close(self) -> None:
+        """Close the connections; requests under way fail."""
+        self._closed = True
+        await self._client.close()
+
+    def _failed(self, error: RewardError) -> RealsysError:
+        self.undecided += 1
+        return self._count_failure(error) or error
+
     async def _ask(self, asking: _Asking) -> JudgeReply:
         """Ask until there is a verdict. Raises RewardError or StuckError after trouble that no request can mend."""
         while True:
             try:
                 return await self._request(asking)
             except Trouble as trouble:
-                self._log(trouble)
+                self._troubles += 1
+                if self._troubles <= _LOGGED:
+                    log.warning("judge: %s", self._hidden(trouble))
                 if (error := self._final_error(trouble, asking)) is not None:
                     raise error from None
                 if trouble.busy:
@@ -211,11 +210,6 @@ class LlmJudge(Verifiers):
     def _hidden(self, trouble: Trouble) -> str:
         """Return the problem without the key, which an endpoint may repeat in its error."""
         return str(trouble).replace(self._key, "***") if self._key else str(trouble)
-
-    def _log(self, trouble: Trouble) -> None:
-        self._troubles += 1
-        if self._troubles <= _LOGGED:
-            log.warning("judge: %s", self._hidden(trouble))
 
 
 # ---- reading what an endpoint sent: a verdict, or the trouble with it. Pure
@@ -419,7 +413,8 @@ class RateLimits:
             return self._paused_until - now
         if self.running >= self.concurrency:
             return math.inf
-        self._forget(now)
+        while self._starts and self._starts[0].time + WINDOW_S <= now:
+            self._starts.popleft()
         free_at = max(self._request_free_at(), self._tokens_free_at(self._bounded(tokens)))
         return max(0.0, free_at - now)
 
@@ -445,10 +440,6 @@ class RateLimits:
     def _bounded(self, tokens: int) -> int:
         """Limit a reservation: a request that needs more than the whole window waits for an empty one."""
         return min(tokens, self.tokens) if self.tokens else tokens
-
-    def _forget(self, now: float) -> None:
-        while self._starts and self._starts[0].time + WINDOW_S <= now:
-            self._starts.popleft()
 
     def _request_free_at(self) -> float:
         if not self.requests or len(self._starts) < self.requests:

@@ -258,12 +258,6 @@ class VerifierPool(Verifiers):
                 return deque(alive[:share])
         return deque()
 
-    def _put_back(self, calls: deque[_Call]) -> None:
-        if self._closed:
-            self._fail(calls, _CLOSED)
-        elif calls:
-            self._queue.setdefault(calls[0].work, deque()).extendleft(reversed(calls))
-
     async def _trip(self, child: VerifierProcess | None, calls: deque[_Call]) -> VerifierProcess | None:
         """Have a process judge the calls. Those that it did not get to are put back. Returns the process, if usable."""
         keep = False
@@ -284,7 +278,10 @@ class VerifierPool(Verifiers):
         finally:
             if child is not None and not keep:
                 await self._discard(child)
-            self._put_back(calls)
+            if self._closed:
+                self._fail(calls, _CLOSED)
+            elif calls:
+                self._queue.setdefault(calls[0].work, deque()).extendleft(reversed(calls))
         return child if keep else None
 
     async def _start(self) -> VerifierProcess:
@@ -452,7 +449,10 @@ class VerifierProcess:
             with contextlib.suppress(RewardError):  # none that can be read: the first error is the one to raise
                 deliver(self._journal.read(told, len(items)))
             raise
-        self._log_printed()
+        if said := self._child.said():
+            self._talks += 1
+            if is_logged(self._talks):
+                log.info("verifier process %d printed: %s", self.process.pid, said)
         return not spent
 
     def _send(
@@ -506,12 +506,6 @@ class VerifierProcess:
             return sum(psutil.Process(self.process.pid).cpu_times()[:4])
         except psutil.Error:  # it has ended: the end of its socket follows
             return 0.0
-
-    def _log_printed(self) -> None:
-        if said := self._child.said():
-            self._talks += 1
-            if is_logged(self._talks):
-                log.info("verifier process %d printed: %s", self.process.pid, said)
 
     def _with_last_words(self, problem: str) -> str:
         return f"{problem}; it printed: {said}" if (said := self._child.said()) else problem

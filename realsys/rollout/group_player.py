@@ -146,7 +146,13 @@ class GroupPlayer:
         try:
             played = await self._play_all(group, calls, sessions, prompt)
             if ticket.kind == "train":
-                played = self._select(group, played)
+                rules, numbers = self._rules, sorted(group.episodes)
+                played.dropped = reason_to_drop(played.episodes, rules.filter)
+                rewards = [episode.reward for episode in played.episodes]
+                kept = [] if played.dropped else kept_episodes(rewards, rules.keep, group.ticket.seed)
+                group.unused = {number: played.dropped or NOT_KEPT for k, number in enumerate(numbers) if k not in kept}
+                played.unused = [group.episodes[number] for number in group.unused]
+                played.episodes = [played.episodes[k] for k in kept]
                 self._keep_dropped(group, prompt, sessions, played.dropped)
             return played
         except RealsysError as error:
@@ -171,17 +177,6 @@ class GroupPlayer:
             number: (f"{type(error).__name__}: {error}", last.get(number)) for number, error in group.failed.items()
         }
         self._dropped.add(group.ticket, prompt, reason, group.episodes, failed)
-
-    def _select(self, group: _Playing, played: Played) -> Played:
-        """Leave the episodes that are trained in ``played``."""
-        rules, numbers = self._rules, sorted(group.episodes)
-        played.dropped = reason_to_drop(played.episodes, rules.filter)
-        rewards = [episode.reward for episode in played.episodes]
-        kept = [] if played.dropped else kept_episodes(rewards, rules.keep, group.ticket.seed)
-        group.unused = {number: played.dropped or NOT_KEPT for k, number in enumerate(numbers) if k not in kept}
-        played.unused = [group.episodes[number] for number in group.unused]
-        played.episodes = [played.episodes[k] for k in kept]
-        return played
 
     async def _play_all(
         self, group: _Playing, calls: Calls, sessions: Sequence[EpisodeSession], prompt: Prompt

@@ -197,7 +197,14 @@ class ResumableEngine:
         while pending := [completion for completion in completions if completion.pending]:
             before = sum(completion.length for completion in pending)
             request = _schedule_request(call, prefix, pending, trouble)
-            request.released = self._take_ended()
+            # as many as one request may name
+            taken: list[tuple[str, int, str]] = []
+            while self._ended and len(taken) < MOST_RELEASED:
+                attempt, calls = next(iter(self._ended.items()))
+                taken.append((*attempt, calls.pop()))
+                if not calls:
+                    del self._ended[attempt]
+            request.released = taken
             with span("route", f"{call.ticket.unit}/{call.name.partition('.')[0]}"):
                 place = await self._manager.schedule(request)
             trouble = await self._trip(call, trip, pending, place)
@@ -220,16 +227,6 @@ class ResumableEngine:
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_DELAY_S)
         return [completion.join() for completion in completions]
-
-    def _take_ended(self) -> list[tuple[str, int, str]]:
-        """Take the calls that have ended since the last request, as many as one request may name."""
-        taken: list[tuple[str, int, str]] = []
-        while self._ended and len(taken) < MOST_RELEASED:
-            attempt, calls = next(iter(self._ended.items()))
-            taken.append((*attempt, calls.pop()))
-            if not calls:
-                del self._ended[attempt]
-        return taken
 
     async def _trip(
         self, call: EngineCall, trip: int, pending: list[_PartialCompletion], place: ScheduleReply

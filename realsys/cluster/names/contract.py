@@ -1,10 +1,9 @@
 """Contract of the name store, with which the processes of a trial find each other.
 
-    NameStore ── memory_store   one process, for tests
-              ├─ file_store     a shared directory; the local default
+    NameStore ┬─ file_store     a shared directory; the local default
               └─ etcd_store     production
 
-Keys are '/'-separated and built only in ``keys.py``. A key may have a value and keys below it. A value is any str.
+Keys are '/'-separated and built only by ``Names``. A key may have a value and keys below it. A value is any str.
 A key that was added with a lease disappears for all readers when the lease lapses or is revoked. All methods are
 synchronous and thread-safe, and every call has a time limit. Backends translate the exceptions of their client
 libraries into NameStoreError. ``connect.py`` makes the store that the configuration names.

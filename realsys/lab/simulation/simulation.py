@@ -66,23 +66,20 @@ class Simulation:
         self.faults.start()
         self.clock.after(LOAD_PERIOD_S, self._measure_loads)
         try:
-            self._loop(progress)
+            every = self.sim.check_every
+            while not self._over():
+                if not self.clock.step():
+                    raise Broken("nothing is left to happen", self)
+                self._watch_routes()
+                if every and self.clock.events % every == 0:
+                    check_cheap(self)
+                if not self.clock.events % 1024:
+                    progress(self)
+            check_all(self)
         except Broken:
             raise
         except Exception as error:
             raise Broken(f"{type(error).__name__}: {error}", self) from error
-
-    def _loop(self, progress: Callable[[Simulation], None]) -> None:
-        every = self.sim.check_every
-        while not self._over():
-            if not self.clock.step():
-                raise Broken("nothing is left to happen", self)
-            self._watch_routes()
-            if every and self.clock.events % every == 0:
-                check_cheap(self)
-            if not self.clock.events % 1024:
-                progress(self)
-        check_all(self)
 
     def _over(self) -> bool:
         sim, now = self.sim, self.clock.now

@@ -59,11 +59,12 @@ class TrialReader:
         self._follow()
         kind, done, total = self.curves.progress
         running = self._is_running()
+        # a launcher that ends writes a summary
         return {
             "experiment": self.config.experiment,
             "trial": self.config.trial,
             "identity": self._identify(),
-            "state": "running" if running else self._ended(),
+            "state": "running" if running else str(self._summary().get("status") or "killed"),
             "reason": "" if running else str(self._summary().get("reason") or ""),
             "phase": self.curves.phase,
             "phase_since": self.curves.phase_since,
@@ -113,10 +114,6 @@ class TrialReader:
         except (OSError, ValueError):
             return {}
         return summary if isinstance(summary, dict) else {}
-
-    def _ended(self) -> str:
-        """Return the state of a trial without launcher: a launcher that ends writes a summary."""
-        return str(self._summary().get("status") or "killed")
 
     def _count_ledger(self) -> dict[str, Any] | None:
         """Count the tickets of an ended trial from its journal; None if that cannot be read, or is too large."""

@@ -183,7 +183,14 @@ def lines(progress: TrialProgress, frame: Frame, width: int, height: int) -> lis
 
     Head and notes are left out last: a terminal of 9 rows has room for both.
     """
-    head = _head(progress, frame, width)
+    clock = _clock(frame.elapsed_s)
+    name = f"realsys  {frame.name}"
+    title = Text(set_cell_size(name, max(0, width - len(clock) - 1)) + " " + clock, "bold")
+    address = f"status page  {progress.page}" if progress.address else f"folder  {frame.folder}"
+    waits = []
+    if progress.phase in _BEFORE and (missing := _missing(progress.status, frame.expected)):
+        waits = _wrapped(Text(f"waits for {', '.join(missing)}", "dim"), width, 2)
+    head = [_cut(title, width), _cut(_phase(progress, frame), width), *waits, *_wrapped(Text(address), width, 2)]
     notes = _notes(frame, width, max(2, height // 4))
     body = _side_by_side(_training(progress), _asynchrony(progress, frame.max_staleness), width)
     time = [_cut(Text.assemble(("step time  ", "dim"), time_split(_recent(progress.train))), width)]
@@ -198,29 +205,14 @@ def lines(progress: TrialProgress, frame: Frame, width: int, height: int) -> lis
         rows = [*rows[: max(0, room - 1)], Text(f"  and {left} more", "dim")] if room > 0 else []
     room -= len(rows)
     blocks = [block for block in (head, notes, body, [*fixed, *rows]) if block]
-    spaces = [[Text()] if spare else [] for spare in _spares(room, len(blocks) - 1)]
+    spaces = [[Text()] if number < room else [] for number in range(len(blocks) - 1)]
     shown = itertools.chain(*itertools.chain(*itertools.zip_longest(blocks, spaces, fillvalue=[])))
     return list(itertools.islice(shown, max(0, height)))
-
-
-def _spares(room: int, gaps: int) -> list[bool]:
-    return [number < room for number in range(gaps)]
 
 
 def _cut(text: Text, width: int) -> Text:
     text.truncate(width, overflow="ellipsis")
     return text
-
-
-def _head(progress: TrialProgress, frame: Frame, width: int) -> list[Text]:
-    clock = _clock(frame.elapsed_s)
-    name = f"realsys  {frame.name}"
-    title = Text(set_cell_size(name, max(0, width - len(clock) - 1)) + " " + clock, "bold")
-    address = f"status page  {progress.page}" if progress.address else f"folder  {frame.folder}"
-    waits = []
-    if progress.phase in _BEFORE and (missing := _missing(progress.status, frame.expected)):
-        waits = _wrapped(Text(f"waits for {', '.join(missing)}", "dim"), width, 2)
-    return [_cut(title, width), _cut(_phase(progress, frame), width), *waits, *_wrapped(Text(address), width, 2)]
 
 
 def _phase(progress: TrialProgress, frame: Frame) -> Text:

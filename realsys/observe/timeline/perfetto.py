@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -59,7 +59,8 @@ def write_trace(paths: TrialPaths, out: Path, wanted: Wanted = Wanted()) -> Writ
         # A viewer shows the time of all spans: a phase of days would hide the chosen steps.
         phases = [span._replace(begin=max(span.begin, begin), end=min(span.end, end)) for span in phases]
     events = [event for event in read_events(paths.events) if event.time <= end]
-    with _opened(out) as file:
+    # mtime 0: the same trace has the same bytes
+    with gzip.GzipFile(out, "wb", mtime=0) if out.suffix == ".gz" else out.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         for number, event in enumerate(trace_events(timeline, events, phases)):
             file.write((b",\n" if number else b"") + msgspec.json.encode(event))
@@ -121,11 +122,6 @@ def phases_of(records: Sequence[StepRecord]) -> list[TimelineSpan]:
             name, begin = str(record.get("phase", "")), time
         latest = max(latest, time)
     return [*phases, TimelineSpan(RUN, name, begin, latest, "", {})] if name else phases
-
-
-def _opened(out: Path) -> BinaryIO:
-    # mtime 0: the same trace has the same bytes.
-    return gzip.GzipFile(out, "wb", mtime=0) if out.suffix == ".gz" else out.open("wb")  # type: ignore[return-value]
 
 
 # ---- JSON of Chrome's trace events, which ui.perfetto.dev and chrome://tracing open

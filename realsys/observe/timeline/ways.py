@@ -96,7 +96,9 @@ def _trained(spans: Sequence[TimelineSpan]) -> Iterator[tuple[str, TrainedIn]]:
             steps[number] = TrainedIn(span)
     for span in spans:
         match span.name:
-            case "call" if (number := number_of(span.unit, "step")) in steps and _is_training(span):
+            case "call" if (number := number_of(span.unit, "step")) in steps and (
+                span.process.startswith("model_worker") and str(span.facts.get("call", "")).endswith("_train")
+            ):
                 if span.begin >= steps[number].step.begin:
                     steps[number].calls.append(span)
             case "publish" if (number := number_of(span.unit, "version")) in steps:
@@ -108,10 +110,6 @@ def _trained(spans: Sequence[TimelineSpan]) -> Iterator[tuple[str, TrainedIn]]:
     for trained in sorted(steps.values(), key=lambda trained: trained.step.begin):
         for ticket in tickets_in(str(trained.step.facts["tickets"])):
             yield ticket, trained
-
-
-def _is_training(span: TimelineSpan) -> bool:
-    return span.process.startswith("model_worker") and str(span.facts.get("call", "")).endswith("_train")
 
 
 def _place(span: TimelineSpan) -> tuple[float, int]:

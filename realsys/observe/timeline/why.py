@@ -137,7 +137,10 @@ def explain(paths: TrialPaths, first: int | None = None, last: int | None = None
 
 
 def _with_spans(paths: TrialPaths, times: Sequence[StepTime], total: StepTime) -> WhyReport:
-    read, since = _to_read(paths, times)
+    firsts = [(times[-count:][0], before_s) for count, before_s in _READ]
+    windows = [(first.end - first.seconds - before_s, times[-1].end) for first, before_s in firsts]
+    chosen = windows.index(bounded_window(paths.spans, windows))
+    read, since = times[-_READ[chosen][0] :], windows[chosen][0]
     window = read[0].end - read[0].seconds, read[-1].end
     spans = read_timeline(paths.spans, (since, window[1])).spans
     ways = ways_of(spans)
@@ -165,14 +168,6 @@ def _with_spans(paths: TrialPaths, times: Sequence[StepTime], total: StepTime) -
         )
     facts = Facts(total, report.wait_percents, report.servers, report.workers, _config(paths))
     return replace(report, advice=advice(facts))
-
-
-def _to_read(paths: TrialPaths, times: Sequence[StepTime]) -> tuple[Sequence[StepTime], float]:
-    """Return the steps whose spans are read, and the time from which on spans are read."""
-    firsts = [(times[-count:][0], before_s) for count, before_s in _READ]
-    windows = [(first.end - first.seconds - before_s, times[-1].end) for first, before_s in firsts]
-    chosen = windows.index(bounded_window(paths.spans, windows))
-    return times[-_READ[chosen][0] :], windows[chosen][0]
 
 
 def scaled(parts: Mapping[str, float], whole: float) -> dict[str, float]:

@@ -365,8 +365,9 @@ def _value(node: ast.expr, depth: int) -> Number:
         return _UNARY[type(node.op)](_value(node.operand, depth + 1))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left, depth + 1), _value(node.right, depth + 1)
-        if isinstance(node.op, ast.Pow):
-            _check_power(left, right)
+        power = isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int)
+        if power and int(left).bit_length() * abs(right) > MAX_BITS:  # computing it would take long
+            raise ToolError("error: the number is too large")
         result = _BINARY[type(node.op)](left, right)
         if isinstance(result, complex):
             raise ToolError("error: the root of a negative number")
@@ -379,12 +380,6 @@ def _bounded(value: Any) -> Number:
         raise ToolError("error: the number is too large")
     number: Number = value
     return number
-
-
-def _check_power(base: Number, exponent: Number) -> None:
-    """Raise ToolError before a power is computed that would take long."""
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MAX_BITS:
-        raise ToolError("error: the number is too large")
 
 
 # ---- python: runs a program in the sandbox and returns its output

@@ -430,7 +430,9 @@ class EnvironmentServer:
             if self._connection is not None and not self._connection.up:
                 await self._end(self._connection)
             if self._connection is None:
-                await self._may_start()
+                if self._not_before is None:
+                    raise self._refusal()
+                await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
                 self._connection = _Connection(self._environment)
             connection = self._connection
             try:
@@ -439,12 +441,6 @@ class EnvironmentServer:
                 await self._end(connection, f"{error}: ")
                 raise self._refusal() from None
             return connection
-
-    async def _may_start(self) -> None:
-        """Wait for the back-off. Raises AgentError if the restarts are spent."""
-        if self._not_before is None:
-            raise self._refusal()
-        await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
 
     async def _end(self, connection: _Connection, problem: str = "") -> None:
         """Remove a server that has ended or does not answer, and set the time of the next start."""

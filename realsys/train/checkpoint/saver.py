@@ -157,7 +157,8 @@ def load_checkpoint(role: Role, directory: Path) -> None:
             _load_slot(slot, {part.kind: value for part, value in zip(parts, values, strict=True)})
         assert role.engine.module is not None
         lora.merge(role.engine.module)
-        own = _own_index(role, indexes)
+        same = indexes[0].layout == role.groups.mesh.layout
+        own = next((index for index in indexes if same and index.rank == role.groups.rank), None)
         if own is not None:
             _load_generators(directory, own)
     role.load_state_dict(indexes[0].state)  # the same on every rank
@@ -298,12 +299,6 @@ def _check_sizes(directory: Path, state: CheckpointState, role: Role, index: Ran
         raise CheckpointError(f"checkpoint {directory}: {role.name} {problem}; {CHECKPOINT.advice}")
     for stem in stems:
         CHECKPOINT.check_size(directory / files.data_file(stem), state.files[files.data_file(stem)])
-
-
-def _own_index(role: Role, indexes: Sequence[RankIndex]) -> RankIndex | None:
-    """Return the index that this rank wrote; None if the layout has changed."""
-    same = indexes[0].layout == role.groups.mesh.layout
-    return next((index for index in indexes if same and index.rank == role.groups.rank), None)
 
 
 # ---- places of a role's training state on this rank: one slot per parameter

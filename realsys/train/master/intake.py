@@ -73,7 +73,9 @@ class Intake:
             batch = self.state.conclude((await self._manager.claim(request)).gone)
             await self._carry_out()
             if batch is not None:
-                await self._mask(batch)
+                if batch.masked:
+                    assert batch.oldest_trained is not None, "tokens are masked under policies mask and drop only"
+                    await self._workers.mask(_by_owner(batch.masked), batch.oldest_trained)
                 return batch
 
     async def _next_group(self) -> None:
@@ -85,7 +87,8 @@ class Intake:
         while not await self._arrival(min(_STATUS_INTERVAL_S, self.state.settings.timeout_s)):
             # The manager counts a group that was lost in transit as finished, so it grants no
             # other. Only this report shows the loss.
-            await self._report_held()
+            if lost := (await self._manager.trained(self._request(held=self.state.held()))).lost:
+                log.warning("%d groups never arrived and are reissued: %s", len(lost), ", ".join(lost[:20]))
             status = await self._manager.status()
             await self._repair(status)
             self.state.check_wait(status, time.monotonic())
@@ -99,10 +102,6 @@ class Intake:
             return False
         return True
 
-    async def _report_held(self) -> None:
-        if lost := (await self._manager.trained(self._request(held=self.state.held()))).lost:
-            log.warning("%d groups never arrived and are reissued: %s", len(lost), ", ".join(lost[:20]))
-
     async def _carry_out(self) -> None:
         """Report the groups that will not be trained, and free their samples on the workers that received them."""
         # Taken out before the first await: on_samples may append while a report is on its way.
@@ -114,12 +113,6 @@ class Intake:
             # Sent in this order, and workers serve requests in order: a group is kept before it is cleared.
             kept = [self._workers.keep_dropped(departures.kept)] if departures.kept else []
             await asyncio.gather(*kept, self._workers.clear(_by_owner(departures.free)))
-
-    async def _mask(self, batch: TrainBatch) -> None:
-        """Let the workers take the tokens of a batch that are too old out of its loss, before its first transfer."""
-        if batch.masked:
-            assert batch.oldest_trained is not None, "tokens are masked under policies mask and drop only"
-            await self._workers.mask(_by_owner(batch.masked), batch.oldest_trained)
 
     def _request(self, **fields: Any) -> TrainedRequest:
         version = self.state.version

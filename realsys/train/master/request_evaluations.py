@@ -301,7 +301,10 @@ class EvaluationRun:
         await self._status.enter("load")
         published = await on_disk(f"reading {self._model}", self._timeout_s, self._adopt)
         await self._manager.roll_back(RollBackRequest(NOTHING, NOTHING, self._ctx.incarnation))
-        await self._publish(published)
+        ctx = self._ctx
+        key = VersionKey(ctx.store, ctx.names.model_version(), ctx.config.cluster.lease_s, ctx.check_alive)
+        await key.set(published)
+        self._published = published
         await self._status.enter("evaluate")
         sets = {name: made for name, made in evaluation_sets(self._ctx.config).items() if made.problems}
         for entry in await self._evaluations.run(EVAL_ID, sets, published.step):
@@ -316,12 +319,6 @@ class EvaluationRun:
         ctx, step = self._ctx, step_of(self._model)
         folder = adopt(self._model, ctx.paths.weights(), step, ctx.incarnation, check_alive=ctx.check_alive)
         return PublishedVersion(step, ctx.incarnation, str(folder), step, ctx.config.weights.transport)
-
-    async def _publish(self, published: PublishedVersion) -> None:
-        ctx = self._ctx
-        key = VersionKey(ctx.store, ctx.names.model_version(), ctx.config.cluster.lease_s, ctx.check_alive)
-        await key.set(published)
-        self._published = published
 
     async def check_weights(self, status: Mapping[str, Any]) -> None:
         """End the run if no server can load the weights because the model was changed. Raises WeightsError."""

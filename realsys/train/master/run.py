@@ -102,7 +102,12 @@ class MasterRun:
         again.
         """
         parts, cluster = self._parts, self._ctx.config.cluster
-        start = await self._find_start()
+        root = self._ctx.paths.checkpoints
+        resumed_from = read_start(self._ctx.paths.start).resumed_from
+        # One process verifies what all ranks wrote, so it gets the time that one call gives to each
+        # rank.
+        timeout_s = self._ctx.config.cluster.request_timeout_s * self._parts.world_size
+        start = await on_disk(f"verifying {root}", timeout_s, lambda: find_start(root, resumed_from))
         requested = await self._roll_back(start)
         await self._status.enter("connect")
         await parts.connections.stream.barrier(range(parts.world_size), cluster.connect_timeout_s)
@@ -122,16 +127,10 @@ class MasterRun:
             await self._evaluate("before", done)
         await self._status.enter("train")
         if start.own:
-            await self._repeat_evaluations(requested, done)
+            # the results of these were lost with the predecessor of this trainer
+            for eval_id, step in unanswered(self._records(), requested, done, self._sets, self._parts.total_steps):
+                await self._loop.start_evaluation(eval_id, step, requested_at=done)
         return done
-
-    async def _find_start(self) -> TrainingStart:
-        root = self._ctx.paths.checkpoints
-        resumed_from = read_start(self._ctx.paths.start).resumed_from
-        # One process verifies what all ranks wrote, so it gets the time that one call gives to each
-        # rank.
-        timeout_s = self._ctx.config.cluster.request_timeout_s * self._parts.world_size
-        return await on_disk(f"verifying {root}", timeout_s, lambda: find_start(root, resumed_from))
 
     async def _roll_back(self, start: TrainingStart) -> list[str]:
         """Undo everything later than ``start``; return the ids of all evaluations that were ever
@@ -194,13 +193,6 @@ class MasterRun:
             await self._status.enter("warmup")
             await build_warmup(self._ctx, self._parts).run()
         return 0
-
-    async def _repeat_evaluations(self, requested: Iterable[str], done: int) -> None:
-        """Request the evaluations again whose results were lost with the predecessor of this
-        trainer.
-        """
-        for eval_id, step in unanswered(self._records(), requested, done, self._sets, self._parts.total_steps):
-            await self._loop.start_evaluation(eval_id, step, requested_at=done)
 
     async def _conclude(self, steps: int) -> None:
         """Wait for the evaluations, evaluate once more after ``steps``, and export the model."""

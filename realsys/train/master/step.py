@@ -51,7 +51,8 @@ class StepRunner:
         self._plan = plan
         self._workers = workers
         ppo = config.train.ppo
-        self._only_critic = without_actor_training(flow)
+        # ``train.ppo.critic.warmup_steps``
+        self._only_critic = Dataflow([c for c in flow.calls if not (c.trains and c.role == ACTOR)], flow.source_keys)
         weight = ppo.reward_model_weight
         self._executor = GraphExecutor(flow, meshes, workers, score_weight=weight)
         self._critic_executor = GraphExecutor(self._only_critic, meshes, workers, score_weight=weight)
@@ -109,13 +110,6 @@ class StepRunner:
         own = [samples[ref.sample_id] for minibatch in plans[ACTOR] for ref in minibatch[0]]
         plan = self._agreement.plan(version, own)
         return args if plan is None else {**args, name: {**args.get(name, {}), SNAPSHOT: msgspec.to_builtins(plan)}}
-
-
-def without_actor_training(flow: Dataflow) -> Dataflow:
-    """Return the graph of a step in which only the critic learns
-    (``train.ppo.critic.warmup_steps``).
-    """
-    return Dataflow([c for c in flow.calls if not (c.trains and c.role == ACTOR)], flow.source_keys)
 
 
 # ---- supervised warm-up: another dataflow graph on the same ModelWorkers

@@ -403,7 +403,11 @@ class AgreementMonitor:
         tokens = values.get("tokens", 0.0)
         mean = values.get("difference_mean")
         warning = self._warning_of(tokens, mean) if mean is not None else ""
-        self._log_change(version, warning)
+        if warning and not self._warning:
+            log.warning("log-probs of engine and trainer disagree at version %d: %s", version, warning)
+        elif self._warning and not warning:
+            log.warning("log-probs of engine and trainer agree again at version %d", version)
+        self._warning = warning
         return {
             "version": version,
             "tokens": int(tokens),
@@ -428,14 +432,6 @@ class AgreementMonitor:
         if now > _GROWTH * max(before, _FLOOR):
             return f"mean difference grew from {before:.2g} to {now:.2g} nats per token over the run"
         return ""
-
-    def _log_change(self, version: int, warning: str) -> None:
-        """Log a warning once when it begins and once when it ends; the step record has it every time."""
-        if warning and not self._warning:
-            log.warning("log-probs of engine and trainer disagree at version %d: %s", version, warning)
-        elif self._warning and not warning:
-            log.warning("log-probs of engine and trainer agree again at version %d", version)
-        self._warning = warning
 
 
 def _mean_agreement(steps: list[tuple[float, float]] | deque[tuple[float, float]]) -> float:

@@ -7,13 +7,13 @@ import msgspec
 import pytest
 
 from realsys.cluster.http_client import CallFailed, HttpClient
-from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.errors import ConfigError, NoVerifierError
 from realsys.reward import reward_server, verifier_protocol
 from realsys.reward.pool import ItemLimits
 from realsys.reward.verifiers.contract import Item, Verdict
 from realsys.types import ServerAddress
 from realsys.workers.reward_service import serve
+from tests.support.ledger.memory_store import MemoryNameStore
 from tests.support.processes.config_trees import changed
 from tests.support.rewards.reward_services import TOKEN, client_of, registrations, services
 from tests.support.serving.reward_pools import correct, outcomes, until

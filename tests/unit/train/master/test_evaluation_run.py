@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 from realsys.cluster.names.connect import trial_names
-from realsys.cluster.names.memory_store import MemoryNameStore
 from realsys.config.paths import TrialPaths
 from realsys.errors import WeightsError
 from realsys.manager.messages import EvaluateRequest, EvaluationReply, RollBackRequest
@@ -22,6 +21,7 @@ from realsys.train.master.request_evaluations import EvaluationRun
 from realsys.train.master.step_statistics import StepLog
 from realsys.types import PublishedVersion
 from realsys.weights.disk.plain_folders import verify
+from tests.support.ledger.memory_store import MemoryNameStore
 from tests.support.processes.config_trees import changed
 
 INCARNATION = f"{7:019d}"
