@@ -95,7 +95,18 @@ def compare_trials(folders: Sequence[Path]) -> int:
     console.print()
     _print_settings(console, trials)
     _print_table(console, "", {name: [show(trial) for trial in trials] for name, show in _NUMBERS.items()}, trials)
-    _print_curves(console, trials)
+    # each curve of all trials on one scale; equal columns are equal steps
+    longest = max(trial.totals.steps for trial in trials)
+    for field, title in _CURVES.items():
+        values = [[point[field] for point in trial.points if field in point] for trial in trials]
+        if not any(len(each) > 1 for each in values):
+            continue
+        low, high = scale_of([value for each in values for value in each])
+        console.print(f"{title}, {low:g} to {high:g}")
+        for trial, each in zip(trials, values, strict=True):
+            width = max(2, round(_WIDTH * trial.totals.steps / longest))
+            last = f"{each[-1]:.3g}" if each else "-"
+            console.print(f"  {trial.name}  {sparkline(each, low, high, width):<{_WIDTH}}  {last}")
     return 0
 
 
@@ -116,21 +127,6 @@ def _print_table(console: Console, title: str, rows: Mapping[str, Sequence[str]]
     head = [title, *(trial.name for trial in trials)]
     known = [[name, *values] for name, values in rows.items() if any(value not in ("-", "") for value in values)]
     console.print("\n".join(aligned([head, *known], range(1, len(head)))) + "\n")
-
-
-def _print_curves(console: Console, trials: Sequence[Compared]) -> None:
-    """Print each curve of all trials on one scale; equal columns are equal steps."""
-    longest = max(trial.totals.steps for trial in trials)
-    for field, title in _CURVES.items():
-        values = [[point[field] for point in trial.points if field in point] for trial in trials]
-        if not any(len(each) > 1 for each in values):
-            continue
-        low, high = scale_of([value for each in values for value in each])
-        console.print(f"{title}, {low:g} to {high:g}")
-        for trial, each in zip(trials, values, strict=True):
-            width = max(2, round(_WIDTH * trial.totals.steps / longest))
-            last = f"{each[-1]:.3g}" if each else "-"
-            console.print(f"  {trial.name}  {sparkline(each, low, high, width):<{_WIDTH}}  {last}")
 
 
 def _evaluated(trial: Compared, name: str) -> str:

@@ -236,7 +236,13 @@ class LiveEvaluations:
         while open_ones := self._open():
             for eval_id in open_ones:
                 self._states[eval_id] = await self.manager.evaluation(eval_id)
-            now, text = time.monotonic(), self._progress()
+            parts = []
+            for state in self._states.values():
+                if state is not None:
+                    again = f", begun again {state.restarts} times" if state.restarts else ""
+                    version = f" of version {state.version_max}" if state.version_max >= 0 else ""
+                    parts.append(f"{state.set} {state.done + state.failed}/{state.total}{version}{again}")
+            now, text = time.monotonic(), "; ".join(parts)
             if text != before:
                 before, moved = text, now
                 if now > shown + _SHOW_S:
@@ -245,15 +251,6 @@ class LiveEvaluations:
             elif now > moved + timeout_s:
                 raise WaitTimeout(f"evaluation: no new completion for {timeout_s:g} s: {text}")
             await asyncio.sleep(_POLL_S)
-
-    def _progress(self) -> str:
-        parts = []
-        for state in self._states.values():
-            if state is not None:
-                again = f", begun again {state.restarts} times" if state.restarts else ""
-                version = f" of version {state.version_max}" if state.version_max >= 0 else ""
-                parts.append(f"{state.set} {state.done + state.failed}/{state.total}{version}{again}")
-        return "; ".join(parts)
 
     async def _cancel(self) -> None:
         """Cancel what has not ended, so that the servers stop sampling it."""

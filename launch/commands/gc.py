@@ -237,7 +237,9 @@ class Finder:
                     self._unreachable[name] = str(error)
             problem = self._unreachable.get(name, "")
         if problem and settings.start:
-            if _ended_without_store(config, paths):
+            cluster = config.cluster
+            by_job = cluster.launcher == "slurm" and paths.job.exists()
+            if not cluster.nodes or by_job or _reported_its_end(paths) or ran_here(paths.lock):
                 return None
             problem += "; if it was killed, run this command on the machine of its launcher, or continue it"
         if problem:
@@ -322,13 +324,6 @@ def _reported_its_end(paths: TrialPaths) -> bool:
         return False
     begun = [path.stat().st_mtime for path in (paths.config, paths.job) if path.exists()]
     return paths.summary.stat().st_mtime >= max(begun, default=0.0)
-
-
-def _ended_without_store(config: Config, paths: TrialPaths) -> bool:
-    """Return True if a trial has ended whose own etcd does not answer, and whose lock and job are free."""
-    cluster = config.cluster
-    by_job = cluster.launcher == "slurm" and paths.job.exists()
-    return not cluster.nodes or by_job or _reported_its_end(paths) or ran_here(paths.lock)
 
 
 def _leftovers(trial: EndedTrial) -> Iterable[Leftover]:

@@ -82,7 +82,13 @@ def run(args: Namespace) -> int:
     steps = f"step {step}" if len(job.steps) == 1 else f"steps {files.ranges(job.steps)}"
     console.print(f"{config.experiment}/{config.trial}: {steps} again, from {origin}", highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="realsys-replay-") as scratch:
-        result = asyncio.run(_run(scratch_config(config, paths, job), TrialPaths(Path(scratch)), job))
+        # processes of this machine, in another folder
+        here = ClusterConfig()
+        cluster = config.cluster.model_copy(update={field: getattr(here, field) for field in _OF_THE_MACHINES})
+        model = config.model.model_copy(update={"path": str(paths.base_model(config))})
+        record = config.record.model_copy(update={"keep_steps": len(job.steps)})
+        update = {"cluster": cluster, "model": model, "record": record, "recover": "off"}
+        result = asyncio.run(_run(config.model_copy(update=update), TrialPaths(Path(scratch)), job))
     _print(console, result, job.tolerance)
     return 0 if result.equal else _NOT_EQUAL
 
@@ -122,16 +128,6 @@ def _check_same(config: Config, other: Config, step: int, job: ReplayJob) -> Non
     if different := [f"{each.field}={each.old!r} ({each.new!r})" for each in changes(theirs, ours)]:
         problem = f"was trained with other settings than step {job.step}, and there is no checkpoint between them"
         raise RecordError(f"step {step} {problem}: {', '.join(different[:3])}")
-
-
-def scratch_config(config: Config, paths: TrialPaths, job: ReplayJob) -> Config:
-    """Return the trial's configuration for processes of this machine in another folder."""
-    here = ClusterConfig()
-    cluster = config.cluster.model_copy(update={field: getattr(here, field) for field in _OF_THE_MACHINES})
-    model = config.model.model_copy(update={"path": str(paths.base_model(config))})
-    record = config.record.model_copy(update={"keep_steps": len(job.steps)})
-    update = {"cluster": cluster, "model": model, "record": record, "recover": "off"}
-    return config.model_copy(update=update)
 
 
 async def _run(config: Config, paths: TrialPaths, job: ReplayJob) -> ReplayResult:

@@ -367,7 +367,19 @@ class Driver:
 
     async def _one_agent(self, index: int) -> None:
         """Run one agent to its end. Raises _Lost, _Final."""
-        self._actors[index] = actor = self._make(index)
+        # an actor for the whole bundle, so that Ray gives it the ids of all its GPUs
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        rest = dict(self._task.bundle)
+        options: dict[str, Any] = {"num_cpus": rest.pop("CPU", 0), "num_gpus": rest.pop("GPU", 0)}
+        if memory := rest.pop("memory", 0):
+            options["memory"] = memory
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        remote: Any = ray.remote(ray_actor.AgentActor)
+        self._actors[index] = actor = remote.options(
+            **options, resources=rest, scheduling_strategy=place, max_restarts=0
+        ).remote()
         host, node_id = await self._placed(actor.where.remote())
         hosts = [node.host for node in live_nodes()]
         name = agent_name(host, node_id, hosts)
@@ -382,19 +394,6 @@ class Driver:
             raise _Lost(f"the agent of {name} {how_it_ended(code)}", here=True)
         if code > 0:
             raise _Final(f"the agent of {name} {how_it_ended(code)}: see {log}")
-
-    def _make(self, index: int) -> Any:
-        """Return an actor for the whole bundle, so that Ray gives it the ids of all its GPUs. It starts later."""
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        rest = dict(self._task.bundle)
-        options: dict[str, Any] = {"num_cpus": rest.pop("CPU", 0), "num_gpus": rest.pop("GPU", 0)}
-        if memory := rest.pop("memory", 0):
-            options["memory"] = memory
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-        remote: Any = ray.remote(ray_actor.AgentActor)
-        return remote.options(**options, resources=rest, scheduling_strategy=place, max_restarts=0).remote()
 
     async def _placed(self, where: Awaitable[_T]) -> _T:
         """Return the answer of a new actor. Raises _Final if Ray has no node for it within the bound."""

@@ -131,7 +131,11 @@ class Supervisor:
             except Exception as exc:
                 self.fail(exc)
             finally:
-                killed = await self._end_all()
+                self._end(TrialOutcome("failed", "the launcher was cancelled"))  # unless it has ended otherwise
+                assert self._outcome is not None
+                self._deaths += self._trainer.deaths  # it was being killed: its failures are causes, too
+                self._trainer.cancel()
+                killed = await self._stop.run(orderly=self._outcome.status == "interrupted")
         assert self._outcome is not None
         outcome = self._outcome
         outcome.deaths = self._deaths
@@ -165,13 +169,6 @@ class Supervisor:
         """End the run for an exception in the launcher itself."""
         log.error("the launcher failed", exc_info=exc)
         self._end(TrialOutcome("failed", f"the launcher failed: {type(exc).__name__}: {exc}"))
-
-    async def _end_all(self) -> list[str]:
-        self._end(TrialOutcome("failed", "the launcher was cancelled"))  # unless it has ended otherwise
-        assert self._outcome is not None
-        self._deaths += self._trainer.deaths  # it was being killed: its failures are causes, too
-        self._trainer.cancel()
-        return await self._stop.run(orderly=self._outcome.status == "interrupted")
 
     # ---- start
 
@@ -431,7 +428,11 @@ class StopSequence:
         self.killing = True
         killed = await self._kill(workers)
         left = self._bounds.stop_timeout_s + _KILL_TIMEOUT_S - (time.monotonic() - began)
-        killed += await self._stop_name_store(left)
+        stores = [child for child in self._children if child.spec.kind == NAME_STORE]
+        for child in stores:
+            child.terminate()
+        await self._changes.until(lambda: self.hurry or not pids_of(stores), left)
+        killed += await self._kill(stores)
         ends = await asyncio.gather(*(node.end(_KILL_TIMEOUT_S) for node in self._nodes))
         killed += [name for left_over in ends for name in left_over]
         await self._changes.until(lambda: not pids_of(self._children), _KILL_TIMEOUT_S)  # killed, but not yet reaped
@@ -464,13 +465,6 @@ class StopSequence:
                 self._hooks.say(f"{text} (a second Ctrl-C ends the run without waiting)")
             if now != before:
                 before, moved, bound_s = now, time.monotonic(), self._bounds.stop_progress_s
-
-    async def _stop_name_store(self, timeout_s: float) -> list[str]:
-        stores = [child for child in self._children if child.spec.kind == NAME_STORE]
-        for child in stores:
-            child.terminate()
-        await self._changes.until(lambda: self.hurry or not pids_of(stores), timeout_s)
-        return await self._kill(stores)
 
     async def _kill(self, children: Sequence[Child]) -> list[str]:
         """Kill the children that still run; returns their names."""

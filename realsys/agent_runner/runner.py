@@ -268,7 +268,12 @@ class EpisodeKeeper:
         look = time.monotonic() + _LOOK_S
         while not self.reached:
             ready = {descriptor for descriptor, _ in self._poll.poll(_LOOK_S * 1000)}
-            self._read()
+            printed = self._next(self._output)
+            self.bytes += len(printed)
+            self.printed = (self.printed + printed)[-PRINTED:]
+            self.result += self._next(self._result)
+            if len(self.result) > MAX_RESULT:
+                self.reached = "result"
             if self._ended in ready:
                 self.code = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
                 return
@@ -277,14 +282,6 @@ class EpisodeKeeper:
             elif time.monotonic() > look:
                 self.reached = self.reached or reached(self._limits)
                 look = time.monotonic() + _LOOK_S
-
-    def _read(self) -> None:
-        printed = self._next(self._output)
-        self.bytes += len(printed)
-        self.printed = (self.printed + printed)[-PRINTED:]
-        self.result += self._next(self._result)
-        if len(self.result) > MAX_RESULT:
-            self.reached = "result"
 
     def _next(self, pipe: int) -> bytes:
         """Read what a pipe holds now: at most 1 MiB, so that the limits are checked while an agent prints."""

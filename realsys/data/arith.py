@@ -102,27 +102,23 @@ def chat_demonstration(operands: list[int], config: ArithConfig, rng: random.Ran
     form = rng.choices(config.forms, [form.weight for form in config.forms])[0]
     tools = [{"type": "function", "function": {"name": name}} for name in form.tools]
     text = msgspec.json.encode({"prompt": form.prompt, "response": form.response, "tools": tools}).decode()
-    for name, value in _values(operands, config, rng).items():
-        text = text.replace(f"{{{name}}}", value)  # values have no character that JSON escapes
-    try:
-        return msgspec.json.decode(text, type=Demonstration)
-    except MALFORMED as error:
-        raise ConfigError("data.arith.forms", form.response, f"has a malformed message: {error}") from None
-
-
-def _values(operands: list[int], config: ArithConfig, rng: random.Random) -> dict[str, str]:
     steps, _, total = demonstration(operands, config.demo_noise, rng).response.partition("#")
     called = list(operands)
     if rng.random() < config.demo_noise:
         called[rng.randrange(len(called))] = rng.randint(0, config.max_operand)
-    return {
+    for name, value in {
         "prompt": prompt_text(operands),
         "steps": steps,
         "sum": total,
         "expression": "+".join(map(str, called)),
         "value": str(sum(called)),
         "wrong": wrong_try(operands, rng).response,
-    }
+    }.items():
+        text = text.replace(f"{{{name}}}", value)  # values have no character that JSON escapes
+    try:
+        return msgspec.json.decode(text, type=Demonstration)
+    except MALFORMED as error:
+        raise ConfigError("data.arith.forms", form.response, f"has a malformed message: {error}") from None
 
 
 class Generator:

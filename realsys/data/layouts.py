@@ -247,7 +247,9 @@ def realsys(row: Values) -> ProblemRow:
     try:
         problem = msgspec.convert(given, Problem)
     except MALFORMED as error:
-        raise RowError(_named(str(error)), str(error)) from None
+        # the field that msgspec names: ``... `answer` ``, or ``... at `$.prompt[0].role` ``
+        quoted = str(error).split("`")
+        raise RowError(quoted[-2].removeprefix("$.") if len(quoted) > 2 else "row", str(error)) from None
     extra = {key: value for key, value in row.items() if key not in own}
     return ProblemRow(problem.prompt, problem.answer, extra, problem.tools, problem.code_tests)
 
@@ -332,12 +334,6 @@ def _tests_in(truth: Any, field: str) -> CodeTests | None:
     if not isinstance(truth, dict) or not {"inputs", "outputs"} <= truth.keys():
         return None
     return io_tests(truth, field)
-
-
-def _named(problem: str) -> str:
-    """Return the field that a message of msgspec names: ``... `answer` ``, or ``... at `$.prompt[0].role` ``."""
-    quoted = problem.split("`")
-    return quoted[-2].removeprefix("$.") if len(quoted) > 2 else "row"
 
 
 # ---- math rows ---------------------------------------------------------------------------------------------------

@@ -205,7 +205,11 @@ class Dispatch:
             while entries and (entries[0].gone or now >= self._deadline(entries[0])):
                 if not (entry := entries.popleft()).gone:
                     self.waiting -= 1
-                    settled.append(self._settle(entry, NoVerifier(self._waited(entry, now))))
+                    problems = [f"{each.name}: {each.problem or 'no room'}" for each in self._instances.values()]
+                    why = "; ".join(problems) or "none is in the name store"
+                    settled.append(
+                        self._settle(entry, NoVerifier(f"waited {now - entry.since:.0f} s for a reward service: {why}"))
+                    )
             if not entries:
                 del self._lots[lot]
         return settled
@@ -300,12 +304,6 @@ class Dispatch:
     def _deadline(self, entry: DispatchEntry) -> float:
         unheard = max(entry.since, self._heard_at) + self._bounds.retry_timeout_s
         return min(unheard, entry.added + self._bounds.total_timeout_s)
-
-    def _waited(self, entry: DispatchEntry, now: float) -> str:
-        """Say what an item has waited for."""
-        problems = [f"{each.name}: {each.problem or 'no room'}" for each in self._instances.values()]
-        why = "; ".join(problems) or "none is in the name store"
-        return f"waited {now - entry.since:.0f} s for a reward service: {why}"
 
 
 def _batch(entries: deque[DispatchEntry], most: int) -> list[DispatchEntry]:

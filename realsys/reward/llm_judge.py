@@ -332,7 +332,12 @@ def read_reply(body: bytes, criteria: Sequence[Criterion]) -> JudgeReply:
 
 def _scores(text: str, criteria: Sequence[Criterion]) -> dict[str, float]:
     try:
-        verdict = _ANY.decode(_json_part(text).encode("utf-8", "replace"))
+        # without a thinking part before it, and without the fence around it
+        said = text.strip()
+        if said.startswith("<think>"):
+            said = said.rpartition("</think>")[2].strip()
+        fenced = _FENCED.search(said)
+        verdict = _ANY.decode((fenced[1] if fenced else said).encode("utf-8", "replace"))
     except MALFORMED:
         raise Trouble(f"the verdict is no JSON: {_shown(text)}") from None
     scores = verdict.get("scores") if isinstance(verdict, dict) else None
@@ -352,15 +357,6 @@ def _score(criterion: Criterion, value: Any) -> float:
         problem = f"is {_shown(value)}: it must be from {criterion.low:g} to {criterion.high:g}"
         raise Trouble(f"the score of {criterion.name} {problem}")
     return float(value)
-
-
-def _json_part(text: str) -> str:
-    """Return the text without a thinking part before it, or the fenced block at its end."""
-    text = text.strip()
-    if text.startswith("<think>"):
-        text = text.rpartition("</think>")[2].strip()
-    fenced = _FENCED.search(text)
-    return fenced[1] if fenced else text
 
 
 def _shown(value: object) -> str:

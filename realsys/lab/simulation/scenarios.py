@@ -182,11 +182,12 @@ def plan(scenario: str, overrides: Sequence[str] = ()) -> Plan:
     tree: dict[str, Any] = {}
     for path, value in [*_scenario(scenario).items(), *map(_parsed, overrides)]:
         *sections, name = path.split(".")
+        branch = tree
         for section in sections:
-            tree = tree.setdefault(section, {})
-            if not isinstance(tree, dict):
+            branch = branch.setdefault(section, {})
+            if not isinstance(branch, dict):
                 raise ConfigError(path, value, f"{section} is a field, not a section")
-        tree[name] = value
+        branch[name] = value
     sim = tree.pop("sim", {})
     try:
         settings = SimSettings.model_validate(sim)

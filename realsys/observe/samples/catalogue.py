@@ -161,7 +161,28 @@ class EvalSource:
         self._result = read_result(folder)
         self._offsets: dict[str, int] = {}
         self._rows: list[SampleRow] = []
-        self._scan()
+        # a last line that was cut off is not a completion
+        found: list[tuple[tuple[int, int, int], SampleRow]] = []
+        try:
+            for offset, numbers in _lines(self._path):
+                attempt = f".{numbers.attempt}" if numbers.attempt else ""
+                row = SampleRow(
+                    sample_id=f"{numbers.problem}/{numbers.sample}{attempt}",
+                    group=str(numbers.problem),
+                    prompt_index=numbers.problem,
+                    reward=numbers.reward,
+                    correct=numbers.correct,
+                    tokens=numbers.tokens,
+                    truncated=numbers.finish_reason != "stop",
+                    finish_reason=numbers.finish_reason,
+                )
+                self._offsets[row.sample_id] = offset
+                found.append(((numbers.problem, numbers.sample, numbers.attempt), row))
+        except FileNotFoundError:
+            raise RecordError(f"{self._path.parent}: no completions are stored: the evaluation has not ended") from None
+        except (OSError, *MALFORMED) as error:
+            raise RecordError(f"{self._path}: cannot be read: {error}") from None
+        self._rows = [row for _, row in sorted(found, key=lambda pair: pair[0])]
 
     @property
     def title(self) -> str:
@@ -191,20 +212,6 @@ class EvalSource:
         except (OSError, *MALFORMED) as error:
             raise RecordError(f"{self._path}: cannot be read: {error}") from None
 
-    def _scan(self) -> None:
-        """Read the numbers of every completion. A last line that was cut off is not one."""
-        found: list[tuple[tuple[int, int, int], SampleRow]] = []
-        try:
-            for offset, numbers in _lines(self._path):
-                row = _row(numbers)
-                self._offsets[row.sample_id] = offset
-                found.append(((numbers.problem, numbers.sample, numbers.attempt), row))
-        except FileNotFoundError:
-            raise RecordError(f"{self._path.parent}: no completions are stored: the evaluation has not ended") from None
-        except (OSError, *MALFORMED) as error:
-            raise RecordError(f"{self._path}: cannot be read: {error}") from None
-        self._rows = [row for _, row in sorted(found, key=lambda pair: pair[0])]
-
 
 def _lines(path: Path) -> Iterator[tuple[int, _Line]]:
     """Yield the whole lines with their offsets, at most MOST_LINES."""
@@ -216,20 +223,6 @@ def _lines(path: Path) -> Iterator[tuple[int, _Line]]:
                 return
             yield offset, decoder.decode(line)
             offset += len(line)
-
-
-def _row(line: _Line) -> SampleRow:
-    attempt = f".{line.attempt}" if line.attempt else ""
-    return SampleRow(
-        sample_id=f"{line.problem}/{line.sample}{attempt}",
-        group=str(line.problem),
-        prompt_index=line.problem,
-        reward=line.reward,
-        correct=line.correct,
-        tokens=line.tokens,
-        truncated=line.finish_reason != "stop",
-        finish_reason=line.finish_reason,
-    )
 
 
 def facts(sample: EvalSample) -> list[tuple[str, str]]:

@@ -327,10 +327,11 @@ def _training(progress: TrialProgress) -> list[Text]:
     stats = [("gradient", "grad_norm", ".3f"), ("entropy", "entropy_mean", ".3f")]
     reward = f"{fmt(number(last, 'reward_mean'), '+.3f')} {curve_text(progress.train, 'reward_mean')}"
     same = all(number(record, "reward_mean") == number(record, "accuracy") for record in progress.train)
+    mean_length, cut = number(last, "length_mean"), number(last, "truncated_fraction")
     rows: list[Row] = [
         *([] if same else [("reward", reward)]),  # a reward of 0 and 1 is the accuracy
         ("accuracy", f"{fmt(number(last, 'accuracy'), '.1%')} {curve_text(progress.train, 'accuracy')}"),
-        ("length", _length(last)),
+        ("length", f"{fmt(mean_length, '.0f')} tokens, {fmt(cut, '.0%')} cut off"),
         ("signal", f"{fmt(_with_signal(last), '.0%')} of the groups"),
         *((label, fmt(number(last, "stats", name), spec)) for label, name, spec in stats),
     ]
@@ -349,11 +350,6 @@ def _evaluated(progress: TrialProgress) -> list[Text]:
     ]
 
 
-def _length(last: Record) -> str:
-    mean_length, cut = number(last, "length_mean"), number(last, "truncated_fraction")
-    return f"{fmt(mean_length, '.0f')} tokens, {fmt(cut, '.0%')} cut off"
-
-
 def _with_signal(record: Record) -> float | None:
     equal = number(record, "signal", "equal")
     return None if equal is None else 1.0 - equal
@@ -364,8 +360,9 @@ def _asynchrony(progress: TrialProgress, max_staleness: int) -> list[Text]:
     last: Record = progress.train[-1] if progress.train else {}
     recent = _recent(progress.train)
     stale = f"{fmt(number(last, 'staleness', 'mean'), '.1f')} mean, {fmt(number(last, 'staleness', 'max'), '.0f')} max"
+    known = [v for v in (number(status, "version"), number(last, "version")) if v is not None and v >= 0]
     rows: list[Row] = [
-        ("version", fmt(_published(status, last), ".0f")),
+        ("version", fmt(max(known, default=None), ".0f")),
         ("staleness", f"{stale if last else '-'} (bound {max_staleness})"),
         *(("untrained" if not i else "", text) for i, text in enumerate(_untrained(last))),
     ]
@@ -412,12 +409,6 @@ def _untrained(last: Record) -> list[str | Text]:
         Text(f"{percent(share)} {reason}", "bold red" if too_old and reason in ("stale", "masked") else "")
         for reason, share in shares[:3]
     ] or ["0%"]
-
-
-def _published(status: Record, last: Record) -> float | None:
-    """Return the newest version in the status or the step log; None before the first."""
-    known = [v for v in (number(status, "version"), number(last, "version")) if v is not None and v >= 0]
-    return max(known, default=None)
 
 
 def _rows(entries: object) -> list[Record]:

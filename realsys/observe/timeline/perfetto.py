@@ -187,7 +187,17 @@ def trace_events(
     yield from _flows(ways_of(spans), places)
     for event in events:
         if event.time >= begin:
-            yield _instant(event, _us(event.time - begin))
+            name = f"{event.kind} {event.process}".strip()
+            yield {
+                "ph": "i",
+                "s": "g",
+                "name": name,
+                "cat": "event",
+                "ts": _us(event.time - begin),
+                "pid": _RUN_PID,
+                "tid": 0,
+                "args": {"text": event.text},
+            }
 
 
 def _visible(span: TimelineSpan) -> TimelineSpan:
@@ -248,20 +258,6 @@ def _points(way: Iterable[_Place]) -> Iterator[tuple[_Place, float]]:
         if place.end > ts:
             ts = max(ts, place.ts)
             yield place, ts
-
-
-def _instant(event: Event, ts: float) -> TraceEvent:
-    name = f"{event.kind} {event.process}".strip()
-    return {
-        "ph": "i",
-        "s": "g",
-        "name": name,
-        "cat": "event",
-        "ts": ts,
-        "pid": _RUN_PID,
-        "tid": 0,
-        "args": {"text": event.text},
-    }
 
 
 # ---- rows: spans of one process that overlap go to different ones. Pure

@@ -434,7 +434,9 @@ def _of_waits(facts: Facts) -> Iterator[tuple[int, str]]:
         return
     yield waits.get("decode", 0) + waits.get("prefill", 0) + waits.get("queue", 0), _about_servers(facts)
     yield waits.get("ticket", 0), _about_tickets(facts)
-    yield waits.get("reward", 0), _about_rewards(facts)
+    services = facts.config.rollout.reward.services if facts.config is not None else 0
+    how = "rollout.reward.services" if services else "rollout.reward.processes, or rollout.reward.services"
+    yield waits.get("reward", 0), f"batches wait for verdicts: increase {how}, or make the verifier faster"
     yield waits.get("tool", 0) + waits.get("agent", 0), "batches wait for the agent: make it and its tools faster"
     yield waits.get("route", 0), "calls wait for a server that may serve: see its state on the status page"
     yield waits.get("push", 0) + waits.get("claim", 0), "batches wait for the trainer's network and the manager"
@@ -466,12 +468,6 @@ def _about_tickets(facts: Facts) -> str:
         often = max(reasons, key=lambda name: reasons[name])
         return f"RolloutWorkers get no tickets (most often: {often})"
     return f"RolloutWorkers wait for tickets, because of the bound on staleness: {_more_ahead(facts)}"
-
-
-def _about_rewards(facts: Facts) -> str:
-    services = facts.config.rollout.reward.services if facts.config is not None else 0
-    how = "rollout.reward.services" if services else "rollout.reward.processes, or rollout.reward.services"
-    return f"batches wait for verdicts: increase {how}, or make the verifier faster"
 
 
 def _of_trainer(facts: Facts) -> Iterator[tuple[int, str]]:

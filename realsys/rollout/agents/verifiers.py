@@ -205,7 +205,14 @@ class Assembly:
             raise AgentError(problem)
         trained = [trace for trace in traces.values() if _agent(trace).get("trainable", True)]
         ignored = frozenset(name for name, trace in traces.items() if not _agent(trace).get("trainable", True))
-        return VerifiersOutcome(_reward(trained), _metrics(list(traces.values())), ignored)
+        rewards = [trace["rewards"] for trace in trained if trace.get("rewards")]
+        if not rewards:
+            raise AgentError("the environment gave no reward: a task needs a function with @vf.reward")
+        totals = [sum(one["score"] * one.get("weight", 1.0) for one in by_name.values()) for by_name in rewards]
+        reward = sum(totals) / len(totals)
+        if not math.isfinite(reward):
+            raise AgentError(f"the environment gave the reward {reward}: it must be finite")
+        return VerifiersOutcome(float(reward), _metrics(list(traces.values())), ignored)
 
 
 def _problem(head: Record, traces: list[Record]) -> str:
@@ -226,17 +233,6 @@ def _last_error(record: Record) -> str:
 def _agent(trace: Record) -> Record:
     agent: Record = trace.get("agent") or {}
     return agent
-
-
-def _reward(trained: list[Record]) -> float:
-    rewards = [trace["rewards"] for trace in trained if trace.get("rewards")]
-    if not rewards:
-        raise AgentError("the environment gave no reward: a task needs a function with @vf.reward")
-    totals = [sum(one["score"] * one.get("weight", 1.0) for one in by_name.values()) for by_name in rewards]
-    reward = sum(totals) / len(totals)
-    if not math.isfinite(reward):
-        raise AgentError(f"the environment gave the reward {reward}: it must be finite")
-    return float(reward)
 
 
 def _metrics(traces: list[Record]) -> dict[str, float]:

@@ -126,15 +126,6 @@ class Replay:
 
     async def run(self) -> ReplayResult:
         """Replay and compare the steps. Raises RecordError for a damaged record, CheckpointError, ModelError."""
-        await self._load()
-        comparisons: list[StepComparison] = []
-        for step in self._job.steps:
-            comparisons.append(await self._repeat(step))
-            if not comparisons[-1].equal:
-                break
-        return ReplayResult(comparisons)
-
-    async def _load(self) -> None:
         config = self._config
         trained = {*self._flow.trained_roles, *([ACTOR] if config.warmup.steps else [])}
         requests = [
@@ -147,6 +138,12 @@ class Replay:
             loads = [LoadCheckpointRequest(role, self._job.checkpoint) for role in roles]
             await asyncio.gather(*(self._workers.load_checkpoint(load) for load in loads))
         log.info("loaded %s", self._job.checkpoint or "the models that the trial began with")
+        comparisons: list[StepComparison] = []
+        for step in self._job.steps:
+            comparisons.append(await self._repeat(step))
+            if not comparisons[-1].equal:
+                break
+        return ReplayResult(comparisons)
 
     async def _repeat(self, step: int) -> StepComparison:
         began = time.perf_counter()

@@ -191,7 +191,19 @@ class MasterRun:
             return state.step
         if self._ctx.config.warmup.steps:
             await self._status.enter("warmup")
-            await build_warmup(self._ctx, self._parts).run()
+            config = self._ctx.config
+            demos = dataset_files(config, self._ctx.paths).demos
+            assert demos is not None, "the launcher has checked that there are demonstrations"
+            warmup_parts = WarmupParts(
+                mesh=self._parts.meshes[ACTOR],
+                cost=self._parts.costs[ACTOR],
+                workers=self._parts.workers,
+                executor=GraphExecutor(dataflows.sft(config), self._parts.meshes, self._parts.workers),
+                step_log=self._parts.connections.step_log,
+            )
+            await Warmup(
+                config.warmup, warmup_parts, demos=len(DemoDataset(demos, self._parts.tokenizer)), seed=config.seed
+            ).run()
         return 0
 
     async def _conclude(self, steps: int) -> None:
@@ -362,18 +374,3 @@ def build_loop(ctx: WorkerContext, parts: MasterParts, stop: asyncio.Event) -> T
         total_steps=parts.total_steps,
         stop=stop,
     )
-
-
-def build_warmup(ctx: WorkerContext, parts: MasterParts) -> Warmup:
-    """Build the supervised warm-up of the actor."""
-    config = ctx.config
-    demos = dataset_files(config, ctx.paths).demos
-    assert demos is not None, "the launcher has checked that there are demonstrations"
-    warmup_parts = WarmupParts(
-        mesh=parts.meshes[ACTOR],
-        cost=parts.costs[ACTOR],
-        workers=parts.workers,
-        executor=GraphExecutor(dataflows.sft(config), parts.meshes, parts.workers),
-        step_log=parts.connections.step_log,
-    )
-    return Warmup(config.warmup, warmup_parts, demos=len(DemoDataset(demos, parts.tokenizer)), seed=config.seed)

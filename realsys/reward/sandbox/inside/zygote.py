@@ -258,7 +258,19 @@ def _run_child(message: dict[str, Any], descriptors: list[int], setup: dict[str,
     gc.disable()
     channel, *rest = _low(descriptors)
     try:
-        _confine(limits, setup, user)
+        os.setpgid(0, 0)
+        if not setup["namespaces"]:
+            kernel.die_with_parent()
+        else:
+            confine.enter_namespaces(*user)
+            confine.own_folders(int(limits["disk_mb"]))
+        os.chdir(confine.TMP)
+        os.umask(0o077)
+        with contextlib.suppress(OSError):
+            os.nice(_NICE)
+        confine.limit(limits, namespaces=setup["namespaces"])
+        if setup["namespaces"]:
+            confine.give_up(setup["readable"])
     except OSError as error:
         plain.send(channel, f"broken: {error}".encode())
         os._exit(BROKEN)
@@ -290,22 +302,6 @@ def _low(descriptors: list[int]) -> list[int]:
     low = [os.dup2(each, 3 + place, inheritable=False) for place, each in enumerate(high)]
     os.closerange(3 + len(low), 1 << 16)
     return low
-
-
-def _confine(limits: dict[str, Any], setup: dict[str, Any], user: tuple[int, int]) -> None:
-    os.setpgid(0, 0)
-    if not setup["namespaces"]:
-        kernel.die_with_parent()
-    else:
-        confine.enter_namespaces(*user)
-        confine.own_folders(int(limits["disk_mb"]))
-    os.chdir(confine.TMP)
-    os.umask(0o077)
-    with contextlib.suppress(OSError):
-        os.nice(_NICE)
-    confine.limit(limits, namespaces=setup["namespaces"])
-    if setup["namespaces"]:
-        confine.give_up(setup["readable"])
 
 
 class _Link(unit_tests.Link):
