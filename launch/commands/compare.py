@@ -93,7 +93,15 @@ def compare_trials(folders: Sequence[Path]) -> int:
     for trial, paths in zip(trials, found, strict=True):
         console.print(f"{trial.name}  {paths.root.parent.name}/{paths.root.name}  {paths.root}")
     console.print()
-    _print_settings(console, trials)
+    first = trials[0].settings
+    differing = dict.fromkeys(
+        change.field for other in trials[1:] for change in changes(first, other.settings) if change.field not in _PLACE
+    )
+    rows = {field: [_shown(_at(trial.settings, field)) for trial in trials] for field in differing}
+    if rows:
+        _print_table(console, "setting", rows, trials)
+    else:
+        console.print("the settings are equal\n")
     _print_table(console, "", {name: [show(trial) for trial in trials] for name, show in _NUMBERS.items()}, trials)
     # each curve of all trials on one scale; equal columns are equal steps
     longest = max(trial.totals.steps for trial in trials)
@@ -108,18 +116,6 @@ def compare_trials(folders: Sequence[Path]) -> int:
             last = f"{each[-1]:.3g}" if each else "-"
             console.print(f"  {trial.name}  {sparkline(each, low, high, width):<{_WIDTH}}  {last}")
     return 0
-
-
-def _print_settings(console: Console, trials: Sequence[Compared]) -> None:
-    first = trials[0].settings
-    differing = dict.fromkeys(
-        change.field for other in trials[1:] for change in changes(first, other.settings) if change.field not in _PLACE
-    )
-    rows = {field: [_shown(_at(trial.settings, field)) for trial in trials] for field in differing}
-    if rows:
-        _print_table(console, "setting", rows, trials)
-    else:
-        console.print("the settings are equal\n")
 
 
 def _print_table(console: Console, title: str, rows: Mapping[str, Sequence[str]], trials: Sequence[Compared]) -> None:

@@ -118,16 +118,11 @@ def _checked_job(config: Config, paths: TrialPaths, step: int) -> ReplayJob:
         directory = files.record_of_step(paths.records, each)
         record = files.read_record(directory)
         files.read_arrays(directory, record)
-        _check_same(config, files.config_of(directory, record), each, job)
+        ours, theirs = (c.model_dump(include=set(_TRAINED_WITH)) for c in (config, files.config_of(directory, record)))
+        if different := [f"{each.field}={each.old!r} ({each.new!r})" for each in changes(theirs, ours)]:
+            problem = f"was trained with other settings than step {job.step}, and there is no checkpoint between them"
+            raise RecordError(f"step {each} {problem}: {', '.join(different[:3])}")
     return job
-
-
-def _check_same(config: Config, other: Config, step: int, job: ReplayJob) -> None:
-    """Refuse a ``step`` that was trained with other settings than the last one of ``job``. Raises RecordError."""
-    ours, theirs = (c.model_dump(include=set(_TRAINED_WITH)) for c in (config, other))
-    if different := [f"{each.field}={each.old!r} ({each.new!r})" for each in changes(theirs, ours)]:
-        problem = f"was trained with other settings than step {job.step}, and there is no checkpoint between them"
-        raise RecordError(f"step {step} {problem}: {', '.join(different[:3])}")
 
 
 async def _run(config: Config, paths: TrialPaths, job: ReplayJob) -> ReplayResult:

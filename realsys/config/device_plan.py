@@ -233,7 +233,9 @@ def _check_sum(used: Sequence[_Used], blocks: Sequence[Block], share: bool) -> N
 
 
 def _place_block(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]:
-    used = _of_its_kind(block, used)
+    # if some nodes are light, these are for all but ranks and servers
+    light = block.kind not in (RANK, SERVER)
+    used = [each for each in used if each.node.light == light] or used
     if not block.gpus:
         target = used[0] if block.on_first else min(used, key=lambda each: each.load)
         return [target.sit(block, index, ()) for index in block.indexes]
@@ -241,12 +243,6 @@ def _place_block(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]
         return _place_server(block, used, share)
     [(target, first)] = _find(block.name, len(block.indexes), 1, used, share=False)
     return [target.sit(block, index, (first + number,)) for number, index in enumerate(block.indexes)]
-
-
-def _of_its_kind(block: Block, used: Sequence[_Used]) -> Sequence[_Used]:
-    """Return the nodes that a block may have: if some are light, these are for all but ranks and servers."""
-    light = block.kind not in (RANK, SERVER)
-    return [each for each in used if each.node.light == light] or used
 
 
 def _place_server(block: Block, used: Sequence[_Used], share: bool) -> list[Seat]:

@@ -246,7 +246,12 @@ def _line(axis: Axes, run: _Run, name: str, *, label: str | None = None, color: 
     usual = _where([not each for each in biased], values)
     if biased.count(False) >= _SMOOTHED:
         axis.plot(steps, usual, color=color, linestyle=style, linewidth=0.7, alpha=0.4)
-        usual = _running_mean(usual, max(3, biased.count(False) // _WINDOW))
+        # a running mean, NaN where the value is NaN
+        half = max(3, biased.count(False) // _WINDOW) // 2
+        parts = ([v for v in usual[max(0, i - half) : i + half + 1] if not math.isnan(v)] for i in range(len(usual)))
+        usual = [
+            math.nan if math.isnan(value) else sum(part) / len(part) for value, part in zip(usual, parts, strict=True)
+        ]
     if not all(biased):
         axis.plot(steps, usual, color=color, linestyle=style, linewidth=1.8, label=label)
         alone = [not each and _near(biased, i).count(False) == 1 for i, each in enumerate(biased)]
@@ -269,13 +274,6 @@ def _where(kept: Sequence[bool], values: Sequence[float]) -> list[float]:
 def _near(flags: Sequence[bool], place: int) -> Sequence[bool]:
     """Return a flag with its neighbours."""
     return flags[max(0, place - 1) : place + 2]
-
-
-def _running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Return the mean of up to ``width`` values around each; NaN for NaN."""
-    half = width // 2
-    parts = ([v for v in values[max(0, i - half) : i + half + 1] if not math.isnan(v)] for i in range(len(values)))
-    return [math.nan if math.isnan(value) else sum(part) / len(part) for value, part in zip(values, parts, strict=True)]
 
 
 def _mark(axis: Axes, run: _Run) -> None:

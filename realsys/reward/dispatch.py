@@ -232,7 +232,9 @@ class Dispatch:
         if not entries:
             del self._lots[lot]
             return None
-        choice = self._choice(lot.avoid, now)
+        # those to avoid are among them only if all others are away
+        room = [each for each in self._instances.values() if each.room(now)]
+        choice = [each for each in room if each.name not in lot.avoid] if self._has_other(lot.avoid, now) else room
         if not choice:
             return None
         instance = min(choice, key=lambda each: (each.outstanding, self._random.random()))
@@ -248,11 +250,6 @@ class Dispatch:
         self._sends[send.number] = send
         instance.begin(send.number, len(batch))
         return send
-
-    def _choice(self, avoid: frozenset[str], now: float) -> list[Instance]:
-        """Return the services with room. Those to avoid are among them only if all others are away."""
-        room = [each for each in self._instances.values() if each.room(now)]
-        return [each for each in room if each.name not in avoid] if self._has_other(avoid, now) else room
 
     def _has_other(self, avoid: frozenset[str], now: float) -> bool:
         return any(each.name not in avoid and not each.is_away(now) for each in self._instances.values())

@@ -199,18 +199,13 @@ def _snapshots(role: Role) -> Iterator[TensorSnapshot]:
                 yield from snapshot(kind, slot.shard, value.flatten(), slot.start)
             elif slot.is_first:  # the ranks that hold the other parts have the same number
                 yield from snapshot(NUMBER + kind, whole_shard(slot.shard.name, (1,)), value.reshape(1))
-    for name, value in _generators(role).items():
-        yield from snapshot(GENERATOR, whole_shard(name, tuple(value.shape)), value)
-
-
-def _generators(role: Role) -> dict[str, torch.Tensor]:
-    """Return the states of the random generators of this process, uint8 [n] each."""
     states = {"cpu": torch.get_rng_state()}
     if role.device.is_cuda:
         states["cuda"] = torch.cuda.get_rng_state(role.device.device)
         tracked = megatron_random.get_cuda_rng_tracker().get_states()
         states |= {f"tracker/{name}": value for name, value in tracked.items()}
-    return states
+    for name, value in states.items():
+        yield from snapshot(GENERATOR, whole_shard(name, tuple(value.shape)), value)
 
 
 # ---- load

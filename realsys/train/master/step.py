@@ -167,7 +167,13 @@ class Warmup:
         """Have the DP heads load the demonstrations of one step, each an equal share; return their
         metadata.
         """
-        indices = demo_indices(step, batch=self._config.batch, size=self._demos, seed=self._seed)
+        # every pass over the data has its own permutation
+        indices: list[int] = []
+        position = step * self._config.batch
+        while len(indices) < self._config.batch:
+            epoch, offset = divmod(position + len(indices), self._demos)
+            order = np.random.default_rng([self._seed, epoch]).permutation(self._demos)
+            indices.extend(int(i) for i in order[offset : offset + self._config.batch - len(indices)])
         heads = self._parts.mesh.dp_heads()
         replies = await asyncio.gather(
             *(self._parts.workers.load_demos(head, indices[i :: len(heads)]) for i, head in enumerate(heads))
@@ -202,16 +208,3 @@ class Warmup:
                 "lr": rate,
             }
         )
-
-
-def demo_indices(step: int, *, batch: int, size: int, seed: int) -> list[int]:
-    """Return the demonstrations of ``step`` (0 is the first): every pass over the data has its own
-    permutation.
-    """
-    chosen: list[int] = []
-    position = step * batch
-    while len(chosen) < batch:
-        epoch, offset = divmod(position + len(chosen), size)
-        order = np.random.default_rng([seed, epoch]).permutation(size)
-        chosen.extend(int(i) for i in order[offset : offset + batch - len(chosen)])
-    return chosen
