@@ -1,4 +1,7 @@
-"""Arguments that several commands have, and the start of the fork servers. Imports nothing heavy."""
+"""Arguments that several commands have, the start of the fork servers, and the trial that a command names.
+
+Imports nothing heavy: `realsys COMMAND --help` imports this module.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ import contextlib
 import difflib
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
-from realsys.launch.slurm.trial_job import trials_in
+
+if TYPE_CHECKING:
+    from realsys.config.paths import TrialPaths
 
 NEWEST = "default: the newest trial under runs/"
 TRIAL = "folder of the trial"
@@ -92,10 +97,7 @@ def _steps(text: str) -> tuple[int | None, int | None]:
     return begin, end
 
 
-# ---- finding -----------------------------------------------------------------------------------------------------
-#
-# Finds the trial that a command names.
-
+# ---- the trial that a command names ------------------------------------------------------------------------------
 
 #: folder of the trials, unless another one is named (``fileroot``)
 RUNS = Path("runs")
@@ -107,6 +109,8 @@ def find_trial(trial_dir: Path | None, *, trains: bool = False) -> TrialPaths:
 
     EXPERIMENT/TRIAL under runs/ is a trial, too. ``trains``: the newest one that is not a `realsys eval`.
     """
+    from realsys.launch.slurm.trial_job import trials_in
+
     if trial_dir is None:
         trials = [each for each in trials_in(RUNS.resolve()) if not trains or each.root.parent.name != EVALUATIONS]
         if not trials:
@@ -126,6 +130,8 @@ def is_trial(name: str) -> bool:
 
 
 def _trial_at(trial_dir: Path) -> TrialPaths | None:
+    from realsys.config.paths import TrialPaths
+
     for folder in (trial_dir, RUNS / trial_dir):
         paths = TrialPaths(folder.resolve())
         if any(file.exists() for file in (paths.config, paths.job, paths.lock, paths.ledger)):
