@@ -45,8 +45,16 @@ from realsys.launch.conclude import conclude, draw, newest_step
 from realsys.launch.fit import fit
 from realsys.launch.launchers.contract import Launcher, check_launcher, check_start, make_launcher
 from realsys.launch.nodes.coordinator import Terms, open_nodes
-from realsys.launch.preflight import check_gpus_are_given, disk_warnings, free_bytes
-from realsys.launch.prepare import Examined, Ready, examine, prepare, resolve
+from realsys.launch.prepare import (
+    Examined,
+    Ready,
+    check_gpus_are_given,
+    disk_warnings,
+    examine,
+    free_bytes,
+    prepare,
+    resolve,
+)
 from realsys.launch.process_plan import (
     ProcessSpec,
     agent_command,
@@ -58,9 +66,8 @@ from realsys.launch.process_plan import (
 )
 from realsys.launch.supervise.failures import no_room
 from realsys.launch.supervise.restart_policy import TrialOutcome
-from realsys.launch.supervise.run_hooks import Bounds, Hooks, Say
 from realsys.launch.supervise.stop_request import watch_requests
-from realsys.launch.supervise.supervisor import Supervisor
+from realsys.launch.supervise.supervisor import Bounds, Hooks, Say, Supervisor
 from realsys.launch.trial_folder import remove_half_written
 from realsys.launch.words import resume_command
 from realsys.observe.curves import draw_while_running

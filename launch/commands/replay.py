@@ -31,8 +31,7 @@ from realsys.launch.nodes.orders import LOCAL
 from realsys.launch.process_plan import TRAINING, ProcessSpec, plan
 from realsys.launch.start import changes
 from realsys.launch.supervise.failures import first_failure
-from realsys.launch.supervise.run_hooks import Bounds, Hooks
-from realsys.launch.supervise.supervisor import Supervisor
+from realsys.launch.supervise.supervisor import Bounds, Hooks, Supervisor
 from realsys.train import record_files as files
 from realsys.train.checkpoint.checkpoint_files import STATE, verify
 from realsys.train.master.replay import ReplayJob, ReplayResult, replay_job

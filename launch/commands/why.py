@@ -15,8 +15,7 @@ from rich.table import Table
 
 from realsys.launch.commands.options import add_json, add_newest_trial, add_steps, find_trial
 from realsys.observe.percent import whole_percents
-from realsys.observe.timeline.ways import WAITS
-from realsys.observe.timeline.why import PARTS, StepTime, WhyReport, explain
+from realsys.observe.timeline.why import PARTS, WAITS, StepTime, WhyReport, explain
 
 #: last steps that the table shows; --json has all of them
 _SHOWN = 12

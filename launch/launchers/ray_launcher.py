@@ -264,9 +264,7 @@ class DriverReport(msgspec.Struct, frozen=True, omit_defaults=True):
     nodes: list[RayNode] = []
 
 
-# ---- ray driver --------------------------------------------------------------------------------------------------
-#
-# Driver of a trial on a Ray cluster: a child process of the launcher, as `srun` is on SLURM.
+# ---- driver of a trial on a Ray cluster: a child process of the launcher, as `srun` is on SLURM
 #
 #     Task ──> ray.init ──> placement group STRICT_SPREAD ──> per bundle: actor ──> agent ──> its end
 #                                                                 ^                            │ by a signal, or with

@@ -240,9 +240,7 @@ def _too_large(response: aiohttp.ClientResponse, limit: int) -> aiohttp.ClientPa
     return aiohttp.ClientPayloadError(f"the reply is over the limit of {limit} bytes")
 
 
-# ---- http signature ----------------------------------------------------------------------------------------------
-#
-# Signatures of requests: a client proves that it knows the trial's token, and does not send it.
+# ---- signatures of requests: a client proves that it knows the trial's token, and does not send it
 #
 #     Authorization: Realsys DIGEST SIGNATURE     of the body; HMAC of method, host:port, path with query, and DIGEST
 #

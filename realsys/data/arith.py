@@ -39,8 +39,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from realsys.config.schema import TinyModelConfig
 from realsys.config.schema_data import ArithConfig
-from realsys.data.dataset_files import write_atomically
 from realsys.data.lines import Demonstration, Problem
+from realsys.data.prompts import write_atomically
 from realsys.errors import MALFORMED, ConfigError, ModelError
 from realsys.model_files.architecture import (
     ALPHABET,

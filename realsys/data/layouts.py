@@ -227,9 +227,7 @@ def layout_of(name: str, arguments: Mapping[str, Any], first: Values, where: str
     return functools.partial(LAYOUT.load(name), **arguments)
 
 
-# ---- chat rows ---------------------------------------------------------------------------------------------------
-#
-# Layouts with a prompt as text or messages: that of realsys, verl, DAPO-Math-17k, slime, and chats with tools.
+# ---- layouts with a prompt as text or messages: that of realsys, verl, DAPO-Math-17k, slime, and chats with tools
 
 
 _TOOL_DEFS = "tool_defs"  # the name that the package verifiers gives to the tools of a row
@@ -336,9 +334,7 @@ def _tests_in(truth: Any, field: str) -> CodeTests | None:
     return io_tests(truth, field)
 
 
-# ---- math rows ---------------------------------------------------------------------------------------------------
-#
-# Layouts of mathematics: one problem with a final answer.
+# ---- layouts of mathematics: one problem with a final answer
 
 
 _MARK = "####"
@@ -395,9 +391,9 @@ def _not_empty(answer: str, field: str) -> str:
     return answer
 
 
-# ---- code rows ---------------------------------------------------------------------------------------------------
+# ---- layouts of programming tasks
 #
-# Layouts of programming tasks. All of them make the tests of ``realsys.data.lines``.
+# All of them make the tests of ``realsys.data.lines``.
 
 
 MIB = 1 << 20

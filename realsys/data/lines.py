@@ -328,9 +328,7 @@ def index_file(path: Path, reader: LineReader[Record]) -> Lines[Record]:
     return builder.build()
 
 
-# ---- code tests --------------------------------------------------------------------------------------------------
-#
-# The tests of a program, as every code layout writes them and a code verifier reads them.
+# ---- the tests of a program, as every code layout writes them and a code verifier reads them
 #
 # A row of a code task has the key ``code_tests``, which reaches the verifier in ``Item.extra``:
 #

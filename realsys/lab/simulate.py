@@ -19,9 +19,8 @@ from rich.table import Table
 
 from realsys.algorithm.token_losses import ks_distance
 from realsys.lab.simulation.clock import spread
-from realsys.lab.simulation.invariants import Broken
 from realsys.lab.simulation.scenarios import plan
-from realsys.lab.simulation.simulation import Simulation
+from realsys.lab.simulation.simulation import Broken, Simulation
 from realsys.launch.commands.options import add_json, hours
 from realsys.observe.screen.terminal import WorkLine
 

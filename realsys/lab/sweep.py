@@ -33,8 +33,7 @@ from realsys.launch.commands.compare import compare_trials
 from realsys.launch.commands.run import add_arguments as add_arguments
 from realsys.launch.commands.run import run_options
 from realsys.launch.launchers.contract import check_start
-from realsys.launch.preflight import check_disk
-from realsys.launch.prepare import check_folder, examine
+from realsys.launch.prepare import check_disk, check_folder, examine
 from realsys.launch.run import Planned, RunOptions, host_of_launcher, plan_run
 from realsys.launch.start import decide_start, is_complete, read_trial
 from realsys.launch.supervise.stop_request import stop_signals

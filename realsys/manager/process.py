@@ -236,9 +236,7 @@ def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return first_of(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-# ---- weight updates ----------------------------------------------------------------------------------------------
-#
-# Weight updates and probes: two tasks per server incarnation, so that a slow or dead server delays no other.
+# ---- weight updates and probes: two tasks per server incarnation, so that a slow or dead server delays no other
 #
 # published / registered ──> next_order ──> probe or POST /update_weights_from_disk
 #     ├── success ──> verified (routable)

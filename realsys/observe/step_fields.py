@@ -439,9 +439,7 @@ def _kind(kind: str) -> Iterator[str]:
     yield ""
 
 
-# ---- points ------------------------------------------------------------------------------------------------------
-#
-# Points of curves from the records of the step log: the names and numbers that trackers and ``/metrics`` show.
+# ---- points of curves from the records of the step log: the names and numbers that trackers and ``/metrics`` show
 
 
 CURVES = ("train", "eval", "warmup")  # kinds of records with points

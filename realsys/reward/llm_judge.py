@@ -364,9 +364,9 @@ def _shown(value: object) -> str:
     return " ".join(text[: 2 * _SHOWN].split())[:_SHOWN] or "(empty)"
 
 
-# ---- rate limits -------------------------------------------------------------------------------------------------
+# ---- RateLimits: when the next request may start
 #
-# RateLimits: when the next request may start. No I/O and no clock: time is an argument.
+# No I/O and no clock: time is an argument.
 #
 #     request ──wait_s: 0──> start ──> running ──> end
 #                  │ more: paused, all slots taken, or a window is full

@@ -520,9 +520,7 @@ class VerifierProcess:
         self._journal.close()
 
 
-# ---- compare answers ---------------------------------------------------------------------------------------------
-#
-# Comparison of final answers with each other, for majority votes: by the verifier itself, if it declares that.
+# ---- comparison of final answers with each other, for majority votes: by the verifier itself, if it declares that
 
 
 #: Limit for all comparisons of an evaluation: n samples of a problem may need n * n / 2 of them.

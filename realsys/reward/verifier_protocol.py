@@ -170,9 +170,7 @@ class JournalReader:
         os.close(self.descriptor)
 
 
-# ---- verdict protocol --------------------------------------------------------------------------------------------
-#
-# The call of a reward service, JSON over HTTP.
+# ---- the call of a reward service, JSON over HTTP
 #
 #     POST /verify {name, items, check}   200  a line with outcomes every PROGRESS_S while items are judged;
 #                                              then the rest

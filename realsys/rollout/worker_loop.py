@@ -39,8 +39,7 @@ from realsys.manager.messages import (
 from realsys.observe import spans
 from realsys.observe.spans import span
 from realsys.reward.pool import Verifiers
-from realsys.rollout.agent_errors import one_line
-from realsys.rollout.group_player import GroupPlayer, Played
+from realsys.rollout.group_player import GroupPlayer, Played, one_line
 from realsys.rollout.stores import EvaluationStore
 from realsys.types import Episode, Group, Ticket
 

@@ -290,9 +290,9 @@ def join_watch(thread: threading.Thread, root: str) -> None:
         )
 
 
-# ---- keys --------------------------------------------------------------------------------------------------------
+# ---- all keys of the name store: ``realsys/{user}/{experiment}/{trial}/...``
 #
-# All keys of the name store: ``realsys/{user}/{experiment}/{trial}/...``. No other module builds keys.
+# No other module builds keys.
 
 
 ROOT = "realsys"

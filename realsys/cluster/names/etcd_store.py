@@ -377,9 +377,7 @@ def _copy_public(content: Mapping[str, Any], target: ModuleType) -> None:
     vars(target).update((name, value) for name, value in content.items() if not name.startswith("_"))
 
 
-# ---- etcd store --------------------------------------------------------------------------------------------------
-#
-# Name store in etcd, through the channel and the stubs of the ``etcd3`` client.
+# ---- name store in etcd, through the channel and the stubs of the ``etcd3`` client
 #
 # The client's own methods cannot wait for a connection that is being restored, and its watcher neither ends nor
 # survives a restart of the server. So this module calls the stubs directly, through ``etcd_members``. Every call has a

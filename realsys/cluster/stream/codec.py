@@ -475,9 +475,9 @@ def decoder_of(kind: Any) -> msgspec.msgpack.Decoder[Any]:
         return msgspec.msgpack.Decoder(kind)
 
 
-# ---- wire --------------------------------------------------------------------------------------------------------
+# ---- headers of the two streams: the first frame of every message
 #
-# Headers of the two streams: the first frame of every message. The payload follows it.
+# The payload follows it.
 #
 # Push-pull (Pusher -> Puller, then back)
 #

@@ -131,9 +131,9 @@ class Catalogue:
             return "its result cannot be read"
 
 
-# ---- eval samples ------------------------------------------------------------------------------------------------
+# ---- completions of a finished evaluation
 #
-# Completions of a finished evaluation. Their texts stay on disk until one is shown.
+# Their texts stay on disk until one is shown.
 
 
 MOST_LINES = 200_000  # completions of one evaluation

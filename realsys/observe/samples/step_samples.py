@@ -132,9 +132,7 @@ class References:
             return None, str(error)
 
 
-# ---- step samples ------------------------------------------------------------------------------------------------
-#
-# Samples of a recorded train step: rewards and advantages from its metadata, tokens row by row from its files.
+# ---- samples of a recorded train step: rewards and advantages from its metadata, tokens row by row from its files
 
 
 VERDICTS = {True: "correct", False: "wrong", None: "not judged"}

@@ -18,7 +18,7 @@ from realsys.observe.events import Event, read_events
 from realsys.observe.spans import SUFFIX
 from realsys.observe.step_log import StepRecord, StepTail
 from realsys.observe.timeline.clocked_spans import Timeline, TimelineSpan, Window, number_of, read_timeline
-from realsys.observe.timeline.ways import Ways, ticket_named, ways_of
+from realsys.observe.timeline.why import Ways, ticket_named, ways_of
 
 #: size of all spans from which steps must be chosen: a viewer takes about a tenth of that
 _MOST_BYTES = 256 << 20
@@ -129,7 +129,7 @@ def phases_of(records: Sequence[StepRecord]) -> list[TimelineSpan]:
 # process        pid, with its name; the first one has phases and events of the run
 # row            tid, with its name (``lanes_of``)
 # span           event X: begin and duration in microseconds since the first span
-# episode        events s, t, ..., f with one id: arrows through the spans of ``realsys.observe.timeline.ways``
+# episode        events s, t, ..., f with one id: arrows through the spans of ``realsys.observe.timeline.why``
 # event, moment  event i, and X of a microsecond: an arrow must end in a span
 
 

@@ -296,9 +296,9 @@ class BlockedWatch:
         raise AgentError(f"{problem}: await what takes long, or set rollout.agent_process=always", defect="blocked")
 
 
-# ---- captured processes ------------------------------------------------------------------------------------------
+# ---- episodes of a user's agent in separate processes: the side of the RolloutWorker
 #
-# Episodes of a user's agent in separate processes: the side of the RolloutWorker. Inside: ``realsys.agent_runner``.
+# Inside: ``realsys.agent_runner``.
 
 
 log = logging.getLogger(__name__)

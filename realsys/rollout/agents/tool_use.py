@@ -237,9 +237,7 @@ def _check_template(config: Config, tokenizer: TextTokenizer, tools: dict[str, T
         raise ConfigError("rollout.gateway.tool_format", gateway.tool_format, problem)
 
 
-# ---- tools -------------------------------------------------------------------------------------------------------
-#
-# Tools that the model calls in the agent ``tool_use``: contract, choice, calculator, Python.
+# ---- tools that the model calls in the agent ``tool_use``: contract, choice, calculator, Python
 #
 # Names of tools: ``realsys.config.doors``.
 

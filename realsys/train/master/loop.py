@@ -41,7 +41,6 @@ from realsys.observe import spans
 from realsys.observe.signal import SignalWatch
 from realsys.observe.spans import span
 from realsys.observe.step_log import USED_UP
-from realsys.train.master.call_plan import CallArguments
 from realsys.train.master.executor import CallResult
 from realsys.train.master.intake import Intake
 from realsys.train.master.intake_decisions import TrainBatch
@@ -49,7 +48,7 @@ from realsys.train.master.publish import Publisher
 from realsys.train.master.recorder import check_finite
 from realsys.train.master.recovery import due_sets, eval_id_of
 from realsys.train.master.request_evaluations import EvaluationRequests
-from realsys.train.master.step import StepRunner
+from realsys.train.master.step import CallArguments, StepRunner
 from realsys.train.master.step_statistics import (
     AgreementMonitor,
     Increase,

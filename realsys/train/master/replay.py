@@ -32,10 +32,9 @@ from realsys.errors import RecordError
 from realsys.model_calls import SNAPSHOT, InitializeRequest
 from realsys.train import record_files as files
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints, find_checkpoint, read_state
-from realsys.train.master.call_plan import cost_functions, plan_roles
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.recorder import StepRecorder
-from realsys.train.master.step import StepRunner
+from realsys.train.master.step import StepRunner, cost_functions, plan_roles
 from realsys.train.master.step_statistics import AGREEMENT
 from realsys.train.record_files import Arrays, StepRecord, checksum
 from realsys.train.requests import LoadCheckpointRequest, LoadRecordRequest, Recorded

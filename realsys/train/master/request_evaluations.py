@@ -23,8 +23,15 @@ from realsys.errors import RecordError, StuckError, WaitTimeout, WeightsError
 from realsys.manager.client import ManagerClient
 from realsys.manager.messages import EvaluateRequest, EvaluationReply, RollBackRequest
 from realsys.observe import spans
-from realsys.observe.evaluation_records import EvalSample, EvaluationOutcome, collect, majority_of, record, write_result
-from realsys.observe.evaluation_statistics import Tally
+from realsys.observe.evaluation_records import (
+    EvalSample,
+    EvaluationOutcome,
+    Tally,
+    collect,
+    majority_of,
+    record,
+    write_result,
+)
 from realsys.reward.pool import AnswerComparer
 from realsys.train.master.publish import VersionKey, unserved
 from realsys.train.master.recovery import NOTHING

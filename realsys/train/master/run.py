@@ -27,15 +27,13 @@ from realsys.config.dataflow import Dataflow, dataflow_of, role_settings, saved_
 from realsys.config.evaluation_sets import evaluation_sets, id_of_set
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.data.dataset_files import dataset_files
-from realsys.data.prompts import DemoDataset, PromptDataset
+from realsys.data.prompts import DemoDataset, PromptDataset, dataset_files
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import StreamError
 from realsys.manager.client import ManagerClient
 from realsys.manager.messages import RollBackRequest
 from realsys.model_calls import InitializeRequest, SamplesArrived
 from realsys.observe.step_log import StepRecord, surviving_steps
-from realsys.train.master.call_plan import CallArguments, cost_functions, plan_roles
 from realsys.train.master.checkpoints import Checkpoints, CheckpointSources
 from realsys.train.master.executor import GraphExecutor
 from realsys.train.master.intake import Intake
@@ -54,7 +52,7 @@ from realsys.train.master.recovery import (
     unanswered,
 )
 from realsys.train.master.request_evaluations import EvaluationRequests, ResultWriter, require_completions
-from realsys.train.master.step import StepRunner, Warmup, WarmupParts
+from realsys.train.master.step import CallArguments, StepRunner, Warmup, WarmupParts, cost_functions, plan_roles
 from realsys.train.master.step_statistics import RunStatus, StepLog
 from realsys.train.master.stopping import Stopping
 from realsys.train.requests import Recorded

@@ -315,9 +315,7 @@ class RunStatus:
         await set_key(ctx.store, ctx.names.status, value, ctx.config.cluster.lease_s, ctx.check_alive)
 
 
-# ---- agreement ---------------------------------------------------------------------------------------------------
-#
-# Monitor of the agreement between generation engine and trainer on log-probs.
+# ---- monitor of the agreement between generation engine and trainer on log-probs
 #
 # It compares tokens whose log-probs both computed with the same weights: those of the version that is
 # trained, and if the batch has none, those of an earlier version of which the trainer kept the weights.

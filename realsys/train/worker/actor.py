@@ -178,9 +178,7 @@ class Sft:
         return CallOutcome(steps.finish())
 
 
-# ---- inference ---------------------------------------------------------------------------------------------------
-#
-# Forward passes: log-probs of actor and reference, values of the critic, scores of a reward model.
+# ---- forward passes: log-probs of actor and reference, values of the critic, scores of a reward model
 #
 #     actor_inf    tokens  -> prox_logprobs
 #     ref_inf      tokens  -> ref_logprobs

@@ -58,8 +58,7 @@ from realsys.config.dataflow import (
 )
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
-from realsys.data.dataset_files import dataset_files
-from realsys.data.prompts import DemoDataset
+from realsys.data.prompts import DemoDataset, dataset_files
 from realsys.data.tokenizer import TextTokenizer
 from realsys.errors import ConfigError, ModelError, NotFiniteError
 from realsys.model_calls import (
@@ -459,9 +458,7 @@ def trim_heap(keep_bytes: int = KEEP_BYTES) -> bool:
     return bool(trim(ctypes.c_size_t(0)))
 
 
-# ---- transfer ----------------------------------------------------------------------------------------------------
-#
-# Moves sample arrays between ModelWorkers before a model function call, worker to worker.
+# ---- moves sample arrays between ModelWorkers before a model function call, worker to worker
 #
 # Sources and destinations get the same plan with the length of every sequence, so no message
 # announces sizes. There is one message per pair of workers, and all pairs run at the same time. A

@@ -7,8 +7,7 @@ import pytest
 
 from realsys.config.schema import Config, DataConfig, EvalConfig, WarmupConfig
 from realsys.data.check import check_data
-from realsys.data.dataset_files import dataset_files
-from realsys.data.prompts import DemoDataset, PromptDataset, split_sizes
+from realsys.data.prompts import DemoDataset, PromptDataset, dataset_files, split_sizes
 from realsys.errors import DataError
 from tests.support.training.data_models import char_tokenizer, jsonl, trial
 

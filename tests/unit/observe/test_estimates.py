@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realsys.observe.evaluation_statistics import Tally, effective_size, estimate, pass_at_k, pooled, summarize, wilson
+from realsys.observe.evaluation_records import Tally, effective_size, estimate, pass_at_k, pooled, summarize, wilson
 
 TALLIES = st.lists(st.integers(0, 4).map(lambda right: Tally(4, right)), min_size=1, max_size=40)
 

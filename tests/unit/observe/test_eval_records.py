@@ -9,12 +9,12 @@ from realsys.config.evaluation_sets import EvaluationSet, evaluation_sets
 from realsys.observe.evaluation_records import (
     EvalSample,
     EvaluationOutcome,
+    Tally,
     headline,
     majority_of,
     record,
     without_incomplete,
 )
-from realsys.observe.evaluation_statistics import Tally
 from tests.support.processes.config_trees import changed
 
 GOOD = EvaluationOutcome([Tally(4, 4)] * 80 + [Tally(4, 0)] * 16, "", 0, 384, 3.2, 21.0, 7, 7, {"turns": 1.0})

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realsys.observe.evaluation_statistics import Vote, majority
+from realsys.observe.evaluation_records import Vote, majority
 
 
 def votes(text):

@@ -7,8 +7,7 @@ import asyncio
 from realsys.errors import ConfigError, WaitTimeout
 from realsys.launch.nodes.orders import OnExit, Process, ProcessOrder, SupervisedNode
 from realsys.launch.supervise.restart_policy import TrialOutcome
-from realsys.launch.supervise.run_hooks import Bounds, Hooks
-from realsys.launch.supervise.supervisor import Supervisor
+from realsys.launch.supervise.supervisor import Bounds, Hooks, Supervisor
 
 
 class Machine(SupervisedNode):

@@ -1,4 +1,4 @@
-"""Tests of ``realsys.observe.timeline.ways`` and ``.usage``: what a batch waited for, how busy both sides were."""
+"""Tests of ``realsys.observe.timeline.why`` and ``.usage``: what a batch waited for, how busy both sides were."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realsys.observe.timeline.clocked_spans import TimelineSpan, read_timeline
-from realsys.observe.timeline.ways import WAITS, Ways, parts_of_wait, split, ways_of
-from realsys.observe.timeline.why import life_of_groups, server_use, worker_use
+from realsys.observe.timeline.why import (
+    WAITS,
+    Ways,
+    life_of_groups,
+    parts_of_wait,
+    server_use,
+    split,
+    ways_of,
+    worker_use,
+)
 from tests.support.timelines.made_up import START, small_trial
 
 _INSIDE = ("generate", "queue", "prefill", "decode", "reward", "tool", "route", "episode")

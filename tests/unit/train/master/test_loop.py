@@ -17,8 +17,8 @@ from realsys.errors import NotFiniteError, StuckError
 from realsys.manager.messages import TrainedReply, TrainedRequest
 from realsys.model_calls import SNAPSHOT, MaskRequest, SnapshotPlan
 from realsys.train.master import intake
-from realsys.train.master.call_plan import CallArguments
 from realsys.train.master.executor import CallResult
+from realsys.train.master.step import CallArguments
 from realsys.train.master.step_statistics import call_seconds, untrained_shares
 from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed

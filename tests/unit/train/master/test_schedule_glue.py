@@ -14,9 +14,8 @@ from realsys.algorithm.token_losses import mask_group
 from realsys.cluster.topology import place, whole_mesh
 from realsys.config.allocation import ACTOR, ParallelLayout, parse_allocation
 from realsys.model_calls import MfcRequest, SamplesArrived
-from realsys.train.master.call_plan import plan_roles
 from realsys.train.master.executor import GraphExecutor
-from realsys.train.master.step import Warmup, WarmupParts
+from realsys.train.master.step import Warmup, WarmupParts, plan_roles
 from realsys.train.master.step_statistics import batch_statistics
 from realsys.types import SampleMeta
 from tests.support.processes.config_trees import changed
