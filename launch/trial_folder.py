@@ -20,7 +20,6 @@ from typing import NamedTuple, Self
 import msgspec
 
 from realsys.cluster.names.connect import make_name_store, trial_names
-from realsys.cluster.names.contract import Names, NameStore
 from realsys.cluster.names.file_store import boot_id
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
@@ -251,26 +250,22 @@ def claim_keys(config: Config, paths: TrialPaths, say: Callable[[str], None]) ->
     names = trial_names(config)
     store = make_name_store(config, paths)
     try:
-        _outlive_leases(store, names, config, say)
+        # workers of this folder have ended, but killed ones left their leases
+        bound_s = 2 * config.cluster.lease_s
+        deadline, said = time.monotonic() + bound_s, False
+        while alive := store.get_subtree(names.heartbeats):
+            key, value = next(iter(alive.items()))
+            if time.monotonic() >= deadline:
+                problem = f"runs in another folder, with the same name store ({key}: {value:.200})"
+                raise ConfigError("trial", config.trial, f"{problem}: stop that first, or choose another name")
+            if not said:
+                say(f"waiting up to {bound_s:g} s for {len(alive)} leases of its last run to lapse")
+            said = True
+            threading.Event().wait(_POLL_S)
         store.clear_subtree(names.root)
         store.add(names.folder, msgspec.json.encode(TrialFolder(socket.gethostname(), str(paths.root))).decode())
     finally:
         store.close()
-
-
-def _outlive_leases(store: NameStore, names: Names, config: Config, say: Callable[[str], None]) -> None:
-    """Return when no worker has a lease. Those of this folder have ended, but killed ones left theirs."""
-    bound_s = 2 * config.cluster.lease_s
-    deadline, said = time.monotonic() + bound_s, False
-    while alive := store.get_subtree(names.heartbeats):
-        key, value = next(iter(alive.items()))
-        if time.monotonic() >= deadline:
-            problem = f"runs in another folder, with the same name store ({key}: {value:.200})"
-            raise ConfigError("trial", config.trial, f"{problem}: stop that first, or choose another name")
-        if not said:
-            say(f"waiting up to {bound_s:g} s for {len(alive)} leases of its last run to lapse")
-        said = True
-        threading.Event().wait(_POLL_S)
 
 
 def remove_keys(config: Config, paths: TrialPaths, say: Callable[[str], None]) -> None:

@@ -101,34 +101,30 @@ def ensure_certificate(path: Path, host: str) -> Path:
     """
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_secret(path, _signed({_name(host), _name(_LOOPBACK)}))
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "etcd of a realsys trial")])
+        now = datetime.datetime.now(datetime.UTC)
+        # etcd passes requests over HTTP to itself, as a client with its own certificate.
+        usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(subject)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))  # the clocks of two hosts may differ
+            .not_valid_after(now + _LIFETIME)
+            .add_extension(x509.SubjectAlternativeName({_name(host), _name(_LOOPBACK)}), critical=False)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
+            .sign(key, hashes.SHA256())
+        )
+        pem = serialization.Encoding.PEM
+        private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        write_secret(path, certificate.public_bytes(pem) + private)
     authority = path.with_suffix(".ca.pem")
     write_secret(authority, x509.load_pem_x509_certificate(path.read_bytes()).public_bytes(serialization.Encoding.PEM))
     return authority
-
-
-def _signed(names: set[x509.GeneralName]) -> bytes:
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "etcd of a realsys trial")])
-    now = datetime.datetime.now(datetime.UTC)
-    # etcd passes requests over HTTP to itself, as a client with its own certificate.
-    usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))  # the clocks of two hosts may differ
-        .not_valid_after(now + _LIFETIME)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return certificate.public_bytes(pem) + private
 
 
 def _name(host: str) -> x509.GeneralName:

@@ -88,7 +88,18 @@ def run(args: Namespace) -> int:
         record = config.record.model_copy(update={"keep_steps": len(job.steps)})
         update = {"cluster": cluster, "model": model, "record": record, "recover": "off"}
         result = asyncio.run(_run(config.model_copy(update=update), TrialPaths(Path(scratch)), job))
-    _print(console, result, job.tolerance)
+    equal = f"equal within {job.tolerance:g}" if job.tolerance else "bit-equal"
+    kinds = list(dict.fromkeys(kind for step in result.steps for kind in step.compared))
+    table = Table("step", "answers", *(_HEADS[kind] for kind in kinds), "seconds", "", box=None)
+    for step in result.steps:
+        cells = [_cell(step.compared.get(kind, 0), step.unequal.get(kind, 0)) for kind in kinds]
+        verdict = f"[green]{equal}[/]" if step.equal else "[red]NOT EQUAL[/]"
+        table.add_row(str(step.step), str(step.sequences), *cells, f"{step.seconds:.2f}", verdict)
+    console.print(table)
+    for step in result.steps:
+        for number, difference in enumerate(step.first):
+            text = f"step {step.step}, {'first difference' if number == 0 else 'then'}: {difference}"
+            console.print(text, highlight=False, soft_wrap=True, markup=False)
     return 0 if result.equal else _NOT_EQUAL
 
 
@@ -159,21 +170,6 @@ def _master(spec: ProcessSpec) -> ProcessSpec:
     master, replay_master = "realsys.workers.master_worker", "realsys.workers.replay_master"
     argv = tuple(replay_master if part == master else part for part in spec.argv)
     return replace(spec, argv=argv, log=spec.log.with_name("replay_master-0.log"))
-
-
-def _print(console: Console, result: ReplayResult, tolerance: float) -> None:
-    equal = f"equal within {tolerance:g}" if tolerance else "bit-equal"
-    kinds = list(dict.fromkeys(kind for step in result.steps for kind in step.compared))
-    table = Table("step", "answers", *(_HEADS[kind] for kind in kinds), "seconds", "", box=None)
-    for step in result.steps:
-        cells = [_cell(step.compared.get(kind, 0), step.unequal.get(kind, 0)) for kind in kinds]
-        verdict = f"[green]{equal}[/]" if step.equal else "[red]NOT EQUAL[/]"
-        table.add_row(str(step.step), str(step.sequences), *cells, f"{step.seconds:.2f}", verdict)
-    console.print(table)
-    for step in result.steps:
-        for number, difference in enumerate(step.first):
-            text = f"step {step.step}, {'first difference' if number == 0 else 'then'}: {difference}"
-            console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def _cell(compared: int, unequal: int) -> str:

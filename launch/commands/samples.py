@@ -169,7 +169,18 @@ def group_lines(group: Sequence[Sample]) -> Iterator[Text]:
     for sample in group:
         if sample.prompt != first.prompt:  # a row that begins with another history
             yield Text("  from  ").append(printable(sample.prompt), style="dim")
-        yield _facts(sample)
+        parts = [f"reward {sample.reward:g}", VERDICTS[sample.correct], sample.finish_reason]
+        parts += [f"{name} {value:g}" for name, value in sample.metrics.items()]
+        parts += [f"reward {reward:g} at {position}" for position, reward in sample.rewards]
+        if sample.score is not None:
+            parts.append(f"score {sample.score:+.3f}")
+        parts.append(f"staleness {sample.staleness}")
+        parts.append(f"advantage {_signed(sample.advantage)}")
+        if sample.logprob_difference is not None:
+            parts.append(f"|prox - behav| {sample.logprob_difference:.2e}")
+        parts.append(" -> ".join(f"{server} ({tokens})" for server, tokens in sample.route) or "no server known")
+        label = f"  {sample.sample_id.rpartition('/')[2]:>4}  "
+        yield Text(label).append(", ".join(parts), style=_COLOURS[sample.correct])
         yield _answer(sample)
 
 
@@ -214,21 +225,6 @@ def dropped_lines(group: Sequence[SampleView]) -> Iterator[Text]:
 def printable(text: str) -> str:
     """Escape all characters but printable ones and line ends: a completion must not control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text).replace("\n", "\n" + " " * 8)
-
-
-def _facts(sample: Sample) -> Text:
-    parts = [f"reward {sample.reward:g}", VERDICTS[sample.correct], sample.finish_reason]
-    parts += [f"{name} {value:g}" for name, value in sample.metrics.items()]
-    parts += [f"reward {reward:g} at {position}" for position, reward in sample.rewards]
-    if sample.score is not None:
-        parts.append(f"score {sample.score:+.3f}")
-    parts.append(f"staleness {sample.staleness}")
-    parts.append(f"advantage {_signed(sample.advantage)}")
-    if sample.logprob_difference is not None:
-        parts.append(f"|prox - behav| {sample.logprob_difference:.2e}")
-    parts.append(" -> ".join(f"{server} ({tokens})" for server, tokens in sample.route) or "no server known")
-    label = f"  {sample.sample_id.rpartition('/')[2]:>4}  "
-    return Text(label).append(", ".join(parts), style=_COLOURS[sample.correct])
 
 
 def _answer(sample: Sample) -> Text:

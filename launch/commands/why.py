@@ -71,7 +71,18 @@ def print_report(console: Console, report: WhyReport) -> None:
     if report.waits:
         title = f"it waits because its last group was here (from the spans of {report.covered} steps)"
         _print_shares(console, title, report.waits, report.wait_percents, WAITS)
-    _print_steps(console, report)
+    # parts that are small in all of the steps are one column, so that a row adds up to 100
+    shown = report.steps[-_SHOWN:]
+    used = [name for name in PARTS if any(time.share(name) >= _WORTH for time, _ in shown)]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title="\nsteps, % of each", title_justify="left")
+    for name in ("step", "s", *used, "rest"):
+        table.add_column(name, justify="right")
+    table.add_column("waits for", no_wrap=True)
+    for time, waits in shown:
+        parts = {name: time.parts[name] for name in used}
+        shares = whole_percents(parts | {"rest": max(0.0, time.seconds - sum(parts.values()))}, time.seconds)
+        table.add_row(str(time.step), f"{time.seconds:.2f}", *map(str, shares.values()), _most(time, waits))
+    console.print(table)
     _print_use(console, report)
     if report.life:
         percents = whole_percents(report.life, sum(report.life.values()))
@@ -92,21 +103,6 @@ def _print_shares(
         if parts.get(name, 0.0) >= 0.005:  # it is 0.00 otherwise
             table.add_row(name, f"{parts[name]:.2f}", str(percents[name]), meaning)
     table.add_row("sum", f"{sum(parts.values()):.2f}", str(sum(percents.values())), style="dim")
-    console.print(table)
-
-
-def _print_steps(console: Console, report: WhyReport) -> None:
-    """Print the last steps. Parts that are small in all of them are one column, so that a row adds up to 100."""
-    shown = report.steps[-_SHOWN:]
-    used = [name for name in PARTS if any(time.share(name) >= _WORTH for time, _ in shown)]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title="\nsteps, % of each", title_justify="left")
-    for name in ("step", "s", *used, "rest"):
-        table.add_column(name, justify="right")
-    table.add_column("waits for", no_wrap=True)
-    for time, waits in shown:
-        parts = {name: time.parts[name] for name in used}
-        shares = whole_percents(parts | {"rest": max(0.0, time.seconds - sum(parts.values()))}, time.seconds)
-        table.add_row(str(time.step), f"{time.seconds:.2f}", *map(str, shares.values()), _most(time, waits))
     console.print(table)
 
 

@@ -182,7 +182,20 @@ class NodeAgent:
         if self._over.is_set() or self._lease.left_s < 0:
             return
         try:
-            self._handle(request)
+            match request.handler:
+                case "Ping":
+                    self._lease.renew(request.decode(orders.Ping).lease_s)
+                    self._endpoint.reply(request, orders.Pong(self._endpoint.incarnation))
+                case "Start":
+                    self._endpoint.reply(request, orders.Started(self._start(request.decode(orders.Start))))
+                case "SendSignal":
+                    self._signal(request.decode(orders.SendSignal))
+                    self._endpoint.reply(request, orders.Done())
+                case "EndRun":
+                    order = request.decode(orders.EndRun)
+                    self._ending = asyncio.create_task(self._end(request, order))
+                case _:
+                    raise RealsysError(f"unknown order {request.handler!r}: run the same realsys on all nodes")
         except StreamError:
             self._over.set()
         except Exception as exc:  # the boundary of a request
@@ -200,22 +213,6 @@ class NodeAgent:
             return
         with contextlib.suppress(StreamError):
             self._endpoint.reply_error(request, exc)
-
-    def _handle(self, request: WorkerRequest) -> None:
-        match request.handler:
-            case "Ping":
-                self._lease.renew(request.decode(orders.Ping).lease_s)
-                self._endpoint.reply(request, orders.Pong(self._endpoint.incarnation))
-            case "Start":
-                self._endpoint.reply(request, orders.Started(self._start(request.decode(orders.Start))))
-            case "SendSignal":
-                self._signal(request.decode(orders.SendSignal))
-                self._endpoint.reply(request, orders.Done())
-            case "EndRun":
-                order = request.decode(orders.EndRun)
-                self._ending = asyncio.create_task(self._end(request, order))
-            case _:
-                raise RealsysError(f"unknown order {request.handler!r}: run the same realsys on all nodes")
 
     def _start(self, order: orders.Start) -> int:
         if order.incarnation != self._endpoint.incarnation:

@@ -47,12 +47,7 @@ def check_slurm(config: Config) -> None:
         raise ConfigError(f"{SECTION}.time", slurm.time, f"{problem}: raise it, or lower signal_s")
     if slurm.signal_s > 65535:
         raise ConfigError(f"{SECTION}.signal_s", slurm.signal_s, "must be at most 65535, the limit of sbatch --signal")
-    _check_request(config)
-    _check_mounts(config)
-
-
-def _check_request(config: Config) -> None:
-    """Refuse settings of the request that have no effect, or give a node one core. Raises ConfigError."""
+    # settings of the request that have no effect, or give a node one core
     cluster, slurm = config.cluster, config.cluster.slurm
     if slurm.cpu_partition and not cluster.cpu_nodes:
         problem = "has no effect, because all nodes are of one kind: set cluster.cpu_nodes=N, or leave it empty"
@@ -67,10 +62,7 @@ def _check_request(config: Config) -> None:
         if not slurm.exclusive and not count:
             problem = f"gives one core of each node: set cluster.{name}=N"
             raise ConfigError(f"{SECTION}.exclusive", slurm.exclusive, problem)
-
-
-def _check_mounts(config: Config) -> None:
-    """Refuse a container that would not see the trial folder under its own path. Raises ConfigError."""
+    # a container that would not see the trial folder under its own path
     container, folder = config.cluster.slurm.container, Path(config.fileroot).resolve()
     if not container.image:
         return

@@ -257,27 +257,24 @@ class Supervisor:
             error = self._hooks.outside()
         death = Death(spec.name, process.id, ended.returncode, ended.time, spec.log, error, defect, ended.lost)
         if self._outcome is None:
-            self._consider(child, death, time.monotonic() - process.started)
+            # an unrequested death, or the end of a trainer process that was killed because of one
+            spec = child.spec
+            if spec.kind in LEADERS and death.returncode == 0 and self._hooks.finished():
+                self._end(TrialOutcome("done", f"{spec.name} finished"))
+            elif spec.on_death == "end" or (spec.kind == NAME_STORE and death.lost):
+                # The address of another machine's etcd would be a new one, which no running process knows.
+                self._deaths.append(death)
+                self._end(TrialOutcome("failed", f"{spec.name} {death.how}", no_machine=bool(death.lost)))
+            elif spec.on_death == "restart":
+                self._restart_alone(child, death, time.monotonic() - process.started)
+            else:
+                self._trainer.add_death(death)
+                if not self._trainer.running:
+                    self._restart_trainer()
         elif death.killed and not self._stop.killing and not self._trainer.killed(child, death):
             # Killed from outside: other processes may have failed because of it, and been noticed first.
             self._deaths.append(death)
         self._changes.note()
-
-    def _consider(self, child: Child, death: Death, ran_s: float) -> None:
-        """Act on an unrequested death, or on the end of a trainer process that was killed because of one."""
-        spec = child.spec
-        if spec.kind in LEADERS and death.returncode == 0 and self._hooks.finished():
-            self._end(TrialOutcome("done", f"{spec.name} finished"))
-        elif spec.on_death == "end" or (spec.kind == NAME_STORE and death.lost):
-            # The address of another machine's etcd would be a new one, which no running process knows.
-            self._deaths.append(death)
-            self._end(TrialOutcome("failed", f"{spec.name} {death.how}", no_machine=bool(death.lost)))
-        elif spec.on_death == "restart":
-            self._restart_alone(child, death, ran_s)
-        else:
-            self._trainer.add_death(death)
-            if not self._trainer.running:
-                self._restart_trainer()
 
     def _restart_alone(self, child: Child, death: Death, ran_s: float) -> None:
         """Restart a process, with all parts of its server if that spans nodes: they end and start together."""

@@ -205,7 +205,7 @@ def open_splits(config: Config, paths: TrialPaths, *, sets: bool = True) -> Spli
     splits = replace(splits, sets=of_sets)
     _check_sizes(splits, files, config)
     if files.train is not None and is_converted(paths):
-        splits = replace(splits, train=_mixed(splits.train, read_sources(paths), config.seed))
+        splits = replace(splits, train=_mixed(splits.train, _sources_file(paths).train, config.seed))
     return splits
 
 
@@ -438,11 +438,6 @@ class SourcesFile(msgspec.Struct, frozen=True):
 
     train: list[ConvertedSource]
     eval: list[ConvertedSource]
-
-
-def read_sources(paths: TrialPaths) -> list[ConvertedSource]:
-    """Return the sources of train.jsonl, in the order of its lines. Raises DataError."""
-    return _sources_file(paths).train
 
 
 def dropped_lines(paths: TrialPaths) -> list[str]:

@@ -79,12 +79,6 @@ def print_results(console: Console, found: Mapping[str, Any]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column()
-    for name, text in _lines(found):
-        table.add_row(name, text)
-    console.print(table)
-
-
-def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     grants, waits = found["grants"], found["waits_s"]
     lines = [
         ("trial", f"{found['servers']} servers, {found['workers']} workers, B={found['batch_groups']}, "
@@ -111,7 +105,9 @@ def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append((f"{what} wait", f"{numbers} s"))
     if found["faults"]:
         lines.append(("faults", ", ".join(f"{kind} {count}" for kind, count in sorted(found["faults"].items()))))
-    return lines
+    for name, text in lines:
+        table.add_row(name, text)
+    console.print(table)
 
 
 def _shares(wasted: Mapping[str, float]) -> str:

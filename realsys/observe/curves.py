@@ -90,7 +90,18 @@ def draw_curves(config: Config, paths: TrialPaths) -> None:
         axis.set_title(panel.title, loc="left", fontsize=11)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.tick_params(labelbottom=True)
-        _mark(axis, run)
+        # restarts as lines, evaluations as ticks at the bottom; grid, frame and legend
+        for place in run.restarts:
+            axis.axvline(place, color=_GREY, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
+        steps = [step for record in run.evaluations if (step := number(record, "step")) is not None]
+        if steps:
+            bottom = axis.get_xaxis_transform()
+            axis.plot(steps, [0.0] * len(steps), "^", color=_POINT, markersize=4, transform=bottom)
+        axis.grid(True, color="#e6e6e6", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend(frameon=True, framealpha=0.75, edgecolor="none", fontsize=8, ncols=2)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
     figure.suptitle(
@@ -274,21 +285,6 @@ def _where(kept: Sequence[bool], values: Sequence[float]) -> list[float]:
 def _near(flags: Sequence[bool], place: int) -> Sequence[bool]:
     """Return a flag with its neighbours."""
     return flags[max(0, place - 1) : place + 2]
-
-
-def _mark(axis: Axes, run: _Run) -> None:
-    """Mark restarts as lines and evaluations as ticks at the bottom; set grid, frame and legend."""
-    for place in run.restarts:
-        axis.axvline(place, color=_GREY, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
-    steps = [step for record in run.evaluations if (step := number(record, "step")) is not None]
-    if steps:
-        bottom = axis.get_xaxis_transform()
-        axis.plot(steps, [0.0] * len(steps), "^", color=_POINT, markersize=4, transform=bottom)
-    axis.grid(True, color="#e6e6e6", linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    if axis.get_legend_handles_labels()[1]:
-        axis.legend(frameon=True, framealpha=0.75, edgecolor="none", fontsize=8, ncols=2)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -196,7 +196,20 @@ class ResumableEngine:
         delay = FIRST_DELAY_S
         while pending := [completion for completion in completions if completion.pending]:
             before = sum(completion.length for completion in pending)
-            request = _schedule_request(call, prefix, pending, trouble)
+            failed = trouble if trouble and trouble.failed else None
+            request = ScheduleRequest(
+                call.ticket.ticket_id,
+                call.ticket.attempt,
+                prompt_len=len(call.token_ids) + max(completion.length for completion in pending),
+                max_new_tokens=max(completion.budget for completion in pending),
+                n=len(pending),
+                failed_server=failed.server if failed else None,
+                failure=failed.reason[:2000] if failed else None,
+                prefix=prefix,
+                call=call.name,
+                previous=call.previous,
+                avoid=trouble.server if trouble and not trouble.failed else None,
+            )
             # as many as one request may name
             taken: list[tuple[str, int, str]] = []
             while self._ended and len(taken) < MOST_RELEASED:
@@ -321,23 +334,3 @@ class ResumableEngine:
 def _piece(spec: SamplingSpec, budget: int) -> int:
     """Return how many tokens of the remaining ``budget`` the next request samples."""
     return min(budget, spec.new_tokens_per_chunk or budget)
-
-
-def _schedule_request(
-    call: EngineCall, prefix: list[int], pending: list[_PartialCompletion], trouble: _Trouble | None
-) -> ScheduleRequest:
-    """Build the request for a server, for the pending completions. ``trouble``: of the last trip."""
-    failed = trouble if trouble and trouble.failed else None
-    return ScheduleRequest(
-        call.ticket.ticket_id,
-        call.ticket.attempt,
-        prompt_len=len(call.token_ids) + max(completion.length for completion in pending),
-        max_new_tokens=max(completion.budget for completion in pending),
-        n=len(pending),
-        failed_server=failed.server if failed else None,
-        failure=failed.reason[:2000] if failed else None,
-        prefix=prefix,
-        call=call.name,
-        previous=call.previous,
-        avoid=trouble.server if trouble and not trouble.failed else None,
-    )

@@ -328,7 +328,27 @@ class DroppedSource:
         reference, note = group.reference, ""
         if reference is None:
             reference, note = self._references.find(group.ticket.split, group.ticket.prompt_index)
-        return SampleView(row, made or [Turn("prompt", [group.prompt])], dropped_facts(group, episode), reference, note)
+        parts = [("error", episode.error)] if episode.error else []
+        parts.append(("group", group.reason or "trained without its failed episodes"))
+        if group.next_version is not None:
+            parts[-1] = ("group", f"{group.reason}: {_EXPLAINED.get(group.reason, 'too old')}")
+        if episode.versions is not None:
+            oldest, newest = episode.versions
+            sampled = f"v{oldest}" if oldest == newest else f"v{oldest} to v{newest}"
+            staleness = _staleness(group, episode)
+            behind = (
+                ""
+                if staleness is None
+                else f"; the next batch trains on top of v{group.next_version}: {staleness} behind"
+            )
+            parts.append(("versions", f"sampled by {sampled}{behind}"))
+        if not episode.rows:
+            parts.append(("tokens", "not kept: the group was too large, or the engine returned none"))
+        ticket = group.ticket
+        parts.append(("worker", f"{group.worker}, {datetime.fromtimestamp(group.time):%Y-%m-%d %H:%M:%S}"))
+        parts.append(("ticket", f"{ticket.ticket_id}, attempt {ticket.attempt}, granted at v{ticket.version}"))
+        parts.append(("prompt", f"{ticket.prompt_index}, seed {ticket.seed}"))
+        return SampleView(row, made or [Turn("prompt", [group.prompt])], parts, reference, note)
 
     def _refresh(self) -> None:
         """Read the groups that were added, and forget those that were removed. A file that cannot be read is left
@@ -392,29 +412,6 @@ def _staleness(group: DroppedGroup, episode: DroppedEpisode) -> int | None:
     if group.next_version is None or episode.versions is None:
         return None
     return group.next_version - episode.versions[0]
-
-
-def dropped_facts(group: DroppedGroup, episode: DroppedEpisode) -> list[tuple[str, str]]:
-    """Return the facts of an episode as (name, value), for people."""
-    parts = [("error", episode.error)] if episode.error else []
-    parts.append(("group", group.reason or "trained without its failed episodes"))
-    if group.next_version is not None:
-        parts[-1] = ("group", f"{group.reason}: {_EXPLAINED.get(group.reason, 'too old')}")
-    if episode.versions is not None:
-        oldest, newest = episode.versions
-        sampled = f"v{oldest}" if oldest == newest else f"v{oldest} to v{newest}"
-        staleness = _staleness(group, episode)
-        behind = (
-            "" if staleness is None else f"; the next batch trains on top of v{group.next_version}: {staleness} behind"
-        )
-        parts.append(("versions", f"sampled by {sampled}{behind}"))
-    if not episode.rows:
-        parts.append(("tokens", "not kept: the group was too large, or the engine returned none"))
-    ticket = group.ticket
-    parts.append(("worker", f"{group.worker}, {datetime.fromtimestamp(group.time):%Y-%m-%d %H:%M:%S}"))
-    parts.append(("ticket", f"{ticket.ticket_id}, attempt {ticket.attempt}, granted at v{ticket.version}"))
-    parts.append(("prompt", f"{ticket.prompt_index}, seed {ticket.seed}"))
-    return parts
 
 
 def _short(reason: str) -> str:

@@ -131,7 +131,24 @@ class ToolUse:
         """Raise ConfigError if a tool cannot work here, or the model's chat template cannot show or call tools."""
         built = build(tools)
         try:
-            _check_template(config, tokenizer, built)
+            descriptions = [tool.description for tool in built.values()]
+            if not config.data.chat_template:
+                raise ConfigError(
+                    "data.chat_template", False, "must be true for rollout.agent=tool_use, whose turns are messages"
+                )
+            try:
+                shown = tokenizer.encode_prompt("x", tools=descriptions) != tokenizer.encode_prompt("x")
+            except DataError as error:
+                raise ConfigError("rollout.agent", config.rollout.agent, str(error)) from None
+            if not shown:
+                problem = "the model's chat template shows no tools: use a model whose template does"
+                raise ConfigError("rollout.agent", config.rollout.agent, problem)
+            gateway = config.rollout.gateway
+            if parser_of(tokenizer, gateway.tool_format, gateway.reasoning_format).format == NONE:
+                problem = (
+                    "the model's chat template does not tell how it writes tool calls: choose a format by its name"
+                )
+                raise ConfigError("rollout.gateway.tool_format", gateway.tool_format, problem)
         finally:
             _close(built.values())
 
@@ -216,25 +233,6 @@ class ToolUse:
 def _close(tools: Any) -> None:
     for tool in tools:
         tool.close()
-
-
-def _check_template(config: Config, tokenizer: TextTokenizer, tools: dict[str, Tool]) -> None:
-    descriptions = [tool.description for tool in tools.values()]
-    if not config.data.chat_template:
-        raise ConfigError(
-            "data.chat_template", False, "must be true for rollout.agent=tool_use, whose turns are messages"
-        )
-    try:
-        shown = tokenizer.encode_prompt("x", tools=descriptions) != tokenizer.encode_prompt("x")
-    except DataError as error:
-        raise ConfigError("rollout.agent", config.rollout.agent, str(error)) from None
-    if not shown:
-        problem = "the model's chat template shows no tools: use a model whose template does"
-        raise ConfigError("rollout.agent", config.rollout.agent, problem)
-    gateway = config.rollout.gateway
-    if parser_of(tokenizer, gateway.tool_format, gateway.reasoning_format).format == NONE:
-        problem = "the model's chat template does not tell how it writes tool calls: choose a format by its name"
-        raise ConfigError("rollout.gateway.tool_format", gateway.tool_format, problem)
 
 
 # ---- tools that the model calls in the agent ``tool_use``: contract, choice, calculator, Python

@@ -225,7 +225,12 @@ class TrainLoop:
             statistics = await self._report_trained(step, batch)
         seconds |= {"save": times["save"], "publish": times["publish"] + watch.lap()}
         with span("save", f"step/{step}"):
-            await self._save(step)
+            # The manager must know of the step before: a checkpoint says that its tickets are trained, so after a
+            # recovery from it the ledger must not issue them again.
+            every = self._config.checkpoint.hf_every_steps
+            if every and step % every == 0:
+                await self._parts.publisher.export(self._hf_folder / f"step-{step}")
+            await self._parts.checkpoints.after_step(step)
         seconds |= {"checkpoint": watch.lap(), "total": watch.total()}
         record = self._record(step, batch, args, results) | train_record(statistics, seconds, results)
         parts.step_log.append({"kind": "train", "time": time.time(), **record})
@@ -319,17 +324,6 @@ class TrainLoop:
             "dropped_filtered": increases.filtered.of(reply.filtered).total(),
             "memory": reply.memory,
         }
-
-    async def _save(self, step: int) -> None:
-        """Write the export and the checkpoint that are due after ``step``.
-
-        The manager must know of the step before: a checkpoint of ``step`` says that its tickets are
-        trained, so after a recovery from it the ledger must not issue them again.
-        """
-        every = self._config.checkpoint.hf_every_steps
-        if every and step % every == 0:
-            await self._parts.publisher.export(self._hf_folder / f"step-{step}")
-        await self._parts.checkpoints.after_step(step)
 
     def _out_of_time(self) -> bool:
         limit = self._config.train.max_seconds

@@ -211,17 +211,6 @@ class EvaluationRequests:
             elif self._writing[eval_id].done():
                 del self._running[eval_id]
                 records.append(self._writing.pop(eval_id).result())
-        self._check_progress(states)
-        for eval_id, state in states.items():
-            if state.ended:
-                self._write(eval_id, self._running[eval_id], state)
-        return records
-
-    def _check_progress(self, states: Mapping[str, EvaluationReply]) -> None:
-        """Raise WaitTimeout if no completion of any evaluation has ended for the time limit.
-
-        A large evaluation may take any time, and the manager samples one evaluation after the other.
-        """
         now = time.monotonic()
         progress = {name: (state.restarts, state.done + state.failed, state.ended) for name, state in states.items()}
         if any(self._progress.get(name) != reached for name, reached in progress.items()):
@@ -233,6 +222,10 @@ class EvaluationRequests:
                 f"master_worker: evaluation {', '.join(parts)}, and no new one for {self._timeout_s:g} s "
                 f"({sum(state.failed for state in states.values())} failed); see the logs of the rollout workers"
             )
+        for eval_id, state in states.items():
+            if state.ended:
+                self._write(eval_id, self._running[eval_id], state)
+        return records
 
     def _write(self, eval_id: str, running: _Requested, state: EvaluationReply) -> None:
         """Store an ended evaluation in a thread, while training continues."""

@@ -76,7 +76,32 @@ class MasterRun:
         self._stop = stop
         self._status = parts.status
         self._log = parts.connections.step_log
-        self._loop = build_loop(ctx, parts, stop)
+        config, stream = ctx.config, parts.connections.stream
+        decisions = IntakeState(IntakeSettings.of(config), ctx.incarnation)
+        intake = Intake(decisions, parts.workers, parts.connections.manager, parts.publisher.repair)
+        stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
+        recorder = StepRecorder(config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive)
+        stream.on_notice("recorded", Recorded, recorder.written)
+        plan = functools.partial(plan_roles, config, parts.meshes, parts.costs)
+        recorder_in_use = recorder if config.record.keep_steps else None
+        self._loop = TrainLoop(
+            config,
+            TrainLoopParts(
+                runner=StepRunner(config, parts.flow, parts.meshes, plan, parts.workers, recorder_in_use),
+                stopping=Stopping(stop, parts.workers, ctx.paths.stopping),
+                intake=intake,
+                arguments=parts.arguments,
+                publisher=parts.publisher,
+                manager=parts.connections.manager,
+                evaluations=parts.evaluations,
+                checkpoints=parts.checkpoints,
+                step_log=parts.connections.step_log,
+                show=parts.status.show,
+            ),
+            hf_folder=ctx.paths.root / "hf",
+            total_steps=parts.total_steps,
+            stop=stop,
+        )
         self._sets = evaluation_sets(ctx.config)
 
     async def run(self) -> None:
@@ -341,34 +366,4 @@ def _build_publisher(ctx: WorkerContext, workers: ModelWorkers) -> Publisher:
         incarnation=ctx.incarnation,
         transport=config.weights.transport,
         timeout_s=config.cluster.request_timeout_s,
-    )
-
-
-def build_loop(ctx: WorkerContext, parts: MasterParts, stop: asyncio.Event) -> TrainLoop:
-    """Build the train loop, and connect it to the notices of the ModelWorkers."""
-    config, stream = ctx.config, parts.connections.stream
-    decisions = IntakeState(IntakeSettings.of(config), ctx.incarnation)
-    intake = Intake(decisions, parts.workers, parts.connections.manager, parts.publisher.repair)
-    stream.on_notice("samples_arrived", SamplesArrived, lambda notice: intake.on_samples(notice.samples))
-    recorder = StepRecorder(config, ctx.paths, parts.meshes, parts.workers, ctx.incarnation, ctx.check_alive)
-    stream.on_notice("recorded", Recorded, recorder.written)
-    plan = functools.partial(plan_roles, config, parts.meshes, parts.costs)
-    recorder_in_use = recorder if config.record.keep_steps else None
-    return TrainLoop(
-        config,
-        TrainLoopParts(
-            runner=StepRunner(config, parts.flow, parts.meshes, plan, parts.workers, recorder_in_use),
-            stopping=Stopping(stop, parts.workers, ctx.paths.stopping),
-            intake=intake,
-            arguments=parts.arguments,
-            publisher=parts.publisher,
-            manager=parts.connections.manager,
-            evaluations=parts.evaluations,
-            checkpoints=parts.checkpoints,
-            step_log=parts.connections.step_log,
-            show=parts.status.show,
-        ),
-        hf_folder=ctx.paths.root / "hf",
-        total_steps=parts.total_steps,
-        stop=stop,
     )
