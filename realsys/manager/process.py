@@ -30,10 +30,10 @@ from realsys.generation.client import GenerationClient
 from realsys.manager.commit_loop import ManagerService, wait_for
 from realsys.manager.decisions import ManagerSettings, ManagerState
 from realsys.manager.ledger.journal import Journal
+from realsys.manager.operations import status
 from realsys.manager.routes import NO_PAGES, ManagerApp, Pages
 from realsys.manager.routing.placement import LOAD_PERIOD_S
 from realsys.manager.routing.servers import Idle, Probe, Server, UpdateOrder
-from realsys.manager.status import status
 from realsys.observe.spans import span
 from realsys.types import PublishedVersion, ServerAddress
 

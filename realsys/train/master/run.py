@@ -36,9 +36,8 @@ from realsys.model_calls import InitializeRequest, SamplesArrived
 from realsys.observe.step_log import StepRecord, surviving_steps
 from realsys.train.master.checkpoints import Checkpoints, CheckpointSources
 from realsys.train.master.executor import GraphExecutor
-from realsys.train.master.intake import Intake
 from realsys.train.master.intake_decisions import IntakeSettings, IntakeState
-from realsys.train.master.loop import TrainLoop, TrainLoopParts, planned_steps
+from realsys.train.master.loop import Intake, TrainLoop, TrainLoopParts, planned_steps
 from realsys.train.master.model_workers import ModelWorkers
 from realsys.train.master.publish import Publisher, VersionKey
 from realsys.train.master.recorder import StepRecorder

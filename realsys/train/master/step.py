@@ -7,6 +7,7 @@ groups ──plan──> minibatches per role ──> graph of calls ──> res
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ import numpy as np
 from realsys.algorithm.balance import CostFunction, cost_function
 from realsys.algorithm.kl import AdaptiveKL
 from realsys.algorithm.minibatches import plan_minibatches, rows_left_out, sequence_refs
-from realsys.algorithm.schedule import learning_rate
 from realsys.algorithm.sequence_buffer import owners_of
 from realsys.cluster.topology import Mesh
 from realsys.config.allocation import ACTOR
 from realsys.config.dataflow import Dataflow, advantages_by_token, comparing_call, role_settings
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config, WarmupConfig
+from realsys.config.schema_train import OptimizerConfig
 from realsys.model_calls import SNAPSHOT
 from realsys.model_files.config_json import read_sizes
 from realsys.observe.spans import span
@@ -305,3 +306,30 @@ class CallArguments:
         """
         if self._adaptive and state:
             self._kl.load_state_dict(state)
+
+
+# ---- the learning rate as a function of the step
+#
+# The master owns it and sends it with each train call.
+
+
+def learning_rate(cfg: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Return the learning rate of train step ``step`` (0 is the first) of ``total_steps``.
+
+    Linear warm-up over ``ceil(warmup_fraction * total_steps)`` steps: the first step has a rate above 0, the
+    last one of the warm-up the full rate. Then ``constant``, or ``linear`` / ``cosine`` decay that reaches
+    ``min_lr_ratio * lr`` at the last step. Steps beyond ``total_steps`` keep the last rate. Raises
+    ValueError if ``step`` or ``total_steps`` is too small.
+    """
+    if step < 0 or total_steps < 1:
+        raise ValueError(f"step {step} of {total_steps} steps: step must be at least 0, total_steps at least 1")
+    # Rounded first: 0.07 * 100 is 7.000000000000001, which must give 7 steps, not 8.
+    warmup = math.ceil(round(cfg.warmup_fraction * total_steps, 6))
+    if step < warmup:
+        return cfg.lr * (step + 1) / warmup
+    if cfg.schedule == "constant":
+        return cfg.lr
+    decay_steps = total_steps - warmup
+    progress = min(1.0, (step - warmup + 1) / decay_steps) if decay_steps > 0 else 1.0
+    remaining = 1.0 - progress if cfg.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return cfg.lr * (cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * remaining)

@@ -11,8 +11,8 @@ import msgspec
 
 from realsys.cluster.http_server import HttpServer
 from realsys.reward.dispatch import DispatchBounds
+from realsys.reward.open_verifiers import ServiceVerifiers
 from realsys.reward.pool import ItemLimits, VerifierPool
-from realsys.reward.reward_client import ServiceVerifiers
 from realsys.reward.reward_server import RewardServer
 from realsys.types import ServerAddress
 

@@ -12,7 +12,7 @@ from realsys.errors import LedgerError
 from realsys.manager.decisions import ManagerState
 from realsys.manager.ledger.events import Opened, RolledBack
 from realsys.manager.messages import EvaluateRequest, FinishRequest
-from realsys.manager.status import status
+from realsys.manager.operations import status
 from tests.support.ledger.manager_states import (
     ANSWER,
     SETTINGS,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from realsys.manager.ledger.staleness import StalenessBound
-from realsys.manager.routing.fan_out import FanOut
-from realsys.manager.routing.servers import Idle, Pace, ServerRegistry, UpdateOrder
+from realsys.manager.routing.servers import FanOut, Idle, Pace, ServerRegistry, UpdateOrder
 from realsys.types import PublishedVersion, ServerAddress
 
 VERSION, NEWER = PublishedVersion(1, "t", "/v1", 1), PublishedVersion(2, "t", "/v2", 2)

@@ -30,8 +30,8 @@ from realsys.manager.messages import (
     TrainedReply,
     TrainedRequest,
 )
+from realsys.manager.operations import status
 from realsys.manager.routing.servers import UpdateOrder
-from realsys.manager.status import status
 from realsys.train.master import request_evaluations
 from realsys.train.master.recovery import TrainingStart, eval_id_of, unanswered
 from realsys.train.master.request_evaluations import EvaluationRequests

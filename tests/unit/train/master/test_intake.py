@@ -16,7 +16,7 @@ from realsys.manager.messages import (
     TrainedReply,
     TrainedRequest,
 )
-from realsys.train.master import intake as intake_module
+from realsys.train.master import loop as intake_module
 from tests.support.training.master_fakes import BOUND_S, Run, run
 
 

@@ -16,7 +16,7 @@ from realsys.config.dataflow import SOURCE_KEYS, dataflow_of
 from realsys.errors import NotFiniteError, StuckError
 from realsys.manager.messages import TrainedReply, TrainedRequest
 from realsys.model_calls import SNAPSHOT, MaskRequest, SnapshotPlan
-from realsys.train.master import intake
+from realsys.train.master import loop
 from realsys.train.master.executor import CallResult
 from realsys.train.master.step import CallArguments
 from realsys.train.master.step_statistics import call_seconds, untrained_shares
@@ -289,7 +289,7 @@ def test_filtered_groups_are_counted_and_never_trained() -> None:
 
 
 def test_run_with_only_filtered_groups_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "_STATUS_INTERVAL_S", 0.01)
+    monkeypatch.setattr(loop, "_STATUS_INTERVAL_S", 0.01)
 
     async def body() -> None:
         job = Run(*FILTER, "train.total_steps=1", prompts=10)
@@ -312,7 +312,7 @@ def test_run_with_only_filtered_groups_says_why(monkeypatch: pytest.MonkeyPatch)
 
 def test_used_up_prompts_end_training_well(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Two steps are planned of four prompts. One group is filtered out, so the second batch never fills."""
-    monkeypatch.setattr(intake, "_STATUS_INTERVAL_S", 0.01)
+    monkeypatch.setattr(loop, "_STATUS_INTERVAL_S", 0.01)
 
     async def body() -> Run:
         job = Run(*FILTER, "train.total_steps=2", prompts=4, epochs=1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.algorithm.schedule import learning_rate
 from realsys.config.schema_train import OptimizerConfig
+from realsys.train.master.step import learning_rate
 
 
 def optimizer(**fields: object) -> OptimizerConfig:
