@@ -378,17 +378,7 @@ def _read_inputs(config: Config, paths: TrialPaths) -> DataCheck:
     check_gateway(config, tokenizer)
     checked = check_data(config, paths, tokenizer)
     judging = check_references(config, paths)
-    _check_sizes(config, checked.sizes)
-    warnings = [f"warning: {text}" for text in (tokenizer.eos_warning, *checked.warnings, *judging) if text]
-    return checked._replace(warnings=warnings)
-
-
-def _data_line(sizes: Mapping[str, int]) -> str:
-    return "data: " + ", ".join(f"{count:,} {split}" for split, count in sizes.items() if count)
-
-
-def _check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
-    """Check the settings that depend on the number of lines. Raises ConfigError."""
+    # settings that depend on the number of lines
     evaluation, train = config.evaluation, config.train
     asked: list[tuple[str, int, str]] = []
     for name, made in evaluation_sets(config).items():
@@ -398,15 +388,21 @@ def _check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
         elif made.split == HELD_OUT and not config.evaluate_only:  # else all problems are taken if they are fewer
             asked.append(("evaluation.problems", made.problems, HELD_OUT))
     for field, wanted, split in asked:
-        if wanted > sizes[split]:
+        if wanted > checked.sizes[split]:
             problems = "problems are held out" if split == HELD_OUT else "problems are in the set"
-            raise ConfigError(field, wanted, f"only {sizes[split]} {problems}: lower it")
-    if train.total_epochs and train.total_epochs * sizes["train"] < train.batch_groups:
-        problem = f"{train.total_epochs} epochs of {sizes['train']} prompts do not fill one batch: lower it"
+            raise ConfigError(field, wanted, f"only {checked.sizes[split]} {problems}: lower it")
+    if train.total_epochs and train.total_epochs * checked.sizes["train"] < train.batch_groups:
+        problem = f"{train.total_epochs} epochs of {checked.sizes['train']} prompts do not fill one batch: lower it"
         raise ConfigError("train.batch_groups", train.batch_groups, problem)
-    if config.warmup.steps and sizes["demos"] < config.warmup.batch:
-        problem = f"there are only {sizes['demos']} demonstrations: lower it"
+    if config.warmup.steps and checked.sizes["demos"] < config.warmup.batch:
+        problem = f"there are only {checked.sizes['demos']} demonstrations: lower it"
         raise ConfigError("warmup.batch", config.warmup.batch, problem)
+    warnings = [f"warning: {text}" for text in (tokenizer.eos_warning, *checked.warnings, *judging) if text]
+    return checked._replace(warnings=warnings)
+
+
+def _data_line(sizes: Mapping[str, int]) -> str:
+    return "data: " + ", ".join(f"{count:,} {split}" for split, count in sizes.items() if count)
 
 
 # ---- checks what only this machine can tell, before anything starts: addresses, etcd, weight files, disk space

@@ -334,7 +334,17 @@ async def serve(paths: TrialPaths, name: str, wait_s: float, signals: NodeSignal
             lease = CoordinatorLease()
             keys = load_keys(paths.keys)
             endpoint = AgentEndpoint(orders.index_of(name), address.address, keys=keys, check_alive=lease.check)
-            endpoint.notify("Joined", _introduction(name, endpoint, address, gpu_memory))
+            reached, problem = "", ""
+            gpus: tuple[str, ...] = ()
+            try:
+                gpus = own_gpus()
+                cluster = ClusterConfig(host=address.host, interface=address.interface, nodes=address.machines)
+                _, reached, _ = own_addresses(cluster, os.environ, interfaces())
+            except ConfigError as error:
+                problem = f"{name}: {error}"
+            cpus = len(os.sched_getaffinity(0))
+            machine = (socket.gethostname(), reached, cpus, free_host_bytes(), len(gpus), gpu_memory)
+            endpoint.notify("Joined", orders.Joined(endpoint.index, endpoint.incarnation, name, *machine, problem))
             agent = signals.agent = NodeAgent(executor, endpoint, lease)
             await agent.run(wanted)
             signals.agent = None
@@ -357,21 +367,6 @@ def _gpu_memory() -> int:
         return gpu_bytes(own_gpus())
     except ConfigError:  # part of the introduction
         return 0
-
-
-def _introduction(name: str, endpoint: WorkerEndpoint, address: orders.Address, gpu_memory: int) -> orders.Joined:
-    """Describe this machine."""
-    reached, problem = "", ""
-    gpus: tuple[str, ...] = ()
-    try:
-        gpus = own_gpus()
-        cluster = ClusterConfig(host=address.host, interface=address.interface, nodes=address.machines)
-        _, reached, _ = own_addresses(cluster, os.environ, interfaces())
-    except ConfigError as error:
-        problem = f"{name}: {error}"
-    cpus = len(os.sched_getaffinity(0))
-    machine = (socket.gethostname(), reached, cpus, free_host_bytes(), len(gpus), gpu_memory)
-    return orders.Joined(endpoint.index, endpoint.incarnation, name, *machine, problem)
 
 
 async def _find(paths: TrialPaths, deadline: float, signals: NodeSignals, *, had_one: bool) -> orders.Address | None:

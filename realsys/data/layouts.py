@@ -305,22 +305,18 @@ def messages(row: Values, messages: str = "messages", answer: str = "", tools: s
     if fields:
         reference = answer_text(take(row, fields[0]), fields[0])
     else:
-        reference = _reply(turns, messages)
+        last = turns[-1]
+        if last.role != "assistant":
+            problem = (
+                f"ends with role {last.role!r}, and there is no field {' or '.join(_ANSWERS)}: the reference is missing"
+            )
+            raise RowError(messages, problem)
+        if last.content is None or not last.content.strip():
+            raise RowError(messages, "ends with an assistant's message without text: it is the reference")
+        reference = last.content
     if turns[-1].role == "assistant":
         turns = turns[:-1]
     return ProblemRow(turns, reference, others(row, messages, tools, *fields[:1]), described)
-
-
-def _reply(turns: list[Message], field: str) -> str:
-    last = turns[-1]
-    if last.role != "assistant":
-        problem = (
-            f"ends with role {last.role!r}, and there is no field {' or '.join(_ANSWERS)}: the reference is missing"
-        )
-        raise RowError(field, problem)
-    if last.content is None or not last.content.strip():
-        raise RowError(field, "ends with an assistant's message without text: it is the reference")
-    return last.content
 
 
 def _tests_in(truth: Any, field: str) -> CodeTests | None:

@@ -318,7 +318,20 @@ def _publish_messages(package: Path) -> None:
         sys.modules[module.__name__] = module
         setattr(rpc, f"{name}_pb2", module)
     _copy_public(vars(rpc.rpc_pb2), rpc)
-    _copy_public(vars(_load_stubs(package, rpc)), rpc)
+    # ``rpc_pb2_grpc``, the only generated module that still works, with a stand-in for its parent package
+    name = "etcd3.etcdrpc.rpc_pb2_grpc"
+    spec = importlib.machinery.PathFinder.find_spec(name, [str(package / "etcdrpc")])
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{package} has no {name}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    parent = _new_package("etcd3", package)
+    parent.etcdrpc = rpc
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules["etcd3"]
+    _copy_public(vars(module), rpc)
 
 
 def _new_package(name: str, folder: Path) -> Any:
@@ -353,23 +366,6 @@ def _message_module(name: str, serialized: bytes, pool: Any) -> ModuleType:
         content[enum] = enum_type_wrapper.EnumTypeWrapper(enum_type)
         content.update((value.name, value.number) for value in enum_type.values)
     vars(module).update(content)
-    return module
-
-
-def _load_stubs(package: Path, rpc: Any) -> ModuleType:
-    """Load ``rpc_pb2_grpc``, the only generated module that still works, with a stand-in for its parent package."""
-    name = "etcd3.etcdrpc.rpc_pb2_grpc"
-    spec = importlib.machinery.PathFinder.find_spec(name, [str(package / "etcdrpc")])
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{package} has no {name}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    parent = _new_package("etcd3", package)
-    parent.etcdrpc = rpc
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules["etcd3"]
     return module
 
 

@@ -260,7 +260,16 @@ def decode_group(frames: Sequence[Buffer]) -> Group:
     payload = _payload(frames[1], n_tokens + n_loss, header.ticket.ticket_id)
     tokens = payload[:n_tokens]
     logprobs: F32 = payload[n_tokens:].view(FLOAT)
-    _check_values(header.ticket.ticket_id, tokens, logprobs)
+    if tokens.min() < 0:
+        raise DecodeError(f"group {header.ticket.ticket_id}: token {tokens.min()} < 0")
+    for start in range(0, len(logprobs), CHUNK):
+        chunk = logprobs[start : start + CHUNK]
+        # min and max of anything with a NaN are NaN, so finite bounds show that every value is a number
+        low, high = float(chunk.min()), float(chunk.max())
+        if not (math.isfinite(low) and high <= LOGPROB_SLACK):
+            raise DecodeError(
+                f"group {header.ticket.ticket_id}: logprobs span [{low}, {high}]: must be finite and at most 0"
+            )
     arrays = _Arrays(
         tokens,
         logprobs,
@@ -345,11 +354,7 @@ def _check_row(what: str, row: RowHeader, servers: int) -> None:
     warmed = sum(count for _, count in row.temperatures)
     if row.temperatures and warmed != loss_tokens:
         raise DecodeError(f"{what}: {warmed} tokens have a temperature, but {loss_tokens} are in the loss")
-    _check_rewards(what, row)
-
-
-def _check_rewards(what: str, row: RowHeader) -> None:
-    """Refuse rewards that are not finite or whose positions do not rise or are outside the loss."""
+    # finite rewards at rising positions in the loss
     if not row.rewards:
         return
     ends = np.cumsum(row.mask)
@@ -359,17 +364,6 @@ def _check_rewards(what: str, row: RowHeader) -> None:
         raise DecodeError(f"{what}: rewards must be at rising positions of tokens in the loss")
     if not all(math.isfinite(reward) for _, reward in row.rewards):
         raise DecodeError(f"{what}: a reward of a token is not finite")
-
-
-def _check_values(ticket_id: str, tokens: I32, logprobs: F32) -> None:
-    if tokens.min() < 0:
-        raise DecodeError(f"group {ticket_id}: token {tokens.min()} < 0")
-    for start in range(0, len(logprobs), CHUNK):
-        chunk = logprobs[start : start + CHUNK]
-        # min and max of anything with a NaN are NaN, so finite bounds show that every value is a number
-        low, high = float(chunk.min()), float(chunk.max())
-        if not (math.isfinite(low) and high <= LOGPROB_SLACK):
-            raise DecodeError(f"group {ticket_id}: logprobs span [{low}, {high}]: must be finite and at most 0")
 
 
 def _payload(frame: Buffer, size: int, what: str) -> I32:

@@ -160,7 +160,20 @@ def load_checkpoint(role: Role, directory: Path) -> None:
         same = indexes[0].layout == role.groups.mesh.layout
         own = next((index for index in indexes if same and index.rank == role.groups.rank), None)
         if own is not None:
-            _load_generators(directory, own)
+            with PieceReader(directory, [own]) as reader:
+                states = {
+                    piece.name: reader.read(GENERATOR, whole_shard(piece.name, piece.whole))
+                    for piece in own.pieces
+                    if piece.kind == GENERATOR
+                }
+            torch.set_rng_state(states["cpu"])
+            if "cuda" in states and torch.cuda.is_available():
+                torch.cuda.set_rng_state(states["cuda"])
+                tracker = megatron_random.get_cuda_rng_tracker()
+                tracked = {
+                    name.removeprefix("tracker/"): s for name, s in states.items() if name.startswith("tracker/")
+                }
+                tracker.set_states(tracked)
     role.load_state_dict(indexes[0].state)  # the same on every rank
 
 
@@ -256,21 +269,6 @@ def _load_slot(slot: Slot, values: dict[str, torch.Tensor]) -> None:
         else:
             state[kind] = value.to(held.key.device).view(held.key.shape)
     held.restore(state)
-
-
-def _load_generators(directory: Path, index: RankIndex) -> None:
-    with PieceReader(directory, [index]) as reader:
-        states = {
-            piece.name: reader.read(GENERATOR, whole_shard(piece.name, piece.whole))
-            for piece in index.pieces
-            if piece.kind == GENERATOR
-        }
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-        tracker = megatron_random.get_cuda_rng_tracker()
-        tracked = {name.removeprefix("tracker/"): s for name, s in states.items() if name.startswith("tracker/")}
-        tracker.set_states(tracked)
 
 
 def _start_phase(role: Role, phase: str | None) -> None:

@@ -133,7 +133,12 @@ class MasterRun:
         requested = await self._roll_back(start)
         await self._status.enter("connect")
         await parts.connections.stream.barrier(range(parts.world_size), cluster.connect_timeout_s)
-        followers = self._followers(start)
+        # a reference loaded before the warm-up would be the untrained model, and its KL would pull the actor back to it
+        followers = (
+            []
+            if start.checkpoint or not self._ctx.config.warmup.steps
+            else [role for role in self._parts.meshes if role_settings(self._ctx.config, role).as_actor]
+        )
         await self._status.enter("load")
         await self._initialize((role for role in parts.meshes if role not in followers), self._model_dir)
         done = await self._begin(start)
@@ -182,16 +187,6 @@ class MasterRun:
 
     def _model_dir(self, role: str) -> Path:
         return model_dir(self._ctx.config, self._ctx.paths, role)
-
-    def _followers(self, start: TrainingStart) -> list[str]:
-        """Return the roles that are copies of the warmed-up actor, such as the reference.
-
-        A reference loaded before the warm-up would be the untrained model, and its KL would pull
-        the actor back to it.
-        """
-        if start.checkpoint or not self._ctx.config.warmup.steps:
-            return []
-        return [role for role in self._parts.meshes if role_settings(self._ctx.config, role).as_actor]
 
     async def _initialize(self, roles: Iterable[str], directory: Callable[[str], Path]) -> None:
         """Load ``roles`` on their meshes, each from ``directory(role)``."""

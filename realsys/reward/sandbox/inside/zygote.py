@@ -94,7 +94,19 @@ class _Running:
             self.reached = "wall"
 
     def _look_at_waiting(self, tree: dict[int, Use]) -> None:
-        self.waiting.look(time.monotonic(), tasks_of(tree), last_pid(), stolen())
+        tasks: dict[int, ThreadUse] = {}
+        for pid, use in tree.items():
+            if use.threads == 1:
+                tasks[pid] = ThreadUse(use.runnable, *_scheduled(f"/proc/{pid}"))
+                continue
+            try:
+                names = os.listdir(f"/proc/{pid}/task")
+            except OSError:
+                continue  # it has ended
+            for name in names:
+                folder = f"/proc/{pid}/task/{name}"
+                tasks[int(name)] = ThreadUse(_stat(folder)[:1] == [b"R"], *_scheduled(folder))
+        self.waiting.look(time.monotonic(), tasks, last_pid(), stolen())
 
     def _own_s(self) -> float:
         """Return the time of this run, without the time in which it or its partner had no processor."""
@@ -432,23 +444,6 @@ def tree_of(root: int, uses: dict[int, Use]) -> dict[int, Use]:
             tree[pid] = uses[pid]
             todo += [other for other, use in uses.items() if use.parent == pid]
     return tree
-
-
-def tasks_of(tree: dict[int, Use]) -> dict[int, ThreadUse]:
-    """Return all threads of these processes."""
-    tasks: dict[int, ThreadUse] = {}
-    for pid, use in tree.items():
-        if use.threads == 1:
-            tasks[pid] = ThreadUse(use.runnable, *_scheduled(f"/proc/{pid}"))
-            continue
-        try:
-            names = os.listdir(f"/proc/{pid}/task")
-        except OSError:
-            continue  # it has ended
-        for name in names:
-            folder = f"/proc/{pid}/task/{name}"
-            tasks[int(name)] = ThreadUse(_stat(folder)[:1] == [b"R"], *_scheduled(folder))
-    return tasks
 
 
 def last_pid() -> int:
