@@ -1,4 +1,4 @@
-"""HTTP surface of a VerifierPool (``verdict_protocol.py``). A request is held until all of its items are decided.
+"""HTTP surface of a VerifierPool (``verifier_protocol.py``). A request is held until all of its items are decided.
 
 POST /verify ──> room? ──> a task for each item in the pool ──> lines with outcomes ──> the rest
                                   ^

@@ -376,7 +376,7 @@ def _copy_public(content: Mapping[str, Any], target: ModuleType) -> None:
 # ---- name store in etcd, through the channel and the stubs of the ``etcd3`` client
 #
 # The client's own methods cannot wait for a connection that is being restored, and its watcher neither ends nor
-# survives a restart of the server. So this module calls the stubs directly, through ``etcd_members``. Every call has a
+# survives a restart of the server. So this module calls the stubs directly. Every call has a
 # deadline, and is repeated only if repeating it cannot change its meaning. A watch lists and watches again whenever
 # its stream breaks.
 

@@ -257,7 +257,7 @@ def _short(text: str) -> str:
 #                              └─ exits, or no answer in time ──> absent   so does the run that started it
 #
 # A start waits until the back-off after the last end has passed. When the budget of restarts is spent, every run fails
-# at once with the last cause; the worker ends the run when that repeats (``agent_errors``).
+# at once with the last cause; the worker ends the run when that repeats (``rollout.group_player``).
 
 
 log = logging.getLogger(__name__)
