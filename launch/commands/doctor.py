@@ -104,6 +104,7 @@ def gpus() -> Iterator[Finding]:
     import torch
 
     from realsys.cluster.gpu_devices import attention_kernel, choose_device, peak_flops
+    from realsys.train.megatron.layers import swiglu_kernel
 
     for index in range(len(here.gpus)):
         try:
@@ -121,6 +122,12 @@ def gpus() -> Iterator[Finding]:
     else:
         current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
         yield Finding("attention", current or "torch's own kernel of variable lengths; no FlashAttention 3 is used")
+    swiglu_kernel(torch.ones(2, 8, dtype=torch.bfloat16, device="cuda"))
+    if swiglu_kernel.is_compiled:
+        yield Finding("fused kernels", "torch compiles them")
+    else:
+        problem = "torch cannot compile them (see the warning), a training step takes a tenth longer"
+        yield Finding("fused kernels", f"{problem}: install a C compiler and the headers of Python", NOTE)
     if torch.distributed.is_nccl_available():
         version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         yield Finding("NCCL", version)

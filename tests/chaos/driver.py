@@ -171,7 +171,7 @@ class _Drive:
         gate = f"go-{number}"
         at = 2 + STEPS * number
         hold = Fault(f"hold-{number}", "master_worker/0", "master.batch", "hold", at=at, until=gate)
-        seen = Fault(_seen(number), "master_worker/0", "master.batch", "hold", at=at + 2, until=_seen(number))
+        seen = Fault(_seen(number), "master_worker/0", "master.batch", "hold", at=at + 3, until=_seen(number))
         disk = Fault("mount", "model_worker/0", "weights.write", "hold", until="mounted")
         faults = [seen]
         for part, fault in enumerate(row.faults):
@@ -198,8 +198,8 @@ class _Drive:
             fired = self._fire(run, number, row, result)
             for pattern in row.said:
                 run.until(lambda p=pattern, n=lengths: run.has_said(p, n), f"a line with {pattern!r}", FIRE_S)
-            (self._faults / _seen(number)).touch()
             before = run.steps()
+            (self._faults / _seen(number)).touch()
             result.outcome = "did not recover"
             run.until_step(before + PROOF, RECOVER_S)
             result.recovery_s = round(time.time() - fired, 2)
