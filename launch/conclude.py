@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from realsys.cluster.failure import read_errors
+from realsys.cluster.process import read_errors
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.launch.nodes.orders import EXIT_NO_MACHINE

@@ -22,11 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from realsys.cluster.aio import full_disk, run_beside
-from realsys.cluster.failure import read_errors
 from realsys.cluster.http_client import attempts
 from realsys.cluster.names.etcd_store import EtcdAccess, import_etcd3
 from realsys.cluster.network import HOST, PORTS, interfaces, is_loopback, join_host_port, own_addresses
-from realsys.cluster.process import RUN_ID, STORE_ADDRESS
+from realsys.cluster.process import RUN_ID, STORE_ADDRESS, read_errors
 from realsys.config.allocation import parse_allocation
 from realsys.config.backend_rules import backend_rules
 from realsys.config.compose import compose, given_fields, quoted
@@ -71,12 +70,11 @@ from realsys.launch.supervise.supervisor import Bounds, Hooks, Say, Supervisor
 from realsys.launch.trial_folder import remove_half_written
 from realsys.launch.words import resume_command
 from realsys.observe.curves import draw_while_running
-from realsys.observe.events import EventKind, EventLog
 from realsys.observe.screen.display import View, make_view
 from realsys.observe.screen.progress import Monitor, TrialProgress
 from realsys.observe.screen.terminal import Terminal, reported, tell
 from realsys.observe.screen.text_figures import size_text
-from realsys.observe.step_log import StepTail
+from realsys.observe.step_log import EventKind, EventLog, StepTail
 from realsys.observe.trackers.link import Trackers, check_trackers
 from realsys.train.master.loop import planned_steps
 from realsys.train.master.stopping import STOP_PROGRESS_S

@@ -33,11 +33,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from realsys.cluster import prctl
-from realsys.cluster.failure import record_of, write_error
 from realsys.cluster.files import write_secret
 from realsys.cluster.names.connect import check_own_etcd, store_address
 from realsys.cluster.network import PORTS, free_ports, split_host_port
-from realsys.cluster.process import RUN_ID, SHIELDED, StopSignals, configure_logging, die_with_parent
+from realsys.cluster.process import (
+    RUN_ID,
+    SHIELDED,
+    StopSignals,
+    configure_logging,
+    die_with_parent,
+    record_of,
+    write_error,
+)
 from realsys.config.paths import TrialPaths, read_config
 from realsys.errors import ConfigError
 

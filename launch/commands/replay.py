@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from realsys.cluster.failure import read_errors
+from realsys.cluster.process import read_errors
 from realsys.config.device_plan import nodes_of, seats_of
 from realsys.config.machine import Machine
 from realsys.config.paths import TrialPaths, read_config, write_config

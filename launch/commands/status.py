@@ -24,12 +24,11 @@ from realsys.launch.slurm.client import LIVES, JobState, SlurmError, job_state
 from realsys.launch.slurm.trial_job import TrialJob, describe_job, trial_state
 from realsys.launch.trial_folder import is_held
 from realsys.launch.words import resume_command
-from realsys.observe.events import Event, EventTail
 from realsys.observe.screen.display import View, make_view
 from realsys.observe.screen.plain import PlainView, eval_line
 from realsys.observe.screen.progress import Monitor, Record, TrialProgress, ask_once
 from realsys.observe.screen.text_figures import memory_of, memory_text
-from realsys.observe.step_log import StepTail
+from realsys.observe.step_log import Event, EventTail, StepTail
 from realsys.observe.timeline.why import bottleneck
 
 _LOOK_S = 1.0  # seconds between two checks for events and for the end of the trial

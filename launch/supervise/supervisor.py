@@ -28,8 +28,7 @@ from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol
 
 from realsys.cluster.aio import FULL
-from realsys.cluster.failure import ErrorRecord
-from realsys.cluster.process import TRAINING_START
+from realsys.cluster.process import TRAINING_START, ErrorRecord
 from realsys.errors import ConfigError, RealsysError
 from realsys.launch.nodes.orders import (
     LOCAL,
@@ -57,7 +56,7 @@ from realsys.launch.supervise.restart_policy import (
     is_spare,
 )
 from realsys.launch.supervise.stop_request import stop_signals
-from realsys.observe.events import EventKind
+from realsys.observe.step_log import EventKind
 
 log = logging.getLogger(__name__)
 
@@ -604,7 +603,7 @@ class Child:
 
 
 class Say(Protocol):
-    """Takes a line for the user; ``kind`` and ``process`` are those of its event (realsys.observe.events)."""
+    """Takes a line for the user; ``kind`` and ``process`` are those of its event (realsys.observe.step_log)."""
 
     def __call__(self, text: str, kind: EventKind = "note", process: str = "") -> None: ...
 

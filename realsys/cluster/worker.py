@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from realsys.cluster import failpoint
-from realsys.cluster.failure import ErrorRecord, record_of, write_error
 from realsys.cluster.process import (
+    ErrorRecord,
     StopSignals,
     bounded,
     configure_logging,
@@ -35,6 +35,8 @@ from realsys.cluster.process import (
     end,
     flush,
     raise_file_limit,
+    record_of,
+    write_error,
 )
 from realsys.errors import Fenced, RealsysError, WaitTimeout
 from realsys.observe import spans

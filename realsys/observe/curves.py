@@ -23,10 +23,9 @@ from realsys.config.paths import TrialPaths, read_config
 from realsys.config.schema import Config
 from realsys.errors import RealsysError
 from realsys.observe.evaluation_records import is_held_out
-from realsys.observe.events import read_events, restarts_in_steps
 from realsys.observe.percent import percent
 from realsys.observe.screen.progress import OTHER, TIME_PARTS, Record, number
-from realsys.observe.step_log import RECOVERED, StepTail, surviving_steps
+from realsys.observe.step_log import RECOVERED, StepTail, read_events, restarts_in_steps, surviving_steps
 from realsys.observe.totals import Totals, curve_points
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from realsys.manager.ledger.journal import read_journal
 from realsys.manager.ledger.ledger import Ledger
 from realsys.model_files.config_json import read_model
 from realsys.observe.evaluation_records import headline, incomplete_reason, without_incomplete
-from realsys.observe.events import RESTARTS, Event, EventTail, restarts_in_steps
-from realsys.observe.step_log import StepTail, undone
+from realsys.observe.step_log import RESTARTS, Event, EventTail, StepTail, restarts_in_steps, undone
 from realsys.observe.timeline.why import LAST, last_steps, sentence, sum_of
 
 MOST_NOTES = 200

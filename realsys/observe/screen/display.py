@@ -21,7 +21,6 @@ from realsys.config.allocation import parse_allocation
 from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.observe.evaluation_records import headline
-from realsys.observe.events import read_events
 from realsys.observe.percent import percent
 from realsys.observe.screen.plain import PlainView
 from realsys.observe.screen.progress import Record, TrialProgress, mean, number
@@ -34,6 +33,7 @@ from realsys.observe.screen.text_figures import (
     time_split,
     untrained_shares,
 )
+from realsys.observe.step_log import read_events
 
 _RECENT_NOTES = 8
 

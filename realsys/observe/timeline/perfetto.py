@@ -14,9 +14,8 @@ import msgspec
 
 from realsys.config.paths import TrialPaths
 from realsys.errors import ConfigError
-from realsys.observe.events import Event, read_events
 from realsys.observe.spans import SUFFIX
-from realsys.observe.step_log import StepRecord, StepTail
+from realsys.observe.step_log import Event, StepRecord, StepTail, read_events
 from realsys.observe.timeline.clocked_spans import Timeline, TimelineSpan, Window, number_of, read_timeline
 from realsys.observe.timeline.why import Ways, ticket_named, ways_of
 

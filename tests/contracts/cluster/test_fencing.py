@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from realsys.cluster.failure import read_errors
+from realsys.cluster.process import read_errors
 from realsys.cluster.stream.master_stream import MasterStream
 from realsys.cluster.stream.push_pull import Pusher
 from realsys.errors import StreamError

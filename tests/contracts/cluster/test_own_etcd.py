@@ -15,9 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realsys.cluster.failure import read_errors
 from realsys.cluster.names.etcd_store import EtcdAccess, EtcdNameStore
-from realsys.cluster.process import RUN_ID, SHIELDED
+from realsys.cluster.process import RUN_ID, SHIELDED, read_errors
 from realsys.config.paths import TrialPaths, write_config
 from realsys.config.schema import Config
 from realsys.errors import NameStoreError, WaitTimeout

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realsys.cluster.failure import read_errors
+from realsys.cluster.process import read_errors
 from realsys.launch.commands.audit import audit_trial
 from realsys.observe.step_log import StepTail
 from realsys.train.checkpoint.checkpoint_files import complete_checkpoints

@@ -16,7 +16,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.observe import curves
 from realsys.observe.curves import draw_curves
-from realsys.observe.events import Event
+from realsys.observe.step_log import Event
 from tests.support.run_logs import START, run_records, train_record, write_log
 
 Drawn = Callable[[list[dict[str, Any]]], dict[str, Axes]]

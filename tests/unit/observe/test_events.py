@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from realsys.observe.events import Event, EventLog, read_events, restarts_in_steps
+from realsys.observe.step_log import Event, EventLog, read_events, restarts_in_steps
 
 
 def test_events_are_read_in_their_order(tmp_path: Path) -> None:

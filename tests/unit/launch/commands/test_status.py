@@ -20,8 +20,8 @@ from realsys.launch.slurm.client import JobState
 from realsys.launch.slurm.trial_job import TrialJob
 from realsys.launch.trial_folder import TrialLock
 from realsys.launch.words import own_command
-from realsys.observe.events import EventLog
 from realsys.observe.screen.progress import TrialProgress
+from realsys.observe.step_log import EventLog
 from tests.support.run_logs import run_records, train_record, write_log
 
 

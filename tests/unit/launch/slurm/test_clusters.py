@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from realsys.config.compose import compose
-from realsys.launch.slurm.job_script import check_slurm
+from realsys.launch.slurm.launcher import check_slurm
 
 SLURM = Path(__file__).parents[4] / "slurm"
 

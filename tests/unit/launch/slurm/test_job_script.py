@@ -11,8 +11,7 @@ from realsys.config.paths import TrialPaths
 from realsys.config.schema import Config
 from realsys.config.schema_cluster import ClusterConfig, ContainerConfig, SlurmConfig
 from realsys.launch.nodes.orders import EXIT_NO_MACHINE
-from realsys.launch.slurm.job_script import Job, render
-from realsys.launch.slurm.launcher import SlurmAllocation, guard_command, srun_command, steps_as_text
+from realsys.launch.slurm.launcher import Job, SlurmAllocation, guard_command, render, srun_command, steps_as_text
 
 GOLDEN = Path(__file__).parent / "golden"
 JOB = Job(

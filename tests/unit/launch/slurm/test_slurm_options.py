@@ -12,7 +12,7 @@ from realsys.config.compose import compose
 from realsys.config.schema import Config
 from realsys.config.schema_cluster import ClusterConfig, ContainerConfig, SlurmConfig
 from realsys.errors import ConfigError
-from realsys.launch.slurm.job_script import check_network, check_slurm, seconds_of
+from realsys.launch.slurm.launcher import check_network, check_slurm, seconds_of
 
 
 def checked(slurm: SlurmConfig, nodes: int = 1) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from realsys.cluster.aio import full_disk
-from realsys.cluster.failure import ErrorRecord
+from realsys.cluster.process import ErrorRecord
 from realsys.launch.nodes.orders import ProcessId
 from realsys.launch.supervise.failures import defect_of, first_failure, last_error, log_since, no_room, tail
 from realsys.launch.supervise.restart_policy import Death, TrialOutcome

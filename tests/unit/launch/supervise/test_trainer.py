@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from realsys.cluster.failure import ErrorRecord
+from realsys.cluster.process import ErrorRecord
 from realsys.launch.supervise.failures import first_failure
 from realsys.launch.supervise.supervisor import Supervisor
 from tests.support.processes.supervised import FOREVER, READY, STUBBORN, Trial, log, stop, waits_for

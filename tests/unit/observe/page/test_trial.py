@@ -6,8 +6,8 @@ from pathlib import Path
 
 from realsys.manager.ledger import events as e
 from realsys.manager.ledger.journal import Journal
-from realsys.observe.events import EventLog
 from realsys.observe.page.trial_reader import MOST_NOTES, TrialReader, ledger_counts
+from realsys.observe.step_log import EventLog
 from tests.support.view.shown_trial import STEPS, sample_trial
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from realsys.observe.events import Event
 from realsys.observe.page import trial_reader as module
 from realsys.observe.page.trial_reader import COLUMNS, MOST_POINTS, SENT_POINTS, Curves
 from realsys.observe.step_fields import field_of
+from realsys.observe.step_log import Event
 from tests.support.view.shown_trial import START, STEPS, events, step_log
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from realsys.errors import ConfigError
-from realsys.observe.events import EventLog
+from realsys.observe.step_log import EventLog
 from realsys.observe.timeline.perfetto import Wanted, write_trace
 from tests.support.timelines.made_up import START, MadeUpTrial, raw, small_trial
 from tests.support.timelines.trace_rules import broken_rules
