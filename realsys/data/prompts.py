@@ -100,7 +100,14 @@ class PromptDataset:
         splits, marked = self._splits.values(), ""
         for name, lines in splits.items():
             for indices, problems in lines.chunks():
-                self._check_chunk(lines, indices, problems)
+                prompts, tools = [problem.prompt for problem in problems], [problem.tools for problem in problems]
+                try:
+                    encoded = self._tokenizer.encode_prompts(prompts, chat=self._chat, tools=tools)
+                except DataError:
+                    # The batch does not tell which prompt failed; one by one, the error names the line.
+                    encoded = [self._encode(lines, i, p) for i, p in zip(indices, problems, strict=True)]
+                for i, ids in zip(indices, encoded, strict=True):
+                    self._check_length(lines, i, ids)
                 characters.update(*(plain_text(problem.prompt) for problem in problems))
                 if self._chat and not marked:
                     marked = self._first_mark(lines, indices, problems)
@@ -113,16 +120,6 @@ class PromptDataset:
             if mark := self._tokenizer.template_mark(problem.prompt):
                 return f"{lines.where(i)}: {mark}"
         return ""
-
-    def _check_chunk(self, lines: Lines[Problem], indices: range, problems: list[Problem]) -> None:
-        prompts, tools = [problem.prompt for problem in problems], [problem.tools for problem in problems]
-        try:
-            encoded = self._tokenizer.encode_prompts(prompts, chat=self._chat, tools=tools)
-        except DataError:
-            # The batch does not tell which prompt failed; one by one, the error names the line.
-            encoded = [self._encode(lines, i, p) for i, p in zip(indices, problems, strict=True)]
-        for i, ids in zip(indices, encoded, strict=True):
-            self._check_length(lines, i, ids)
 
     def _encode(self, lines: Lines[Problem], index: int, problem: Problem) -> list[int]:
         try:

@@ -75,7 +75,14 @@ class Simulation:
                     check_cheap(self)
                 if not self.clock.events % 1024:
                     progress(self)
-            check_all(self)
+            check_cheap(self)
+            auditor = self.manager.journal.auditor
+            logged = dict(enumerate(self.trainer.weights[: self.trainer.logged], 1))
+            auditor.compare_steps(logged)
+            report = auditor.report()
+            failed = {check.name: check.problems[:5] for check in report.checks if not check.ok}
+            if failed:
+                raise Broken(f"audit: {failed}", self)
         except Broken:
             raise
         except Exception as error:
@@ -362,18 +369,6 @@ def check_cheap(simulation: Simulation) -> None:
     for check in (_audit, _tokens, _servers, _reservations, _ledger):
         if problem := check(simulation):
             raise Broken(problem, simulation)
-
-
-def check_all(simulation: Simulation) -> None:
-    """Check everything at the end. Raises Broken."""
-    check_cheap(simulation)
-    auditor = simulation.manager.journal.auditor
-    logged = dict(enumerate(simulation.trainer.weights[: simulation.trainer.logged], 1))
-    auditor.compare_steps(logged)
-    report = auditor.report()
-    failed = {check.name: check.problems[:5] for check in report.checks if not check.ok}
-    if failed:
-        raise Broken(f"audit: {failed}", simulation)
 
 
 def check_loss(

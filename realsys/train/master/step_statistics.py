@@ -79,6 +79,10 @@ def batch_statistics(samples: Sequence[SampleMeta], *, version: int) -> dict[str
     judged = [e for e in episodes if e.correct is not None]
     staleness = [version - s.version_min for s in samples]
     histogram = Counter(staleness)
+    groups: dict[str, list[SampleMeta]] = {}
+    for sample in samples:
+        groups.setdefault(sample.ticket_id, []).append(sample)
+    outcomes = [{sample.correct for sample in group} for group in groups.values()]
     return {
         "groups": len({s.ticket_id for s in samples}),
         "episodes": len(episodes),
@@ -92,7 +96,12 @@ def batch_statistics(samples: Sequence[SampleMeta], *, version: int) -> dict[str
         "length_max": max(e.tokens for e in episodes),
         "length_correct": _mean([e.tokens for e in judged if e.correct]),
         "length_wrong": _mean([e.tokens for e in judged if not e.correct]),
-        "signal": signal_shares(samples),
+        "signal": {
+            "wrong": sum(outcome == {False} for outcome in outcomes) / len(groups),
+            "right": sum(outcome == {True} for outcome in outcomes) / len(groups),
+            "equal": sum(len({sample.reward for sample in group}) == 1 for group in groups.values()) / len(groups),
+            "batch_equal": float(len({sample.reward for sample in samples}) == 1),  # 1: all rewards are equal
+        },
         "truncated_fraction": _mean([float(e.truncated) for e in episodes]),
         # rows whose sampling began with one version of the weights and ended with a later one
         "interrupted_fraction": sum(s.version_min < s.version_max for s in samples) / len(samples),
@@ -131,23 +140,6 @@ def untrained_shares(
         "skipped_step": sum(s.loss_tokens for s in samples) - taken,
     }
     return shares | {reason: n / losses.tokens for reason, n in in_batch.items() if n > 0}
-
-
-def signal_shares(samples: Sequence[SampleMeta]) -> dict[str, float]:
-    """Return the shares of groups whose episodes are all wrong or all right, or have equal rewards.
-
-    ``batch_equal`` is 1 if all rewards of the batch are equal.
-    """
-    groups: dict[str, list[SampleMeta]] = {}
-    for sample in samples:
-        groups.setdefault(sample.ticket_id, []).append(sample)
-    outcomes = [{sample.correct for sample in group} for group in groups.values()]
-    return {
-        "wrong": sum(outcome == {False} for outcome in outcomes) / len(groups),
-        "right": sum(outcome == {True} for outcome in outcomes) / len(groups),
-        "equal": sum(len({sample.reward for sample in group}) == 1 for group in groups.values()) / len(groups),
-        "batch_equal": float(len({sample.reward for sample in samples}) == 1),
-    }
 
 
 def mean_metrics(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
