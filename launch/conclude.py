@@ -141,10 +141,8 @@ def summarise(
 ) -> Summary:
     """Return the results of a run as plain values; a number that was not measured is None."""
     totals = Totals.of(surviving_steps(paths.steps), since=started)
-    before = number(totals.evals.get("before", {}), "accuracy")
-    after = number(totals.evals.get("after", {}), "accuracy")
-    seconds = totals.phase_seconds(ended)
-    ends = averaged_ends(totals.unbiased or totals.steps)
+    before, after = (number(totals.evals.get(when, {}), "accuracy") for when in ("before", "after"))
+    seconds, ends = totals.phase_seconds(ended), averaged_ends(totals.unbiased or totals.steps)
     training_seconds, tokens_now = seconds.get("train"), totals.answer_tokens_now
     return {
         "experiment": config.experiment,
